@@ -1,0 +1,168 @@
+"""Gradients of functions of pytrees: what calculus says of the loss as written, nothing averaged, nothing reduced.
+
+One meaning, two engines: plain autograd, which keeps no graph for a second derivative unless something outside
+asks for one, and torch.func when already inside one of its transforms.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn import compat
+
+
+def value_and_grad(
+    f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """A function that returns what `f` returns and its gradient.
+
+    Args:
+        f: returns a scalar (0-d, real, floating) or, with `has_aux`, a pair of it and any pytree.
+        argnums: which positional arguments to differentiate; a sequence gives a tuple of gradients.
+        has_aux: `f` returns `(loss, aux)`, and so does the new function in place of `loss`.
+
+    Returns:
+        `(*args, **kwargs) -> (value, gradient)`. A gradient is a pytree like its argument: a zero tensor for a leaf that
+        the loss does not use, None for a leaf that is no floating or complex tensor. Gradients are of this
+        rank's loss with respect to this rank's values: every reduction over ranks is the transpose of a
+        collective in `f`.
+
+    Raises:
+        TypeError, ValueError: an argument number without an argument; a loss that is no real scalar.
+
+    Example:
+        >>> import torch
+        >>> value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": torch.tensor([1.0, 2.0])})
+        (tensor(5.), {'w': tensor([2., 4.])})
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(f)
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        for number in numbers:
+            if not -len(args) <= number < len(args):
+                raise TypeError(
+                    f"value_and_grad: argnums={argnums}, but {_name(f)} was called with {len(args)} positional "
+                    f"arguments (arguments to differentiate are passed by position)"
+                )
+        chosen = [number % len(args) for number in numbers]
+        whole: Any = tuple(args[i] for i in chosen)
+        leaves, treedef = optree.tree_flatten(whole)
+        moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
+
+        def loss(*variables: Tensor) -> tuple[Tensor, Any]:
+            mixed = list(leaves)
+            for i, variable in zip(moving, variables, strict=True):
+                mixed[i] = variable
+            new = list(args)
+            for i, value in zip(chosen, optree.tree_unflatten(treedef, mixed), strict=True):
+                new[i] = value
+            return _scalar(f(*new, **kwargs), has_aux, _name(f))
+
+        engine = _by_torch_func if compat.inside_transform() else _by_autograd
+        value, aux, found = engine(loss, [leaves[i] for i in moving])
+        gradients: list[Tensor | None] = [None] * len(leaves)
+        for i, gradient in zip(moving, found, strict=True):
+            gradients[i] = gradient
+        # A None leaf is no node to optree, so the gradient keeps the argument's structure around it.
+        trees = optree.tree_unflatten(treedef, gradients)
+        return (value, aux) if has_aux else value, trees[0] if isinstance(argnums, int) else trees
+
+    return differentiated
+
+
+def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
+    """A function that returns the gradient of `f`, or `(gradient, aux)` with `has_aux`. See `value_and_grad`.
+
+    Example:
+        >>> import torch
+        >>> grad(lambda x: x**3)(torch.tensor(2.0))
+        tensor(12.)
+    """
+    both = value_and_grad(f, argnums, has_aux=has_aux)
+
+    @functools.wraps(f)
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
+        value, gradient = both(*args, **kwargs)
+        return (gradient, value[1]) if has_aux else gradient
+
+    return differentiated
+
+
+def _by_torch_func(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, Any, Sequence[Tensor]]:
+    if not leaves:
+        return (*loss(), ())
+    found, (value, aux) = torch.func.grad_and_value(loss, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
+    return value, aux, found
+
+
+def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, Any, Sequence[Tensor]]:
+    wanted_outside = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    # Aliases: what autograd outside, or forward mode, knows of the argument stays connected.
+    variables = [leaf.view_as(leaf) for leaf in leaves]
+    for variable in variables:
+        if not variable.requires_grad:
+            variable.requires_grad_()
+    outside = torch.is_grad_enabled()
+    with torch.enable_grad():
+        value, aux = loss(*variables)
+        if not value.requires_grad:
+            return value, aux, [torch.zeros_like(leaf) for leaf in leaves]
+        keep = wanted_outside or (outside and _reaches_others(value, variables))
+        found = (
+            torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True, materialize_grads=True)
+            if variables
+            else ()
+        )
+    if keep:
+        return value, aux, found
+    return value.detach(), optree.tree_map(_detached, aux), found
+
+
+def _reaches_others(value: Tensor, variables: list[Tensor]) -> bool:
+    """Whether the loss also depends on a tensor, closed over, that somebody outside differentiates."""
+    mine = {id(variable) for variable in variables}
+    seen, stack = set(), [value.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in mine:
+            return True
+        stack.extend(parent for parent, _ in node.next_functions)
+    return False
+
+
+def _scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(f"value_and_grad: with has_aux=True {name} returns (loss, aux), not {type(result).__name__}")
+    value, aux = result if has_aux else (result, ())
+    if not isinstance(value, Tensor):
+        hint = "; for (loss, aux) pass has_aux=True" if isinstance(value, tuple) else ""
+        raise TypeError(f"value_and_grad: {name} returns a scalar tensor, not {type(value).__name__}{hint}")
+    if value.ndim or not value.is_floating_point():
+        raise ValueError(
+            f"value_and_grad: {name} returned shape {tuple(value.shape)}, {value.dtype}; a loss is 0-d, real and "
+            f"floating: reduce it, for example with .sum() or .mean()"
+        )
+    return value, aux
+
+
+def _differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _name(f: Callable[..., Any]) -> str:
+    return getattr(f, "__name__", type(f).__name__)

@@ -1,0 +1,417 @@
+"""Collectives by axis name, each with the transpose that calculus gives it.
+
+A value is *varying* (V) over an axis when the ranks along it hold different values, *invariant* (I) when they all
+hold the same one. A collective's type says what it takes and gives, and its transpose runs the other way:
+
+    psum                 V -> I    transpose: pvary
+    pvary                I -> V    transpose: psum
+    all_gather           V -> V    transpose: reduce_scatter
+    all_gather(to="invariant")  V -> I    transpose: local_slice
+    local_slice          I -> V    transpose: all_gather(to="invariant")
+    reduce_scatter       V -> V    transpose: all_gather
+    ppermute             V -> V    transpose: the inverse permutation
+    all_to_all           V -> V    transpose: the two dims swapped
+    pmax, pmin           V -> I    none: an error
+
+Each works over one axis or a tuple of them (major to minor), on a tensor or a pytree, under every torch.func transform
+and torch.compile; along an axis of size 1 it returns its argument. The *spec* in a docstring is the collective on a
+list with one tensor for each rank along the axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn import transport
+from shardfn.mesh import Axis, AxisName, bound_axis, current_mesh
+from shardfn.primitive import Op, primitive
+
+T = TypeVar("T")
+
+
+_psum: Op = primitive(
+    "psum",
+    "str group",
+    kernel=lambda x, group: transport.all_reduce(x, "sum", group),
+    transpose=lambda ct, group: _pvary(ct, group),
+)
+_pvary: Op = primitive(
+    "pvary",
+    "str group",
+    kernel=lambda x, group: transport.copy(x),
+    transpose=lambda ct, group: _psum(ct, group),
+)
+_pmax: Op = primitive(
+    "pmax", "str group", kernel=lambda x, group: transport.all_reduce(x, "max", group), transpose=None
+)
+_pmin: Op = primitive(
+    "pmin", "str group", kernel=lambda x, group: transport.all_reduce(x, "min", group), transpose=None
+)
+_all_gather: Op = primitive(
+    "all_gather",
+    "int dim, int size, str group",
+    kernel=transport.all_gather,
+    transpose=lambda ct, dim, size, group: _reduce_scatter(ct, dim, size, group),
+)
+_reduce_scatter: Op = primitive(
+    "reduce_scatter",
+    "int dim, int size, str group",
+    kernel=transport.reduce_scatter,
+    transpose=lambda ct, dim, size, group: _all_gather(ct, dim, size, group),
+)
+_all_gather_invariant: Op = primitive(
+    "all_gather_invariant",
+    "int dim, int index, int size, str group",
+    kernel=lambda x, dim, index, size, group: transport.all_gather(x, dim, size, group),
+    transpose=lambda ct, dim, index, size, group: _local_slice(ct, dim, index, size, group),
+)
+_local_slice: Op = primitive(
+    "local_slice",
+    "int dim, int index, int size, str group",
+    kernel=lambda x, dim, index, size, group: transport.piece(x, dim, index, size),
+    transpose=lambda ct, dim, index, size, group: _all_gather_invariant(ct, dim, index, size, group),
+)
+_ppermute: Op = primitive(
+    "ppermute",
+    "int[] receive, int[] send, str group",
+    kernel=transport.permute,
+    transpose=lambda ct, receive, send, group: _ppermute(ct, send, receive, group),
+)
+_all_to_all: Op = primitive(
+    "all_to_all",
+    "int split_dim, int concat_dim, int size, str group",
+    kernel=transport.all_to_all,
+    transpose=lambda ct, split, concat, size, group: _all_to_all(ct, concat, split, size, group),
+)
+
+
+def psum(x: T, axis: AxisName) -> T:
+    """Sum over the ranks along `axis`: `V -> I`.
+
+    Every shape and numeric dtype; a Python number becomes a 0-d tensor (int64 or float64). In integer dtypes
+    the sum wraps as torch's does.
+
+    Spec:
+        >>> def psum(xs):
+        ...     return [sum(xs) for _ in xs]
+
+        rank 0: a            rank 0: a + b + c
+        rank 1: b     ->     rank 1: a + b + c
+        rank 2: c            rank 2: a + b + c
+
+    Transpose: `pvary`, the identity. All ranks hold one and the same sum, whose cotangent is one and the same,
+    and each term enters it once. (The transpose of an all-reduce that is *used differently* by each rank
+    would be another all-reduce: write `pvary(psum(x, axis), axis)` for that.)
+
+    Raises:
+        TypeError: bool, or an integer dtype that the backend cannot add.
+        NameError, ValueError: no mesh in scope; unknown axis.
+    """
+    return _over(x, axis, "psum", lambda t, a: _psum(_summable(t, "psum"), a.group))
+
+
+def pmean(x: T, axis: AxisName) -> T:
+    """Mean over the ranks along `axis`: `V -> I`; `psum` divided by the axis size.
+
+    Spec:
+        >>> def pmean(xs):
+        ...     return [sum(xs) / len(xs) for _ in xs]
+
+        rank 0: a            rank 0: (a + b) / 2
+        rank 1: b     ->     rank 1: (a + b) / 2
+
+    Transpose: `pvary` divided by the axis size.
+    """
+    size = axis_size(axis)
+    return optree.tree_map(lambda t: t / size, psum(x, axis))  # type: ignore[arg-type, return-value]
+
+
+def pmax(x: T, axis: AxisName) -> T:
+    """Largest value over the ranks along `axis`, elementwise: `V -> I`. On bools: whether any is true.
+
+    Spec:
+        >>> def pmax(xs):
+        ...     return [torch.stack(xs).amax(0) for _ in xs]
+
+        rank 0: [1, 5]            rank 0: [3, 5]
+        rank 1: [3, 2]     ->     rank 1: [3, 5]
+
+    Transpose: none. Differentiating it raises NotImplementedError: pass `x.detach()`.
+    """
+    return _over(x, axis, "pmax", lambda t, a: _pmax(_ordered(t, "pmax"), a.group))
+
+
+def pmin(x: T, axis: AxisName) -> T:
+    """Smallest value over the ranks along `axis`, elementwise: `V -> I`. On bools: whether all are true.
+
+    Spec:
+        >>> def pmin(xs):
+        ...     return [torch.stack(xs).amin(0) for _ in xs]
+
+        rank 0: [1, 5]            rank 0: [1, 2]
+        rank 1: [3, 2]     ->     rank 1: [1, 2]
+
+    Transpose: none. Differentiating it raises NotImplementedError: pass `x.detach()`.
+    """
+    return _over(x, axis, "pmin", lambda t, a: _pmin(_ordered(t, "pmin"), a.group))
+
+
+def pvary(x: T, axis: AxisName) -> T:
+    """The same value, from now on used differently by each rank along `axis`: `I -> V`. Moves nothing.
+
+    Put it on a replicated parameter before it meets this rank's data: its gradient is then summed over the
+    ranks, once, by the transpose.
+
+    Spec:
+        >>> def pvary(xs):
+        ...     return xs
+
+        rank 0: a            rank 0: a
+        rank 1: a     ->     rank 1: a
+
+    Transpose: `psum`.
+    """
+    return _over(x, axis, "pvary", lambda t, a: _pvary(t, a.group))
+
+
+def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "invariant"] = "varying") -> T:
+    """Every rank's `x`, concatenated along `dim` in the order of `axis`.
+
+    Shapes: `[..., n, ...] -> [..., n * size, ...]`, any dtype.
+
+    Args:
+        x: tensors of at least one dimension, of the same shape on every rank.
+        axis: one axis name, or several as their product.
+        dim: the dimension to concatenate along.
+        to: `"varying"` (`V -> V`) when each rank goes on to use the result with its own data, as a gathered weight
+            is; `"invariant"` (`V -> I`) when all ranks go on to do the same with it.
+
+    Spec:
+        >>> def all_gather(xs, dim=0):
+        ...     return [torch.cat(xs, dim) for _ in xs]
+
+        rank 0: a            rank 0: a b c
+        rank 1: b     ->     rank 1: a b c
+        rank 2: c            rank 2: a b c
+
+    Transpose: `reduce_scatter` along the same dim; of `to="invariant"`, `local_slice`.
+
+    Raises:
+        ValueError: no such dimension, or an unknown `to`.
+    """
+    if to not in ("varying", "invariant"):
+        raise ValueError(f'all_gather: to={to!r}; it is "varying" or "invariant"')
+
+    def gather(t: Tensor, a: Axis) -> Tensor:
+        d = _dim(t, dim, "all_gather", "dim")
+        if to == "varying":
+            return _all_gather(t, d, a.size, a.group)
+        return _all_gather_invariant(t, d, a.index, a.size, a.group)
+
+    return _over(x, axis, "all_gather", gather)
+
+
+def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
+    """This rank's piece of a value that all ranks along `axis` hold: `I -> V`. Moves nothing.
+
+    Shapes: `[..., n * size, ...] -> [..., n, ...]`, any dtype.
+
+    Spec:
+        >>> def local_slice(xs, dim=0):
+        ...     return [x.chunk(len(xs), dim)[rank] for rank, x in enumerate(xs)]
+
+        rank 0: a b c            rank 0: a
+        rank 1: a b c     ->     rank 1: b
+        rank 2: a b c            rank 2: c
+
+    Transpose: `all_gather(to="invariant")`.
+
+    Raises:
+        ValueError: the dimension does not exist or does not divide by the axis size.
+    """
+
+    def slice_(t: Tensor, a: Axis) -> Tensor:
+        return _local_slice(t, _divisible(t, dim, axis, a, "local_slice", "dim"), a.index, a.size, a.group)
+
+    return _over(x, axis, "local_slice", slice_)
+
+
+def reduce_scatter(x: T, axis: AxisName, *, dim: int = 0) -> T:
+    """The sum over the ranks along `axis`, of which each rank keeps its piece along `dim`: `V -> V`.
+
+    Shapes: `[..., n * size, ...] -> [..., n, ...]`. JAX's `psum_scatter(tiled=True)`; that name works too.
+
+    Spec:
+        >>> def reduce_scatter(xs, dim=0):
+        ...     return list(sum(xs).chunk(len(xs), dim))
+
+        rank 0: a0 a1            rank 0: a0 + b0
+        rank 1: b0 b1     ->     rank 1: a1 + b1
+
+    Transpose: `all_gather` along the same dim.
+
+    Raises:
+        ValueError: the dimension does not exist or does not divide by the axis size.
+        TypeError: a dtype that cannot be summed.
+    """
+
+    def scatter(t: Tensor, a: Axis) -> Tensor:
+        d = _divisible(_summable(t, "reduce_scatter"), dim, axis, a, "reduce_scatter", "dim")
+        return _reduce_scatter(t, d, a.size, a.group)
+
+    return _over(x, axis, "reduce_scatter", scatter)
+
+
+psum_scatter = reduce_scatter
+
+
+def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
+    """Sends `x` from rank to rank along `axis`: `V -> V`.
+
+    Args:
+        x: tensors of the same shape on every rank.
+        axis: one axis name, or several as their product.
+        perm: `(source, target)` positions along the axis, no source and no target twice. A rank that is no target gets
+            zeros.
+
+    Spec:
+        >>> def ppermute(xs, perm):
+        ...     source = {target: source for source, target in perm}
+        ...     return [xs[source[i]] if i in source else torch.zeros_like(xs[i]) for i in range(len(xs))]
+
+        perm [(0, 1), (1, 2)]
+        rank 0: a            rank 0: 0
+        rank 1: b     ->     rank 1: a
+        rank 2: c            rank 2: b
+
+    Transpose: the inverse permutation.
+
+    Raises:
+        ValueError: a position outside the axis, or a source or target named twice.
+    """
+    pairs = [(int(source), int(target)) for source, target in perm]
+
+    def permute(t: Tensor, a: Axis) -> Tensor:
+        receive = [int((rank, a.index) in pairs) for rank in range(a.size)]
+        send = [int((a.index, rank) in pairs) for rank in range(a.size)]
+        return _ppermute(t, receive, send, a.group)
+
+    _check_permutation(pairs, axis)
+    if axis_size(axis) == 1 and not pairs:
+        return optree.tree_map(torch.zeros_like, x)  # type: ignore[arg-type, return-value]
+    return _over(x, axis, "ppermute", permute)
+
+
+def all_to_all(x: T, axis: AxisName, *, split_dim: int, concat_dim: int) -> T:
+    """Cuts `x` along `split_dim`, sends piece `j` to rank `j`, and concatenates what arrives along `concat_dim`: `V -> V`.
+
+    Shapes: `split_dim` shrinks and `concat_dim` grows by the axis size. A value cut along `concat_dim` becomes one
+    cut along `split_dim`.
+
+    Spec:
+        >>> def all_to_all(xs, split_dim, concat_dim):
+        ...     pieces = [x.chunk(len(xs), split_dim) for x in xs]
+        ...     return [torch.cat([p[rank] for p in pieces], concat_dim) for rank in range(len(xs))]
+
+        rank 0: a0 a1            rank 0: a0 b0
+        rank 1: b0 b1     ->     rank 1: a1 b1
+
+    Transpose: `all_to_all` with the two dims swapped.
+
+    Raises:
+        ValueError: a dimension does not exist, or `split_dim` does not divide by the axis size.
+    """
+
+    def exchange(t: Tensor, a: Axis) -> Tensor:
+        split = _divisible(t, split_dim, axis, a, "all_to_all", "split_dim")
+        return _all_to_all(t, split, _dim(t, concat_dim, "all_to_all", "concat_dim"), a.size, a.group)
+
+    return _over(x, axis, "all_to_all", exchange)
+
+
+def axis_index(axis: AxisName) -> int:
+    """This rank's position along `axis`, a plain int; over several axes the first is the major one.
+
+    Spec:
+        >>> def axis_index(xs):
+        ...     return list(range(len(xs)))
+    """
+    return bound_axis(axis, "axis_index").index
+
+
+def axis_size(axis: AxisName) -> int:
+    """The number of ranks along `axis`, a plain int.
+
+    Spec:
+        >>> def axis_size(xs):
+        ...     return [len(xs) for _ in xs]
+    """
+    return bound_axis(axis, "axis_size").size
+
+
+def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Tensor]) -> T:
+    """`f` on the tensor, or on each leaf of the pytree. Along an axis of size 1 every `f` is the identity."""
+    bound = bound_axis(axis, name)
+
+    def on(leaf: Any) -> Any:
+        tensor = _tensor(leaf, name)
+        return tensor if bound.size == 1 else f(tensor, bound)
+
+    out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)  # type: ignore[arg-type]
+    return out  # type: ignore[no-any-return]
+
+
+def _tensor(leaf: Any, name: str) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
+        mesh = current_mesh()
+        dtype = torch.int64 if isinstance(leaf, int) else torch.float64
+        return torch.tensor(leaf, dtype=dtype, device=mesh.device_type if mesh else None)
+    raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
+
+
+def _dim(x: Tensor, dim: int, name: str, argument: str) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{name}: {argument}={dim}, but the tensor has shape {tuple(x.shape)}, of {x.ndim} dimensions")
+    return dim % x.ndim
+
+
+def _divisible(x: Tensor, dim: int, axis: AxisName, bound: Axis, name: str, argument: str) -> int:
+    d = _dim(x, dim, name, argument)
+    if x.shape[d] % bound.size:
+        padded = -(-x.shape[d] // bound.size) * bound.size
+        raise ValueError(
+            f"{name} over {axis!r} cuts dimension {d} of shape {tuple(x.shape)} into {bound.size} equal pieces, "
+            f"but {x.shape[d]} does not divide by {bound.size}: pad it to {padded}"
+        )
+    return d
+
+
+def _summable(x: Tensor, name: str) -> Tensor:
+    if x.dtype == torch.bool or (x.device.type == "cpu" and x.dtype not in transport.SUMMABLE and not x.is_complex()):
+        raise TypeError(f"{name} cannot add {x.dtype} on {x.device.type}: cast first, for example x.to(torch.int64)")
+    return x
+
+
+def _ordered(x: Tensor, name: str) -> Tensor:
+    if x.is_complex():
+        raise TypeError(f"{name}: complex numbers have no order; got {x.dtype}")
+    return x if x.dtype == torch.bool else _summable(x, name)
+
+
+def _check_permutation(pairs: list[tuple[int, int]], axis: AxisName) -> None:
+    size = axis_size(axis)
+    for end, positions in zip(("source", "target"), zip(*pairs, strict=True), strict=False):
+        for position in positions:
+            if not 0 <= position < size:
+                raise ValueError(
+                    f"ppermute over {axis!r}: {end} {position} in {pairs}, but positions run from 0 to {size - 1}"
+                )
+            if positions.count(position) > 1:
+                raise ValueError(f"ppermute over {axis!r}: {end} {position} stands twice in {pairs}")

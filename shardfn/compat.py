@@ -1,0 +1,142 @@
+"""The only home of private torch names, and of names that changed between releases.
+
+`SINGLE_LEVEL` says whether this torch lets one registered op carry its own rule for every transform
+(see `primitive.py`); it is found out by trying, not by version number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+
+WIRE: Any = torch.ops._c10d_functional
+"""Functional collectives as ops: what torch.compile's passes look for in a graph."""
+
+try:
+    from torch._C._functorch import (
+        get_single_level_autograd_function_allowed,
+        set_single_level_autograd_function_allowed,
+    )
+    from torch.autograd.forward_ad import _set_fwd_grad_enabled
+    from torch.autograd.function import _SingleLevelFunction
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    _AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
+    _after_autograd = torch._C._after_autograd_keyset
+    HAS_NAMES = True
+except (ImportError, AttributeError):  # a torch without them takes the public construction
+    HAS_NAMES = False
+
+
+def register(
+    lib: torch.library.Library,
+    name: str,
+    statics: str,
+    kernel: Callable[..., torch.Tensor],
+    backward: Callable[..., torch.Tensor],
+    forward_mode: Callable[..., torch.Tensor],
+    batch: Callable[..., tuple[torch.Tensor, int]],
+) -> Callable[..., torch.Tensor]:
+    """Registers op `name(Tensor x, <statics>)`, each of whose transforms is given by one function of (x, *statics).
+
+    The Autograd kernel is a single-level Function that redispatches to the same op below autograd, where an
+    outer transform meets the op again and applies its own rule: that is what makes nesting work.
+    """
+    lib.define(f"{name}(Tensor x, {statics}) -> Tensor")
+    op = getattr(getattr(torch.ops, lib.ns), name).default
+
+    class Rule(_SingleLevelFunction):
+        @staticmethod
+        def forward(keys: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+            # Outer levels must record this call: without the first two, grad of grad is silently zero.
+            with torch.enable_grad(), _set_fwd_grad_enabled(True), _AutoDispatchBelowAutograd():
+                return op.redispatch(keys & _after_autograd, x, *args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+            ctx.args = inputs[2:]
+
+        @staticmethod
+        def backward(ctx: Any, ct: torch.Tensor) -> tuple[Any, ...]:
+            return (None, backward(ct, *ctx.args), *(None for _ in ctx.args))
+
+        @staticmethod
+        def jvp(ctx: Any, _: Any, tangent: torch.Tensor, *__: Any) -> torch.Tensor:
+            return forward_mode(tangent, *ctx.args)
+
+    def autograd_kernel(keys: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        allowed = get_single_level_autograd_function_allowed()
+        set_single_level_autograd_function_allowed(True)
+        try:
+            return Rule.apply(keys, x, *args)
+        finally:
+            set_single_level_autograd_function_allowed(allowed)
+
+    def traced(mode: Any, *args: Any) -> torch.Tensor:
+        with mode:  # a graph holds the functional collectives themselves, which compilers know
+            return kernel(*args)
+
+    lib.impl(name, kernel, "CompositeExplicitAutograd")
+    lib.impl(name, autograd_kernel, "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"{lib.ns}::{name}", lambda _, dims, x, *args: batch(dims[0], x, *args), lib=lib)
+    op.py_impl(ProxyTorchDispatchMode)(traced)
+    return op
+
+
+def _nesting_works() -> bool:
+    """Doubles a number through a registered op, and asks for its derivatives two transforms deep."""
+    lib = torch.library.Library("shardfn_probe", "FRAGMENT")
+
+    def double(x: torch.Tensor, n: int) -> torch.Tensor:
+        return op(x, n)
+
+    op = register(
+        lib,
+        "double",
+        "int n",
+        kernel=lambda x, n: x * n,
+        backward=double,
+        forward_mode=double,
+        batch=lambda dim, x, n: (op(x, n), dim),
+    )
+    one = torch.ones(2, dtype=torch.float64)
+
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        return (double(x, 2) ** 3).sum()  # 8 x^3: first derivative 24 x^2, second 48 x
+
+    reverse = torch.func.grad(lambda x: torch.func.grad(cube)(x).sum())(one)
+    forward = torch.func.jvp(torch.func.grad(cube), (one,), (one,))[1]
+    batched = torch.func.vmap(torch.func.grad(cube))(one[:, None])
+    return (reverse == 48).all().item() and (forward == 48).all().item() and (batched == 24).all().item()  # type: ignore[return-value]
+
+
+def _try(test: Callable[[], bool]) -> bool:
+    try:
+        return test()
+    except Exception:
+        return False
+
+
+SINGLE_LEVEL = HAS_NAMES and _try(_nesting_works)
+
+
+def inside_transform() -> bool:
+    """Whether a torch.func transform is running here."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A group of these global ranks, in this order; only its members take part in making it."""
+    ordered = ranks == sorted(ranks)
+    if not ordered and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"ranks {ranks} are not in ascending order, and torch {torch.__version__} always sorts a group's ranks: "
+            "name the axes in the mesh's own order, or use torch >= 2.13"
+        )
+    order: dict[str, Any] = {} if ordered else {"sort_ranks": False}
+    return dist.new_group(ranks, use_local_synchronization=True, **order)

@@ -1,0 +1,232 @@
+"""Meshes and their axes: names in, process groups out.
+
+A mesh is torch's `DeviceMesh` with named dims. Model code never sees a process group: it says `"shard"` or
+`("replica", "shard")`, and the mesh of the surrounding `shard_map` gives the names their meaning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardfn import compat
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AxisName = str | tuple[str, ...]
+"""One mesh axis, or several as their product, major to minor."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One mesh axis, or the product of several, as this rank sees it.
+
+    Attributes:
+        size: ranks along it.
+        index: this rank's position along it; the first of several names is the major one.
+        group: name of the process group that runs along it.
+    """
+
+    size: int
+    index: int
+    group: str
+
+
+class _Scope(threading.local):
+    """The mesh in scope on this thread, and the axes of it that were used so far."""
+
+    mesh: DeviceMesh | None = None
+    axes: dict[AxisName, Axis] | None = None
+
+
+_scope = _Scope()
+
+
+def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
+    """A mesh of all processes with the named axes, slowest-varying first.
+
+    Starts torch.distributed if nobody has: from torchrun's environment where there is one, as a world of one
+    process otherwise.
+
+    Args:
+        device: `"cpu"`, `"cuda"`, ...; default: CUDA where there is some, else the CPU.
+        **sizes: axis name -> ranks along it. One may be -1: whatever is left of the world.
+
+    Raises:
+        ValueError: no axes, a size below 1, more than one -1, or sizes that do not multiply to the world.
+
+    Example:
+        >>> mesh = make_mesh(replica=2, shard=-1)  # doctest: +SKIP
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or (size < 1 and size != -1):
+            raise ValueError(f"make_mesh: axis {name!r} has size {size!r}; a size is a positive integer, or -1 once")
+    if not sizes or list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {_show(sizes)}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _start_distributed()
+    world = dist.get_world_size()
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if world % known or (-1 not in sizes.values() and known != world):
+        raise ValueError(
+            f"make_mesh({_show(sizes)}) needs {'a multiple of ' if -1 in sizes.values() else ''}{known} processes, "
+            f"but the world has {world}: start it with torchrun --nproc-per-node {known}, or let one axis be -1"
+        )
+    filled = {name: world // known if size == -1 else size for name, size in sizes.items()}
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, tuple(filled.values()), mesh_dim_names=tuple(filled))
+
+
+def sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Axis name -> size, in the mesh's order.
+
+    Raises:
+        ValueError: a mesh without dim names.
+    """
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"{mesh} has no axis names: pass mesh_dim_names=(...) to init_device_mesh, or use make_mesh")
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
+def as_names(axis: AxisName) -> tuple[str, ...]:
+    """`"a"` and `("a", "b")` as a tuple of names."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def check_axes(names: tuple[str, ...], mesh: DeviceMesh, where: str) -> None:
+    """Raises ValueError unless each name is an axis of the mesh, once.
+
+    Args:
+        names: axis names.
+        mesh: the mesh that should have them.
+        where: what named them, for the message.
+    """
+    have = sizes(mesh)
+    for name in names:
+        if name not in have:
+            raise ValueError(f"{where}: unknown axis {name!r}; the mesh has {_show(have)}")
+        if names.count(name) > 1:
+            raise ValueError(f"{where}: axis {name!r} stands twice in {names}; each axis can cut a value once")
+
+
+def axis_of(mesh: DeviceMesh, axis: AxisName, where: str = "axis") -> Axis:
+    """The named axis of the mesh, or the product of several, major to minor. Made once, then remembered.
+
+    Raises:
+        ValueError: a name that the mesh does not have, or has twice.
+    """
+    table = known_axes(mesh)
+    found = table.get(axis)
+    if found is None:
+        found = table[axis] = _bind(mesh, as_names(axis), where)
+    return found
+
+
+def bound_axis(axis: AxisName, where: str) -> Axis:
+    """The named axis of the mesh in scope.
+
+    Args:
+        axis: a name or a tuple of names.
+        where: the function that asks, for the message.
+
+    Raises:
+        NameError: no mesh in scope.
+        ValueError: a name that the mesh does not have.
+    """
+    table = _scope.axes
+    if table is None:
+        raise NameError(
+            f"{where}(..., {axis!r}): there is no mesh in scope, so {axis!r} means nothing here. "
+            f"Call it under shardfn.shard_map(f, mesh=..., in_specs=..., out_specs=...)."
+        )
+    found = table.get(axis)
+    return _bind_in_scope(axis, where) if found is None else found
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The mesh in scope, or None."""
+    return _scope.mesh
+
+
+@contextmanager
+def scope(mesh: DeviceMesh, axes: dict[AxisName, Axis] | None = None) -> Iterator[None]:
+    """Axis names inside mean those of `mesh`; `axes` is `known_axes(mesh)`, where the caller has it."""
+    before = _scope.mesh, _scope.axes
+    _scope.mesh, _scope.axes = mesh, known_axes(mesh) if axes is None else axes
+    try:
+        yield
+    finally:
+        _scope.mesh, _scope.axes = before
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _bind_in_scope(axis: AxisName, where: str) -> Axis:
+    assert _scope.mesh is not None
+    return axis_of(_scope.mesh, axis, where)
+
+
+def known_axes(mesh: DeviceMesh) -> dict[AxisName, Axis]:
+    """The axes of the mesh that were used so far."""
+    # On the mesh itself: equal meshes of two process groups, one ended and one alive, must not share groups.
+    table: dict[AxisName, Axis] = mesh.__dict__.setdefault("_shardfn_axes", {})
+    return table
+
+
+def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{where}: an axis is a name or a non-empty tuple of names, not {names!r}")
+    check_axes(names, mesh, where)
+    order = list(sizes(mesh))
+    dims = [order.index(name) for name in names]
+    rest = [dim for dim in range(len(order)) if dim not in dims]
+    size = math.prod(mesh.shape[dim] for dim in dims)
+    rows = mesh.mesh.permute(*rest, *dims).reshape(-1, size)
+    rank = dist.get_rank()
+    ranks: list[int] = next(row for row in rows.tolist() if rank in row)
+    return Axis(size, ranks.index(rank), _group_name(mesh, names, ranks))
+
+
+def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return ""  # nothing moves along it
+    if ranks == list(range(dist.get_world_size())):
+        group = dist.group.WORLD
+    elif len(names) == 1 and ranks == sorted(ranks):
+        group = mesh.get_group(names[0])
+    else:
+        group = compat.new_group(ranks)
+    assert group is not None
+    return group.group_name
+
+
+def _start_distributed() -> None:
+    if dist.is_initialized():
+        return
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group()
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    atexit.register(_end_distributed)
+
+
+def _end_distributed() -> None:
+    # A rank that leaves while others still talk makes them abort; one that failed must not wait for anybody.
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _show(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())

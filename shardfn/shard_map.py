@@ -1,0 +1,273 @@
+"""The transform that gives axis names their meaning: a function of local shards, run on a mesh."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn import transport
+from shardfn.compat import inside_transform
+from shardfn.mesh import Axis, axis_of, current_mesh, known_axes, scope, sizes
+from shardfn.spec import Leaf, P, check, check_own, local_shape, match, places_itself
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Function = Callable[..., Any]
+
+
+def shard_map(
+    f: Function | None = None,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    inputs: Literal["local", "global"] = "local",
+) -> Any:
+    """Runs `f` on every rank of a mesh, each on its own shards; under it, axis names resolve.
+
+    PyTorch is multi-controller: the arguments are this rank's *local* shards, and the specs declare how the
+    global value is cut. Nothing is moved on the way in or out. Works as a decorator, takes positional and
+    keyword arguments, and composes with torch.func inside and outside.
+
+    Args:
+        f: the function. It meets plain tensors only: a DTensor's placement is checked and its local part passed.
+        mesh: the mesh; default: the one in scope, for a shard_map inside a shard_map.
+        in_specs: one spec for all arguments; a tuple with one tree prefix of specs for each parameter, in the order
+            of the signature (a `*args` parameter takes all that are left); or a dict of parameter name to specs.
+        out_specs: a tree prefix of specs for the result.
+        inputs: `"global"`: every rank passes the whole value, and gets its piece; for tests and initialisation.
+
+    Returns:
+        The function on local shards, returning local shards. Its first call with new shapes checks them, and that
+        all ranks have the same: equal pieces where a spec is declared, any shape under `...`.
+
+    Raises:
+        ValueError: specs that do not fit the arguments or the result, and ranks that differ; each names the tree path,
+            the shapes, the mesh sizes and the fix.
+        TypeError: something that is no spec.
+        NameError: no mesh.
+
+    Example:
+        ``total = shard_map(lambda x: psum(x.sum(), "shard"), mesh=mesh, in_specs=P("shard"), out_specs=P())``
+    """
+    if inputs not in ("local", "global"):
+        raise ValueError(f'shard_map: inputs={inputs!r}; it is "local" or "global"')
+    if f is None:
+        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, inputs=inputs)
+    function = f
+    seen: set[Any] = set()
+    axes = None if mesh is None else known_axes(mesh)
+
+    @functools.wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        where = mesh if mesh is not None else _mesh_in_scope()
+        with scope(where, axes):
+            if torch.compiler.is_compiling() and inputs == "local":
+                return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
+            args, kwargs = _enter(function, args, kwargs, in_specs, where, inputs, seen)
+            result = function(*args, **kwargs)
+            _leave(function, result, out_specs, where, seen)
+            return result
+
+    return mapped
+
+
+def _enter(
+    f: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_specs: Any,
+    mesh: DeviceMesh,
+    inputs: str,
+    seen: set[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the body meets them; checked where their signature is new."""
+    leaves, signature = _signature("in", (args, kwargs), mesh)
+    if signature in seen and inputs == "local" and not any(map(_is_dtensor, leaves)):
+        return args, kwargs
+    name = f"shard_map({_name(f)})"
+    told: list[str] = []
+    local: list[Any] = []
+    for argument, (label, specs) in zip(
+        [*args, *kwargs.values()], _arguments(f, args, kwargs, in_specs, name), strict=True
+    ):
+        found = match(specs, argument, f"{name} in_specs for {label}", label)
+        pieces = [_localized(leaf, mesh, inputs, name) for leaf in found]
+        told += [_told(leaf, piece) for leaf, piece in zip(found, pieces, strict=True)]
+        structure = optree.tree_structure(argument, is_leaf=places_itself)
+        local.append(optree.tree_unflatten(structure, pieces))
+    if signature not in seen:
+        if not inside_transform():
+            _agree(told, axis_of(mesh, tuple(sizes(mesh))), mesh.device_type, name)
+        seen.add(signature)
+    return tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
+
+
+def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any]) -> None:
+    _, signature = _signature("out", result, mesh)
+    if signature not in seen:
+        name = f"shard_map({_name(f)})"
+        for leaf in match(out_specs, result, f"{name} out_specs", "result"):
+            check(leaf, mesh, f"{name} out_specs")
+        seen.add(signature)
+
+
+def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
+    """The leaves of a tree, and a hashable value that is the same for trees which pass the same checks."""
+    leaves, treedef = optree.tree_flatten(tree)
+    kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    return leaves, (side, id(mesh), treedef, kinds)
+
+
+def _arguments(
+    f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], in_specs: Any, name: str
+) -> list[tuple[str, Any]]:
+    """What each argument is called, and its specs: positional ones first, then keywords as passed."""
+    labels, parameters = _labels(f, args, kwargs, name)
+    if isinstance(in_specs, dict):
+        unknown = sorted(set(in_specs) - set(parameters))
+        missing = [label for label in labels if label.split("[")[0] not in in_specs]
+        if unknown or missing:
+            raise ValueError(
+                f"{name} in_specs by name: "
+                + "; ".join(
+                    [f"no parameter {', '.join(unknown)}"] * bool(unknown)
+                    + [f"none for {', '.join(missing)}"] * bool(missing)
+                )
+                + f"; the parameters are {', '.join(parameters)}"
+            )
+        return [(label, in_specs[label.split("[")[0]]) for label in labels]
+    if not isinstance(in_specs, (tuple, list)):
+        return [(label, in_specs) for label in labels]
+    slots = [slot for parameter in parameters for slot in _slots(parameter, labels)]
+    needed = max((slots.index(label) + 1 for label in labels), default=0)
+    if not needed <= len(in_specs) <= len(slots):
+        raise ValueError(
+            f"{name}: in_specs has {len(in_specs)} entries, but there are {needed} arguments ({', '.join(slots)}): give one "
+            f"for each, one spec for all, or a dict by parameter name"
+        )
+    return [(label, in_specs[slots.index(label)]) for label in labels]
+
+
+def _labels(f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[list[str], list[str]]:
+    """The Python names of the arguments as passed, and the parameters of the signature."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # some callables in C do not tell
+        labels = [f"args[{i}]" for i in range(len(args))] + list(kwargs)
+        return labels, ["args", *kwargs]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    labels, parameters = [], []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            labels += [f"{parameter.name}[{i}]" for i in range(len(args) - len(labels))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and len(labels) < len(args):
+            labels.append(parameter.name)
+        parameters += [parameter.name] if parameter.kind is not parameter.VAR_KEYWORD else []
+    extra = [key for key in kwargs if key not in parameters]
+    return labels + list(kwargs), parameters + extra
+
+
+def _slots(parameter: str, labels: list[str]) -> list[str]:
+    return [label for label in labels if label.startswith(f"{parameter}[")] or [parameter]
+
+
+def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
+    """What the body meets in place of one leaf, which is checked against its spec."""
+    check(leaf, mesh, f"{name} in_specs")
+    if _is_dtensor(leaf.value):
+        return _unwrapped(leaf, mesh, name)
+    if inputs == "global" and isinstance(leaf.value, Tensor) and isinstance(leaf.spec, P):
+        local_shape(leaf.value.shape, leaf.spec, mesh, f"{name} in_specs: {leaf.path}")
+        piece = leaf.value
+        for dim, names in enumerate(leaf.spec.by_dim()):
+            if names:
+                axis = axis_of(mesh, names)
+                length = piece.shape[dim] // axis.size
+                piece = piece.narrow(dim, axis.index * length, length)
+        return piece
+    return leaf.value
+
+
+def _is_dtensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, "placements") and hasattr(value, "to_local")
+
+
+def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
+    """The local part of a DTensor whose placements are what its spec says."""
+    value: Any = leaf.value
+    if value.device_mesh != mesh:
+        raise ValueError(
+            f"{name} in_specs: {leaf.path} is a DTensor on {value.device_mesh}, but the function runs on {mesh}: "
+            f"distribute it over the same mesh, or pass its local tensor"
+        )
+    cuts: list[tuple[str, ...]] = [()] * value.ndim
+    for axis, placement in zip(sizes(mesh), value.placements, strict=True):
+        if placement.is_partial():
+            raise ValueError(
+                f"{name} in_specs: {leaf.path} is a DTensor with partial sums over {axis!r}: "
+                f"redistribute it to Shard or Replicate first"
+            )
+        if type(placement).__name__ == "Shard":
+            cuts[placement.dim] += (axis,)
+        elif not placement.is_replicate():
+            raise ValueError(f"{name} in_specs: {leaf.path} is a DTensor placed as {placement}, which no spec can say")
+    own = P(*cuts)
+    check_own(leaf, own, f"{name} in_specs")
+    local_shape(value.shape, own, mesh, f"{name} in_specs: {leaf.path}")
+    return cast(Tensor, value.to_local())
+
+
+def _told(leaf: Leaf, value: Any) -> str:
+    """What all ranks must agree on; under `...` a value may have another shape on each rank."""
+    if not isinstance(value, Tensor):
+        return f"{leaf.path}: {type(value).__name__}"
+    shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"
+    return f"{leaf.path}: {value.dtype}{shape}"
+
+
+def _agree(told: list[str], everyone: Axis, device: str, name: str) -> None:
+    """Raises ValueError on every rank unless all were told the same: they would hang, or mix up their values."""
+    if everyone.size == 1:
+        return
+    text = "\n".join(told).encode()
+    digest = int.from_bytes(hashlib.blake2b(name.encode() + text, digest_size=7).digest(), "big")
+    mine = torch.tensor([digest, len(text)], device=device)
+    digests, lengths = transport.all_gather(mine, 0, everyone.size, everyone.group).view(-1, 2).T.tolist()
+    if len(set(digests)) == 1:
+        return
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = transport.all_gather(padded.to(device)[None], 0, everyone.size, everyone.group).cpu()
+    lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
+    rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
+    only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]]
+    only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]]
+    raise ValueError(
+        f"{name}: the arguments differ between ranks: {'; '.join(only[:6]) or 'another function is called'}. Pieces of one "
+        f"value have the same shape on every rank: pad them, or declare `...` for what may differ"
+    )
+
+
+def _mesh_in_scope() -> DeviceMesh:
+    found = current_mesh()
+    if found is None:
+        raise NameError("shard_map: no mesh: pass mesh=shardfn.make_mesh(...)")
+    return found
+
+
+def _name(f: Function) -> str:
+    return getattr(f, "__name__", type(f).__name__)
