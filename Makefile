@@ -1,0 +1,74 @@
+# Everything runs from a virtual environment that make sets up by itself; only Python >= 3.11 is needed before.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install -qq
+# The processes of one machine share its cores; without this each of them would start a thread for every core.
+RUN := OMP_NUM_THREADS=1 $(BIN)/python
+TRAIN := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_lm.py --mesh replica=2,shard=2
+
+# The pins hold for installs and for the isolated builds behind them; pip < 25.3 and later read different names.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help setup train test lint format fix types unit docs wheel smoke benchmark clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo 'Variables: PYTHON=python3  VENV=.venv  ARGS="flags for the one target that is called"'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.examples: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[examples]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $(VENV)/.examples $@
+
+setup: $(VENV)/.dev ## install the package and every development tool
+
+train: $(VENV)/.examples ## train the example language model, sharded over 4 processes
+	$(TRAIN) $(ARGS)
+
+test: lint format types unit docs wheel smoke ## everything that must pass before a change lands
+
+lint: $(VENV)/.dev ## check the code's style
+	$(BIN)/ruff check
+
+format: $(VENV)/.dev ## check the code's layout
+	$(BIN)/ruff format --check
+
+fix: $(VENV)/.dev ## rewrite what lint and format can repair
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+types: $(VENV)/.dev ## check the types
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev ## run the tests, and with them the code in README.md and docs/
+	$(RUN) -m pytest $(ARGS)
+
+docs: $(VENV)/.dev ## build the documentation; a warning is an error
+	$(BIN)/sphinx-build -q -E -W --keep-going docs docs/_build/html
+
+wheel: $(VENV)/.dev ## build the wheel and import it from an empty environment
+	bash tools/check_wheel.sh $(BIN)/python
+
+smoke: $(VENV)/.examples ## a short sharded training run
+	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(TRAIN) --steps 20 --out "$$out" $(ARGS)
+
+benchmark: $(VENV)/.dev ## measure the collectives
+	$(RUN) -m benchmarks.collectives $(ARGS)
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

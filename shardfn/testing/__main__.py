@@ -1,0 +1,67 @@
+"""`python -m shardfn.testing`: what worlds cost on this machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardfn.testing.world import Kind, World
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds: for the first run, for a run when started, for a run after a failure."""
+
+    start: float
+    run: float
+    restart: float
+
+
+def sum_of_ones() -> float:
+    """A small all-reduce."""
+    x = torch.ones(8)
+    dist.all_reduce(x)
+    return float(x[0])
+
+
+def fail() -> None:
+    """What makes a world start afresh."""
+    raise ValueError("on purpose")
+
+
+def measure(size: int, kind: Kind, runs: int = 100) -> Cost:
+    """Measure one world."""
+    with World(size, kind=kind) as world:
+        start = _seconds(lambda: world.run(sum_of_ones))
+        run = _seconds(lambda: [world.run(sum_of_ones) for _ in range(runs)]) / runs
+        world.errors(fail)
+        restart = _seconds(lambda: world.run(sum_of_ones))
+    return Cost(start, run, restart)
+
+
+def main() -> None:
+    """Print a table of worlds."""
+    ready = _seconds(lambda: World(1).run(int))
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores; importing torch for the ranks, once: {ready:.1f} s")
+    print("milliseconds for a run of a small all-reduce")
+    print(f"{'world':<22}{'first':>10}{'started':>10}{'after a failure':>18}")
+    plan: list[tuple[int, Kind]] = [(1, "processes"), (2, "processes"), (4, "processes"), (2, "threads")]
+    for size, kind in [*plan, (4, "threads"), (4096, "fake")]:
+        cost = measure(size, kind)
+        first, run, restart = (f"{1e3 * seconds:.1f}" for seconds in (cost.start, cost.run, cost.restart))
+        print(f"{size:>5} {kind:<16}{first:>10}{run:>10}{restart:>18}")
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What a rank can answer, and the errors that a world makes of it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A rank's result."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave no result.
+
+    Attributes:
+        how: "raised" an exception, "died" as a process, or was left "waiting".
+        type_name: name of the exception's type.
+        message: the exception's text, or where the rank was waiting.
+        traceback: the traceback or the stack, as text.
+        exception: the original exception, where it could be brought here.
+    """
+
+    how: Literal["raised", "died", "waiting"]
+    type_name: str
+    message: str
+    traceback: str
+    exception: BaseException | None = None
+
+    def __str__(self) -> str:
+        if self.how != "raised":
+            return self.message
+        return f"{self.type_name}: {self.message}" if self.message else self.type_name
+
+    def as_exception(self) -> BaseException:
+        """The original exception, or the nearest thing to it."""
+        if self.exception is not None:
+            return self.exception
+        kinds = {"raised": RuntimeError, "died": ChildProcessError, "waiting": TimeoutError}
+        return kinds[self.how](str(self))
+
+
+Outcome = Returned | Failure
+
+# Seconds that the other ranks have to answer, after a first one failed, before they count as waiting for it.
+GRACE = {"raised": 3.0, "died": 0.5, "waiting": 0.0}
+
+
+class WorldError(RuntimeError):
+    """A function failed on some rank of a world.
+
+    Attributes:
+        failures: rank to `Failure`: dead ranks first, then ranks that raised, then ranks left waiting.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, Failure]) -> None:
+        super().__init__(message)
+        self.failures = dict(failures)
+
+
+class WorldTimeout(WorldError):
+    """No rank failed, but some did not answer within the deadline."""
+
+
+def failure_of(error: BaseException, skip: int = 0) -> Failure:
+    """The failure that `error` is, its traceback without the outermost `skip` frames."""
+    frames = error.__traceback__
+    for _ in range(skip):
+        frames = frames.tb_next if frames is not None else None
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return Failure("raised", type(error).__qualname__, str(error), text, error)
+
+
+def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, deadline: float) -> None:
+    """Raise one error for all failures among `outcomes`, if there are any.
+
+    Raises:
+        WorldTimeout: ranks were left waiting and nothing else went wrong.
+        WorldError: a rank raised or died.
+    """
+    answers = dict(zip(ranks, outcomes, strict=True))
+    found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+    if not found:
+        return
+    order = {"died": "died in", "raised": "failed in", "waiting": f"did not return within {deadline:g} s from"}
+    hows = list(order)
+    failures = dict(sorted(found.items(), key=lambda item: hows.index(item[1].how)))
+    worst = next(iter(failures.values())).how
+    culprits = [rank for rank, failure in failures.items() if failure.how == worst]
+    message = _text(f"{_ranks(culprits)} {order[worst]} {what}", failures)
+    raise WorldTimeout(message, failures) if worst == "waiting" else WorldError(message, failures)
+
+
+def _text(head: str, failures: Mapping[int, Failure]) -> str:
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, failure in failures.items():
+        groups.setdefault((str(failure), failure.traceback), []).append(rank)
+    lines = [f"  {_ranks(ranks)}: {why}" for (why, _), ranks in groups.items()]
+    stacks = [f"--- {_ranks(ranks)} ---\n{stack.rstrip()}" for (_, stack), ranks in groups.items() if stack]
+    return "\n".join([head, *lines, *stacks])
+
+
+def _ranks(ranks: list[int]) -> str:
+    numbers = ", ".join(map(str, sorted(ranks)))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

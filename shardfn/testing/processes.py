@@ -1,0 +1,206 @@
+"""Worlds whose ranks are persistent CPU processes, connected by gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import IO
+
+from shardfn.testing import filters, stacks, wire
+from shardfn.testing.errors import GRACE, Failure, Outcome
+from shardfn.testing.zygote import Child, zygote
+
+_START_SECONDS = 60.0
+_MAX_GROUPS = 256  # a gloo group holds about three threads and seven descriptors in every rank
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One process: the way to talk to it, and the file in which it writes its stacks."""
+
+    number: int
+    child: Child
+    channel: Connection
+    log: IO[bytes]
+
+
+class Processes:
+    """Runs calls on `size` processes, started at the first call and again after any failure."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._ranks: list[_Rank] = []
+        self._finalizer = weakref.finalize(self, _kill, self._ranks, os.getpid())
+
+    def run(self, call: bytes, deadline: float) -> list[Outcome]:
+        """One outcome per rank.
+
+        Raises:
+            RuntimeError: the processes cannot start.
+        """
+        try:
+            if not self._ranks:
+                _start(self._ranks, self._size)
+            _send(self._ranks, call)
+            outcomes, groups = _collect(self._ranks, deadline)
+        except BaseException:
+            self._stop()
+            raise
+        # Collectives may be left half done after a failure, so no later call could trust these ranks.
+        if groups > _MAX_GROUPS or any(isinstance(outcome, Failure) for outcome in outcomes):
+            self._stop()
+        return outcomes
+
+    def close(self) -> None:
+        """Stop the processes, in good order if they let us."""
+        _leave(self._ranks)
+        self._stop()
+
+    def _stop(self) -> None:
+        _kill(self._ranks, os.getpid())
+
+
+def _start(ranks: list[_Rank], size: int) -> None:
+    forking = [_fork(number, size) for number in range(size)]
+    ranks += [forked() for forked in forking]
+    port = _receive(ranks, 0)
+    for rank in ranks[1:]:
+        rank.channel.send_bytes(port)
+    for rank in ranks:
+        _receive(ranks, rank.number)
+
+
+def _fork(number: int, size: int) -> Callable[[], _Rank]:
+    ours, theirs = Pipe()
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+    with theirs:
+        child = zygote().fork(number, size, (theirs.fileno(), log.fileno()))
+    return lambda: _Rank(number, child(), ours, log)
+
+
+def _receive(ranks: Sequence[_Rank], number: int) -> bytes:
+    """A message of one rank, while the others must stay alive."""
+    channel = ranks[number].channel
+    ready = wait([channel, *(rank.child.status for rank in ranks)], _START_SECONDS)
+    if channel in ready:
+        with contextlib.suppress(EOFError, ConnectionError):
+            return channel.recv_bytes()
+    why = "a rank died; its standard error says why" if ready else f"it took more than {_START_SECONDS:g} s"
+    raise RuntimeError(f"a world of {len(ranks)} processes could not start: {why}")
+
+
+def _send(ranks: Sequence[_Rank], call: bytes) -> None:
+    path = [entry or os.getcwd() for entry in sys.path]
+    setting = pickle.dumps((path, filters.current()))
+    for rank in ranks:
+        with contextlib.suppress(ConnectionError):  # it is dead, as _collect will find
+            rank.channel.send_bytes(setting)
+            rank.channel.send_bytes(call)
+
+
+def _collect(ranks: Sequence[_Rank], deadline: float) -> tuple[list[Outcome], int]:
+    """All outcomes, waiting until the deadline or shortly after a first failure; and the most groups a rank holds."""
+    outcomes: dict[int, Outcome] = {}
+    most_groups = 0
+    limit = time.monotonic() + deadline
+    waiting = {rank.number: rank for rank in ranks}
+    while waiting and (left := limit - time.monotonic()) > 0:
+        ready = wait([end for rank in waiting.values() for end in (rank.channel, rank.child.status)], left)
+        for number, rank in list(waiting.items()):
+            if rank.channel in ready or rank.child.status in ready:
+                del waiting[number]
+                outcomes[number], groups = _answer(rank)
+                most_groups = max(most_groups, groups)
+                if isinstance(outcome := outcomes[number], Failure):
+                    limit = min(limit, time.monotonic() + GRACE[outcome.how])
+    outcomes |= _stuck(list(waiting.values()))
+    return [outcomes[rank.number] for rank in ranks], most_groups
+
+
+def _answer(rank: _Rank) -> tuple[Outcome, int]:
+    try:
+        if rank.channel.poll():
+            groups = int(pickle.loads(rank.channel.recv_bytes()))
+            return wire.decode(rank.channel.recv_bytes()), groups
+    except (EOFError, ConnectionError):
+        pass
+    return _obituary(rank), 0
+
+
+def _obituary(rank: _Rank) -> Failure:
+    code = rank.child.exit_code(timeout=5.0)
+    if code is None:
+        message = "the process closed its channel"
+    elif code < 0:
+        message = f"the process was killed by {signal.Signals(-code).name}"
+    else:
+        message = f"the process exited with code {code}"
+    _, text = stacks.recorded(_log(rank))
+    return Failure("died", "ChildProcessError", message, text, ChildProcessError(message))
+
+
+def _stuck(ranks: Sequence[_Rank]) -> dict[int, Outcome]:
+    """For every rank that has not answered, where it stands."""
+    before = {rank.number: len(_log(rank)) for rank in ranks}
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.child.pid, signal.SIGUSR1)
+    found: dict[int, Outcome] = {}
+    for rank in ranks:
+        frames, text = stacks.recorded(_settled(rank, before[rank.number]))
+        place = stacks.where(frames)
+        found[rank.number] = Failure("waiting", "TimeoutError", place, text, TimeoutError(place))
+    return found
+
+
+def _settled(rank: _Rank, length: int, patience: float = 2.0) -> str:
+    """What the rank wrote, once it is more than `length` and has stopped growing."""
+    limit = time.monotonic() + patience
+    before = ""
+    while time.monotonic() < limit:
+        text = _log(rank)
+        if len(text) > length and text == before:
+            break
+        before = text
+        time.sleep(0.02)
+    return before
+
+
+def _log(rank: _Rank) -> str:
+    return os.pread(rank.log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+
+def _leave(ranks: Sequence[_Rank], patience: float = 2.0) -> None:
+    """Ask the ranks to go, and wait for them a little."""
+    limit = time.monotonic() + patience
+    for rank in ranks:
+        with contextlib.suppress(ConnectionError):
+            rank.channel.send_bytes(b"")
+    for rank in ranks:
+        wait([rank.child.status], max(0.0, limit - time.monotonic()))
+
+
+def _kill(ranks: list[_Rank], owner: int) -> None:
+    """Kill what still runs, wait until it is gone, and close what we hold."""
+    if owner == os.getpid():  # and not a fork of it, at its exit
+        running = [rank for rank in ranks if not wait([rank.child.status], 0)]
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.child.pid, signal.SIGKILL)
+        limit = time.monotonic() + 10.0
+        for rank in running:
+            wait([rank.child.status], max(0.0, limit - time.monotonic()))
+    for rank in ranks:
+        rank.channel.close()
+        rank.log.close()
+        os.close(rank.child.status)
+    ranks.clear()

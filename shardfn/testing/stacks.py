@@ -1,0 +1,122 @@
+"""Where a rank stands: stacks of threads, and the one line that matters in them."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_HERE = str(Path(__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+
+_MAIN = "main thread 0x{:016x}\n"
+_HEADER = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+    @property
+    def place(self) -> str:
+        """File name and line."""
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+
+def record(descriptor: int) -> None:
+    """Write this process's stacks to a file at SIGUSR1, and when it crashes. For the main thread."""
+    os.write(descriptor, _MAIN.format(threading.get_ident()).encode())
+    faulthandler.enable(descriptor)
+    faulthandler.register(signal.SIGUSR1, descriptor)
+
+
+def recorded(text: str) -> tuple[list[Frame], str]:
+    """The main thread's frames, innermost first, in such a file; and a text of all stacks in it."""
+    first, _, rest = text.partition("\n")
+    sections = _sections(rest)
+    main = next((s for s in sections if _thread(s) and first.endswith(_thread(s))), "")
+    frames = _within_call(_frames(main))
+    others = [section for section in sections if section is not main]
+    return frames, "\n".join(filter(None, [_render(frames), *others]))
+
+
+def live(thread: int) -> tuple[list[Frame], str]:
+    """The frames of a thread of this process, innermost first, and a text of them."""
+    top = sys._current_frames().get(thread)
+    if top is None:
+        return [], ""
+    summary = traceback.extract_stack(top)
+    frames = _within_call(Frame(entry.filename, entry.lineno or 0, entry.name) for entry in reversed(summary))
+    return frames, _render(frames)
+
+
+def where(frames: Sequence[Frame]) -> str:
+    """One line: the collective a rank is in, and the user's line that called it."""
+    user = next((i for i, frame in enumerate(frames) if _is_user(frame)), None)
+    if user is None:
+        return f"at {frames[0].place} ({frames[0].name})" if frames else "outside the function"
+    text = f"at {frames[user].place} ({frames[user].name})"
+    if collective := _collective(frames[:user]):
+        text = f"in {collective}, called {text}"
+    caller = next((f for f in frames[user:] if _is_user(f) and not f.file.startswith(_OURS)), frames[user])
+    return text if caller is frames[user] else f"{text}, from {caller.place} ({caller.name})"
+
+
+def _sections(text: str) -> list[str]:
+    """One text per thread, and one for anything before the first."""
+    return [part.rstrip() for part in re.split(r"^(?=(?:Current t|T)hread 0x)", text, flags=re.M) if part.strip()]
+
+
+def _thread(section: str) -> str:
+    header = _HEADER.match(section)
+    return header[1] if header else ""
+
+
+def _frames(section: str) -> list[Frame]:
+    found = filter(None, map(_FRAME.match, section.splitlines()))
+    return [Frame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]) for match in found]
+
+
+def _within_call(frames: Iterable[Frame]) -> list[Frame]:
+    """Without the frames that lead to the user's function."""
+    kept: list[Frame] = []
+    for frame in frames:
+        if frame.file.startswith(_HERE) and frame.name == "perform":
+            break
+        kept.append(frame)
+    return kept
+
+
+def _render(frames: Sequence[Frame]) -> str:
+    lines = [f'  File "{frame.file}", line {frame.line}, in {frame.name}' for frame in frames]
+    return "\n".join(["Stack (most recent call first):", *lines]) if frames else ""
+
+
+def _is_user(frame: Frame) -> bool:
+    if frame.file.startswith((_TORCH, _HERE, "<")):
+        return False
+    installed = "site-packages" in frame.file or frame.file.startswith(_STDLIB)
+    return not installed or frame.file.startswith(_OURS)
+
+
+def _collective(inner: Sequence[Frame]) -> str | None:
+    distributed = _TORCH + "distributed" + os.sep
+    names = [frame.name for frame in inner if frame.file.startswith(distributed) and frame.name != "wrapper"]
+    return names[-1] if names else None

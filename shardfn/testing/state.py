@@ -1,0 +1,26 @@
+"""The process-wide state of torch in which every call starts, on every rank of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def reset() -> None:
+    """Seed 0 and float32 as the default dtype, so that no test depends on the ones before it."""
+    # Not torch.manual_seed: without a GPU it keeps a stack trace for CUDA at every call.
+    torch.default_generator.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def borrowed() -> Iterator[None]:
+    """Let ranks that live in the caller's process reset its state, and give it back."""
+    dtype, random = torch.get_default_dtype(), torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.default_generator.set_state(random)

@@ -1,0 +1,112 @@
+"""Calls, results and failures as bytes.
+
+A function is pickled by name where the ranks can import its module, and by value otherwise. Tensors travel inside
+the bytes, so no rank shares memory with the caller or with another rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from shardfn.testing.errors import Failure, Outcome, Returned, failure_of
+
+
+def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """The call `fn(*args, **kwargs)` as bytes.
+
+    Raises:
+        TypeError: something in the call cannot be pickled.
+    """
+    try:
+        with _by_value_unless_importable(fn):
+            return bytes(cloudpickle.dumps((fn, args, kwargs)))
+    except Exception as error:
+        raise TypeError(f"this call cannot be pickled for the ranks: {error}") from error
+
+
+def perform(call: bytes) -> Outcome:
+    """Unpack a call and make it, on this rank."""
+    try:
+        fn, args, kwargs = pickle.loads(call)
+    except BaseException as error:
+        error.add_note("(while this rank unpickled the function and its arguments)")
+        return failure_of(error, skip=1)
+    try:
+        with torch.enable_grad():
+            return Returned(fn(*args, **kwargs))
+    except BaseException as error:
+        return failure_of(error, skip=1)
+
+
+def encode(outcome: Outcome) -> bytes:
+    """An outcome as bytes; a result that cannot be pickled becomes a failure."""
+    if isinstance(outcome, Returned):
+        try:
+            return b"v" + bytes(cloudpickle.dumps(outcome.value))
+        except Exception as error:
+            kind = type(outcome.value).__qualname__
+            outcome = failure_of(TypeError(f"the result, a {kind}, cannot be pickled: {error}"))
+    try:
+        exception = bytes(cloudpickle.dumps(outcome.exception))
+    except Exception:
+        exception = b""
+    facts = (outcome.how, outcome.type_name, outcome.message, outcome.traceback)
+    return b"f" + pickle.dumps((facts, exception))
+
+
+def decode(answer: bytes) -> Outcome:
+    """What `encode` encoded; an exception that cannot be unpickled stays text."""
+    body = memoryview(answer)[1:]
+    if answer[:1] == b"v":
+        try:
+            return Returned(pickle.loads(body))
+        except Exception as error:
+            return failure_of(TypeError(f"the result was pickled by the rank but cannot be unpickled here: {error!r}"))
+    facts: tuple[Any, str, str, str]
+    facts, pickled = pickle.loads(body)
+    try:
+        exception = pickle.loads(pickled)
+    except Exception:
+        exception = None
+    return Failure(*facts, exception)
+
+
+@contextmanager
+def _by_value_unless_importable(fn: Callable[..., Any]) -> Iterator[None]:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or _importable(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(module: ModuleType) -> bool:
+    """Whether a fresh process with this process's `sys.path` would import this very file by this name."""
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return True
+    path: Any = None
+    name, origin = "", None
+    for part in module.__name__.split("."):
+        name = f"{name}.{part}" if name else part
+        specs = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next((found for found in specs if found is not None), None)
+        if spec is None:
+            return False
+        path, origin = spec.submodule_search_locations, spec.origin
+    return bool(origin == file)

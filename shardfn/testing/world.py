@@ -1,0 +1,165 @@
+"""Worlds: a function runs once on every rank, and its results come back in rank order."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, get_args
+
+from shardfn.testing import wire
+from shardfn.testing.errors import Failure, Outcome, Returned, raise_failures
+from shardfn.testing.fake import Fake
+from shardfn.testing.processes import Processes
+from shardfn.testing.threads import Threads
+
+Kind = Literal["processes", "threads", "fake"]
+
+
+class _Engine(Protocol):
+    def run(self, call: bytes, deadline: float) -> list[Outcome]: ...
+    def close(self) -> None: ...
+
+
+class World:
+    """`size` ranks that run functions together, with `torch.distributed` initialised in each.
+
+    The function, its arguments and its results are copied by pickling, so nothing is shared with the caller, and
+    lambdas and closures work. Every call starts from seed 0, float32 as the default dtype and the caller's warning
+    filters. A run that fails anywhere leaves nothing behind: the next one has fresh ranks.
+
+        with World(2) as w:
+            assert w.run(lambda: dist.get_rank()) == [0, 1]
+
+    Args:
+        size: how many ranks.
+        kind: "processes" (real CPU processes, gloo), "threads" (of this process, faster to start, no forward-mode
+            differentiation, process-wide defaults shared) or "fake" (nothing moves; any size at once).
+        deadline: seconds that a run may take.
+        ranks: for "fake", the ranks as which a function runs; rank 0 alone if not given.
+
+    Raises:
+        ValueError: the size, the kind or the ranks make no sense.
+    """
+
+    def __init__(
+        self, size: int, *, kind: Kind = "processes", deadline: float = 60.0, ranks: Sequence[int] | None = None
+    ) -> None:
+        self.size = size
+        self.kind = kind
+        self.deadline = deadline
+        self.ranks = _ranks(size, kind, ranks)
+        self._engine = _engine(size, kind, self.ranks)
+        self._lock = threading.Lock()
+
+    def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank.
+
+        Returns:
+            One result per rank, in rank order.
+
+        Raises:
+            WorldError: a rank raised an exception, or its process died.
+            WorldTimeout: ranks did not answer within the deadline; it says where each of them stands.
+            TypeError: the function or an argument cannot be pickled.
+        """
+        outcomes = self._outcomes(fn, args, kwargs)
+        raise_failures(outcomes, self.ranks, _name(fn), self.deadline)
+        return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
+
+    def errors(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[BaseException | None]:
+        """Call `fn(*args, **kwargs)` on every rank, where it is expected to raise.
+
+        Returns:
+            Each rank's exception, in rank order: None if it returned, a TimeoutError if it never did, a
+            ChildProcessError if its process died.
+        """
+        outcomes = self._outcomes(fn, args, kwargs)
+        return [outcome.as_exception() if isinstance(outcome, Failure) else None for outcome in outcomes]
+
+    def within(self, deadline: float) -> World:
+        """The same world, with another deadline in seconds."""
+        view = copy.copy(self)
+        view.deadline = deadline
+        return view
+
+    def close(self) -> None:
+        """Stop the ranks. A later run starts them again."""
+        with self._lock:
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"World({self.size}, kind={self.kind!r})"
+
+    def _outcomes(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Outcome]:
+        call = wire.pack(fn, args, kwargs)
+        with self._lock:
+            return self._engine.run(call, self.deadline)
+
+
+_worlds: dict[tuple[int, Kind, tuple[int, ...]], World] = {}
+
+
+def world(size: int, kind: Kind = "processes", *, ranks: Sequence[int] | None = None) -> World:
+    """A world that every caller in this process shares; it lives until the process exits.
+
+        @given(seed=st.integers())
+        def test_sum_does_not_depend_on_the_seed(seed):
+            world(2).run(check_sum, seed)
+
+    Raises:
+        ValueError: the size, the kind or the ranks make no sense.
+    """
+    key = (size, kind, _ranks(size, kind, ranks))
+    if key not in _worlds:
+        if not _worlds:
+            atexit.register(close_worlds)
+        _worlds[key] = World(size, kind=kind, ranks=ranks)
+    return _worlds[key]
+
+
+def close_worlds() -> None:
+    """Stop the ranks of every shared world. It happens by itself when the process exits."""
+    for shared in _worlds.values():
+        shared.close()
+
+
+def _ranks(size: int, kind: Kind, ranks: Sequence[int] | None) -> tuple[int, ...]:
+    if size < 1:
+        raise ValueError(f"a world has at least one rank, got size {size}")
+    if ranks is None:
+        return (0,) if kind == "fake" else tuple(range(size))
+    if kind != "fake":
+        raise ValueError(f'ranks={ranks} is for kind="fake"; kind="{kind}" runs all {size} ranks')
+    if outside := [rank for rank in ranks if not 0 <= rank < size]:
+        raise ValueError(f"ranks {outside} are not in a world of size {size}")
+    return tuple(ranks)
+
+
+def _engine(size: int, kind: Kind, ranks: tuple[int, ...]) -> _Engine:
+    match kind:
+        case "processes":
+            return Processes(size)
+        case "threads":
+            return Threads(size)
+        case "fake":
+            return Fake(size, ranks)
+    raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, get_args(Kind)))}")
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    code = getattr(fn, "__code__", None)
+    name = getattr(fn, "__qualname__", repr(fn))
+    if code is None:
+        return str(name)
+    return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"

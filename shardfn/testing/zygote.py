@@ -1,0 +1,210 @@
+"""A process that has imported torch once and forks ranks on request, in milliseconds each.
+
+It is started afresh (not forked), with an environment that suits ranks: one thread each, loopback only. When the
+process that started it goes away, however it goes, the socket between them closes and the zygote takes every rank
+with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+_REQUEST = struct.Struct("ii")
+_NUMBER = struct.Struct("q")
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from shardfn.testing.zygote import main; main(int(sys.argv[1]), sys.argv[3:])"
+)
+_HEAVY = ("pytest", "hypothesis", "optree", "numpy")
+
+
+@dataclass(frozen=True)
+class Child:
+    """A forked rank: its process id, and a descriptor from which its exit code can be read once."""
+
+    pid: int
+    status: int
+
+    def exit_code(self, timeout: float) -> int | None:
+        """The exit code (negative: the signal), or None if it still runs or nobody knows."""
+        data = _read(self.status, timeout)
+        return int(_NUMBER.unpack(data)[0]) if data else None
+
+
+class Zygote:
+    """The caller's end of the process that forks ranks."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+        self._control, theirs = socket.socketpair()
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        preload = [name for name in _HEAVY if name in sys.modules and find_spec(name)]
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, str(theirs.fileno()), path, *preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=_environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs and is this process's own."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def fork(self, rank: int, size: int, descriptors: tuple[int, int]) -> Callable[[], Child]:
+        """Ask for a rank that owns `descriptors` (channel, stacks); call the result to wait for it."""
+        status, theirs = os.pipe()
+        try:
+            with self._lock:
+                socket.send_fds(self._control, [_REQUEST.pack(rank, size)], [*descriptors, theirs])
+        finally:
+            os.close(theirs)
+
+        def wait() -> Child:
+            data = _read(status, timeout=60.0)
+            if not data:
+                os.close(status)
+                raise RuntimeError("the process that forks ranks has died; its standard error says why")
+            return Child(_NUMBER.unpack(data)[0], status)
+
+        return wait
+
+    def close(self) -> None:
+        """Stop it, and with it every rank it has forked."""
+        self._control.close()
+        if self._owner == os.getpid():
+            self._process.wait()
+
+
+def _environment() -> dict[str, str]:
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {**os.environ, **ours}
+
+
+def _read(descriptor: int, timeout: float) -> bytes:
+    ready = select.poll()
+    ready.register(descriptor, select.POLLIN)
+    return os.read(descriptor, _NUMBER.size) if ready.poll(timeout * 1000) else b""
+
+
+_current: Zygote | None = None
+_current_lock = threading.Lock()
+
+
+def zygote() -> Zygote:
+    """This process's zygote, started at the first call and stopped at exit."""
+    global _current
+    with _current_lock:
+        if _current is None or not _current.alive:
+            _stop()
+            _current = Zygote()
+        return _current
+
+
+@atexit.register  # when this module is imported, so that it comes after the worlds' own
+def _stop() -> None:
+    if _current is not None:
+        _current.close()
+
+
+def main(control: int, preload: list[str]) -> None:
+    """The zygote itself: import, then serve requests until the other end closes."""
+    warnings.simplefilter("ignore")  # of the modules below, and of fork in a process that has threads
+    import torch.distributed  # noqa: F401
+
+    from shardfn.testing import worker
+
+    for name in preload:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    with socket.socket(fileno=control) as channel:
+        task = _serve(channel)
+    if task is not None:
+        worker.serve(*task)
+
+
+def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:
+    """Fork ranks. Returns None in the zygote when it is done, and its task in a rank."""
+    children: dict[int, int] = {}
+    wake, signalled = socket.socketpair()
+    for end in (wake, signalled):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(signalled.fileno())
+    with wake, signalled:
+        while True:
+            ready, _, _ = select.select([control, wake], [], [])
+            if wake in ready:
+                wake.recv(4096)
+                _reap(children)
+            if control in ready:
+                request, descriptors, _, _ = socket.recv_fds(control, _REQUEST.size, 3)
+                if not request:
+                    signal.set_wakeup_fd(-1)
+                    _kill(children)
+                    return None
+                channel, stacks, status = descriptors
+                if pid := os.fork():
+                    with contextlib.suppress(OSError):
+                        os.setpgid(pid, pid)
+                    children[pid] = status
+                    _tell(status, pid)
+                    os.close(channel)
+                    os.close(stacks)
+                    continue
+                os.setpgid(0, 0)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (*children.values(), status):
+                    os.close(descriptor)
+                rank, size = _REQUEST.unpack(request)
+                return rank, size, channel, stacks
+
+
+def _tell(status: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, _NUMBER.pack(number))
+
+
+def _reap(children: dict[int, int]) -> None:
+    while children:
+        pid, state = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        status = children.pop(pid)
+        _tell(status, os.waitstatus_to_exitcode(state))
+        os.close(status)
+
+
+def _kill(children: dict[int, int]) -> None:
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, where the kernel can."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,98 @@
+"""What every rank should compute, worked out in one process from the spec in a collective's docstring.
+
+All ranks' inputs together are one value: a stack over ranks where the input varies, a single tensor where it is
+invariant; outputs likewise. `joint` is the collective as a function of that one value, and every transform of it is
+torch.func's own, on ordinary tensors.
+"""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardfn as sf
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective, its keyword arguments, its type and an input shape for `n` ranks."""
+
+    name: str
+    kwargs: dict[str, Any]
+    takes: str  # V or I
+    gives: str
+    shape: Callable[[int], tuple[int, ...]]
+    perm: Callable[[int], list[tuple[int, int]]] | None = None
+
+    def arguments(self, n: int) -> dict[str, Any]:
+        return self.kwargs if self.perm is None else self.kwargs | {"perm": self.perm(n)}
+
+    def local(self, x: Tensor, axis: Any, n: int) -> Tensor:
+        return getattr(sf, self.name)(x, axis, **self.arguments(n))
+
+    def joint(self, n: int) -> Callable[[Tensor], Tensor]:
+        spec = spec_of(self.name)
+        kwargs = {key: value for key, value in self.arguments(n).items() if key != "to"}
+
+        def together(whole: Tensor) -> Tensor:
+            outs = spec(list(whole.unbind(0)) if self.takes == "V" else [whole] * n, **kwargs)
+            return torch.stack(outs) if self.gives == "V" else outs[0]
+
+        return together
+
+    def __str__(self) -> str:
+        words = [str(value) for value in self.kwargs.values()]
+        return "-".join([self.name, *words] + ["ring" if self.perm is ring else "partial"] * (self.perm is not None))
+
+
+def spec_of(name: str) -> Callable[..., Any]:
+    """The executable spec in the docstring of a collective: a function of the list of all ranks' tensors."""
+    examples = doctest.DocTestParser().get_examples(getattr(sf, name).__doc__ or "")
+    source = next(example.source for example in examples if example.source.startswith(f"def {name}("))
+    names: dict[str, Any] = {"torch": torch}
+    exec(source, names)
+    return names[name]
+
+
+def ring(n: int) -> list[tuple[int, int]]:
+    return [(i, (i + 1) % n) for i in range(n)]
+
+
+def partial(n: int) -> list[tuple[int, int]]:
+    return [(i, i + 1) for i in range(n - 1)]
+
+
+LINEAR = [
+    Case("psum", {}, "V", "I", lambda n: (3, 2)),
+    Case("pmean", {}, "V", "I", lambda n: (2, 3)),
+    Case("pvary", {}, "I", "V", lambda n: (3, 2)),
+    Case("all_gather", {"dim": 0}, "V", "V", lambda n: (2, 3)),
+    Case("all_gather", {"dim": 1}, "V", "V", lambda n: (2, 3)),
+    Case("all_gather", {"dim": -1, "to": "invariant"}, "V", "I", lambda n: (2, 3)),
+    Case("all_gather", {"dim": 0, "to": "invariant"}, "V", "I", lambda n: (2, 3)),
+    Case("local_slice", {"dim": 0}, "I", "V", lambda n: (2 * n, 3)),
+    Case("local_slice", {"dim": 1}, "I", "V", lambda n: (3, n)),
+    Case("reduce_scatter", {"dim": 0}, "V", "V", lambda n: (2 * n, 3)),
+    Case("reduce_scatter", {"dim": 1}, "V", "V", lambda n: (3, n)),
+    Case("all_to_all", {"split_dim": 0, "concat_dim": 1}, "V", "V", lambda n: (n, 3)),
+    Case("all_to_all", {"split_dim": 1, "concat_dim": 1}, "V", "V", lambda n: (2, 2 * n)),
+    Case("all_to_all", {"split_dim": -1, "concat_dim": 0}, "V", "V", lambda n: (2, n)),
+    Case("ppermute", {}, "V", "V", lambda n: (2, 3), ring),
+    Case("ppermute", {}, "V", "V", lambda n: (2, 3), partial),
+]
+
+
+def drawn(kind: str, shape: tuple[int, ...], n: int, seed: int) -> Tensor:
+    """All ranks' values at once: `[n, *shape]` where they vary, `[*shape]` where they are invariant."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*((n,) if kind == "V" else ()), *shape, generator=generator, dtype=torch.float64)
+
+
+def mine(kind: str, whole: Tensor, rank: int) -> Tensor:
+    """This rank's part of such a value."""
+    return whole[rank] if kind == "V" else whole

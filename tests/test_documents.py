@@ -1,0 +1,209 @@
+"""The documentation is executed: its Python code, its links, and its account of the public names."""
+
+import contextlib
+import inspect
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+import shardfn
+from shardfn.testing import world
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [Path("README.md"), *(path.relative_to(ROOT) for path in sorted((ROOT / "docs").glob("*.md")))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=str)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One ```python block: its first line of code in the page, and the error that it must raise."""
+
+    line: int
+    code: str
+    raises: str | None
+
+
+def text_of(page: Path) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def tokens_of(text: str) -> list[Token]:
+    return MarkdownIt("commonmark").parse(text)
+
+
+def python_blocks(text: str, above: int = 0) -> Iterator[Block]:
+    """The blocks of a page in order, those inside directives such as {note} too."""
+    for token in tokens_of(text):
+        if token.type != "fence" or token.map is None:
+            continue
+        line = above + token.map[0] + 2
+        if token.info.startswith("{"):
+            yield from python_blocks(token.content, above=line - 1)
+        elif token.info.split()[:1] == ["python"]:
+            raises = re.search(r"\sraises=(\S+)", token.info)
+            yield Block(line, token.content, raises and raises[1])
+
+
+def ranks_of(text: str) -> int:
+    """The N of `<!-- ranks: N -->`, the size of the world that the page runs on."""
+    comments = "".join(token.content for token in tokens_of(text) if token.type == "html_block")
+    ranks = re.search(r"<!--\s*ranks:\s*(\d+)\s*-->", comments)
+    return int(ranks[1]) if ranks else 1
+
+
+def run_page(page: Path, blocks: list[Block], folder: Path) -> list[int]:
+    """Run a page's blocks as one program on this rank, and say which lines they start at."""
+    # Under this name cloudpickle sends the page's functions by value, and dataclasses find their module.
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    executed = []
+    with contextlib.chdir(folder):
+        for block in blocks:
+            run_block(page, block, namespace)
+            executed.append(block.line)
+    return executed
+
+
+def run_block(page: Path, block: Block, namespace: dict[str, Any]) -> None:
+    where = f"{page}:{block.line}"
+    padded = "\n" * (block.line - 1) + block.code  # so that line numbers are the page's
+    try:
+        exec(compile(padded, ROOT / page, "exec", dont_inherit=True), namespace)
+    except Exception as error:
+        if block.raises and isinstance(error, eval(block.raises, namespace)):
+            return
+        inner = error.__traceback__ and error.__traceback__.tb_next
+        report = "".join(traceback.format_exception(type(error), error, inner))
+        raise AssertionError(f"{where}: the block failed\n{report}") from None
+    if block.raises:
+        raise AssertionError(f"{where}: the block did not raise {block.raises}")
+
+
+def lines_that_look_like_python(text: str) -> list[int]:
+    """Where code starts by a reading of the text that knows no Markdown, so that no block escapes the parser."""
+    fence = r"[\s>*+-]*(```|~~~|:::).*\b(py|python\d*|pycon|ipython\d*|code|code-block|code-cell|doctest)\b"
+    other = r"\s*(>>> |\.\. (code|code-block|testcode|doctest)::)"
+    return [
+        number + 1
+        for number, line in enumerate(text.splitlines(), start=1)
+        if re.match(fence, line) or re.match(other, line)
+    ]
+
+
+def links_of(text: str) -> Iterator[str]:
+    for token in tokens_of(text):
+        for part in [token, *(token.children or [])]:
+            if part.type in ("html_block", "html_inline"):
+                yield from re.findall(r"""(?:href|src)=["']([^"']+)""", part.content)
+            elif link := part.attrGet("href") or part.attrGet("src"):
+                yield str(link)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(python_blocks(text_of(page)))], ids=str)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path):
+    text = text_of(page)
+    blocks = list(python_blocks(text))
+    ranks = ranks_of(text)
+    executed = world(ranks).run(run_page, page, blocks, tmp_path)
+    assert executed == [[block.line for block in blocks]] * ranks
+
+
+@each_page
+def test_no_python_code_of_a_page_escapes_execution(page: Path):
+    text = text_of(page)
+    assert lines_that_look_like_python(text) == [block.line for block in python_blocks(text)]
+
+
+@each_page
+def test_relative_links_of_a_page_lead_to_files(page: Path):
+    links = [urlsplit(link) for link in links_of(text_of(page))]
+    paths = [unquote(link.path) for link in links if link.path and not link.scheme and not link.netloc]
+    assert [path for path in paths if not (ROOT / page.parent / path).exists()] == []
+
+
+@pytest.mark.parametrize("name", shardfn.__all__)
+def test_a_public_name_is_explained(name: str):
+    value = getattr(shardfn, name)
+    if callable(value) or inspect.ismodule(value):
+        assert value.__doc__, f"shardfn.{name} has no docstring"
+    api = text_of(Path("docs/api.md"))
+    directives = re.findall(r"\bauto\w+:: (\S+)", api)
+    home = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
+    mentioned = re.search(rf"\b{re.escape(name)}\b", " ".join(re.findall(r"`([^`\n]+)`", api)))
+    assert mentioned or f"shardfn.{name}" in directives or home in directives
+
+
+SAMPLE = """\
+<!-- ranks: 4 -->
+# Title
+
+```python
+x = 1
+```
+
+- item
+  ```python raises=ValueError
+  raise ValueError(x)
+  ```
+
+```{note}
+~~~python
+y = x
+~~~
+```
+
+```text
+nothing
+```
+[a](b.md#c) ![d](e.png) <img src="f.png">
+"""
+
+
+def test_blocks_are_found_wherever_they_stand():
+    assert list(python_blocks(SAMPLE)) == [
+        Block(5, "x = 1\n", None),
+        Block(10, "raise ValueError(x)\n", "ValueError"),
+        Block(15, "y = x\n", None),
+    ]
+    assert lines_that_look_like_python(SAMPLE) == [5, 10, 15]
+
+
+def test_a_page_says_how_many_ranks_it_needs():
+    assert ranks_of(SAMPLE) == 4
+    assert ranks_of("# Title") == 1
+
+
+def test_links_are_found_in_markdown_and_in_html():
+    assert list(links_of(SAMPLE)) == ["b.md#c", "e.png", "f.png"]
+
+
+@pytest.mark.parametrize("start", ["```py", "```{code-block} python", "``` pycon", ">>> 1", ".. code-block:: c"])
+def test_code_in_another_dress_is_noticed(start: str):
+    assert lines_that_look_like_python(f"text\n{start}\n") == [3]
+    assert list(python_blocks(f"text\n{start}\n")) == []
+
+
+def test_blocks_of_a_page_share_names_and_run_in_order(tmp_path: Path):
+    assert run_page(Path("README.md"), list(python_blocks(SAMPLE)), tmp_path) == [5, 10, 15]
+
+
+@pytest.mark.parametrize(
+    ("block", "report"),
+    [
+        (Block(7, "x = 1\nx.y\n", None), r"^README\.md:7: the block failed\n.*line 8.*\nAttributeError"),
+        (Block(7, "x.y\n", "ValueError"), r"^README\.md:7: the block failed\n.*line 7.*\nNameError"),
+        (Block(7, "x = 1\nx y\n", None), r"^README\.md:7: the block failed\n.*line 8.*\nSyntaxError"),
+        (Block(7, "x = 1\n", "ValueError"), r"^README\.md:7: the block did not raise ValueError"),
+    ],
+)
+def test_a_wrong_block_is_reported_with_page_line_and_traceback(block: Block, report: str, tmp_path: Path):
+    with pytest.raises(AssertionError) as failure:
+        run_page(Path("README.md"), [block], tmp_path)
+    assert re.search(report, str(failure.value), re.DOTALL)

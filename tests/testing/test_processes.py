@@ -1,0 +1,123 @@
+"""Nothing outlives its world: no process, no file, no warning."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardfn.testing import World
+
+SLEEPY = """
+import os, sys, time
+from shardfn.testing import World
+
+world = World(2)
+print(os.getpid(), *world.run(os.getpid), *world.run(os.getppid), flush=True)
+{then}
+"""
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, be it collected by its parent or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def all_gone(pids: list[int], patience: float = 10.0) -> bool:
+    limit = time.monotonic() + patience
+    while time.monotonic() < limit and not all(map(is_gone, pids)):
+        time.sleep(0.02)
+    return all(map(is_gone, pids))
+
+
+def script(tmp_path: Path, then: str) -> subprocess.Popen[str]:
+    file = tmp_path / "script.py"
+    file.write_text(SLEEPY.format(then=then))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    path = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(
+        [sys.executable, "-X", "dev", "-W", "ignore::DeprecationWarning", str(file)],
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("then", ["time.sleep(60)", "world.run(time.sleep, 60)"], ids=["idle", "busy"])
+def test_killing_the_caller_ends_its_ranks_and_leaves_no_file(tmp_path, then):
+    process = script(tmp_path, then)
+    with process:
+        pids = [int(word) for word in process.stdout.readline().split()]
+        time.sleep(0.2)
+        process.send_signal(signal.SIGKILL)
+    assert len(pids) == 5
+    assert all_gone(pids)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("then", ["", "world.close()", "1 / 0", "del world"])
+def test_an_ordinary_end_is_clean(tmp_path, then):
+    process = script(tmp_path, then)
+    out, errors = process.communicate(timeout=60)
+    assert all_gone([int(word) for word in out.split()])
+    assert "Warning" not in errors
+    assert ("ZeroDivisionError" in errors) == (then == "1 / 0")
+    assert errors == "" or then == "1 / 0"
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_closed_world_has_no_processes():
+    with World(2) as local:
+        pids = local.run(os.getpid)
+    assert all(map(is_gone, pids))
+
+
+def test_a_dropped_world_has_no_processes():
+    local = World(2)
+    pids = local.run(os.getpid)
+    del local
+    assert all_gone(pids)
+
+
+def test_a_subprocess_of_a_rank_dies_with_it():
+    def spawn():
+        return subprocess.Popen(["sleep", "60"]).pid
+
+    with World(1) as local:
+        [pid] = local.run(spawn)
+        local.errors(os._exit, 1)
+        assert all_gone([pid])
+
+
+def test_the_ranks_do_not_fall_with_the_process_that_forked_them_unnoticed():
+    with World(2) as local:
+        mother = local.run(os.getppid)[0]
+        os.kill(mother, signal.SIGKILL)
+        assert all_gone([mother])
+        errors = local.errors(time.sleep, 5)
+        assert [type(error) for error in errors] == [ChildProcessError] * 2
+        assert local.run(int) == [0, 0]
+
+
+def test_descriptors_do_not_leak():
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with World(2) as local:
+        local.run(int)
+    before = open_files()
+    for _ in range(5):
+        with World(2) as local:
+            local.errors(sys.exit)
+            local.run(int)
+    assert open_files() == before
