@@ -10,6 +10,7 @@ Math, memory and communication are all on this page. Every parameter is cut over
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import resource
 import sysconfig
@@ -21,9 +22,10 @@ from typing import Any
 
 import optree
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -39,13 +41,13 @@ class Config:
     """Sizes of the model, and of the run."""
 
     vocabulary: int = 256
-    width: int = 192
-    heads: int = 6
+    width: int = 128
+    heads: int = 4
     layers: int = 4
-    hidden: int = 512
-    context: int = 256
+    hidden: int = 352
+    context: int = 128
     batch: int = 16  # sequences a step, over all ranks
-    rate: float = 3e-3
+    rate: float = 6e-3
     warmup: int = 40
     decay: float = 0.1
     clip: float = 1.0
@@ -157,3 +159,162 @@ def learning_rate(step: int, steps: int, config: Config) -> float:
     """Linear warm-up, then a cosine down to a tenth."""
     warm = min(1.0, (step + 1) / config.warmup)
     return config.rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+# --- the run ---
+
+
+def corpus() -> tuple[Tensor, Tensor]:
+    """The standard library's sources as bytes, for training and, one file in sixteen, for validation."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    kept: dict[bool, list[bytes]] = {True: [], False: []}
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root)
+        if not {"site-packages", "test", "tests"} & set(name.parts):
+            kept[hashlib.blake2b(str(name).encode()).digest()[0] < 16].append(file.read_bytes())
+    held_out, training = (
+        torch.frombuffer(bytearray(b"\n".join(kept[side])), dtype=torch.uint8) for side in (True, False)
+    )
+    return training, held_out
+
+
+def draw(data: Tensor, config: Config, generator: torch.Generator) -> Tensor:
+    """This rank's rows, `[rows, context + 1]`, of one global batch, whose places all ranks draw alike."""
+    starts = torch.randint(len(data) - config.context, (config.batch,), generator=generator, device=data.device)
+    own = sf.local_slice(starts, DATA)
+    return data[own[:, None] + torch.arange(config.context + 1, device=data.device)].long()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run leaves behind."""
+
+    params: Params  # this rank's shards
+    losses: list[float]  # in nats, one for each step
+    validation: float  # in nats, at the end
+
+
+def train(
+    config: Config,
+    mesh: DeviceMesh,
+    data: tuple[Tensor, Tensor],
+    steps: int,
+    seed: int,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> Run:
+    """Trains from scratch. The same seed gives the same losses on any mesh, up to rounding."""
+    training, held_out = (part.to(mesh.device_type) for part in data)
+    cut, state_spec = P("shard"), {"step": P(), "m": P("shard"), "v": P("shard")}
+
+    @sf.shard_map(mesh=mesh, in_specs=cut, out_specs=(cut, state_spec), inputs="global")
+    def start(params: Params) -> tuple[Params, Params]:
+        params = optree.tree_map(lambda p: p.to(mesh.device_type, copy=True), params)  # so that the whole can go
+        return params, {"step": 0, "m": zeros_like(params), "v": zeros_like(params)}
+
+    @sf.shard_map(mesh=mesh, in_specs=(cut, state_spec, P()), out_specs=(cut, state_spec, P()))
+    def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
+        tokens = draw(training, config, sf.fold_in(seed, step))
+        loss, grads = sf.value_and_grad(loss_fn)(params, tokens, config)
+        params, state = adamw(params, grads, state, config, learning_rate(step, steps, config))
+        return params, state, loss
+
+    @sf.shard_map(mesh=mesh, in_specs=cut, out_specs=P())
+    def validate(params: Params) -> Tensor:
+        with torch.no_grad():
+            batches = [draw(held_out, config, sf.fold_in(seed, 0, i)) for i in range(16)]
+            return torch.stack([loss_fn(params, tokens, config) for tokens in batches]).mean()
+
+    params, state = start(init(config, seed))
+    losses = []
+    for step in range(steps):
+        params, state, loss = train_step(params, state, step)
+        losses.append(loss.item())
+        report(step, losses[-1])
+    return Run(params, losses, validate(params).item())
+
+
+def zeros_like(params: Params) -> Params:
+    return optree.tree_map(torch.zeros_like, params)
+
+
+def complete(params: Params, config: Config, prompt: bytes, length: int, seed: int) -> bytes:
+    """Continues a prompt with whole, unsharded parameters: the same model, no mesh."""
+    device = params["head"]["out"].device
+    generator = torch.Generator(device).manual_seed(seed)
+    text = torch.tensor([list(prompt)], device=device)
+    with torch.no_grad():
+        for _ in range(length):
+            logits = model(params, text[:, -config.context :], config)[0, -1]
+            chosen = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
+            text = torch.cat([text, chosen[None]], 1)
+    return bytes(text[0].tolist())
+
+
+def memory(device: str) -> str:
+    """The most memory that this process has used."""
+    if device == "cuda":
+        return f"{torch.cuda.max_memory_allocated() / 2**20:.0f} MB"
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MB"
+
+
+def plot(losses: list[float], validation: float, file: Path) -> None:
+    """The loss curve, in bits per byte, as a picture."""
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    axes.plot([loss / math.log(2) for loss in losses], linewidth=0.8, label="training batch")
+    axes.axhline(validation / math.log(2), color="black", linestyle=":", label="held-out files, at the end")
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
+    axes.legend()
+    figure.savefig(file, dpi=150, bbox_inches="tight")
+
+
+def arguments() -> argparse.Namespace:
+    def mesh(text: str) -> dict[str, int]:
+        pairs = dict(pair.split("=") for pair in text.split(","))
+        if not set(pairs) <= set(DATA):
+            raise argparse.ArgumentTypeError(f"axes are {' and '.join(DATA)}, as in replica=2,shard=2; got {text}")
+        return {name: int(pairs.get(name, 1)) for name in DATA}
+
+    parser = argparse.ArgumentParser(description="Train a byte-level language model, sharded over a mesh.")
+    parser.add_argument(
+        "--mesh", type=mesh, default="shard=-1", help="replica=R,shard=S; one may be -1 (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=600, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/train_lm"), help="folder for the loss curve (default: %(default)s)"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    mesh = sf.make_mesh(device=args.device, **args.mesh)
+    first = mesh.get_rank() == 0
+    config = Config()
+    began = time.perf_counter()
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, disable=not first, refresh_per_second=4) as bar:
+        task = bar.add_task("starting", total=args.steps)
+
+        def report(step: int, loss: float) -> None:
+            speed = (step + 1) * config.batch * config.context / (time.perf_counter() - began)
+            told = [f"loss {loss:.3f}", f"{loss / math.log(2):.3f} bits/byte", f"{speed / 1e3:.1f}k tokens/s"]
+            bar.update(task, advance=1, description="  ".join([*told, memory(mesh.device_type)]))
+
+        run = train(config, mesh, corpus(), args.steps, args.seed, report)
+    gather: Callable[[Params], Params] = sf.shard_map(
+        lambda p: sf.all_gather(p, "shard", to="invariant"), mesh=mesh, in_specs=P("shard"), out_specs=P()
+    )
+    params = gather(run.params)
+    if first:
+        args.out.mkdir(parents=True, exist_ok=True)
+        plot(run.losses, run.validation, args.out / "loss.png")
+        sample = complete(params, config, b"def main(", 300, args.seed)
+        print(f"held-out files: {run.validation / math.log(2):.3f} bits per byte")
+        print(f"loss curve: {args.out / 'loss.png'}\n\n{sample.decode(errors='replace')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -28,8 +28,8 @@ def value_and_grad(
         has_aux: `f` returns `(loss, aux)`, and so does the new function in place of `loss`.
 
     Returns:
-        `(*args, **kwargs) -> (value, gradient)`. A gradient is a pytree like its argument: a zero tensor for a leaf that
-        the loss does not use, None for a leaf that is no floating or complex tensor. Gradients are of this
+        `(*args, **kwargs) -> (value, gradient)`. A gradient is a pytree like its argument: a zero tensor for a leaf
+        that the loss does not use, None for a leaf that is no floating or complex tensor. Gradients are of this
         rank's loss with respect to this rank's values: every reduction over ranks is the transpose of a
         collective in `f`.
 

@@ -128,7 +128,7 @@ def pmean(x: T, axis: AxisName) -> T:
     Transpose: `pvary` divided by the axis size.
     """
     size = axis_size(axis)
-    return optree.tree_map(lambda t: t / size, psum(x, axis))  # type: ignore[arg-type, return-value]
+    return optree.tree_map(lambda t: t / size, psum(x, axis))
 
 
 def pmax(x: T, axis: AxisName) -> T:
@@ -303,12 +303,12 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
 
     _check_permutation(pairs, axis)
     if axis_size(axis) == 1 and not pairs:
-        return optree.tree_map(torch.zeros_like, x)  # type: ignore[arg-type, return-value]
+        return optree.tree_map(torch.zeros_like, x)
     return _over(x, axis, "ppermute", permute)
 
 
 def all_to_all(x: T, axis: AxisName, *, split_dim: int, concat_dim: int) -> T:
-    """Cuts `x` along `split_dim`, sends piece `j` to rank `j`, and concatenates what arrives along `concat_dim`: `V -> V`.
+    """Piece `j` of `x` along `split_dim` goes to rank `j`; what arrives is concatenated along `concat_dim`: `V -> V`.
 
     Shapes: `split_dim` shrinks and `concat_dim` grows by the axis size. A value cut along `concat_dim` becomes one
     cut along `split_dim`.
@@ -362,8 +362,8 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Tensor]) 
         tensor = _tensor(leaf, name)
         return tensor if bound.size == 1 else f(tensor, bound)
 
-    out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)  # type: ignore[arg-type]
-    return out  # type: ignore[no-any-return]
+    out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
+    return out
 
 
 def _tensor(leaf: Any, name: str) -> Tensor:

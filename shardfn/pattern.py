@@ -129,7 +129,7 @@ def _steps(before: Side, after: Side, pattern: str) -> list[Step]:
     goal = [list(axes) for axes in after.cuts]
     source = {axis: dim for dim, axes in enumerate(cuts) for axis in axes}
     target = {axis: dim for dim, axes in enumerate(goal) for axis in axes}
-    summed = [axis for axis in sorted(before.partial - after.partial)]
+    summed = sorted(before.partial - after.partial)
     steps: list[Step] = []
 
     scattered = [axis for axes in goal for axis in axes if axis in before.partial]
@@ -174,6 +174,6 @@ def _grouped(axes: list[str], dims: dict[str, int]) -> list[tuple[int, tuple[str
 
 def _too_much(pattern: str, axis: str) -> ValueError:
     return ValueError(
-        f"redistribute pattern {pattern!r}: axis {axis!r} is not the last one that cuts its dimension, and only the last "
+        f"redistribute pattern {pattern!r}: axis {axis!r} is not the last that cuts its dimension, and only the last "
         f"can be gathered, moved or added: reach it by several patterns"
     )

@@ -76,7 +76,7 @@ def public(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
         def vmap(info: Any, dims: tuple[int | None, ...], x: Tensor, *args: Any) -> tuple[Tensor, int]:
             return batch(dims[0], x, *args)
 
-    apply: Op = torch.compiler.disable(lambda x, *args: Collective.apply(x, *args))
+    apply: Op = torch.compiler.disable(lambda x, *args: Collective.apply(x, *args))  # type: ignore[no-untyped-call]
     batch = _batching(apply, statics)
     return apply
 

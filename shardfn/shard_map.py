@@ -7,7 +7,7 @@ import hashlib
 import inspect
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 import optree
 import torch
@@ -22,6 +22,29 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
+
+
+@overload
+def shard_map(
+    f: F,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    inputs: Literal["local", "global"] = "local",
+) -> F: ...
+@overload
+def shard_map(
+    f: None = None,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    inputs: Literal["local", "global"] = "local",
+) -> Callable[[F], F]: ...
 
 
 def shard_map(
@@ -153,8 +176,8 @@ def _arguments(
     needed = max((slots.index(label) + 1 for label in labels), default=0)
     if not needed <= len(in_specs) <= len(slots):
         raise ValueError(
-            f"{name}: in_specs has {len(in_specs)} entries, but there are {needed} arguments ({', '.join(slots)}): give one "
-            f"for each, one spec for all, or a dict by parameter name"
+            f"{name}: in_specs has {len(in_specs)} entries, but there are {needed} arguments ({', '.join(slots)}): "
+            f"give one for each, one spec for all, or a dict by parameter name"
         )
     return [(label, in_specs[slots.index(label)]) for label in labels]
 
@@ -257,8 +280,8 @@ def _agree(told: list[str], everyone: Axis, device: str, name: str) -> None:
     only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]]
     only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]]
     raise ValueError(
-        f"{name}: the arguments differ between ranks: {'; '.join(only[:6]) or 'another function is called'}. Pieces of one "
-        f"value have the same shape on every rank: pad them, or declare `...` for what may differ"
+        f"{name}: the arguments differ between ranks: {'; '.join(only[:6]) or 'another function is called'}. "
+        f"Pieces of one value have the same shape on every rank: pad them, or declare `...` for what may differ"
     )
 
 

@@ -160,10 +160,7 @@ def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
                 f"pass a tensor, or use P()"
             )
     elif len(leaf.spec) > leaf.value.ndim:
-        raise ValueError(
-            f"{name} has shape {tuple(leaf.value.shape)}, of {leaf.value.ndim} dimensions, but {leaf.spec} has "
-            f"{len(leaf.spec)} entries: give it at most {leaf.value.ndim}{' (P() for a scalar)' * (leaf.value.ndim == 0)}"
-        )
+        _check_rank(leaf.value.shape, leaf.spec, mesh, name)
 
 
 def check_own(leaf: Leaf, own: P, where: str) -> None:
@@ -260,7 +257,8 @@ def _check_rank(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str) -> N
     check_axes(spec.axes, mesh, f"{name} has spec {spec}")
     if len(spec) > len(shape):
         raise ValueError(
-            f"{name} has shape {tuple(shape)}, of {len(shape)} dimensions, but {spec} has {len(spec)} entries"
+            f"{name} has shape {tuple(shape)}, of {len(shape)} dimensions, but {spec} has {len(spec)} entries: "
+            f"give it {f'at most {len(shape)}' if shape else 'P(), as a scalar'}"
         )
 
 

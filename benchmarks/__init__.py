@@ -1,0 +1,1 @@
+"""Measurements beside the peers, each a command: `python -m benchmarks.<name>`."""

@@ -1,0 +1,95 @@
+"""Eager host cost of each collective, forward and backward, beside torch's raw functional one.
+
+    python -m benchmarks.collectives
+
+On a fake group nothing moves, so the time is Python and the dispatcher; tensors are tiny.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as raw
+from torch import Tensor
+
+import shardfn as sf
+from benchmarks.report import Goal, interleaved, parser, publish
+from shardfn.testing import World
+
+RANKS = 8
+LIMIT = 1.3
+
+
+def _newest(*names: str) -> Callable[..., Any]:
+    """torch renamed some of these; the first name that is there."""
+    return next(getattr(raw, name) for name in names if hasattr(raw, name))
+
+
+def pairs(group: dist.ProcessGroup) -> dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]:
+    """Each collective: ours, and the raw one that moves the same."""
+    gather = _newest("all_gather_single", "all_gather_tensor_autograd")
+    scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor_autograd")
+    exchange = _newest("all_to_all_single_autograd", "all_to_all_single")
+    ring = [(i, (i + 1) % RANKS) for i in range(RANKS)]
+    even = [16 // RANKS] * RANKS
+    return {
+        "psum": (lambda x: sf.psum(x, "a"), lambda x: raw.all_reduce(x, "sum", group)),
+        "all_gather dim 0": (lambda x: sf.all_gather(x, "a"), lambda x: gather(x, 0, group)),
+        "all_gather dim 1": (lambda x: sf.all_gather(x, "a", dim=1), lambda x: gather(x, 1, group)),
+        "reduce_scatter dim 0": (lambda x: sf.reduce_scatter(x, "a"), lambda x: scatter(x, "sum", 0, group)),
+        "reduce_scatter dim 1": (lambda x: sf.reduce_scatter(x, "a", dim=1), lambda x: scatter(x, "sum", 1, group)),
+        "all_to_all": (
+            lambda x: sf.all_to_all(x, "a", split_dim=0, concat_dim=0),
+            lambda x: exchange(x, even, even, group),
+        ),
+        "ppermute": (
+            lambda x: sf.ppermute(x, "a", ring),
+            lambda x: raw.permute_tensor(x.flatten(), [target for _, target in ring], group).view(x.shape),
+        ),
+    }
+
+
+def forward_backward(f: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Any]:
+    """One evaluation with its gradient, which has arrived."""
+    one = torch.ones(f(x).shape)
+
+    def run() -> Tensor:
+        (gradient,) = torch.autograd.grad(f(x), x, one)
+        return gradient.wait() if isinstance(gradient, raw.AsyncCollectiveTensor) else gradient
+
+    return run
+
+
+def measure(repeats: int, inner: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    mesh = sf.make_mesh(a=RANKS, device="cpu")
+
+    @sf.shard_map(mesh=mesh, in_specs=(), out_specs=...)
+    def run() -> list[dict[str, Any]]:
+        x = torch.randn(16, 16, requires_grad=True)
+        rows = []
+        for name, (ours, theirs) in pairs(mesh.get_group("a")).items():
+            both = {"ours": forward_backward(ours, x), "raw": forward_backward(theirs, x)}
+            interleaved(both, repeats=2, inner=inner)
+            took = interleaved(both, repeats=repeats, inner=inner)
+            us = {f"{key} us": seconds * 1e6 for key, seconds in took.items()}
+            rows.append({"collective": name, **us, "ours / raw": took["ours"] / took["raw"]})
+        return rows
+
+    return list(run())
+
+
+def main() -> None:
+    options = parser("Eager cost of each collective, forward + backward, against raw functional collectives.")
+    options.add_argument("--repeats", type=int, default=31)
+    args = options.parse_args()
+    (rows,) = World(RANKS, kind="fake", deadline=600).run(measure, args.repeats, 100)
+    goals = [Goal(f"{row['collective']}: ours / raw", row["ours / raw"], LIMIT) for row in rows]
+    publish(f"one collective, forward + backward, fake group of {RANKS}", rows, goals, args.json)
+
+
+if __name__ == "__main__":
+    main()

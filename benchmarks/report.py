@@ -1,0 +1,71 @@
+"""What every benchmark command prints: a table of rows, then the figures against their goals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure and the most that it may be."""
+
+    name: str
+    value: float
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        return self.value <= self.limit
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the option that every benchmark takes."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write rows and goals there")
+    return made
+
+
+def publish(title: str, rows: Sequence[dict[str, Any]], goals: Sequence[Goal], file: Path | None) -> None:
+    """Prints both tables, and writes `{"rows": [...], "goals": [...]}`."""
+    console = Console()
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(_show(value) for value in row.values()))
+    console.print(table)
+    ends = Table(title="against the goals", title_justify="left")
+    for column in ("figure", "value", "at most", "met"):
+        ends.add_column(column, justify="left" if column == "figure" else "right")
+    for goal in goals:
+        ends.add_row(goal.name, f"{goal.value:.2f}", f"{goal.limit:.2f}", "yes" if goal.met else "NO")
+    console.print(ends)
+    if file:
+        told = [asdict(goal) | {"met": goal.met} for goal in goals]
+        file.write_text(json.dumps({"rows": list(rows), "goals": told}, indent=1) + "\n")
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], *, repeats: int, inner: int) -> dict[str, float]:
+    """Median seconds of one call of each, taken in turn so that a change of the machine's speed meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            for _ in range(inner):
+                run()
+            times[name].append((time.perf_counter() - began) / inner)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def _show(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
