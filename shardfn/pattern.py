@@ -40,15 +40,15 @@ class Step:
 def redistribute(x: Any, pattern: str) -> Any:
     """Moves a value from one placement to another by the collectives that the pattern's axis names imply.
 
-    =====================  ==============================================  ==========================
-    left -> right          collective                                      type
-    =====================  ==============================================  ==========================
-    ``d/a -> d``           ``all_gather(x, "a", dim=d)``                   V -> V
-    ``d -> d/a``           ``local_slice(x, "a", dim=d)``                  I -> V
-    ``d +a -> d/a``        ``reduce_scatter(x, "a", dim=d)``               V -> V
-    ``d +a -> d``          ``psum(x, "a")``                                V -> I
+    =====================  =================================================  ======
+    left -> right          collective                                         type
+    =====================  =================================================  ======
+    ``d/a -> d``           ``all_gather(x, "a", dim=d)``                      V -> V
+    ``d -> d/a``           ``local_slice(x, "a", dim=d)``                     I -> V
+    ``d +a -> d/a``        ``reduce_scatter(x, "a", dim=d)``                  V -> V
+    ``d +a -> d``          ``psum(x, "a")``                                   V -> I
     ``s/a h -> s h/a``     ``all_to_all(x, "a", split_dim=h, concat_dim=s)``  V -> V
-    =====================  ==============================================  ==========================
+    =====================  =================================================  ======
 
     Args:
         x: this rank's tensor, or a pytree of tensors of the same rank.
