@@ -93,8 +93,8 @@ _all_to_all: Op = primitive(
 def psum(x: T, axis: AxisName) -> T:
     """Sum over the ranks along `axis`: `V -> I`.
 
-    Every shape and numeric dtype; a Python number becomes a 0-d tensor (int64 or float64). In integer dtypes
-    the sum wraps as torch's does.
+    Every shape and numeric dtype; a Python number becomes the 0-d tensor that `torch.tensor` makes of it. In
+    integer dtypes the sum wraps as torch's does.
 
     Spec:
         >>> def psum(xs):
@@ -371,8 +371,7 @@ def _tensor(leaf: Any, name: str) -> Tensor:
         return leaf
     if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
         mesh = current_mesh()
-        dtype = torch.int64 if isinstance(leaf, int) else torch.float64
-        return torch.tensor(leaf, dtype=dtype, device=mesh.device_type if mesh else None)
+        return torch.tensor(leaf, device=mesh.device_type if mesh else None)
     raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
 
 

@@ -130,7 +130,7 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def new_group(ranks: list[int]) -> dist.ProcessGroup:
+def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
     """A group of these global ranks, in this order; only its members take part in making it."""
     ordered = ranks == sorted(ranks)
     if not ordered and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -139,4 +139,4 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
             "name the axes in the mesh's own order, or use torch >= 2.13"
         )
     order: dict[str, Any] = {} if ordered else {"sort_ranks": False}
-    return dist.new_group(ranks, use_local_synchronization=True, **order)
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=True, **order)

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,14 +44,24 @@ class Axis:
     group: str
 
 
+@dataclass(frozen=True)
+class Axes:
+    """The axes of one mesh that were used so far, and a number for the mesh, which a traced graph can hold."""
+
+    number: int
+    used: dict[AxisName, Axis]
+
+
 class _Scope(threading.local):
-    """The mesh in scope on this thread, and the axes of it that were used so far."""
+    """The mesh in scope on this thread."""
 
     mesh: DeviceMesh | None = None
-    axes: dict[AxisName, Axis] | None = None
+    axes: Axes | None = None
 
 
 _scope = _Scope()
+_entered: list[int] = []  # numbers of the meshes in scope on any thread
+_meshes: dict[int, weakref.ref[DeviceMesh]] = {}
 
 
 def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
@@ -127,10 +138,10 @@ def axis_of(mesh: DeviceMesh, axis: AxisName, where: str = "axis") -> Axis:
     Raises:
         ValueError: a name that the mesh does not have, or has twice.
     """
-    table = known_axes(mesh)
-    found = table.get(axis)
+    used = known_axes(mesh).used
+    found = used.get(axis)
     if found is None:
-        found = table[axis] = _bind(mesh, as_names(axis), where)
+        found = used[axis] = _bind(mesh, as_names(axis), where)
     return found
 
 
@@ -145,14 +156,14 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
         NameError: no mesh in scope.
         ValueError: a name that the mesh does not have.
     """
-    table = _scope.axes
-    if table is None:
+    axes = _scope.axes or _elsewhere()
+    if axes is None:
         raise NameError(
-            f"{where}(..., {axis!r}): there is no mesh in scope, so {axis!r} means nothing here. "
+            f"{where}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
             f"Call it under shardfn.shard_map(f, mesh=..., in_specs=..., out_specs=...)."
         )
-    found = table.get(axis)
-    return _bind_in_scope(axis, where) if found is None else found
+    found = axes.used.get(axis)
+    return _axis_of_number(axes.number, axis, where) if found is None else found
 
 
 def current_mesh() -> DeviceMesh | None:
@@ -161,27 +172,40 @@ def current_mesh() -> DeviceMesh | None:
 
 
 @contextmanager
-def scope(mesh: DeviceMesh, axes: dict[AxisName, Axis] | None = None) -> Iterator[None]:
+def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
     """Axis names inside mean those of `mesh`; `axes` is `known_axes(mesh)`, where the caller has it."""
+    axes = known_axes(mesh) if axes is None else axes
     before = _scope.mesh, _scope.axes
-    _scope.mesh, _scope.axes = mesh, known_axes(mesh) if axes is None else axes
+    _scope.mesh, _scope.axes = mesh, axes
+    _entered.append(axes.number)
     try:
         yield
     finally:
+        _entered.remove(axes.number)
         _scope.mesh, _scope.axes = before
 
 
+def _elsewhere() -> Axes | None:
+    """What names mean on a thread without a scope of its own: autograd recomputes on one, for CUDA tensors."""
+    meshes = [_meshes[number]() for number in set(_entered)]
+    return known_axes(meshes[0]) if len(meshes) == 1 and meshes[0] is not None else None
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _bind_in_scope(axis: AxisName, where: str) -> Axis:
-    assert _scope.mesh is not None
-    return axis_of(_scope.mesh, axis, where)
+def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
+    mesh = _meshes[number]()
+    assert mesh is not None, "a mesh in scope is alive"
+    return axis_of(mesh, axis, where)
 
 
-def known_axes(mesh: DeviceMesh) -> dict[AxisName, Axis]:
+def known_axes(mesh: DeviceMesh) -> Axes:
     """The axes of the mesh that were used so far."""
     # On the mesh itself: equal meshes of two process groups, one ended and one alive, must not share groups.
-    table: dict[AxisName, Axis] = mesh.__dict__.setdefault("_shardfn_axes", {})
-    return table
+    axes: Axes | None = mesh.__dict__.get("_shardfn_axes")
+    if axes is None:
+        axes = mesh.__dict__["_shardfn_axes"] = Axes(len(_meshes), {})
+        _meshes[axes.number] = weakref.ref(mesh)
+    return axes
 
 
 def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable
 from types import EllipsisType
@@ -13,9 +12,9 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import transport
+from shardfn.agree import agree
 from shardfn.compat import inside_transform
-from shardfn.mesh import Axis, axis_of, current_mesh, known_axes, scope, sizes
+from shardfn.mesh import axis_of, current_mesh, known_axes, scope, sizes
 from shardfn.spec import Leaf, P, check, check_own, local_shape, match, places_itself
 
 if TYPE_CHECKING:
@@ -71,8 +70,10 @@ def shard_map(
         inputs: `"global"`: every rank passes the whole value, and gets its piece; for tests and initialisation.
 
     Returns:
-        The function on local shards, returning local shards. Its first call with new shapes checks them, and that
-        all ranks have the same: equal pieces where a spec is declared, any shape under `...`.
+        The function on local shards, returning local shards. A call with new shapes checks them, and that all
+        ranks have the same: equal pieces where a spec is declared, any shape under `...`. A rank whose shapes
+        are new to it alone says so in the log and fails at the process group's timeout. Under torch.compile of the
+        mapped function itself nothing is checked.
 
     Raises:
         ValueError: specs that do not fit the arguments or the result, and ranks that differ; each names the tree path,
@@ -131,7 +132,7 @@ def _enter(
         local.append(optree.tree_unflatten(structure, pieces))
     if signature not in seen:
         if not inside_transform():
-            _agree(told, axis_of(mesh, tuple(sizes(mesh))), mesh.device_type, name)
+            agree(told, mesh, name)
         seen.add(signature)
     return tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
 
@@ -149,7 +150,7 @@ def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
     """The leaves of a tree, and a hashable value that is the same for trees which pass the same checks."""
     leaves, treedef = optree.tree_flatten(tree)
     kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-    return leaves, (side, id(mesh), treedef, kinds)
+    return leaves, (side, known_axes(mesh).number, inside_transform(), treedef, kinds)
 
 
 def _arguments(
@@ -167,7 +168,7 @@ def _arguments(
                     [f"no parameter {', '.join(unknown)}"] * bool(unknown)
                     + [f"none for {', '.join(missing)}"] * bool(missing)
                 )
-                + f"; the parameters are {', '.join(parameters)}"
+                + f"; the parameters are {', '.join(parameters)} (specs of one dict argument go in a tuple)"
             )
         return [(label, in_specs[label.split("[")[0]]) for label in labels]
     if not isinstance(in_specs, (tuple, list)):
@@ -260,29 +261,6 @@ def _told(leaf: Leaf, value: Any) -> str:
         return f"{leaf.path}: {type(value).__name__}"
     shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"
     return f"{leaf.path}: {value.dtype}{shape}"
-
-
-def _agree(told: list[str], everyone: Axis, device: str, name: str) -> None:
-    """Raises ValueError on every rank unless all were told the same: they would hang, or mix up their values."""
-    if everyone.size == 1:
-        return
-    text = "\n".join(told).encode()
-    digest = int.from_bytes(hashlib.blake2b(name.encode() + text, digest_size=7).digest(), "big")
-    mine = torch.tensor([digest, len(text)], device=device)
-    digests, lengths = transport.all_gather(mine, 0, everyone.size, everyone.group).view(-1, 2).T.tolist()
-    if len(set(digests)) == 1:
-        return
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = transport.all_gather(padded.to(device)[None], 0, everyone.size, everyone.group).cpu()
-    lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
-    rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
-    only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]]
-    only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]]
-    raise ValueError(
-        f"{name}: the arguments differ between ranks: {'; '.join(only[:6]) or 'another function is called'}. "
-        f"Pieces of one value have the same shape on every rank: pad them, or declare `...` for what may differ"
-    )
 
 
 def _mesh_in_scope() -> DeviceMesh:

@@ -84,6 +84,7 @@ def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, d
         WorldTimeout: ranks were left waiting and nothing else went wrong.
         WorldError: a rank raised or died.
     """
+    __tracebackhide__ = True
     answers = dict(zip(ranks, outcomes, strict=True))
     found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
     if not found:

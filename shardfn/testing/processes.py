@@ -17,7 +17,7 @@ from typing import IO
 
 from shardfn.testing import filters, stacks, wire
 from shardfn.testing.errors import GRACE, Failure, Outcome
-from shardfn.testing.zygote import Child, zygote
+from shardfn.testing.zygote import Child, Zygote, zygote
 
 _START_SECONDS = 60.0
 _MAX_GROUPS = 256  # a gloo group holds about three threads and seven descriptors in every rank
@@ -70,8 +70,9 @@ class Processes:
 
 
 def _start(ranks: list[_Rank], size: int) -> None:
-    forking = [_fork(number, size) for number in range(size)]
-    ranks += [forked() for forked in forking]
+    mother = zygote()
+    for forked in [_fork(mother, number, size) for number in range(size)]:
+        ranks.append(forked())
     port = _receive(ranks, 0)
     for rank in ranks[1:]:
         rank.channel.send_bytes(port)
@@ -79,11 +80,11 @@ def _start(ranks: list[_Rank], size: int) -> None:
         _receive(ranks, rank.number)
 
 
-def _fork(number: int, size: int) -> Callable[[], _Rank]:
+def _fork(mother: Zygote, number: int, size: int) -> Callable[[], _Rank]:
     ours, theirs = Pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
     with theirs:
-        child = zygote().fork(number, size, (theirs.fileno(), log.fileno()))
+        child = mother.fork(number, size, (theirs.fileno(), log.fileno()))
     return lambda: _Rank(number, child(), ours, log)
 
 
@@ -139,7 +140,7 @@ def _answer(rank: _Rank) -> tuple[Outcome, int]:
 def _obituary(rank: _Rank) -> Failure:
     code = rank.child.exit_code(timeout=5.0)
     if code is None:
-        message = "the process closed its channel"
+        message = "the process is gone, and so is what could have told its exit code"
     elif code < 0:
         message = f"the process was killed by {signal.Signals(-code).name}"
     else:

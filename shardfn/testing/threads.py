@@ -13,7 +13,7 @@ import time
 import torch.distributed as dist
 
 from shardfn.testing import _torch, stacks, state, wire
-from shardfn.testing.errors import GRACE, Failure, Outcome
+from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
 
 _strays: list[threading.Thread] = []
 
@@ -46,8 +46,9 @@ class _Run:
         self._size = size
         self._call = call
         self._store = dist.HashStore()  # type: ignore[attr-defined]
-        self._done = threading.Condition()
+        self._changed = threading.Condition()
         self._found: dict[int, Outcome] = {}
+        self._over = False
 
     def outcomes(self, deadline: float) -> list[Outcome]:
         threads = [
@@ -56,35 +57,44 @@ class _Run:
         ]
         for thread in threads:
             thread.start()
-        found = self._collect(deadline)
-        for rank in set(range(self._size)) - set(found):
-            found[rank] = _stuck(threads[rank])
+        self._wait(deadline)
+        with self._changed:
+            self._over = True
+            late = [rank for rank in range(self._size) if rank not in self._found]
+        found = {**self._found, **{rank: _stuck(threads[rank]) for rank in late}}
         _torch.release_threads()
         _join(threads)
         return [found[rank] for rank in range(self._size)]
 
     def _rank(self, rank: int) -> None:
-        dist.init_process_group("threaded", store=self._store, rank=rank, world_size=self._size)
         try:
+            dist.init_process_group("threaded", store=self._store, rank=rank, world_size=self._size)
             outcome = wire.perform(self._call)
-        finally:
-            dist.destroy_process_group()
-        with self._done:
-            self._found[rank] = outcome
-            self._done.notify()
+        except BaseException as error:
+            outcome = failure_of(error)
+        with self._changed:
+            # When the run is over, this thread sees the groups of the process, which are not its own to destroy.
+            if not self._over:
+                self._found[rank] = outcome
+                _leave()
+                self._changed.notify()
 
-    def _collect(self, deadline: float) -> dict[int, Outcome]:
+    def _wait(self, deadline: float) -> None:
+        """Until all ranks have an outcome, or the deadline, or shortly after a first failure."""
         limit = time.monotonic() + deadline
-        seen: set[int] = set()
-        with self._done:
+        cut_short = False
+        with self._changed:
             while len(self._found) < self._size and (left := limit - time.monotonic()) > 0:
-                self._done.wait(left)
-                for rank in set(self._found) - seen:
-                    seen.add(rank)
-                    outcome = self._found[rank]
-                    if isinstance(outcome, Failure):
-                        limit = min(limit, time.monotonic() + GRACE[outcome.how])
-            return dict(self._found)
+                if not cut_short and any(isinstance(outcome, Failure) for outcome in self._found.values()):
+                    cut_short = True
+                    left = min(left, GRACE["raised"])
+                    limit = time.monotonic() + left
+                self._changed.wait(left)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _stuck(thread: threading.Thread) -> Failure:

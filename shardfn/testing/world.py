@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -65,6 +66,7 @@ class World:
             WorldTimeout: ranks did not answer within the deadline; it says where each of them stands.
             TypeError: the function or an argument cannot be pickled.
         """
+        __tracebackhide__ = True  # pytest shows the caller's line
         outcomes = self._outcomes(fn, args, kwargs)
         raise_failures(outcomes, self.ranks, _name(fn), self.deadline)
         return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
@@ -158,8 +160,10 @@ def _engine(size: int, kind: Kind, ranks: tuple[int, ...]) -> _Engine:
 
 
 def _name(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = str(getattr(fn, "__qualname__", type(fn).__qualname__))
     code = getattr(fn, "__code__", None)
-    name = getattr(fn, "__qualname__", repr(fn))
     if code is None:
-        return str(name)
+        return name
     return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})"

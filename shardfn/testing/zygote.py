@@ -20,12 +20,14 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 _REQUEST = struct.Struct("ii")
 _NUMBER = struct.Struct("q")
+_PING, _PONG = (-1, -1), b"."
+_PATIENCE = 60.0
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from shardfn.testing.zygote import main; main(int(sys.argv[1]), sys.argv[3:])"
@@ -64,10 +66,17 @@ class Zygote:
                 start_new_session=True,
             )
 
-    @property
-    def alive(self) -> bool:
-        """Whether it runs and is this process's own."""
-        return self._owner == os.getpid() and self._process.poll() is None
+    def answers(self) -> bool:
+        """Whether it is this process's own and serves requests; waits until it has imported what it preloads."""
+        if self._owner != os.getpid():
+            return False
+        self._control.settimeout(_PATIENCE)
+        try:
+            with self._lock:
+                self._control.sendall(_REQUEST.pack(*_PING))
+                return self._control.recv(1) == _PONG
+        except OSError:
+            return False
 
     def fork(self, rank: int, size: int, descriptors: tuple[int, int]) -> Callable[[], Child]:
         """Ask for a rank that owns `descriptors` (channel, stacks); call the result to wait for it."""
@@ -79,7 +88,7 @@ class Zygote:
             os.close(theirs)
 
         def wait() -> Child:
-            data = _read(status, timeout=60.0)
+            data = _read(status, _PATIENCE)
             if not data:
                 os.close(status)
                 raise RuntimeError("the process that forks ranks has died; its standard error says why")
@@ -90,7 +99,12 @@ class Zygote:
     def close(self) -> None:
         """Stop it, and with it every rank it has forked."""
         self._control.close()
-        if self._owner == os.getpid():
+        if self._owner != os.getpid():
+            return
+        try:
+            self._process.wait(timeout=10.0)
+        except subprocess.TimeoutExpired:  # it is stuck in an import
+            self._process.kill()
             self._process.wait()
 
 
@@ -111,12 +125,18 @@ _current_lock = threading.Lock()
 
 
 def zygote() -> Zygote:
-    """This process's zygote, started at the first call and stopped at exit."""
+    """This process's zygote, started at the first call, and again if it has died; stopped at exit.
+
+    Raises:
+        RuntimeError: it cannot start.
+    """
     global _current
     with _current_lock:
-        if _current is None or not _current.alive:
+        if _current is None or not _current.answers():
             _stop()
             _current = Zygote()
+            if not _current.answers():
+                raise RuntimeError("the process that forks ranks could not start; its standard error says why")
         return _current
 
 
@@ -162,6 +182,10 @@ def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:
                     signal.set_wakeup_fd(-1)
                     _kill(children)
                     return None
+                rank, size = _REQUEST.unpack(request)
+                if (rank, size) == _PING:
+                    control.sendall(_PONG)
+                    continue
                 channel, stacks, status = descriptors
                 if pid := os.fork():
                     with contextlib.suppress(OSError):
@@ -176,7 +200,6 @@ def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for descriptor in (*children.values(), status):
                     os.close(descriptor)
-                rank, size = _REQUEST.unpack(request)
                 return rank, size, channel, stacks
 
 
@@ -191,12 +214,13 @@ def _reap(children: dict[int, int]) -> None:
         if not pid:
             return
         status = children.pop(pid)
+        _kill([pid])  # what the rank itself had started
         _tell(status, os.waitstatus_to_exitcode(state))
         os.close(status)
 
 
-def _kill(children: dict[int, int]) -> None:
-    for pid in children:
+def _kill(leaders: Iterable[int]) -> None:
+    for pid in leaders:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 

@@ -1,0 +1,85 @@
+"""Ranks compare what they were called with, before a difference can hang them or mix up their values."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn import compat, transport
+from shardfn.mesh import axis_of, sizes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+PATIENCE = 10.0  # seconds until a rank that waits says what it waits for
+_log = logging.getLogger("shardfn")
+
+
+def agree(told: list[str], mesh: DeviceMesh, name: str) -> None:
+    """Raises ValueError on every rank of the mesh unless all of them say the same.
+
+    Args:
+        told: what this rank was given, a line for each argument.
+        mesh: whose ranks compare.
+        name: who asks.
+
+    A rank that waits for others longer than `PATIENCE` says so in the log.
+
+    Raises:
+        ValueError: the ranks differ; the message says which and in what.
+        RuntimeError: some rank did not come to compare before the process group's timeout.
+    """
+    whole = axis_of(mesh, tuple(sizes(mesh)))
+    if whole.size == 1:
+        return
+    group = _group(mesh, whole.group)
+    text = "\n".join(told).encode()
+    digest = int.from_bytes(hashlib.blake2b(name.encode() + text, digest_size=7).digest(), "big")
+
+    def gathered(mine: Tensor) -> Tensor:
+        return transport.all_gather(mine[None], 0, whole.size, group)
+
+    alone = (
+        f"{name}: this rank was called with arguments that are new to it ({'; '.join(told[:6])}), and not every other "
+        f"rank has come to compare them. All ranks meet new shapes at the same call: pad the odd ones, or declare `...` "
+        f"for what may differ"
+    )
+    alarm = threading.Timer(PATIENCE, _log.warning, [alone])
+    alarm.start()
+    try:
+        digests, lengths = gathered(torch.tensor([digest, len(text)])).T.tolist()
+    except RuntimeError as error:
+        raise RuntimeError(alone) from error
+    finally:
+        alarm.cancel()
+    if len(set(digests)) == 1:
+        return
+    padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    rows = gathered(padded)
+    lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
+    rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
+    only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]]
+    only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]]
+    raise ValueError(
+        f"{name}: the arguments differ between ranks: {'; '.join(only[:6]) or 'another function is called'}. Pieces of "
+        f"one value have the same shape on every rank: pad them, or declare `...` for what may differ"
+    )
+
+
+def _group(mesh: DeviceMesh, whole: str) -> str:
+    """A group of its own where backends allow, so that a rank which does not compare cannot answer with other data."""
+    if dist.get_backend() not in ("gloo", "nccl", "undefined"):
+        return whole
+    found: str | None = mesh.__dict__.get("_shardfn_comparing")
+    if found is None:
+        found = compat.new_group(sorted(mesh.mesh.flatten().tolist()), backend="gloo").group_name
+        mesh.__dict__["_shardfn_comparing"] = found
+    return found
