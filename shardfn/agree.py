@@ -48,8 +48,8 @@ def agree(told: list[str], mesh: DeviceMesh, name: str) -> None:
 
     alone = (
         f"{name}: this rank was called with arguments that are new to it ({'; '.join(told[:6])}), and not every other "
-        f"rank has come to compare them. All ranks meet new shapes at the same call: pad the odd ones, or declare `...` "
-        f"for what may differ"
+        f"rank has come to compare them. All ranks meet new shapes at the same call: pad the odd ones, or declare "
+        f"`...` for what may differ"
     )
     alarm = threading.Timer(PATIENCE, _log.warning, [alone])
     alarm.start()

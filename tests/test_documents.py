@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,13 +62,18 @@ def ranks_of(text: str) -> int:
 
 def run_page(page: Path, blocks: list[Block], folder: Path) -> list[int]:
     """Run a page's blocks as one program on this rank, and say which lines they start at."""
-    # Under this name cloudpickle sends the page's functions by value, and dataclasses find their module.
-    namespace: dict[str, Any] = {"__name__": "__main__"}
+    # In the main module cloudpickle sends the page's functions by value, and torch.compile finds their names.
+    namespace = vars(sys.modules["__main__"])
+    before = dict(namespace)
     executed = []
-    with contextlib.chdir(folder):
-        for block in blocks:
-            run_block(page, block, namespace)
-            executed.append(block.line)
+    try:
+        with contextlib.chdir(folder):
+            for block in blocks:
+                run_block(page, block, namespace)
+                executed.append(block.line)
+    finally:
+        namespace.clear()
+        namespace.update(before)
     return executed
 
 

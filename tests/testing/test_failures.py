@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import threading
 import time
 
 import pytest
@@ -200,12 +201,11 @@ class Killer:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda: open(os.devnull), "the result, a TextIOWrapper, cannot be pickled"),
+        (threading.Lock, "the result, a lock, cannot be pickled"),
         (Bomb, r"cannot be unpickled here: ValueError\('boom'\)"),
     ],
     ids=["pickle", "unpickle"],
 )
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_result_that_cannot_travel_is_an_error_of_its_rank(world, result, message):
     with pytest.raises(WorldError, match=message):
         world.run(only(1, result))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardfn.testing import World, WorldError, world
 
@@ -10,7 +11,7 @@ from shardfn.testing import World, WorldError, world
 def test_four_thousand_ranks_cost_nothing():
     def body():
         gathered = torch.empty(4096, 2)
-        dist.all_gather_into_tensor(gathered, torch.ones(2))
+        dist.all_gather_single(gathered, torch.ones(2))
         return dist.get_rank(), dist.get_world_size(), tuple(gathered.shape)
 
     results = world(4096, "fake", ranks=(0, 17, 4095)).run(body)
@@ -20,7 +21,7 @@ def test_four_thousand_ranks_cost_nothing():
 
 def test_a_large_mesh():
     def body():
-        mesh = dist.init_device_mesh("cpu", (64, 64), mesh_dim_names=("replica", "shard"))
+        mesh = init_device_mesh("cpu", (64, 64), mesh_dim_names=("replica", "shard"))
         return mesh.get_local_rank("replica"), mesh.get_local_rank("shard")
 
     assert world(4096, "fake", ranks=[65]).run(body) == [(1, 1)]

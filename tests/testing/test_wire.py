@@ -15,6 +15,8 @@ SOURCE = "LIMIT = 3\n\ndef within(x):\n    return x < LIMIT\n"
 
 def load(name: str, file: Path):
     spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -42,6 +44,7 @@ def test_a_function_that_ranks_cannot_import_travels_by_value(tmp_path, monkeypa
 def test_an_outcome_survives_the_journey():
     x = torch.arange(6.0).view(2, 3).t()
     outcome = wire.decode(wire.encode(Returned({"x": x, "none": None})))
+    assert isinstance(outcome, Returned)
     assert torch.equal(outcome.value["x"], x)
     assert outcome.value["none"] is None
 

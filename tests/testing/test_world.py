@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 import warnings
 
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
+from torch.distributed.device_mesh import init_device_mesh
 
 from shardfn.testing import World, WorldError, world
 
@@ -40,7 +42,7 @@ def test_collectives_move_values(world):
 @pytest.mark.parametrize("world", REAL, indirect=True)
 def test_subgroups_and_meshes_work(world):
     def body():
-        mesh = dist.init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
         x = torch.tensor([float(mesh.get_local_rank())])
         dist.all_reduce(x, group=mesh.get_group("shard"))
         return x.item()
@@ -181,8 +183,9 @@ def test_nonsense_is_refused(arguments, options, message):
 
 @pytest.mark.parametrize("world", ALL, indirect=True)
 def test_what_cannot_be_pickled_is_refused_before_anything_runs(world):
-    with open(os.devnull) as file, pytest.raises(TypeError, match="cannot be pickled for the ranks"):
-        world.run(lambda: file)
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match="cannot be pickled for the ranks"):
+        world.run(lambda: lock)
     assert world.run(int) == [0] * len(world.ranks)
 
 
