@@ -158,8 +158,9 @@ def main(control: int, preload: list[str]) -> None:
             __import__(name)
     with socket.socket(fileno=control) as channel:
         task = _serve(channel)
-    if task is not None:
-        worker.serve(*task)
+    if task is None:
+        os._exit(0)  # at once: the interpreter takes a good while to take torch apart
+    worker.serve(*task)
 
 
 def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:
