@@ -186,7 +186,9 @@ def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
 
 
 def _elsewhere() -> Axes | None:
-    """What names mean on a thread without a scope of its own: autograd recomputes on one, for CUDA tensors."""
+    """What names mean on a thread that Python did not start: autograd recomputes on one, for CUDA tensors."""
+    if not isinstance(threading.current_thread(), threading._DummyThread):
+        return None
     meshes = [_meshes[number]() for number in set(_entered)]
     return known_axes(meshes[0]) if len(meshes) == 1 and meshes[0] is not None else None
 
