@@ -22,13 +22,14 @@ PATIENCE = 10.0  # seconds until a rank that waits says what it waits for
 _log = logging.getLogger("shardfn")
 
 
-def agree(told: list[str], mesh: DeviceMesh, name: str) -> None:
+def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None = None) -> None:
     """Raises ValueError on every rank of the mesh unless all of them say the same.
 
     Args:
         told: what this rank was given, a line for each argument.
         mesh: whose ranks compare.
         name: who asks.
+        mine: what is wrong with this rank's own arguments, to raise in place of a difference.
 
     A rank that waits for others longer than `PATIENCE` says so in the log.
 
@@ -68,6 +69,8 @@ def agree(told: list[str], mesh: DeviceMesh, name: str) -> None:
     rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
     only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]]
     only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]]
+    if mine:
+        raise mine
     raise ValueError(
         f"{name}: the arguments differ between ranks: {'; '.join(only[:6]) or 'another function is called'}. Pieces of "
         f"one value have the same shape on every rank: pad them, or declare `...` for what may differ"

@@ -121,20 +121,27 @@ def _enter(
         return args, kwargs
     name = f"shard_map({_name(f)})"
     told: list[str] = []
-    local: list[Any] = []
-    for argument, (label, specs) in zip(
-        [*args, *kwargs.values()], _arguments(f, args, kwargs, in_specs, name), strict=True
-    ):
-        found = match(specs, argument, f"{name} in_specs for {label}", label)
-        pieces = [_localized(leaf, mesh, inputs, name) for leaf in found]
-        told += [_told(leaf, piece) for leaf, piece in zip(found, pieces, strict=True)]
-        structure = optree.tree_structure(argument, is_leaf=places_itself)
-        local.append(optree.tree_unflatten(structure, pieces))
-    if signature not in seen:
-        if not inside_transform():
-            agree(told, mesh, name)
-        seen.add(signature)
+    alone = signature in seen or inside_transform()
+    try:
+        values = [*args, *kwargs.values()]
+        named = zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True)
+        local = [_checked(value, label, specs, mesh, inputs, name, told) for value, (label, specs) in named]
+    except (ValueError, TypeError) as error:
+        if not seen and not alone:  # a first call, for which the other ranks wait, with good arguments perhaps
+            agree([str(error)], mesh, name, mine=error)
+        raise
+    if not alone:
+        agree(told, mesh, name)
+    seen.add(signature)
     return tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
+
+
+def _checked(value: Any, label: str, specs: Any, mesh: DeviceMesh, inputs: str, name: str, told: list[str]) -> Any:
+    """One argument as the body meets it; adds to `told` what it was."""
+    found = match(specs, value, f"{name} in_specs for {label}", label)
+    pieces = [_localized(leaf, mesh, inputs, name) for leaf in found]
+    told += [_told(leaf, piece) for leaf, piece in zip(found, pieces, strict=True)]
+    return optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), pieces)
 
 
 def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any]) -> None:
