@@ -78,9 +78,9 @@ _local_slice: Op = primitive(
 )
 _ppermute: Op = primitive(
     "ppermute",
-    "int[] receive, int[] send, str group",
+    "int[] receive, int[] send, int index, str group",
     kernel=transport.permute,
-    transpose=lambda ct, receive, send, group: _ppermute(ct, send, receive, group),
+    transpose=lambda ct, receive, send, index, group: _ppermute(ct, send, receive, index, group),
 )
 _all_to_all: Op = primitive(
     "all_to_all",
@@ -299,7 +299,7 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
     def permute(t: Tensor, a: Axis) -> Tensor:
         receive = [int((rank, a.index) in pairs) for rank in range(a.size)]
         send = [int((a.index, rank) in pairs) for rank in range(a.size)]
-        return _ppermute(t, receive, send, a.group)
+        return _ppermute(t, receive, send, a.index, a.group)
 
     _check_permutation(pairs, axis)
     if axis_size(axis) == 1 and not pairs:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 WIRE: Any = torch.ops._c10d_functional
 """Functional collectives as ops: what torch.compile's passes look for in a graph."""
@@ -22,6 +24,7 @@ try:
         get_single_level_autograd_function_allowed,
         set_single_level_autograd_function_allowed,
     )
+    from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
     from torch.autograd.function import _SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -89,7 +92,7 @@ def register(
 
 
 def _nesting_works() -> bool:
-    """Doubles a number through a registered op, and asks for its derivatives two transforms deep."""
+    """Doubles a number through a registered op, and asks for the derivative of its derivative."""
     lib = torch.library.Library("shardfn_probe", "FRAGMENT")
 
     def double(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -104,15 +107,16 @@ def _nesting_works() -> bool:
         forward_mode=double,
         batch=lambda dim, x, n: (op(x, n), dim),
     )
-    one = torch.ones(2, dtype=torch.float64)
 
-    def cube(x: torch.Tensor) -> torch.Tensor:
-        return (double(x, 2) ** 3).sum()  # 8 x^3: first derivative 24 x^2, second 48 x
+    def derivative(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        # What torch.func.grad does; torch.func.grad itself would load the whole of torch.compile.
+        with torch.enable_grad(), grad_increment_nesting() as level, enable_inplace_requires_grad(True):
+            x = torch._C._functorch._wrap_for_grad(x, level).requires_grad_()
+            (found,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+            return torch._C._functorch._unwrap_for_grad(found, level)
 
-    reverse = torch.func.grad(lambda x: torch.func.grad(cube)(x).sum())(one)
-    forward = torch.func.jvp(torch.func.grad(cube), (one,), (one,))[1]
-    batched = torch.func.vmap(torch.func.grad(cube))(one[:, None])
-    return (reverse == 48).all().item() and (forward == 48).all().item() and (batched == 24).all().item()
+    second = derivative(lambda x: derivative(lambda x: double(x, 2) ** 3, x), torch.ones(2, dtype=torch.float64))
+    return bool((second == 48).all())  # of 8 x^3
 
 
 def _try(test: Callable[[], bool]) -> bool:
@@ -128,6 +132,12 @@ SINGLE_LEVEL = HAS_NAMES and _try(_nesting_works)
 def inside_transform() -> bool:
     """Whether a torch.func transform is running here."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def constant_when_traced(f: Function) -> Function:
+    """torch.compile runs `f` once, while tracing, and takes its result as a constant."""
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own way loads all of it
+    return f
 
 
 def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:

@@ -162,6 +162,8 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
             f"{where}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
             f"Call it under shardfn.shard_map(f, mesh=..., in_specs=..., out_specs=...)."
         )
+    if torch.compiler.is_compiling():
+        return _axis_of_number(axes.number, axis, where)
     found = axes.used.get(axis)
     return _axis_of_number(axes.number, axis, where) if found is None else found
 
@@ -193,7 +195,7 @@ def _elsewhere() -> Axes | None:
     return known_axes(meshes[0]) if len(meshes) == 1 and meshes[0] is not None else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@compat.constant_when_traced
 def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
     mesh = _meshes[number]()
     assert mesh is not None, "a mesh in scope is alive"

@@ -8,7 +8,9 @@ or else a pair of public `autograd.Function`s, eager only.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +20,22 @@ from shardfn import compat
 
 Op = Callable[..., Tensor]
 
-LIBRARY = torch.library.Library("shardfn", "FRAGMENT")
+
+def _namespace() -> str:
+    # torch.compile keeps graphs on disk under the names of the ops in them: new code takes a new name.
+    here = Path(__file__).parent
+    code = b"".join((here / f"{name}.py").read_bytes() for name in ("compat", "primitive", "transport", "collectives"))
+    return f"shardfn_{hashlib.blake2b(code, digest_size=4).hexdigest()}"
+
+
+LIBRARY = torch.library.Library(_namespace(), "FRAGMENT")
 
 
 def primitive(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
     """An op `(x, *statics) -> Tensor`, linear in `x`.
 
     Args:
-        name: the op's name, `torch.ops.shardfn.<name>` where it is registered.
+        name: the op's name, as graphs show it.
         statics: the other arguments as in an op schema, `"int dim, int size, str group"`. Names that end in `dim`
             are dimensions of `x`, non-negative, and are shifted under vmap.
         kernel: what moves the bytes; sees plain tensors only, returns a fresh tensor.

@@ -69,15 +69,24 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, size: int, group: str
 
 
 @_on_reals
-def permute(x: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    """`x` goes to each rank that `send` marks with a 1; `receive` marks the rank that this one hears from, if any."""
-    lengths = [[x.numel() * mark for mark in marks] for marks in (receive, send)]
-    sent = x if any(send) else x.new_empty(0)
-    received = _move(sent, WIRE.all_to_all_single, *lengths, group)
+def permute(x: Tensor, receive: list[int], send: list[int], index: int, group: str) -> Tensor:
+    """`x` goes to each rank that `send` marks with a 1; `receive` marks the rank that this one hears from, if any.
+
+    A rank that hears from nobody gets zeros. It sends itself, rank `index`, one of them, and spreads what comes.
+    That, and sending nothing as an empty piece of `x`, keeps the exchange in its place under a compiler: one that
+    saw its result to be constant would drop it, and one that saw it to need nothing might move it before others.
+    """
+    flat = x.flatten()
     if any(receive):
-        return received.view(x.shape)
-    # The sum of nothing keeps the exchange, in which other ranks count on this one, alive in a compiled graph.
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) + received.sum().to(x.dtype)
+        outgoing = flat if any(send) else flat[:0]
+        lengths = [[len(flat) * mark for mark in marks] for marks in (receive, send)]
+        return _move(outgoing, WIRE.all_to_all_single, *lengths, group).view(x.shape)
+    zero, ranks = x.new_zeros(1), range(len(send))
+    pieces = [zero if rank == index else flat if send[rank] else flat[:0] for rank in ranks]
+    received = [int(rank == index) for rank in ranks]
+    outgoing = torch.cat(pieces)
+    came = _move(outgoing, WIRE.all_to_all_single, received, [piece.numel() for piece in pieces], group)
+    return copy(came.view([1] * x.ndim).expand(x.shape))
 
 
 def piece(x: Tensor, dim: int, index: int, size: int) -> Tensor:

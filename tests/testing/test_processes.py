@@ -62,7 +62,11 @@ def script(tmp_path: Path, then: str) -> subprocess.Popen[str]:
 def test_killing_the_caller_ends_its_ranks_and_leaves_no_file(tmp_path, then):
     process = script(tmp_path, then)
     with process:
-        pids = [int(word) for word in next(iter(process.stdout or ())).split()]
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        pids = [int(word) for word in line.split()]
         time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
     assert len(pids) == 5
