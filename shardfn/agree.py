@@ -41,8 +41,8 @@ def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None =
     if whole.size == 1:
         return
     group = _group(mesh, whole.group)
-    text = "\n".join(told).encode()
-    digest = int.from_bytes(hashlib.blake2b(name.encode() + text, digest_size=7).digest(), "big")
+    text = "\n".join([name, *(" ".join(line.split()) for line in told)]).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
     def gathered(mine: Tensor) -> Tensor:
         return transport.all_gather(mine[None], 0, whole.size, group)
@@ -62,7 +62,7 @@ def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None =
         alarm.cancel()
     if len(set(digests)) == 1:
         return
-    padded = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     rows = gathered(padded)
     lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
@@ -72,7 +72,7 @@ def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None =
     if mine:
         raise mine
     raise ValueError(
-        f"{name}: the arguments differ between ranks: {'; '.join(only[:6]) or 'another function is called'}. Pieces of "
+        f"{name}: the arguments differ between ranks: {'; '.join(only[:6])}. Pieces of "
         f"one value have the same shape on every rank: pad them, or declare `...` for what may differ"
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from shardfn import compat
 
@@ -52,6 +53,8 @@ def value_and_grad(
                     f"arguments (arguments to differentiate are passed by position)"
                 )
         chosen = [number % len(args) for number in numbers]
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"value_and_grad: argnums={argnums} names an argument of {_name(f)} twice")
         whole: Any = tuple(args[i] for i in chosen)
         leaves, treedef = optree.tree_flatten(whole)
         moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
@@ -103,32 +106,34 @@ def _by_torch_func(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tens
 
 
 def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, Any, Sequence[Tensor]]:
-    wanted_outside = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-    # Aliases: what autograd outside, or forward mode, knows of the argument stays connected.
-    variables = [leaf.view_as(leaf) for leaf in leaves]
-    for variable in variables:
-        if not variable.requires_grad:
-            variable.requires_grad_()
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("value_and_grad: torch.inference_mode() records no gradients; use torch.no_grad()")
     outside = torch.is_grad_enabled()
     with torch.enable_grad():
+        # Aliases: what autograd outside, or forward mode, knows of the argument stays connected.
+        variables = [leaf.view_as(leaf) for leaf in leaves]
+        for variable in variables:
+            if not variable.requires_grad:
+                variable.requires_grad_()
         value, aux = loss(*variables)
-        if not value.requires_grad:
-            return value, aux, [torch.zeros_like(leaf) for leaf in leaves]
-        keep = wanted_outside or (outside and _reaches_others(value, variables))
-        found = (
-            torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True, materialize_grads=True)
-            if variables
-            else ()
-        )
+        keep = outside and (any(leaf.requires_grad for leaf in leaves) or _reaches_others((value, aux), variables))
+        found: Sequence[Tensor]
+        if value.requires_grad and variables:
+            found = torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True, materialize_grads=True)
+        else:
+            found = [torch.zeros_like(leaf) for leaf in leaves]
     if keep:
         return value, aux, found
-    return value.detach(), optree.tree_map(_detached, aux), found
+    return _detached(value), optree.tree_map(_detached, aux), _apart(found)
 
 
-def _reaches_others(value: Tensor, variables: list[Tensor]) -> bool:
-    """Whether the loss also depends on a tensor, closed over, that somebody outside differentiates."""
+def _reaches_others(results: Any, variables: list[Tensor]) -> bool:
+    """Whether the loss or aux also depends on a tensor, closed over, that somebody outside differentiates."""
+    if torch.compiler.is_compiling():
+        return False
     mine = {id(variable) for variable in variables}
-    seen, stack = set(), [value.grad_fn]
+    seen: set[Any] = set()
+    stack = [leaf.grad_fn for leaf in optree.tree_leaves(results) if isinstance(leaf, Tensor)]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -138,7 +143,27 @@ def _reaches_others(value: Tensor, variables: list[Tensor]) -> bool:
         if leaf is not None and id(leaf) not in mine:
             return True
         stack.extend(parent for parent, _ in node.next_functions)
-    return False
+    return any(
+        leaf.is_leaf and leaf.requires_grad and id(leaf) not in mine
+        for leaf in optree.tree_leaves(results)
+        if isinstance(leaf, Tensor)
+    )
+
+
+def _apart(found: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each gradient in memory of its own: autograd may return one for two, or one number for all elements."""
+    if torch.compiler.is_compiling():
+        return found
+    taken: set[int] = set()
+    apart = []
+    for gradient in found:
+        if not gradient.is_contiguous() and 0 in gradient.stride():
+            gradient = gradient.contiguous()
+        elif gradient.untyped_storage().data_ptr() in taken:
+            gradient = gradient.clone()
+        taken.add(gradient.untyped_storage().data_ptr())
+        apart.append(gradient)
+    return apart
 
 
 def _scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
@@ -161,7 +186,13 @@ def _differentiable(leaf: Any) -> bool:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    """Without its graph, but with its tangent in forward mode, which `detach` alone would drop."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not compat.inside_forward_mode():
+        return leaf.detach()
+    primal, tangent = forward_ad.unpack_dual(leaf)
+    return primal.detach() if tangent is None else forward_ad.make_dual(primal.detach(), tangent.detach())
 
 
 def _name(f: Callable[..., Any]) -> str:

@@ -32,6 +32,7 @@ from shardfn.mesh import Axis, AxisName, bound_axis, current_mesh
 from shardfn.primitive import Op, primitive
 
 T = TypeVar("T")
+Call = tuple[Any, ...]  # an op and its arguments after the tensor
 
 
 _psum: Op = primitive(
@@ -112,7 +113,7 @@ def psum(x: T, axis: AxisName) -> T:
         TypeError: bool, or an integer dtype that the backend cannot add.
         NameError, ValueError: no mesh in scope; unknown axis.
     """
-    return _over(x, axis, "psum", lambda t, a: _psum(_summable(t, "psum"), a.group))
+    return _over(x, axis, "psum", lambda t, a: (_psum, *_summable(t, a, "psum")))
 
 
 def pmean(x: T, axis: AxisName) -> T:
@@ -127,8 +128,8 @@ def pmean(x: T, axis: AxisName) -> T:
 
     Transpose: `pvary` divided by the axis size.
     """
-    size = axis_size(axis)
-    return optree.tree_map(lambda t: t / size, psum(x, axis))
+    size = bound_axis(axis, "pmean").size
+    return optree.tree_map(lambda t: t / size, _over(x, axis, "pmean", lambda t, a: (_psum, *_summable(t, a, "pmean"))))
 
 
 def pmax(x: T, axis: AxisName) -> T:
@@ -143,7 +144,7 @@ def pmax(x: T, axis: AxisName) -> T:
 
     Transpose: none. Differentiating it raises NotImplementedError: pass `x.detach()`.
     """
-    return _over(x, axis, "pmax", lambda t, a: _pmax(_ordered(t, "pmax"), a.group))
+    return _over(x, axis, "pmax", lambda t, a: (_pmax, *_ordered(t, a, "pmax")))
 
 
 def pmin(x: T, axis: AxisName) -> T:
@@ -158,7 +159,7 @@ def pmin(x: T, axis: AxisName) -> T:
 
     Transpose: none. Differentiating it raises NotImplementedError: pass `x.detach()`.
     """
-    return _over(x, axis, "pmin", lambda t, a: _pmin(_ordered(t, "pmin"), a.group))
+    return _over(x, axis, "pmin", lambda t, a: (_pmin, *_ordered(t, a, "pmin")))
 
 
 def pvary(x: T, axis: AxisName) -> T:
@@ -176,7 +177,7 @@ def pvary(x: T, axis: AxisName) -> T:
 
     Transpose: `psum`.
     """
-    return _over(x, axis, "pvary", lambda t, a: _pvary(t, a.group))
+    return _over(x, axis, "pvary", lambda t, a: (_pvary, a.group))
 
 
 def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "invariant"] = "varying") -> T:
@@ -207,11 +208,11 @@ def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "in
     if to not in ("varying", "invariant"):
         raise ValueError(f'all_gather: to={to!r}; it is "varying" or "invariant"')
 
-    def gather(t: Tensor, a: Axis) -> Tensor:
+    def gather(t: Tensor, a: Axis) -> Call:
         d = _dim(t, dim, "all_gather", "dim")
         if to == "varying":
-            return _all_gather(t, d, a.size, a.group)
-        return _all_gather_invariant(t, d, a.index, a.size, a.group)
+            return _all_gather, d, a.size, a.group
+        return _all_gather_invariant, d, a.index, a.size, a.group
 
     return _over(x, axis, "all_gather", gather)
 
@@ -235,8 +236,8 @@ def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
         ValueError: the dimension does not exist or does not divide by the axis size.
     """
 
-    def slice_(t: Tensor, a: Axis) -> Tensor:
-        return _local_slice(t, _divisible(t, dim, axis, a, "local_slice", "dim"), a.index, a.size, a.group)
+    def slice_(t: Tensor, a: Axis) -> Call:
+        return _local_slice, _divisible(t, dim, axis, a, "local_slice", "dim"), a.index, a.size, a.group
 
     return _over(x, axis, "local_slice", slice_)
 
@@ -260,9 +261,9 @@ def reduce_scatter(x: T, axis: AxisName, *, dim: int = 0) -> T:
         TypeError: a dtype that cannot be summed.
     """
 
-    def scatter(t: Tensor, a: Axis) -> Tensor:
-        d = _divisible(_summable(t, "reduce_scatter"), dim, axis, a, "reduce_scatter", "dim")
-        return _reduce_scatter(t, d, a.size, a.group)
+    def scatter(t: Tensor, a: Axis) -> Call:
+        d = _divisible(t, dim, axis, a, "reduce_scatter", "dim")
+        return _reduce_scatter, d, a.size, *_summable(t, a, "reduce_scatter")
 
     return _over(x, axis, "reduce_scatter", scatter)
 
@@ -296,15 +297,17 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
     """
     pairs = [(int(source), int(target)) for source, target in perm]
 
-    def permute(t: Tensor, a: Axis) -> Tensor:
+    def permute(t: Tensor, a: Axis) -> Call:
         receive = [int((rank, a.index) in pairs) for rank in range(a.size)]
         send = [int((a.index, rank) in pairs) for rank in range(a.size)]
-        return _ppermute(t, receive, send, a.index, a.group)
+        return _ppermute, receive, send, a.index, a.group
 
-    _check_permutation(pairs, axis)
-    if axis_size(axis) == 1 and not pairs:
-        return optree.tree_map(torch.zeros_like, x)
-    return _over(x, axis, "ppermute", permute)
+    size = bound_axis(axis, "ppermute").size
+    _check_permutation(pairs, axis, size)
+    out = _over(x, axis, "ppermute", permute)
+    if size == 1 and not pairs:
+        return optree.tree_map(lambda t: t.masked_fill(torch.ones((), dtype=torch.bool, device=t.device), 0), out)
+    return out
 
 
 def all_to_all(x: T, axis: AxisName, *, split_dim: int, concat_dim: int) -> T:
@@ -327,9 +330,9 @@ def all_to_all(x: T, axis: AxisName, *, split_dim: int, concat_dim: int) -> T:
         ValueError: a dimension does not exist, or `split_dim` does not divide by the axis size.
     """
 
-    def exchange(t: Tensor, a: Axis) -> Tensor:
+    def exchange(t: Tensor, a: Axis) -> Call:
         split = _divisible(t, split_dim, axis, a, "all_to_all", "split_dim")
-        return _all_to_all(t, split, _dim(t, concat_dim, "all_to_all", "concat_dim"), a.size, a.group)
+        return _all_to_all, split, _dim(t, concat_dim, "all_to_all", "concat_dim"), a.size, a.group
 
     return _over(x, axis, "all_to_all", exchange)
 
@@ -354,13 +357,17 @@ def axis_size(axis: AxisName) -> int:
     return bound_axis(axis, "axis_size").size
 
 
-def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Tensor]) -> T:
-    """`f` on the tensor, or on each leaf of the pytree. Along an axis of size 1 every `f` is the identity."""
+def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) -> T:
+    """Runs the op that `f` chooses, after its checks, on the tensor or on each leaf of the pytree.
+
+    Along an axis of size 1 each op is the identity, and only what has no derivative is called, to refuse one.
+    """
     bound = bound_axis(axis, name)
 
     def on(leaf: Any) -> Any:
         tensor = _tensor(leaf, name)
-        return tensor if bound.size == 1 else f(tensor, bound)
+        op, *statics = f(tensor, bound)
+        return tensor if bound.size == 1 and op not in (_pmax, _pmin) else op(tensor, *statics)
 
     out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
     return out
@@ -392,20 +399,21 @@ def _divisible(x: Tensor, dim: int, axis: AxisName, bound: Axis, name: str, argu
     return d
 
 
-def _summable(x: Tensor, name: str) -> Tensor:
+def _summable(x: Tensor, axis: Axis, name: str) -> tuple[str]:
+    """The group to sum over, if there is a sum of such a dtype."""
     if x.dtype == torch.bool or (x.device.type == "cpu" and x.dtype not in transport.SUMMABLE and not x.is_complex()):
         raise TypeError(f"{name} cannot add {x.dtype} on {x.device.type}: cast first, for example x.to(torch.int64)")
-    return x
+    return (axis.group,)
 
 
-def _ordered(x: Tensor, name: str) -> Tensor:
+def _ordered(x: Tensor, axis: Axis, name: str) -> tuple[str]:
+    """The group to compare over, if such a dtype has an order."""
     if x.is_complex():
         raise TypeError(f"{name}: complex numbers have no order; got {x.dtype}")
-    return x if x.dtype == torch.bool else _summable(x, name)
+    return (axis.group,) if x.dtype == torch.bool else _summable(x, axis, name)
 
 
-def _check_permutation(pairs: list[tuple[int, int]], axis: AxisName) -> None:
-    size = axis_size(axis)
+def _check_permutation(pairs: list[tuple[int, int]], axis: AxisName, size: int) -> None:
     for end, positions in zip(("source", "target"), zip(*pairs, strict=True), strict=False):
         for position in positions:
             if not 0 <= position < size:

@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+from torch.autograd import forward_ad
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -134,10 +137,20 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def inside_forward_mode() -> bool:
+    """Whether tensors may carry tangents here."""
+    return forward_ad._current_level >= 0
+
+
 def constant_when_traced(f: Function) -> Function:
     """torch.compile runs `f` once, while tracing, and takes its result as a constant."""
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own way loads all of it
     return f
+
+
+def default_store() -> Any:
+    """The store by which the processes of the default group met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -149,4 +162,17 @@ def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup
             "name the axes in the mesh's own order, or use torch >= 2.13"
         )
     order: dict[str, Any] = {} if ordered else {"sort_ranks": False}
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=True, **order)
+    made = _names.made = getattr(_names, "made", {})
+    made[tuple(ranks)] = made.get(tuple(ranks), 0) + 1
+    _names.next = hashlib.blake2b(repr((ranks, made[tuple(ranks)])).encode()).hexdigest()[:32]
+    try:
+        return dist.new_group(ranks, backend=backend, use_local_synchronization=True, **order)
+    finally:
+        _names.next = None
+
+
+# torch names such a group by its ranks and by how many groups this rank has had, which its members may count
+# differently, and then wait for each other under different names. How often they met among themselves is common.
+_names = threading.local()
+_torchs_name = dist.distributed_c10d._hash_ranks_to_str
+dist.distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_names, "next", None) or _torchs_name(ranks)

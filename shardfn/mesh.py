@@ -7,14 +7,15 @@ A mesh is torch's `DeviceMesh` with named dims. Model code never sees a process 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,7 @@ class _Scope(threading.local):
     axes: Axes | None = None
 
 
+LEAVE_TOGETHER = timedelta(seconds=10)
 _scope = _Scope()
 _entered: list[int] = []  # numbers of the meshes in scope on any thread
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
@@ -81,7 +83,7 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
         >>> mesh = make_mesh(replica=2, shard=-1)  # doctest: +SKIP
     """
     for name, size in sizes.items():
-        if not isinstance(size, int) or (size < 1 and size != -1):
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(f"make_mesh: axis {name!r} has size {size!r}; a size is a positive integer, or -1 once")
     if not sizes or list(sizes.values()).count(-1) > 1:
         raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {_show(sizes)}")
@@ -90,9 +92,10 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
     world = dist.get_world_size()
     known = math.prod(size for size in sizes.values() if size != -1)
     if world % known or (-1 not in sizes.values() and known != world):
+        some, fix = ("a multiple of ", "") if -1 in sizes.values() else ("", ", or let one axis be -1")
         raise ValueError(
-            f"make_mesh({_show(sizes)}) needs {'a multiple of ' if -1 in sizes.values() else ''}{known} processes, "
-            f"but the world has {world}: start it with torchrun --nproc-per-node {known}, or let one axis be -1"
+            f"make_mesh({_show(sizes)}) needs {some}{known} processes, but the world has {world}: "
+            f"start it with torchrun --nproc-per-node {known}{fix}"
         )
     filled = {name: world // known if size == -1 else size for name, size in sizes.items()}
     from torch.distributed.device_mesh import init_device_mesh
@@ -156,6 +159,9 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
         NameError: no mesh in scope.
         ValueError: a name that the mesh does not have.
     """
+    if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
+        told = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
+        raise TypeError(f"{where}: an axis is a name or a non-empty tuple of names, not {told}")
     axes = _scope.axes or _elsewhere()
     if axes is None:
         raise NameError(
@@ -173,7 +179,7 @@ def current_mesh() -> DeviceMesh | None:
     return _scope.mesh
 
 
-@contextmanager
+@contextlib.contextmanager
 def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
     """Axis names inside mean those of `mesh`; `axes` is `known_axes(mesh)`, where the caller has it."""
     axes = known_axes(mesh) if axes is None else axes
@@ -213,8 +219,8 @@ def known_axes(mesh: DeviceMesh) -> Axes:
 
 
 def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
-    if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{where}: an axis is a name or a non-empty tuple of names, not {names!r}")
+    if not names:
+        raise TypeError(f"{where}: an axis is a name or a non-empty tuple of names, not ()")
     check_axes(names, mesh, where)
     order = list(sizes(mesh))
     dims = [order.index(name) for name in names]
@@ -222,7 +228,9 @@ def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
     size = math.prod(mesh.shape[dim] for dim in dims)
     rows = mesh.mesh.permute(*rest, *dims).reshape(-1, size)
     rank = dist.get_rank()
-    ranks: list[int] = next(row for row in rows.tolist() if rank in row)
+    ranks: list[int] = next((row for row in rows.tolist() if rank in row), [])
+    if not ranks:
+        raise ValueError(f"{where}: rank {rank} is in no row of the mesh, whose ranks are {mesh.mesh.tolist()}")
     return Axis(size, ranks.index(rank), _group_name(mesh, names, ranks))
 
 
@@ -250,9 +258,13 @@ def _start_distributed() -> None:
 
 
 def _end_distributed() -> None:
-    # A rank that leaves while others still talk makes them abort; one that failed must not wait for anybody.
+    # A rank that leaves while others still talk makes them abort; one that failed must not wait, and one that chose
+    # to exit may be waited for itself.
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
-        dist.barrier()
+        store, ranks = compat.default_store(), range(dist.get_world_size())
+        with contextlib.suppress(RuntimeError):  # a barrier that some rank never joins could not be left again
+            store.set(f"shardfn/leaving/{dist.get_rank()}", "")
+            store.wait([f"shardfn/leaving/{rank}" for rank in ranks], LEAVE_TOGETHER)
         dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ import optree
 from torch import Tensor
 
 from shardfn import collectives
+from shardfn.mesh import bound_axis
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 
@@ -62,13 +63,15 @@ def redistribute(x: Any, pattern: str) -> Any:
     Example:
         ``redistribute(w, "d/replica/shard f -> d f")`` gathers over both axes in one collective.
     """
-    names, steps = plan(pattern)
+    names, steps, axes = plan(pattern)
+    for axis in axes:
+        bound_axis(axis, f"redistribute pattern {pattern!r}")
     return optree.tree_map(lambda leaf: _run(leaf, names, steps, pattern), x)
 
 
 @lru_cache(maxsize=1024)
-def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...]]:
-    """The dimension names of a pattern, and the collectives that take its left side to its right."""
+def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...], tuple[str, ...]]:
+    """The dimension names of a pattern, the collectives that take its left side to its right, and its axes."""
     sides = pattern.split("->")
     if len(sides) != 2:
         raise ValueError(f"redistribute pattern {pattern!r} needs one arrow, as in 'b/data d -> b d'")
@@ -79,7 +82,8 @@ def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...]]:
             f"{' '.join(after.names)!r} on the right: both sides name the same ones in the same order "
             f"(einops.rearrange reorders)"
         )
-    return before.names, tuple(_steps(before, after, pattern))
+    axes = {axis for side in (before, after) for cut in (*side.cuts, tuple(side.partial)) for axis in cut}
+    return before.names, tuple(_steps(before, after, pattern)), tuple(sorted(axes))
 
 
 def _run(x: Tensor, names: tuple[str, ...], steps: tuple[Step, ...], pattern: str) -> Tensor:

@@ -129,7 +129,7 @@ def match(specs: Any, tree: Any, where: str, root: str) -> list[Leaf]:
     for accessor, spec, subtree in zip(accessors, prefix, subtrees, strict=True):
         spec = _spec(spec, accessor.codify(where))
         paths, leaves, _ = optree.tree_flatten_with_accessor(subtree, is_leaf=places_itself)
-        chosen = _by_rules(spec, subtree, where) if isinstance(spec, ByPath) else [spec] * len(leaves)
+        chosen = _by_rules(spec, subtree, accessor.codify(where)) if isinstance(spec, ByPath) else [spec] * len(leaves)
         for path, leaf, one in zip(paths, leaves, chosen, strict=True):
             found.append(Leaf((accessor + path).codify(root), leaf, one))
     return found
@@ -203,9 +203,9 @@ def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "v
     return tuple(n * (cuts[dim] if dim < len(cuts) else 1) for dim, n in enumerate(shape))
 
 
-def dotted(path: Sequence[Any]) -> str:
+def dotted(accessor: Iterable[Any]) -> str:
     """A leaf's path as `by_path` sees it: `blocks.0.w`."""
-    return ".".join(str(key) for key in path)
+    return ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor)
 
 
 def _entry(entry: Any) -> Entry:
@@ -230,7 +230,7 @@ def _spec(spec: Any, where: str) -> Any:
 
 
 def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]:
-    paths = [dotted(path) for path in optree.tree_paths(subtree, is_leaf=places_itself)]
+    paths = [dotted(accessor) for accessor in optree.tree_accessors(subtree, is_leaf=places_itself)]
     chosen = [next((spec for rule, spec in rules.rules if rule.fullmatch(path)), None) for path in paths]
     if rules.strict:
         without = [path for path, spec in zip(paths, chosen, strict=True) if spec is None]
@@ -250,6 +250,8 @@ def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]
 def _structure_error(specs: Any, tree: Any, where: str, root: str) -> ValueError:
     errors = optree.prefix_errors(specs, tree)
     reason = str(errors[0](where)) if errors else "different structures"
+    if any(spec is None for spec in optree.tree_leaves(specs, none_is_leaf=True)):
+        reason += "\n(None is no spec: write P() for a value that every rank holds whole)"
     return ValueError(f"{where} must be a tree prefix of {root}: {reason}")
 
 
@@ -258,7 +260,7 @@ def _check_rank(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str) -> N
     if len(spec) > len(shape):
         raise ValueError(
             f"{name} has shape {tuple(shape)}, of {len(shape)} dimensions, but {spec} has {len(spec)} entries: "
-            f"give it {f'at most {len(shape)}' if shape else 'P(), as a scalar'}"
+            f"give it at most {len(shape)}{'' if shape else ' (P() for a scalar)'}"
         )
 
 

@@ -28,25 +28,27 @@ SUMMABLE = (
 _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
-def _on_reals(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Sums and moves are linear over the reals, so a complex tensor travels as its two parts."""
+def _kernel(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A complex tensor travels as its two parts; what comes out is no view, so that autograd allows writing into it."""
 
-    def on_reals(x: Tensor, *args: Any) -> Tensor:
+    def kernel(x: Tensor, *args: Any) -> Tensor:
         if x.is_complex():
-            return torch.view_as_complex(kernel(torch.view_as_real(x.resolve_conj()), *args))
-        return kernel(x, *args)
+            out = torch.view_as_complex(move(torch.view_as_real(x.resolve_conj()), *args))
+        else:
+            out = move(x, *args)
+        return torch.ops.aten._unsafe_view.default(out, out.shape)
 
-    return on_reals
+    return kernel
 
 
-@_on_reals
+@_kernel
 def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """Every rank's `x`, concatenated along `dim`."""
     pieces = _move(x, WIRE.all_gather_into_tensor, size, group)
     return _concatenate(pieces.view(size, *x.shape), dim)
 
 
-@_on_reals
+@_kernel
 def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """The sum of every rank's `x`, of which this rank gets its piece along `dim`."""
     pieces = _split(x, dim, size)
@@ -55,20 +57,22 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     return _wait(WIRE.reduce_scatter_tensor(pieces.flatten(), "sum", size, group)).view(pieces.shape[1:])
 
 
-@_on_reals
+@_kernel
 def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
-    """The `"sum"`, `"max"` or `"min"` of every rank's `x`."""
+    """The `"sum"`, `"max"` or `"min"` of every rank's `x`; no group is this rank alone."""
+    if not group:
+        return copy(x)
     bits = x.view(torch.uint8) if x.dtype == torch.bool else x
     return _wait(WIRE.all_reduce(bits.contiguous(), op, group)).view(x.dtype)
 
 
-@_on_reals
+@_kernel
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, size: int, group: str) -> Tensor:
     """Piece `j` of `x` along `split_dim` goes to rank `j`; what arrives is concatenated along `concat_dim`."""
     return _concatenate(_exchange(_split(x, split_dim, size), size, group), concat_dim)
 
 
-@_on_reals
+@_kernel
 def permute(x: Tensor, receive: list[int], send: list[int], index: int, group: str) -> Tensor:
     """`x` goes to each rank that `send` marks with a 1; `receive` marks the rank that this one hears from, if any.
 

@@ -31,7 +31,7 @@ def on(sizes: dict[str, int], seed: int = 0) -> list[float]:
     return first
 
 
-@pytest.mark.parametrize("replica, shard", [(1, 2), (2, 1), (1, 4), (4, 1), (2, 2)])
+@pytest.mark.parametrize(("replica", "shard"), [(1, 2), (2, 1), (1, 4), (4, 1), (2, 2)])
 def test_the_curve_does_not_depend_on_the_mesh(replica: int, shard: int) -> None:
     alone = torch.tensor(on({"replica": 1, "shard": 1}), dtype=torch.float64)
     cut = torch.tensor(on({"replica": replica, "shard": shard}), dtype=torch.float64)

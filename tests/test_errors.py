@@ -1,0 +1,299 @@
+"""What goes wrong says where, with which numbers, and what to do, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardfn as sf
+from shardfn import P
+from shardfn.testing import world
+
+T = torch.ones(4, 6)
+
+
+def mesh(**sizes: int) -> Any:
+    return sf.make_mesh(device="cpu", **(sizes or {"a": 2, "b": 2}))
+
+
+def mapped(f: Any, in_specs: Any, *args: Any, out_specs: Any = ..., inputs: Any = "local", **kwargs: Any) -> Any:
+    return sf.shard_map(f, mesh=mesh(), in_specs=in_specs, out_specs=out_specs, inputs=inputs)(*args, **kwargs)
+
+
+def inside(f: Any) -> Any:
+    return mapped(f, ())
+
+
+def step(params: Any, x: Any = None, *rest: Any, rate: Any = 0.1) -> Any:
+    return params
+
+
+def unnamed() -> Any:
+    return sf.shard_map(lambda: sf.axis_size("a"), mesh=init_device_mesh("cpu", (4,)), in_specs=(), out_specs=...)()
+
+
+Row = tuple[Callable[[], Any], type[Exception], list[str]]
+
+MESHES: dict[str, Row] = {
+    "product": (
+        lambda: mesh(a=3),
+        ValueError,
+        ["make_mesh(a=3)", "3 processes", "has 4", "--nproc-per-node 3", "-1"],
+    ),
+    "too large": (lambda: mesh(a=2, b=4), ValueError, ["a=2, b=4", "8 processes", "world has 4", "--nproc-per-node 8"]),
+    "too small": (lambda: mesh(a=2), ValueError, ["a=2", "2 processes", "world has 4"]),
+    "remainder": (lambda: mesh(a=3, b=-1), ValueError, ["a=3, b=-1", "a multiple of 3", "world has 4"]),
+    "two rests": (lambda: mesh(a=-1, b=-1), ValueError, ["at most one of size -1", "a=-1, b=-1"]),
+    "zero": (lambda: mesh(a=0), ValueError, ["axis 'a'", "size 0", "positive"]),
+    "negative": (lambda: mesh(a=4, b=-2), ValueError, ["axis 'b'", "size -2", "positive"]),
+    "fraction": (lambda: mesh(a=2.0), ValueError, ["axis 'a'", "2.0", "integer"]),  # type: ignore[arg-type]
+    "truth": (lambda: mesh(a=True, b=-1), ValueError, ["axis 'a'", "True", "integer"]),
+    "no axes": (lambda: sf.make_mesh(device="cpu"), ValueError, ["at least one axis"]),
+    "no names": (unnamed, ValueError, ["no axis names", "mesh_dim_names"]),
+    "no mesh": (lambda: sf.shard_map(lambda: 1, in_specs=(), out_specs=...)(), NameError, ["no mesh", "make_mesh"]),
+}
+
+AXES: dict[str, Row] = {
+    "unknown": (lambda: inside(lambda: sf.psum(T, "model")), ValueError, ["psum", "unknown axis 'model'", "a=2, b=2"]),
+    "of several": (
+        lambda: inside(lambda: sf.psum(T, ("a", "c"))),
+        ValueError,
+        ["psum", "unknown axis 'c'", "a=2, b=2"],
+    ),
+    "twice": (lambda: inside(lambda: sf.psum(T, ("a", "b", "a"))), ValueError, ["psum", "axis 'a'", "twice"]),
+    "empty": (lambda: inside(lambda: sf.psum(T, ())), TypeError, ["psum", "non-empty tuple of names", "()"]),
+    "number": (lambda: inside(lambda: sf.psum(T, 0)), TypeError, ["psum", "name", "0"]),  # type: ignore[arg-type]
+    "none": (lambda: inside(lambda: sf.psum(T, None)), TypeError, ["psum", "name", "None"]),  # type: ignore[arg-type]
+    "list": (lambda: inside(lambda: sf.psum(T, ["a"])), TypeError, ["psum", "tuple of names", "['a']"]),  # type: ignore[arg-type]
+    "numbers": (lambda: inside(lambda: sf.psum(T, (0, 1))), TypeError, ["psum", "names", "(0, 1)"]),  # type: ignore[arg-type]
+    "swapped": (lambda: inside(lambda: sf.psum("a", T)), TypeError, ["psum", "axis"]),  # type: ignore[arg-type]
+    "index": (lambda: inside(lambda: sf.axis_index("c")), ValueError, ["axis_index", "unknown axis 'c'", "a=2, b=2"]),
+    "fold_in": (lambda: inside(lambda: sf.fold_in(0, "c")), ValueError, ["fold_in", "unknown axis 'c'", "a=2, b=2"]),
+}
+
+COLLECTIVES: dict[str, Row] = {
+    "dim": (
+        lambda: inside(lambda: sf.all_gather(T, "a", dim=2)),
+        ValueError,
+        ["all_gather", "dim=2", "(4, 6)", "2 d"],
+    ),
+    "negative": (lambda: inside(lambda: sf.all_gather(T, "a", dim=-3)), ValueError, ["all_gather", "dim=-3", "(4, 6)"]),
+    "scalar": (lambda: inside(lambda: sf.all_gather(T[0, 0], "a")), ValueError, ["all_gather", "dim=0", "()", "0 dim"]),
+    "to": (lambda: inside(lambda: sf.all_gather(T, "a", to="all")), ValueError, ["all_gather", "'all'", '"invariant"']),  # type: ignore[arg-type]
+    "scatter": (
+        lambda: inside(lambda: sf.reduce_scatter(T, ("a", "b"), dim=1)),
+        ValueError,
+        [
+            "reduce_scatter",
+            "('a', 'b')",
+            "dimension 1",
+            "(4, 6)",
+            "4 equal pieces",
+            "6 does not divide by 4",
+            "pad it to 8",
+        ],
+    ),
+    "slice": (
+        lambda: inside(lambda: sf.local_slice(T[:3], "b")),
+        ValueError,
+        ["local_slice", "'b'", "dimension 0", "(3, 6)", "3 does not divide by 2", "pad it to 4"],
+    ),
+    "exchange": (
+        lambda: inside(lambda: sf.all_to_all(T[:, :5], "a", split_dim=-1, concat_dim=0)),
+        ValueError,
+        ["all_to_all", "dimension 1", "(4, 5)", "5 does not divide by 2", "pad it to 6"],
+    ),
+    "split_dim": (
+        lambda: inside(lambda: sf.all_to_all(T, "a", split_dim=2, concat_dim=0)),
+        ValueError,
+        ["all_to_all", "split_dim=2", "(4, 6)"],
+    ),
+    "concat_dim": (
+        lambda: inside(lambda: sf.all_to_all(T, "a", split_dim=0, concat_dim=5)),
+        ValueError,
+        ["all_to_all", "concat_dim=5", "(4, 6)"],
+    ),
+    "source": (
+        lambda: inside(lambda: sf.ppermute(T, "a", [(2, 0)])),
+        ValueError,
+        ["ppermute", "'a'", "source 2", "from 0 to 1"],
+    ),
+    "target": (lambda: inside(lambda: sf.ppermute(T, "a", [(0, -1)])), ValueError, ["target -1", "from 0 to 1"]),
+    "sources": (lambda: inside(lambda: sf.ppermute(T, "a", [(0, 0), (0, 1)])), ValueError, ["source 0", "twice"]),
+    "targets": (lambda: inside(lambda: sf.ppermute(T, "a", [(0, 1), (1, 1)])), ValueError, ["target 1", "twice"]),
+    "bool": (lambda: inside(lambda: sf.psum(T > 0, "a")), TypeError, ["psum", "torch.bool", "x.to(torch.int64)"]),
+    "complex": (lambda: inside(lambda: sf.pmax(T + 1j, "a")), TypeError, ["pmax", "complex", "order"]),
+    "leaf": (lambda: inside(lambda: sf.psum({"w": "x"}, "a")), TypeError, ["psum", "tensors and numbers", "str"]),
+    "truth": (lambda: inside(lambda: sf.psum([True], "a")), TypeError, ["psum", "tensors and numbers", "bool"]),
+}
+
+SPECS: dict[str, Row] = {
+    "axis": (
+        lambda: mapped(step, P("model"), T),
+        ValueError,
+        ["shard_map(step)", "in_specs", "params", "P('model')", "unknown axis 'model'", "a=2, b=2"],
+    ),
+    "path": (
+        lambda: mapped(step, ({"w": [..., P("z")]},), {"w": [T, T]}),
+        ValueError,
+        ["shard_map(step)", "params['w'][1]", "P('z')", "unknown axis 'z'"],
+    ),
+    "rank": (
+        lambda: mapped(step, (P(), P("a", None, "b")), T, T),
+        ValueError,
+        ["shard_map(step)", "x has shape (4, 6)", "2 dimensions", "P('a', None, 'b')", "3 entries", "at most 2"],
+    ),
+    "scalar": (
+        lambda: mapped(step, {"params": P("a")}, torch.tensor(1.0)),
+        ValueError,
+        ["params has shape ()", "P() for a scalar"],
+    ),
+    "no tensor": (lambda: mapped(step, (P("a"),), 3), TypeError, ["params is 3", "int", "P('a')", "use P()"]),
+    "string": (lambda: mapped(step, "a", T), TypeError, ["shard_map(step)", "in_specs", "'a'", "write P('a')"]),
+    "string inside": (
+        lambda: mapped(step, ({"w": "a"},), {"w": T}),
+        TypeError,
+        ["in_specs", "params['w']", "write P('a')"],
+    ),
+    "none": (lambda: mapped(step, (None,), T), (TypeError, ValueError), ["in_specs", "params", "P()"]),  # type: ignore[dict-item]
+    "number": (lambda: mapped(step, 3, T), TypeError, ["in_specs", "3", "not a spec"]),
+    "too few": (
+        lambda: mapped(step, (P("a"),), T, T),
+        ValueError,
+        ["shard_map(step)", "in_specs has 1 entries", "2 arguments", "params, x"],
+    ),
+    "too many": (lambda: mapped(step, (P(),) * 5, T), ValueError, ["in_specs has 5 entries", "params, x, rest, rate"]),
+    "skipped": (lambda: mapped(step, (P(), P()), T, rate=T), ValueError, ["in_specs has 2 entries", "rate"]),
+    "names": (
+        lambda: mapped(step, {"params": P(), "y": P()}, T),
+        ValueError,
+        ["shard_map(step)", "no parameter y", "params, x, rest, rate"],
+    ),
+    "missing name": (lambda: mapped(step, {"params": P()}, T, T), ValueError, ["none for x", "params, x, rest, rate"]),
+    "missing star": (lambda: mapped(step, {"params": P(), "x": P()}, T, T, T), ValueError, ["none for rest[0]"]),
+    "keys": (
+        lambda: mapped(step, ({"v": P()},), {"w": T}),
+        ValueError,
+        ["in_specs for params", "prefix", "'v'", "'w'"],
+    ),
+    "length": (lambda: mapped(step, ([P(), P()],), [T]), ValueError, ["in_specs for params", "prefix"]),
+    "rule": (
+        lambda: mapped(step, (sf.by_path([("v", P())]),), {"w": T}),
+        ValueError,
+        ["in_specs for params", "no rule for w", "match no path: v"],
+    ),
+    "call": (
+        lambda: mapped(step, P(), T, speed=3),
+        TypeError,
+        ["shard_map(step)", "unexpected keyword argument"],
+    ),
+    "no argument": (lambda: mapped(step, P()), TypeError, ["shard_map(step)", "'params'"]),
+    "result axis": (
+        lambda: mapped(step, P(), T, out_specs=P("z")),
+        ValueError,
+        ["shard_map(step)", "out_specs", "result", "unknown axis 'z'", "a=2, b=2"],
+    ),
+    "result rank": (
+        lambda: mapped(lambda: {"loss": T.sum()}, (), out_specs={"loss": P("a")}),
+        ValueError,
+        ["out_specs", "result['loss'] has shape ()", "P('a')", "P() for a scalar"],
+    ),
+    "result tree": (
+        lambda: mapped(lambda: (T, T), (), out_specs=(P(), P(), P())),
+        ValueError,
+        ["out_specs", "prefix of result"],
+    ),
+    "result string": (lambda: mapped(lambda: T, (), out_specs="a"), TypeError, ["out_specs", "write P('a')"]),
+    "uneven": (
+        lambda: mapped(step, {"params": {"w": P(None, ("a", "b"))}}, {"w": T}, inputs="global"),
+        ValueError,
+        [
+            "shard_map(step)",
+            "params['w']",
+            "(4, 6)",
+            "dimension 1",
+            "a 2 x b 2",
+            "6 does not divide by 4",
+            "pad it to 8",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("table", "row"),
+    [(t, row) for t in ("MESHES", "AXES", "COLLECTIVES", "SPECS") for row in globals()[t]],
+)
+def test_a_mistake_is_explained_on_every_rank(table: str, row: str) -> None:
+    call, kind, words = globals()[table][row]
+    errors = world(4, "threads").within(20).errors(call)
+    assert len(errors) == 4
+    for error in errors:
+        assert isinstance(error, kind)
+        assert [word for word in words if word not in str(error)] == []
+
+
+def test_no_message_shows_what_is_inside() -> None:
+    """A message is for the one who called: no names of private functions, no addresses, no dumps of tensors."""
+    tables: list[dict[str, Row]] = [MESHES, AXES, COLLECTIVES, SPECS]
+    calls = [row[0] for table in tables for row in table.values()]
+
+    def body() -> list[str]:
+        found = []
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                found.append(str(error))
+        return found
+
+    messages = world(4, "threads").run(body)[0]
+    assert len(messages) == len(calls)
+    for message in messages:
+        assert "_shard" not in message
+        assert " at 0x" not in message
+        assert "tensor(" not in message
+        assert len(message) < 1000
+
+
+OUTSIDE: dict[str, Callable[[], Any]] = {
+    "psum": lambda: sf.psum(T, "a"),
+    "pmean": lambda: sf.pmean(T, "a"),
+    "pmax": lambda: sf.pmax(T, "a"),
+    "pmin": lambda: sf.pmin(T, "a"),
+    "pvary": lambda: sf.pvary(T, "a"),
+    "all_gather": lambda: sf.all_gather(T, ("a", "b")),
+    "local_slice": lambda: sf.local_slice(T, "a"),
+    "reduce_scatter": lambda: sf.psum_scatter(T, "a"),
+    "ppermute": lambda: sf.ppermute(T, "a", [(0, 1)]),
+    "all_to_all": lambda: sf.all_to_all(T, "a", split_dim=0, concat_dim=1),
+    "axis_index": lambda: sf.axis_index("a"),
+    "axis_size": lambda: sf.axis_size("a"),
+    "fold_in": lambda: sf.fold_in(0, "a"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_without_a_mesh_a_name_means_nothing(name: str) -> None:
+    with pytest.raises(NameError) as caught:
+        OUTSIDE[name]()
+    assert [word for word in [name, "'a'", "no mesh in scope", "shard_map"] if word not in str(caught.value)] == []
+
+
+def test_the_call_after_a_mistake_works() -> None:
+    def body() -> Any:
+        on = mesh()
+        total = sf.shard_map(lambda x: sf.psum(x.sum(), "a").item(), mesh=on, in_specs=P("a"), out_specs=...)
+        found = []
+        for x in (torch.tensor(1.0), torch.ones(2), torch.tensor(1.0), torch.ones(3)):
+            try:
+                found.append(total(x))
+            except ValueError:
+                found.append("refused")
+        return found
+
+    assert world(4).run(body) == [["refused", 4.0, "refused", 6.0]] * 4
