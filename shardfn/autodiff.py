@@ -159,9 +159,9 @@ def _apart(found: Sequence[Tensor]) -> Sequence[Tensor]:
     for gradient in found:
         if not gradient.is_contiguous() and 0 in gradient.stride():
             gradient = gradient.contiguous()
-        elif gradient.untyped_storage().data_ptr() in taken:
+        elif compat.storage_of(gradient) in taken:
             gradient = gradient.clone()
-        taken.add(gradient.untyped_storage().data_ptr())
+        taken.add(compat.storage_of(gradient))
         apart.append(gradient)
     return apart
 

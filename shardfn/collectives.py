@@ -27,68 +27,11 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import transport
+from shardfn import ops, transport
 from shardfn.mesh import Axis, AxisName, bound_axis, current_mesh
-from shardfn.primitive import Op, primitive
 
 T = TypeVar("T")
 Call = tuple[Any, ...]  # an op and its arguments after the tensor
-
-
-_psum: Op = primitive(
-    "psum",
-    "str group",
-    kernel=lambda x, group: transport.all_reduce(x, "sum", group),
-    transpose=lambda ct, group: _pvary(ct, group),
-)
-_pvary: Op = primitive(
-    "pvary",
-    "str group",
-    kernel=lambda x, group: transport.copy(x),
-    transpose=lambda ct, group: _psum(ct, group),
-)
-_pmax: Op = primitive(
-    "pmax", "str group", kernel=lambda x, group: transport.all_reduce(x, "max", group), transpose=None
-)
-_pmin: Op = primitive(
-    "pmin", "str group", kernel=lambda x, group: transport.all_reduce(x, "min", group), transpose=None
-)
-_all_gather: Op = primitive(
-    "all_gather",
-    "int dim, int size, str group",
-    kernel=transport.all_gather,
-    transpose=lambda ct, dim, size, group: _reduce_scatter(ct, dim, size, group),
-)
-_reduce_scatter: Op = primitive(
-    "reduce_scatter",
-    "int dim, int size, str group",
-    kernel=transport.reduce_scatter,
-    transpose=lambda ct, dim, size, group: _all_gather(ct, dim, size, group),
-)
-_all_gather_invariant: Op = primitive(
-    "all_gather_invariant",
-    "int dim, int index, int size, str group",
-    kernel=lambda x, dim, index, size, group: transport.all_gather(x, dim, size, group),
-    transpose=lambda ct, dim, index, size, group: _local_slice(ct, dim, index, size, group),
-)
-_local_slice: Op = primitive(
-    "local_slice",
-    "int dim, int index, int size, str group",
-    kernel=lambda x, dim, index, size, group: transport.piece(x, dim, index, size),
-    transpose=lambda ct, dim, index, size, group: _all_gather_invariant(ct, dim, index, size, group),
-)
-_ppermute: Op = primitive(
-    "ppermute",
-    "int[] receive, int[] send, int index, str group",
-    kernel=transport.permute,
-    transpose=lambda ct, receive, send, index, group: _ppermute(ct, send, receive, index, group),
-)
-_all_to_all: Op = primitive(
-    "all_to_all",
-    "int split_dim, int concat_dim, int size, str group",
-    kernel=transport.all_to_all,
-    transpose=lambda ct, split, concat, size, group: _all_to_all(ct, concat, split, size, group),
-)
 
 
 def psum(x: T, axis: AxisName) -> T:
@@ -113,7 +56,7 @@ def psum(x: T, axis: AxisName) -> T:
         TypeError: bool, or an integer dtype that the backend cannot add.
         NameError, ValueError: no mesh in scope; unknown axis.
     """
-    return _over(x, axis, "psum", lambda t, a: (_psum, *_summable(t, a, "psum")))
+    return _over(x, axis, "psum", lambda t, a: (ops.psum, *_summable(t, a, "psum")))
 
 
 def pmean(x: T, axis: AxisName) -> T:
@@ -128,8 +71,9 @@ def pmean(x: T, axis: AxisName) -> T:
 
     Transpose: `pvary` divided by the axis size.
     """
-    size = bound_axis(axis, "pmean").size
-    return optree.tree_map(lambda t: t / size, _over(x, axis, "pmean", lambda t, a: (_psum, *_summable(t, a, "pmean"))))
+    total = _over(x, axis, "pmean", lambda t, a: (ops.psum, *_summable(t, a, "pmean")))
+    size = axis_size(axis)
+    return optree.tree_map(lambda t: t / size, total)
 
 
 def pmax(x: T, axis: AxisName) -> T:
@@ -144,7 +88,7 @@ def pmax(x: T, axis: AxisName) -> T:
 
     Transpose: none. Differentiating it raises NotImplementedError: pass `x.detach()`.
     """
-    return _over(x, axis, "pmax", lambda t, a: (_pmax, *_ordered(t, a, "pmax")))
+    return _over(x, axis, "pmax", lambda t, a: (ops.pmax, *_ordered(t, a, "pmax")))
 
 
 def pmin(x: T, axis: AxisName) -> T:
@@ -159,7 +103,7 @@ def pmin(x: T, axis: AxisName) -> T:
 
     Transpose: none. Differentiating it raises NotImplementedError: pass `x.detach()`.
     """
-    return _over(x, axis, "pmin", lambda t, a: (_pmin, *_ordered(t, a, "pmin")))
+    return _over(x, axis, "pmin", lambda t, a: (ops.pmin, *_ordered(t, a, "pmin")))
 
 
 def pvary(x: T, axis: AxisName) -> T:
@@ -177,7 +121,7 @@ def pvary(x: T, axis: AxisName) -> T:
 
     Transpose: `psum`.
     """
-    return _over(x, axis, "pvary", lambda t, a: (_pvary, a.group))
+    return _over(x, axis, "pvary", lambda t, a: (ops.pvary, a.group))
 
 
 def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "invariant"] = "varying") -> T:
@@ -211,8 +155,8 @@ def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "in
     def gather(t: Tensor, a: Axis) -> Call:
         d = _dim(t, dim, "all_gather", "dim")
         if to == "varying":
-            return _all_gather, d, a.size, a.group
-        return _all_gather_invariant, d, a.index, a.size, a.group
+            return ops.all_gather, d, a.size, a.group
+        return ops.all_gather_invariant, d, a.index, a.size, a.group
 
     return _over(x, axis, "all_gather", gather)
 
@@ -237,7 +181,7 @@ def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
     """
 
     def slice_(t: Tensor, a: Axis) -> Call:
-        return _local_slice, _divisible(t, dim, axis, a, "local_slice", "dim"), a.index, a.size, a.group
+        return ops.local_slice, _divisible(t, dim, axis, a, "local_slice", "dim"), a.index, a.size, a.group
 
     return _over(x, axis, "local_slice", slice_)
 
@@ -263,7 +207,7 @@ def reduce_scatter(x: T, axis: AxisName, *, dim: int = 0) -> T:
 
     def scatter(t: Tensor, a: Axis) -> Call:
         d = _divisible(t, dim, axis, a, "reduce_scatter", "dim")
-        return _reduce_scatter, d, a.size, *_summable(t, a, "reduce_scatter")
+        return ops.reduce_scatter, d, a.size, *_summable(t, a, "reduce_scatter")
 
     return _over(x, axis, "reduce_scatter", scatter)
 
@@ -300,7 +244,7 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
     def permute(t: Tensor, a: Axis) -> Call:
         receive = [int((rank, a.index) in pairs) for rank in range(a.size)]
         send = [int((a.index, rank) in pairs) for rank in range(a.size)]
-        return _ppermute, receive, send, a.index, a.group
+        return ops.ppermute, receive, send, a.index, a.group
 
     size = bound_axis(axis, "ppermute").size
     _check_permutation(pairs, axis, size)
@@ -332,7 +276,7 @@ def all_to_all(x: T, axis: AxisName, *, split_dim: int, concat_dim: int) -> T:
 
     def exchange(t: Tensor, a: Axis) -> Call:
         split = _divisible(t, split_dim, axis, a, "all_to_all", "split_dim")
-        return _all_to_all, split, _dim(t, concat_dim, "all_to_all", "concat_dim"), a.size, a.group
+        return ops.all_to_all, split, _dim(t, concat_dim, "all_to_all", "concat_dim"), a.size, a.group
 
     return _over(x, axis, "all_to_all", exchange)
 
@@ -367,7 +311,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
     def on(leaf: Any) -> Any:
         tensor = _tensor(leaf, name)
         op, *statics = f(tensor, bound)
-        return tensor if bound.size == 1 and op not in (_pmax, _pmin) else op(tensor, *statics)
+        return tensor if bound.size == 1 and op not in (ops.pmax, ops.pmin) else op(tensor, *statics)
 
     out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
     return out

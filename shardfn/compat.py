@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -137,6 +138,11 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def storage_of(x: torch.Tensor) -> int:
+    """The same number for tensors that share memory; tensors without data, fake ones say, have one too."""
+    return x.untyped_storage()._cdata
+
+
 def inside_forward_mode() -> bool:
     """Whether tensors may carry tangents here."""
     return forward_ad._current_level >= 0
@@ -174,5 +180,67 @@ def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup
 # torch names such a group by its ranks and by how many groups this rank has had, which its members may count
 # differently, and then wait for each other under different names. How often they met among themselves is common.
 _names = threading.local()
-_torchs_name = dist.distributed_c10d._hash_ranks_to_str
-dist.distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_names, "next", None) or _torchs_name(ranks)
+if hasattr(dist.distributed_c10d, "_hash_ranks_to_str"):
+    _torchs_name = dist.distributed_c10d._hash_ranks_to_str
+    dist.distributed_c10d._hash_ranks_to_str = lambda ranks: getattr(_names, "next", None) or _torchs_name(ranks)
+
+
+def _missing(what: str, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"torch {torch.__version__} does not have {what} where shardfn looks for it ({error}); "
+        'use kind="processes", which needs no private torch names'
+    )
+
+
+def group_count() -> int:
+    """How many process groups this rank holds."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def fake_store() -> Any:
+    """A store for the "fake" backend, which importing its module registers.
+
+    Raises:
+        RuntimeError: this torch has no fake process group.
+    """
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise _missing("the fake process group", error) from error
+    return FakeStore()
+
+
+def _threaded() -> Any:
+    try:
+        from torch.testing._internal.distributed import multi_threaded_pg
+    except ImportError as error:
+        raise _missing("the threaded process group", error) from error
+    return multi_threaded_pg
+
+
+@contextmanager
+def threaded_groups() -> Iterator[None]:
+    """Give every thread its own `torch.distributed` state, backend "threaded", while the block runs.
+
+    Raises:
+        RuntimeError: this torch has no threaded process group, or one is in use already.
+    """
+    pg = _threaded()
+    if isinstance(dist.distributed_c10d._world, pg.ThreadLocalWorld):
+        raise RuntimeError('a world with kind="threads" is running in this process already')
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+    isolate(True)
+    pg._install_threaded_pg()
+    try:
+        yield
+    finally:
+        pg.ProcessLocalGroup.reset()
+        pg._uninstall_threaded_pg()
+        isolate(False)
+
+
+def release_threads() -> None:
+    """Make every thread that waits in a collective leave it with SystemExit."""
+    group = _threaded().ProcessLocalGroup
+    with group._coll_lock:
+        group.exception_handle(None)

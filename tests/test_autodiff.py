@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import hessian, jacrev, jvp, vmap
 
 import shardfn as sf
@@ -495,3 +496,17 @@ def test_per_sample_gradients_of_sharded_weights_are_those_of_one_process() -> N
         return (run(w, x, y) - size * want.chunk(size, 1)[rank]).abs().max().item()  # all ranks add the same loss
 
     assert max(world(2).run(body)) <= 1e-12
+
+
+def test_gradients_do_not_share_memory() -> None:
+    p = [torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2)]
+    found = sf.grad(lambda p: (p[0] + p[1]).sum() + (p[2] * 2).sum())(p)
+    for gradient in found:
+        gradient.mul_(3)
+    assert [gradient.flatten().tolist() for gradient in found] == [[3.0] * 4, [3.0] * 4, [6.0] * 4]
+
+
+def test_gradients_of_tensors_without_data_have_their_shapes() -> None:
+    with FakeTensorMode():
+        p = [torch.ones(2, 3), torch.ones(2, 3)]
+        assert [g.shape for g in sf.grad(lambda p: (p[0] + p[1]).sum())(p)] == [(2, 3), (2, 3)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import shardfn as sf
-from shardfn import collectives, compat
+from shardfn import compat, ops
 from shardfn.testing import World
 from tests.reference import LINEAR, Case, drawn, mine
 
@@ -174,14 +174,14 @@ FORWARD = [func_jvp, func_jacfwd, jvp_of_grad, grad_of_jvp, func_hessian]
 @contextmanager
 def public_construction() -> Iterator[None]:
     """Collectives from public names only, as on a torch that lacks the private ones."""
-    kept = dict(vars(collectives))
+    kept = dict(vars(ops))
     compat.SINGLE_LEVEL = False
     try:
-        importlib.reload(collectives)
+        importlib.reload(ops)
         yield
     finally:
         compat.SINGLE_LEVEL = True
-        vars(collectives).update(kept)
+        vars(ops).update(kept)
 
 
 def compare(case: Case, axis: Any, cell: Callable[[Setting], Any], sizes: dict[str, int]) -> tuple[float, float]:

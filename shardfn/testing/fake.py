@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from shardfn.testing import _torch, state, wire
+from shardfn import compat
+from shardfn.testing import state, wire
 from shardfn.testing.errors import Outcome
 
 
@@ -34,7 +35,7 @@ class Fake:
 
     def _as_rank(self, rank: int, call: bytes) -> Outcome:
         state.reset()
-        dist.init_process_group("fake", store=_torch.fake_store(), rank=rank, world_size=self._size)
+        dist.init_process_group("fake", store=compat.fake_store(), rank=rank, world_size=self._size)
         try:
             return wire.perform(call)
         finally:

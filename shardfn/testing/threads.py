@@ -12,7 +12,8 @@ import time
 
 import torch.distributed as dist
 
-from shardfn.testing import _torch, stacks, state, wire
+from shardfn import compat
+from shardfn.testing import stacks, state, wire
 from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
 
 _strays: list[threading.Thread] = []
@@ -31,7 +32,7 @@ class Threads:
             RuntimeError: a thread of an earlier run that hung is still running.
         """
         _wait_for_strays()
-        with state.borrowed(), _torch.threaded_groups():
+        with state.borrowed(), compat.threaded_groups():
             state.reset()
             return _Run(self._size, call).outcomes(deadline)
 
@@ -62,7 +63,7 @@ class _Run:
             self._over = True
             late = [rank for rank in range(self._size) if rank not in self._found]
         found = {**self._found, **{rank: _stuck(threads[rank]) for rank in late}}
-        _torch.release_threads()
+        compat.release_threads()
         _join(threads)
         return [found[rank] for rank in range(self._size)]
 

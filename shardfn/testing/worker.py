@@ -14,7 +14,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardfn.testing import _torch, filters, stacks, state, wire
+from shardfn import compat
+from shardfn.testing import filters, stacks, state, wire
 from shardfn.testing.zygote import die_with_parent
 
 
@@ -59,5 +60,5 @@ def _answer(setting: bytes, caller: Connection) -> None:
     state.reset()
     with filters.applied(warning_filters):
         answer = wire.encode(wire.perform(call))
-    caller.send_bytes(pickle.dumps(_torch.group_count()))
+    caller.send_bytes(pickle.dumps(compat.group_count()))
     caller.send_bytes(answer)
