@@ -25,13 +25,13 @@ _log = logging.getLogger("shardfn")
 def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None = None) -> None:
     """Raises ValueError on every rank of the mesh unless all of them say the same.
 
+    A rank that waits for others longer than `PATIENCE` says so in the log.
+
     Args:
         told: what this rank was given, a line for each argument.
         mesh: whose ranks compare.
         name: who asks.
         mine: what is wrong with this rank's own arguments, to raise in place of a difference.
-
-    A rank that waits for others longer than `PATIENCE` says so in the log.
 
     Raises:
         ValueError: the ranks differ; the message says which and in what.
@@ -44,8 +44,8 @@ def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None =
     text = "\n".join([name, *(" ".join(line.split()) for line in told)]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
-    def gathered(mine: Tensor) -> Tensor:
-        return transport.all_gather(mine[None], 0, whole.size, group)
+    def gathered(row: Tensor) -> Tensor:
+        return transport.all_gather(row[None], 0, whole.size, group)
 
     alone = (
         f"{name}: this rank was called with arguments that are new to it ({'; '.join(told[:6])}), and not every other "

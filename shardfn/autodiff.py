@@ -32,7 +32,8 @@ def value_and_grad(
         `(*args, **kwargs) -> (value, gradient)`. A gradient is a pytree like its argument: a zero tensor for a leaf
         that the loss does not use, None for a leaf that is no floating or complex tensor. Gradients are of this
         rank's loss with respect to this rank's values: every reduction over ranks is the transpose of a
-        collective in `f`.
+        collective in `f`. Under torch.compile a tensor that `f` closes over is a constant to it: what shall be
+        differentiated again is an argument.
 
     Raises:
         TypeError, ValueError: an argument number without an argument; a loss that is no real scalar.
@@ -122,9 +123,8 @@ def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor
             found = torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True, materialize_grads=True)
         else:
             found = [torch.zeros_like(leaf) for leaf in leaves]
-    if keep:
-        return value, aux, found
-    return _detached(value), optree.tree_map(_detached, aux), _apart(found)
+        found = _apart(found)
+    return (value, aux, found) if keep else (_detached(value), optree.tree_map(_detached, aux), found)
 
 
 def _reaches_others(results: Any, variables: list[Tensor]) -> bool:

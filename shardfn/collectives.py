@@ -107,7 +107,7 @@ def pmin(x: T, axis: AxisName) -> T:
 
 
 def pvary(x: T, axis: AxisName) -> T:
-    """The same value, from now on used differently by each rank along `axis`: `I -> V`. Moves nothing.
+    """The same value, from now on used differently by each rank along `axis`: `I -> V`. A copy; nothing moves.
 
     Put it on a replicated parameter before it meets this rank's data: its gradient is then summed over the
     ranks, once, by the transpose.
@@ -162,7 +162,7 @@ def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "in
 
 
 def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
-    """This rank's piece of a value that all ranks along `axis` hold: `I -> V`. Moves nothing.
+    """This rank's piece of a value that all ranks along `axis` hold: `I -> V`. A copy; nothing moves.
 
     Shapes: `[..., n * size, ...] -> [..., n, ...]`, any dtype.
 
@@ -249,7 +249,7 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
     size = bound_axis(axis, "ppermute").size
     _check_permutation(pairs, axis, size)
     out = _over(x, axis, "ppermute", permute)
-    if size == 1 and not pairs:
+    if size == 1 and not pairs:  # zeros that still have a derivative, whatever the values were
         return optree.tree_map(lambda t: t.masked_fill(torch.ones((), dtype=torch.bool, device=t.device), 0), out)
     return out
 

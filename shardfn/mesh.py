@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -64,6 +65,7 @@ LEAVE_TOGETHER = timedelta(seconds=10)
 _scope = _Scope()
 _entered: list[int] = []  # numbers of the meshes in scope on any thread
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
+_numbers = itertools.count()
 
 
 def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
@@ -213,7 +215,7 @@ def known_axes(mesh: DeviceMesh) -> Axes:
     # On the mesh itself: equal meshes of two process groups, one ended and one alive, must not share groups.
     axes: Axes | None = mesh.__dict__.get("_shardfn_axes")
     if axes is None:
-        axes = mesh.__dict__["_shardfn_axes"] = Axes(len(_meshes), {})
+        axes = mesh.__dict__["_shardfn_axes"] = Axes(next(_numbers), {})
         _meshes[axes.number] = weakref.ref(mesh)
     return axes
 

@@ -3,7 +3,7 @@
 A collective is linear in its one tensor, so its forward derivative is itself and its reverse derivative its
 transpose; batching it is the same collective over the batched tensor. `primitive` makes an op of these facts:
 one registered op where torch allows it (`compat.SINGLE_LEVEL`; it also passes torch.compile around torch.func),
-or else a pair of public `autograd.Function`s, eager only.
+or else one public `autograd.Function`, eager only.
 """
 
 from __future__ import annotations

@@ -72,8 +72,9 @@ def shard_map(
     Returns:
         The function on local shards, returning local shards. A call with new shapes checks them, and that all
         ranks have the same: equal pieces where a spec is declared, any shape under `...`. A rank whose shapes
-        are new to it alone says so in the log and fails at the process group's timeout. Under torch.compile of the
-        mapped function itself nothing is checked.
+        are new to it alone says so in the log and fails at the process group's timeout. torch.compile belongs
+        inside, `shard_map(torch.compile(f), ...)`; around the mapped function it takes local tensors and one
+        graph, and nothing is checked.
 
     Raises:
         ValueError: specs that do not fit the arguments or the result, and ranks that differ; each names the tree path,
@@ -156,7 +157,12 @@ def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set
 def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
     """The leaves of a tree, and a hashable value that is the same for trees which pass the same checks."""
     leaves, treedef = optree.tree_flatten(tree)
-    kinds = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    kinds = tuple(
+        (leaf.shape, leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf.spec if places_itself(leaf) else None)
+        for leaf in leaves
+    )
     return leaves, (side, known_axes(mesh).number, inside_transform(), treedef, kinds)
 
 
@@ -265,7 +271,7 @@ def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
 def _told(leaf: Leaf, value: Any) -> str:
     """What all ranks must agree on; under `...` a value may have another shape on each rank."""
     if not isinstance(value, Tensor):
-        return f"{leaf.path}: {type(value).__name__}"
+        return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"
     shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"
     return f"{leaf.path}: {value.dtype}{shape}"
 

@@ -498,11 +498,14 @@ def test_per_sample_gradients_of_sharded_weights_are_those_of_one_process() -> N
     assert max(world(2).run(body)) <= 1e-12
 
 
-def test_gradients_do_not_share_memory() -> None:
-    p = [torch.ones(2, 2), torch.ones(2, 2), torch.ones(2, 2)]
-    found = sf.grad(lambda p: (p[0] + p[1]).sum() + (p[2] * 2).sum())(p)
-    for gradient in found:
-        gradient.mul_(3)
+@pytest.mark.parametrize("tracked", ["nothing", "an argument", "a closure"])
+def test_gradients_do_not_share_memory(tracked: str) -> None:
+    p = [torch.ones(2, 2, requires_grad=tracked == "an argument") for _ in range(3)]
+    scale = torch.ones((), requires_grad=tracked == "a closure")
+    found = sf.grad(lambda p: (p[0] + p[1]).sum() * scale + (p[2] * 2).sum())(p)
+    with torch.no_grad():
+        for gradient in found:
+            gradient.mul_(3)
     assert [gradient.flatten().tolist() for gradient in found] == [[3.0] * 4, [3.0] * 4, [6.0] * 4]
 
 

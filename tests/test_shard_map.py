@@ -631,3 +631,31 @@ def test_only_local_and_global_inputs_exist() -> None:
     wrong: Any = "whole"
     with pytest.raises(ValueError, match='inputs=\'whole\'; it is "local" or "global"'):
         sf.shard_map(lambda x: x, in_specs=P(), out_specs=P(), inputs=wrong)
+
+
+class Placed:
+    """A value that optree does not know, which says by itself how it is cut."""
+
+    def __init__(self, spec: P) -> None:
+        self.spec = spec
+
+
+def test_a_value_that_comes_back_with_another_spec_is_checked_again() -> None:
+    def body() -> Any:
+        mapped = sf.shard_map(lambda x: None, mesh=mesh_of(), in_specs=P("a"), out_specs=...)
+        mapped(Placed(P("a")))
+        mapped(Placed(P()))
+
+    for error in world(2).errors(body):
+        assert isinstance(error, ValueError)
+        assert "x is placed as P(), but its spec is P('a')" in str(error)
+
+
+def test_ranks_whose_values_say_different_specs_hear_of_it() -> None:
+    def body() -> Any:
+        mapped = sf.shard_map(lambda x: None, mesh=mesh_of(), in_specs=..., out_specs=...)
+        mapped(Placed(P("a") if dist.get_rank() else P()))
+
+    for error in world(2).errors(body):
+        assert isinstance(error, ValueError)
+        assert "rank 1 has x: Placed placed as P('a')" in str(error)
