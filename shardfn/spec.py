@@ -79,9 +79,6 @@ class ByPath:
     strict: bool
 
 
-Spec = P | EllipsisType | ByPath
-
-
 def by_path(rules: Iterable[tuple[str, P | EllipsisType]], *, strict: bool = True) -> ByPath:
     """Specs for a whole tree by the paths of its leaves: the first rule that matches a path gives its spec.
 

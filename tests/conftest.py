@@ -1,7 +1,9 @@
+import pytest
 from hypothesis import settings
 
 pytest_plugins = ["shardfn.testing.plugin"]
 
-# An example may start a world; hanging is for the world's own deadline to catch.
-settings.register_profile("shardfn", deadline=None)
-settings.load_profile("shardfn")
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """An example may start a world; hanging is for the world's own deadline to catch."""
+    settings.load_profile("shardfn")

@@ -8,7 +8,7 @@ torch.func's own, on ordinary tensors.
 from __future__ import annotations
 
 import doctest
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,3 +96,8 @@ def drawn(kind: str, shape: tuple[int, ...], n: int, seed: int) -> Tensor:
 def mine(kind: str, whole: Tensor, rank: int) -> Tensor:
     """This rank's part of such a value."""
     return whole[rank] if kind == "V" else whole
+
+
+def worst(differences: Iterable[float]) -> float:
+    """The largest; nan if any of them is, which Python's max may pass over."""
+    return torch.tensor(list(differences), dtype=torch.float64).max().item()
