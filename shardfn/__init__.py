@@ -21,24 +21,54 @@ from shardfn.collectives import (
     pvary,
     reduce_scatter,
 )
+from shardfn.layout import FlatShard, Layout, Placement, local_parameters
+from shardfn.ledger import Ledger, Record, ledger
+from shardfn.link import transports
 from shardfn.mesh import make_mesh
 from shardfn.pattern import redistribute
 from shardfn.random import fold_in
 from shardfn.shard_map import shard_map
+from shardfn.sharding import (
+    ddp,
+    full_shard,
+    hybrid_shard,
+    hybrid_shard_zero2,
+    init,
+    init_sharded,
+    shard,
+    shard_named,
+    unshard,
+    zero2,
+)
 from shardfn.spec import P, by_path, global_shape, local_shape
+from shardfn.stage import layers, stage
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FlatShard",
+    "Layout",
+    "Ledger",
     "P",
+    "Placement",
+    "Record",
     "all_gather",
     "all_to_all",
     "axis_index",
     "axis_size",
     "by_path",
+    "ddp",
     "fold_in",
+    "full_shard",
     "global_shape",
     "grad",
+    "hybrid_shard",
+    "hybrid_shard_zero2",
+    "init",
+    "init_sharded",
+    "layers",
+    "ledger",
+    "local_parameters",
     "local_shape",
     "local_slice",
     "make_mesh",
@@ -51,6 +81,12 @@ __all__ = [
     "pvary",
     "redistribute",
     "reduce_scatter",
+    "shard",
     "shard_map",
+    "shard_named",
+    "stage",
+    "transports",
+    "unshard",
     "value_and_grad",
+    "zero2",
 ]

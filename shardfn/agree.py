@@ -22,7 +22,19 @@ PATIENCE = 10.0  # seconds until a rank that waits says what it waits for
 _log = logging.getLogger("shardfn")
 
 
-def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None = None) -> None:
+ARGUMENTS = (
+    "the arguments",
+    "Pieces of one value have the same shape on every rank: pad them, or declare `...` for what may differ",
+)
+
+
+def agree(
+    told: list[str],
+    mesh: DeviceMesh,
+    name: str,
+    mine: Exception | None = None,
+    subject: tuple[str, str] = ARGUMENTS,
+) -> None:
     """Raises ValueError on every rank of the mesh unless all of them say the same.
 
     A rank that waits for others longer than `PATIENCE` says so in the log.
@@ -32,6 +44,7 @@ def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None =
         mesh: whose ranks compare.
         name: who asks.
         mine: what is wrong with this rank's own arguments, to raise in place of a difference.
+        subject: what is compared, and what to do about a difference.
 
     Raises:
         ValueError: the ranks differ; the message says which and in what.
@@ -47,10 +60,10 @@ def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None =
     def gathered(row: Tensor) -> Tensor:
         return transport.all_gather(row[None], 0, whole.size, group)
 
+    what, advice = subject
     alone = (
-        f"{name}: this rank was called with arguments that are new to it ({'; '.join(told[:6])}), and not every other "
-        f"rank has come to compare them. All ranks meet new shapes at the same call: pad the odd ones, or declare "
-        f"`...` for what may differ"
+        f"{name}: {what} are new to this rank ({'; '.join(told[:6])}), and not every other rank has come to compare "
+        f"them. {advice}"
     )
     alarm = threading.Timer(PATIENCE, _log.warning, [alone])
     alarm.start()
@@ -71,10 +84,7 @@ def agree(told: list[str], mesh: DeviceMesh, name: str, mine: Exception | None =
     only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]]
     if mine:
         raise mine
-    raise ValueError(
-        f"{name}: the arguments differ between ranks: {'; '.join(only[:6])}. Pieces of "
-        f"one value have the same shape on every rank: pad them, or declare `...` for what may differ"
-    )
+    raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only[:6])}. {advice}")
 
 
 def _group(mesh: DeviceMesh, whole: str) -> str:

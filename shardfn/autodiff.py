@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from shardfn import compat
+from shardfn.layout import is_flat
+from shardfn.reduction import Step
 
 
 def value_and_grad(
@@ -58,7 +60,8 @@ def value_and_grad(
             raise ValueError(f"value_and_grad: argnums={argnums} names an argument of {_name(f)} twice")
         whole: Any = tuple(args[i] for i in chosen)
         leaves, treedef = optree.tree_flatten(whole)
-        moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
+        frozen = _frozen(treedef)
+        moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf) and i not in frozen]
 
         def loss(*variables: Tensor) -> tuple[Tensor, Any]:
             mixed = list(leaves)
@@ -116,15 +119,31 @@ def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor
         for variable in variables:
             if not variable.requires_grad:
                 variable.requires_grad_()
-        value, aux = loss(*variables)
-        keep = outside and (any(leaf.requires_grad for leaf in leaves) or _reaches_others((value, aux), variables))
-        found: Sequence[Tensor]
-        if value.requires_grad and variables:
-            found = torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True, materialize_grads=True)
-        else:
-            found = [torch.zeros_like(leaf) for leaf in leaves]
-        found = _apart(found)
-    return (value, aux, found) if keep else (_detached(value), optree.tree_map(_detached, aux), found)
+        with Step(variables) as step:
+            value, aux = loss(*variables)
+            keep = outside and (any(leaf.requires_grad for leaf in leaves) or _reaches_others((value, aux), variables))
+            by_autograd: list[Tensor | None] = [None] * len(variables)
+            if value.requires_grad and variables:
+                by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
+            collected = step.finish()
+        found = [_total(g, collected.get(id(variable)), variable) for g, variable in zip(by_autograd, variables, strict=True)]
+        apart = _apart(found)
+    return (value, aux, apart) if keep else (_detached(value), optree.tree_map(_detached, aux), apart)
+
+
+def _total(by_autograd: Tensor | None, collected: Tensor | None, variable: Tensor) -> Tensor:
+    """A gradient, of which stages may have given all or a part past autograd."""
+    if collected is None:
+        return torch.zeros_like(variable) if by_autograd is None else by_autograd
+    return collected if by_autograd is None else collected + by_autograd
+
+
+@functools.lru_cache(maxsize=1024)
+def _frozen(treedef: optree.PyTreeSpec) -> frozenset[int]:
+    """Numbers of the leaves that are frozen flat shards."""
+    tree = optree.tree_unflatten(treedef, range(treedef.num_leaves))
+    flats = optree.tree_leaves(tree, is_leaf=is_flat)
+    return frozenset(flat.values for flat in flats if is_flat(flat) and not flat.layout.trainable)
 
 
 def _reaches_others(results: Any, variables: list[Tensor]) -> bool:

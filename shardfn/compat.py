@@ -138,6 +138,68 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def inside_batching_or_forward() -> bool:
+    """Whether a tensor may be a batch of vmap's, or carry a tangent: torch.func.grad and vjp alone do neither."""
+    if forward_ad._current_level >= 0:
+        return True
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack is not None and any(level.key() not in _REVERSE for level in stack)
+
+
+_REVERSE = (torch._C._functorch.TransformType.Grad,)
+
+
+def wrapped(x: Any) -> bool:
+    """Whether a tensor belongs to a torch.func transform that is running."""
+    return isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def saved_tensors_hooks_allowed() -> bool:
+    """Whether saved-tensor hooks work here: torch.func's transforms do not let them."""
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+
+
+def assert_on_device(holds: torch.Tensor, message: str) -> None:
+    """Fails, later and on the device, unless `holds`."""
+    torch._assert_async(holds, message)
+
+
+def inside_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def autograd_thread() -> bool:
+    """Whether this thread is one of autograd's own, which Python did not start: backward of CUDA tensors runs there."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def register_in_torch(cls: type, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+    """Makes a class a node of torch's own pytrees, which torch.func flattens by."""
+    torch.utils._pytree.register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
+    )
+
+
+all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def backend_of(group: dist.ProcessGroup, device: str) -> str:
+    """Which backend moves a group's tensors on a kind of device: `"gloo"`, `"nccl"`, ..."""
+    return dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",")).get(device, "undefined")
+
+
+def global_rank() -> int:
+    """This process's rank; 0 where torch.distributed has not started."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def storage_of(x: torch.Tensor) -> int:
     """The same number for tensors that share memory; tensors without data, fake ones say, have one too."""
     return x.untyped_storage()._cdata

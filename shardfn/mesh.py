@@ -54,6 +54,38 @@ class Axes:
     used: dict[AxisName, Axis]
 
 
+@dataclass(frozen=True)
+class Grid:
+    """What a mesh is without its process groups: axis names and sizes, and the rank at each place, row-major."""
+
+    sizes: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...]
+
+    def size(self, names: AxisName) -> int:
+        """Ranks along an axis, or along the product of several."""
+        have = dict(self.sizes)
+        return math.prod(have[name] for name in as_names(names))
+
+    def index(self, rank: int, names: AxisName) -> int:
+        """Where a rank stands along an axis, or along the product of several, major to minor.
+
+        Raises:
+            ValueError: a rank that is not in the mesh.
+        """
+        if rank not in self.ranks:
+            raise ValueError(f"rank {rank} is not in the mesh, whose ranks are {self.ranks}")
+        place, at = self.ranks.index(rank), {}
+        for name, size in reversed(self.sizes):
+            place, at[name] = divmod(place, size)
+        have, index = dict(self.sizes), 0
+        for name in as_names(names):
+            index = index * have[name] + at[name]
+        return index
+
+    def __str__(self) -> str:
+        return _show(dict(self.sizes))
+
+
 class _Scope(threading.local):
     """The mesh in scope on this thread."""
 
@@ -61,8 +93,16 @@ class _Scope(threading.local):
     axes: Axes | None = None
 
 
+class _Grids(threading.local):
+    """The meshes that this rank placed values on."""
+
+    def __init__(self) -> None:
+        self.meshes: dict[Grid, weakref.ref[DeviceMesh]] = {}
+
+
 LEAVE_TOGETHER = timedelta(seconds=10)
 _scope = _Scope()
+_grids = _Grids()
 _entered: list[int] = []  # numbers of the meshes in scope on any thread
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
 _numbers = itertools.count()
@@ -181,6 +221,37 @@ def current_mesh() -> DeviceMesh | None:
     return _scope.mesh
 
 
+def grid_of(mesh: DeviceMesh) -> Grid:
+    """The mesh's names, sizes and ranks; `mesh_of` finds the mesh again by them."""
+    grid: Grid | None = mesh.__dict__.get("_shardfn_grid")
+    if grid is None:
+        grid = mesh.__dict__["_shardfn_grid"] = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
+    _grids.meshes[grid] = weakref.ref(mesh)
+    return grid
+
+
+def mesh_of(grid: Grid, where: str) -> DeviceMesh:
+    """The mesh in scope, which must be the one of `grid`; without one in scope, the last that was used with it.
+
+    Raises:
+        ValueError: another mesh is in scope, or none and no such mesh is alive.
+    """
+    mesh = _scope.mesh
+    if mesh is None:
+        found = _grids.meshes.get(grid, lambda: None)()
+        if found is None:
+            raise ValueError(f"{where} is placed on a mesh ({grid}) that is gone: call it under shard_map(mesh=...)")
+        return found
+    if grid_of(mesh) is not grid and grid_of(mesh) != grid:
+        mine = grid_of(mesh)
+        told = str(mine) if str(mine) != str(grid) else f"{mine}, with other ranks: {mine.ranks}, not {grid.ranks}"
+        raise ValueError(
+            f"{where} is placed on a mesh ({grid}), but the mesh in scope has ({told}): run it on its own mesh, or "
+            f"place it anew with shardfn.shard(shardfn.unshard(...), mesh, ...)"
+        )
+    return mesh
+
+
 @contextlib.contextmanager
 def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
     """Axis names inside mean those of `mesh`; `axes` is `known_axes(mesh)`, where the caller has it."""
@@ -197,7 +268,7 @@ def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
 
 def _elsewhere() -> Axes | None:
     """What names mean on a thread that Python did not start: autograd recomputes on one, for CUDA tensors."""
-    if not isinstance(threading.current_thread(), threading._DummyThread):
+    if not compat.autograd_thread():
         return None
     meshes = [_meshes[number]() for number in set(_entered)]
     return known_axes(meshes[0]) if len(meshes) == 1 and meshes[0] is not None else None

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from shardfn.agree import agree
 from shardfn.compat import inside_transform
-from shardfn.mesh import axis_of, current_mesh, known_axes, scope, sizes
-from shardfn.spec import Leaf, P, check, check_own, local_shape, match, places_itself
+from shardfn.mesh import current_mesh, known_axes, scope, sizes
+from shardfn.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself, sliced
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,7 +118,7 @@ def _enter(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments as the body meets them; checked where their signature is new."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
-    if signature in seen and inputs == "local" and not any(map(_is_dtensor, leaves)):
+    if signature in seen and inputs == "local" and not any(map(is_dtensor, leaves)):
         return args, kwargs
     name = f"shard_map({_name(f)})"
     told: list[str] = []
@@ -225,22 +225,12 @@ def _slots(parameter: str, labels: list[str]) -> list[str]:
 def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
     """What the body meets in place of one leaf, which is checked against its spec."""
     check(leaf, mesh, f"{name} in_specs")
-    if _is_dtensor(leaf.value):
+    if is_dtensor(leaf.value):
         return _unwrapped(leaf, mesh, name)
     if inputs == "global" and isinstance(leaf.value, Tensor) and isinstance(leaf.spec, P):
         local_shape(leaf.value.shape, leaf.spec, mesh, f"{name} in_specs: {leaf.path}")
-        piece = leaf.value
-        for dim, names in enumerate(leaf.spec.by_dim()):
-            if names:
-                axis = axis_of(mesh, names)
-                length = piece.shape[dim] // axis.size
-                piece = piece.narrow(dim, axis.index * length, length)
-        return piece
+        return sliced(leaf.value, leaf.spec, mesh)
     return leaf.value
-
-
-def _is_dtensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and hasattr(value, "placements") and hasattr(value, "to_local")
 
 
 def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 from torch import Tensor
 
-from shardfn.mesh import AxisName, as_names, check_axes, sizes
+from shardfn.mesh import AxisName, as_names, axis_of, check_axes, sizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -187,6 +187,21 @@ def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "va
             )
         out[dim] //= pieces
     return tuple(out)
+
+
+def sliced(value: Tensor, spec: P, mesh: DeviceMesh) -> Tensor:
+    """This rank's piece, a view, of a whole value whose shape divides (`local_shape` checks that)."""
+    for dim, names in enumerate(spec.by_dim()):
+        if names:
+            axis = axis_of(mesh, names)
+            length = value.shape[dim] // axis.size
+            value = value.narrow(dim, axis.index * length, length)
+    return value
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a `torch.distributed.tensor.DTensor`."""
+    return isinstance(value, Tensor) and hasattr(value, "placements") and hasattr(value, "to_local")
 
 
 def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "value") -> tuple[int, ...]:

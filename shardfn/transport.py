@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn import compat
 from shardfn.compat import WIRE
+from shardfn.ledger import record, recording
 
 # What gloo adds up; NCCL takes these and more. Other dtypes can be moved, as bits, but not reduced.
 SUMMABLE = (
@@ -44,6 +46,7 @@ def _kernel(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @_kernel
 def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """Every rank's `x`, concatenated along `dim`."""
+    _told("all_gather", x, size - 1, group, "native")
     pieces = _move(x, WIRE.all_gather_into_tensor, size, group)
     return _concatenate(pieces.view(size, *x.shape), dim)
 
@@ -52,6 +55,7 @@ def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """The sum of every rank's `x`, of which this rank gets its piece along `dim`."""
     pieces = _split(x, dim, size)
+    _told("reduce_scatter", x, 1 - 1 / size, group, "exchange" if x.device.type == "cpu" else "native")
     if x.device.type == "cpu":  # gloo's own is 2.5 to 6 times slower than an exchange and a local sum
         return _exchange(pieces, size, group).sum(0, dtype=x.dtype)
     return _wait(WIRE.reduce_scatter_tensor(pieces.flatten(), "sum", size, group)).view(pieces.shape[1:])
@@ -62,6 +66,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     """The `"sum"`, `"max"` or `"min"` of every rank's `x`; no group is this rank alone."""
     if not group:
         return copy(x)
+    _told("all_reduce", x, 2, group, "native")
     bits = x.view(torch.uint8) if x.dtype == torch.bool else x
     return _wait(WIRE.all_reduce(bits.contiguous(), op, group)).view(x.dtype)
 
@@ -69,6 +74,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
 @_kernel
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, size: int, group: str) -> Tensor:
     """Piece `j` of `x` along `split_dim` goes to rank `j`; what arrives is concatenated along `concat_dim`."""
+    _told("all_to_all", x, 1 - 1 / size, group, "native")
     return _concatenate(_exchange(_split(x, split_dim, size), size, group), concat_dim)
 
 
@@ -81,6 +87,7 @@ def permute(x: Tensor, receive: list[int], send: list[int], index: int, group: s
     saw its result to be constant would drop it, and one that saw it to need nothing might move it before others.
     """
     flat = x.flatten()
+    _told("ppermute", x, sum(send), group, "exchange")
     if any(receive):
         outgoing = flat if any(send) else flat[:0]
         lengths = [[len(flat) * mark for mark in marks] for marks in (receive, send)]
@@ -91,6 +98,13 @@ def permute(x: Tensor, receive: list[int], send: list[int], index: int, group: s
     outgoing = torch.cat(pieces)
     came = _move(outgoing, WIRE.all_to_all_single, received, [piece.numel() for piece in pieces], group)
     return copy(came.view([1] * x.ndim).expand(x.shape))
+
+
+def _told(op: str, x: Tensor, share: float, group: str, how: str) -> None:
+    if recording():
+        size = compat.group_of(group).size() if op == "all_reduce" else 0
+        share = share * (1 - 1 / size) if size else share
+        record(op, group, x.dtype, round(x.numel() * x.element_size() * share), how)
 
 
 def piece(x: Tensor, dim: int, index: int, size: int) -> Tensor:

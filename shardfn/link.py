@@ -1,0 +1,198 @@
+"""Asynchronous collectives into given buffers, by which the stage engine moves parameters and gradients.
+
+Each returns a handle whose `wait()` leaves the result in its place. Which transport an axis uses is chosen once, by
+its backend, and stands in the ledger; `transports` overrides it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn import compat
+from shardfn.ledger import record, recording
+from shardfn.mesh import Axis, axis_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Until it has arrived; on CUDA, until the current stream may use it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Axes of a mesh as the engine moves along them: one group for parameters, and where overlap needs it, another.
+
+    Attributes:
+        names: the axes, major to minor.
+        axis: their product as this rank sees it.
+        gathers: moves parameters.
+        reductions: moves gradients.
+        chosen: transport of each collective, by default.
+        overrides: what `transports` says instead.
+        checks: whether what arrives is what was sent; a fake group moves nothing.
+    """
+
+    names: tuple[str, ...]
+    axis: Axis
+    gathers: Any
+    reductions: Any
+    chosen: dict[str, str]
+    overrides: dict[str, str]
+    checks: bool
+
+
+class _All:
+    """Several works as one; `then` runs when all have arrived."""
+
+    __slots__ = ("works", "then")
+
+    def __init__(self, works: Sequence[Any], then: Callable[[], Any] | None = None) -> None:
+        self.works, self.then = works, then
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        if self.then:
+            self.then()
+        self.works, self.then = (), None
+
+
+def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
+    """The axes of the mesh, made ready once. All ranks along them take part the first time."""
+    links: dict[tuple[str, ...], Link] = mesh.__dict__.setdefault("_shardfn_links", {})
+    found = links.get(names)
+    if found is None:
+        axis = axis_of(mesh, names)
+        group = compat.group_of(axis.group)
+        backend = compat.backend_of(group, mesh.device_type)
+        # NCCL runs the collectives of one communicator one after another; two of them overlap.
+        second = compat.new_group(dist.get_process_group_ranks(group)) if backend == "nccl" else group
+        found = links[names] = Link(names, axis, group, second, _defaults(backend), _overrides(mesh), backend != "fake")
+    return found
+
+
+@contextlib.contextmanager
+def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
+    """Overrides how the engine moves bytes along every axis of the mesh, while the block runs; on all ranks alike.
+
+    Args:
+        mesh: the mesh.
+        **chosen: `all_gather="broadcasts"` or `"native"`; `reduce_scatter="exchange"` or `"native"`;
+            `all_reduce="native"`.
+
+    Raises:
+        ValueError: no such collective or transport.
+    """
+    for op, how in chosen.items():
+        if how not in TRANSPORTS.get(op, {}):
+            known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
+            raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
+    overrides = _overrides(mesh)
+    before = dict(overrides)
+    overrides.update(chosen)
+    try:
+        yield
+    finally:
+        overrides.clear()
+        overrides.update(before)
+
+
+def all_gather(whole: Tensor, link: Link, dtype: torch.dtype) -> Handle:
+    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
+    how = _how(link, "all_gather")
+    if recording():
+        sent = whole.numel() * (link.axis.size - 1) // link.axis.size
+        record("all_gather", link.axis.group, dtype, sent, how, link.names)
+    return TRANSPORTS["all_gather"][how](whole, link)
+
+
+def reduce_scatter(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+    """Fills `out [n]` with the sum over ranks of their piece of `flat [size * n]` for this rank.
+
+    `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements like `flat`'s until the wait.
+    """
+    flat, out = _real(flat), _real(out)
+    how = _how(link, "reduce_scatter")
+    if recording():
+        sent = flat.numel() * flat.element_size() * (link.axis.size - 1) // link.axis.size
+        record("reduce_scatter", link.axis.group, flat.dtype, sent, how, link.names)
+    return TRANSPORTS["reduce_scatter"][how](flat, out, link, scratch)
+
+
+def all_reduce(x: Tensor, link: Link) -> Handle:
+    """Sums `x` over ranks, in place."""
+    x = _real(x)
+    how = _how(link, "all_reduce")
+    if recording():
+        sent = 2 * x.numel() * x.element_size() * (link.axis.size - 1) // link.axis.size
+        record("all_reduce", link.axis.group, x.dtype, sent, how, link.names)
+    return TRANSPORTS["all_reduce"][how](x, link)
+
+
+def _real(x: Tensor) -> Tensor:
+    """A complex vector as its parts, which is how it can be summed."""
+    return torch.view_as_real(x).view(-1) if x.is_complex() else x
+
+
+def _how(link: Link, op: str) -> str:
+    return link.overrides.get(op) or link.chosen[op]
+
+
+def _overrides(mesh: DeviceMesh) -> dict[str, str]:
+    found: dict[str, str] = mesh.__dict__.setdefault("_shardfn_transports", {})
+    return found
+
+
+def _gather_natively(whole: Tensor, link: Link) -> Handle:
+    own = whole.view(link.axis.size, -1)[link.axis.index]
+    return compat.all_gather_into(whole, own, group=link.gathers, async_op=True)
+
+
+def _gather_by_broadcasts(whole: Tensor, link: Link) -> Handle:
+    pieces = whole.view(link.axis.size, -1).unbind()
+    return _All(
+        [dist.broadcast(piece, group=link.gathers, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
+    )
+
+
+def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+    if out.dtype == flat.dtype:
+        return compat.reduce_scatter_into(out, flat, group=link.reductions, async_op=True)
+    narrow = scratch(out.numel())
+    work = compat.reduce_scatter_into(narrow, flat, group=link.reductions, async_op=True)
+    return _All([work], lambda: out.copy_(narrow))
+
+
+def _scatter_by_exchange(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+    received = scratch(flat.numel())
+    work = dist.all_to_all_single(received, flat, group=link.reductions, async_op=True)
+    return _All([work], lambda: torch.sum(received.view(link.axis.size, -1), 0, dtype=out.dtype, out=out))
+
+
+def _reduce_natively(x: Tensor, link: Link) -> Handle:
+    return dist.all_reduce(x, group=link.reductions, async_op=True)
+
+
+TRANSPORTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "all_gather": {"native": _gather_natively, "broadcasts": _gather_by_broadcasts},
+    "reduce_scatter": {"native": _scatter_natively, "exchange": _scatter_by_exchange},
+    "all_reduce": {"native": _reduce_natively},
+}
+
+
+def _defaults(backend: str) -> dict[str, str]:
+    if backend == "gloo":
+        return {"all_gather": "broadcasts", "reduce_scatter": "exchange", "all_reduce": "native"}
+    return {"all_gather": "native", "reduce_scatter": "native", "all_reduce": "native"}

@@ -1,0 +1,269 @@
+"""Gradients on their way from a stage's parameters to the shards.
+
+A gradient is summed over the ranks that cut the parameters, each getting its piece, and that piece over the ranks that
+hold the same. Both run while the next stage computes. A number in flight must not be read, so only a `Step`, which
+collects gradients past autograd and ends when all have arrived, lets them fly; anybody else waits at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from shardfn.layout import Layout
+from shardfn.link import Handle, Link, all_reduce, reduce_scatter
+
+Defer = Literal["nothing", "replicas", "everything"]
+
+
+class Sum:
+    """The gradient of one flat shard: what arrived of it so far.
+
+    Attributes:
+        out: `[piece]`, in the shard's dtype.
+        whole: `[padded]`, this rank's own, where all reduction is put off.
+    """
+
+    __slots__ = ("layout", "links", "reductions", "dtype", "out", "whole")
+
+    def __init__(self, layout: Layout, links: Links, reductions: Reductions, dtype: torch.dtype) -> None:
+        self.layout, self.links, self.reductions, self.dtype = layout, links, reductions, dtype
+        self.out: Tensor | None = None
+        self.whole: Tensor | None = None
+
+    def add(self, out: Tensor) -> None:
+        """Takes `out`, which nobody else has."""
+        self.out = out if self.out is None else self.out.add_(out)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Along which ranks a gradient is scattered, and along which it is then summed; None where there is one rank."""
+
+    shard: Link | None
+    replica: Link | None
+
+
+class Step:
+    """One evaluation of gradients with respect to `variables`, which gets those of flat shards from the stages.
+
+    Attributes:
+        variables: the tensors that are differentiated, by identity.
+        sums: gradients by the identity of their variable.
+        defer: what is left undone until `finish`: `"replicas"`, the sums over replicas; `"everything"`, those and the
+            scatter; `"nothing"`.
+    """
+
+    def __init__(self, variables: Sequence[Tensor], defer: Defer = "nothing") -> None:
+        self.variables = {id(variable): variable for variable in variables}
+        self.sums: dict[int, Sum] = {}
+        self.defer = defer
+        self.live = False
+        self.engines: list[Member] = []
+
+    def __enter__(self) -> Step:
+        _steps.open.append(self)
+        self.live = True
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _steps.open.remove(self)
+        self.live = False
+        for engine in self.engines:
+            engine.end()
+
+    def join(self, engine: Member) -> None:
+        """The stages of one more mesh take part."""
+        if engine not in self.engines:
+            self.engines.append(engine)
+
+    def finish(self) -> dict[int, Tensor]:
+        """The gradients that stages gave, by the identity of their variable, when all have arrived."""
+        for engine in self.engines:
+            engine.reductions.drain()
+            engine.reductions.settle(self)
+        return {key: total.out for key, total in self.sums.items() if total.out is not None}
+
+    def sum_of(self, variable: Tensor, layout: Layout, links: Links, reductions: Reductions) -> Sum:
+        """Where the gradient of a variable is collected."""
+        found = self.sums.get(id(variable))
+        if found is None:
+            found = self.sums[id(variable)] = Sum(layout, links, reductions, variable.dtype)
+        return found
+
+
+class Member(Protocol):
+    """What a step needs to know of an engine."""
+
+    reductions: Reductions
+
+    def end(self) -> None:
+        """The step is over."""
+
+
+class _Steps(threading.local):
+    def __init__(self) -> None:
+        self.open: list[Step] = []
+
+
+_steps = _Steps()
+
+
+def current_step() -> Step | None:
+    """The innermost evaluation of gradients on this thread."""
+    return _steps.open[-1] if _steps.open else None
+
+
+class Flight:
+    """One gradient on its way."""
+
+    __slots__ = ("out", "links", "scattering", "reducing", "total", "later")
+
+    def __init__(self, out: Tensor, links: Links, scattering: Handle | None, total: Sum | None, later: bool) -> None:
+        self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later
+        self.reducing: Handle | None = None
+        if scattering is None:
+            self._reduce()
+
+    def scattered(self) -> None:
+        """Until the scatter is done, whose buffers are free then, and the sum over replicas has begun."""
+        if self.scattering is not None:
+            scattering, self.scattering = self.scattering, None
+            scattering.wait()
+            self._reduce()
+
+    def _reduce(self) -> None:
+        if self.links.replica is not None and not self.later:
+            self.reducing = all_reduce(self.out, self.links.replica)
+
+    def land(self) -> Tensor:
+        """The gradient, arrived."""
+        self.scattered()
+        if self.reducing is not None:
+            reducing, self.reducing = self.reducing, None
+            reducing.wait()
+        if self.total is not None:
+            self.total.add(self.out)
+        return self.out
+
+
+class Reductions:
+    """The gradients in flight on one mesh, and the memory that they take off from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.flights: list[Flight] = []
+        self.kept: dict[Any, Tensor] = {}
+
+    def scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that is kept and lent again: fresh pages for every layer cost time, and room."""
+        nbytes = numel * dtype.itemsize
+        if name not in self.kept or self.kept[name].numel() < nbytes:
+            self.kept[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self.kept[name][:nbytes].view(dtype)
+
+    def start(
+        self,
+        place: int,
+        layout: Layout,
+        gradients: Sequence[Tensor | None],
+        links: Links,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        total: Sum | None,
+        defer: Defer,
+    ) -> Flight | None:
+        """Sends the gradients of one buffer's parameters on their way; `place` tells the buffers of a stage apart."""
+        if total is not None and defer == "everything":
+            if total.whole is None:
+                total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
+            known = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
+            torch._foreach_add_([view for view, _ in known], [g.to(dtype) for _, g in known])
+            return None
+        self.scattered()  # the scratch memory is free again
+        flat = self._flat(place, layout, gradients, links, dtype, out_dtype)
+        return self._send(place, layout, flat, links, out_dtype, total, defer != "nothing")
+
+    def _flat(
+        self,
+        place: int,
+        layout: Layout,
+        gradients: Sequence[Tensor | None],
+        links: Links,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        if links.shard is None:  # this rank's whole gradient is the piece itself
+            flat = torch.empty(layout.padded, dtype=dtype, device=self.device)
+        else:
+            flat = self.scratch(("gradient", place), layout.padded, dtype)
+        views = layout.views(flat)
+        for view, gradient in zip(views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+        torch._foreach_copy_(
+            [view for view, g in zip(views, gradients, strict=True) if g is not None],
+            [g for g in gradients if g is not None],
+        )
+        for start, length in layout.gaps:
+            flat[start : start + length].zero_()
+        return flat
+
+    def _send(
+        self,
+        place: int,
+        layout: Layout,
+        flat: Tensor,
+        links: Links,
+        out_dtype: torch.dtype,
+        total: Sum | None,
+        later: bool,
+    ) -> Flight:
+        if links.shard is None:
+            if links.replica is not None and not later and flat.dtype != out_dtype:
+                all_reduce(flat, links.replica).wait()
+                later = True
+            flight = Flight(flat.to(out_dtype), links, None, total, later)
+        else:
+            out = torch.empty(layout.piece, dtype=out_dtype, device=self.device)
+            scattering = reduce_scatter(
+                flat, out, links.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
+            )
+            flight = Flight(out, links, scattering, total, later)
+        self.flights.append(flight)
+        return flight
+
+    def land(self, flight: Flight) -> Tensor:
+        """One gradient, at once."""
+        self.flights.remove(flight)
+        return flight.land()
+
+    def scattered(self) -> None:
+        """Until no gradient needs the scratch memory."""
+        for flight in self.flights:
+            flight.scattered()
+
+    def drain(self) -> None:
+        """Until every gradient has arrived."""
+        flights, self.flights = self.flights, []
+        for flight in flights:
+            flight.scattered()
+        for flight in flights:
+            flight.land()
+
+    def settle(self, step: Step) -> None:
+        """Does what the step put off."""
+        for total in [one for one in step.sums.values() if one.reductions is self]:
+            if step.defer == "everything" and total.whole is not None:
+                whole, total.whole, total.out = total.whole, None, None
+                self.scattered()
+                self._send(0, total.layout, whole, total.links, total.dtype, total, False)
+            elif step.defer == "replicas" and total.out is not None:
+                out, total.out = total.out, None
+                self.flights.append(Flight(out, total.links, None, total, False))
+        self.drain()

@@ -1,0 +1,174 @@
+"""How the arguments of a stage are made of flat shards and other things, worked out once for each structure."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
+from shardfn.mesh import Grid
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `stage` was asked for; see there."""
+
+    remat: Any = False
+    reshard: bool | None = None
+    prefetch: int = 1
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of shards of a dtype are summed in."""
+        return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Wire:
+    """One buffer of a stage on its way into a slot.
+
+    Attributes:
+        layout: of the parameters.
+        dtype: in the slot.
+        start: first byte in the slot.
+        stop: end of its bytes.
+        moves: whether it needs the slot at all: on one rank, in its own dtype, the shard is the parameters.
+        tag: the end of its last piece, where no parameter is: says what is gathered.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    start: int
+    stop: int
+    moves: bool
+    tag: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Wires:
+    """All buffers of a stage, and how many bytes of a slot they take."""
+
+    each: tuple[Wire, ...]
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Signature:
+    """The structure of a stage's arguments.
+
+    Attributes:
+        name: of the function.
+        function: the function.
+        options: of the stage.
+        outer: the arguments' structure, each stage's parameters one leaf.
+        sources: for each of those leaves the numbers of the flat leaves that it is made of.
+        layouts: of the flat shards, in order of leaves; `shards` has their numbers.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    options: Options
+    outer: optree.PyTreeSpec
+    sources: tuple[tuple[int, ...], ...]
+    shards: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    known: dict[Any, Wires] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str:
+        """What this call is called in messages and in the ledger."""
+        return "+".join(dict.fromkeys(layout.stage for layout in self.layouts)) or self.name
+
+    @property
+    def grid(self) -> Grid:
+        """The mesh of the shards."""
+        return self.layouts[0].grid
+
+    def wires(self, shards: Sequence[Tensor]) -> Wires:
+        """How these shards travel."""
+        dtypes = tuple([shard.dtype for shard in shards])
+        found = self.known.get(dtypes)
+        if found is None:
+            found = self.known[dtypes] = wires_of(self.name, self.options.gather_dtype, self.layouts, dtypes)
+        return found
+
+    def call(self, leaves: Sequence[Any], views: Sequence[Sequence[Any]]) -> Any:
+        """The function on these leaves, but whole parameters in place of shards."""
+        outer, at = [], 0
+        for source in self.sources:
+            if source[0] in self.shards:
+                n = len(source)
+                outer.append(assemble(self.layouts[at : at + n], views[at : at + n]))
+                at += n
+            else:
+                outer.append(leaves[source[0]])
+        args, kwargs = optree.tree_unflatten(self.outer, outer)
+        return self.function(*args, **kwargs)
+
+
+def signature_of(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Signature:
+    """The signature of a call.
+
+    Raises:
+        ValueError: shards of different meshes.
+    """
+    nodes, outer = optree.tree_flatten((args, kwargs), is_leaf=is_stage)
+    sources: list[tuple[int, ...]] = []
+    shards: list[int] = []
+    layouts: list[Layout] = []
+    at = 0
+    for node in nodes:
+        n = 1
+        if is_stage(node):
+            flats = stage_shards(node)
+            n = len(flats)
+            shards += range(at, at + n)
+            layouts += [flat.layout for flat in flats]
+        sources.append(tuple(range(at, at + n)))
+        at += n
+    for layout in layouts:
+        if layout.grid != layouts[0].grid:
+            raise ValueError(
+                f"stage {name}: its parameters are on different meshes: {layouts[0].stage!r} on ({layouts[0].grid}), "
+                f"{layout.stage!r} on ({layout.grid})"
+            )
+        together = [one for one in layouts if one.stage == layout.stage and one.tree == layout.tree]
+        if sum(len(entry.leaves) for one in together for entry in one.entries) % layout.tree.num_leaves:
+            raise ValueError(
+                f"stage {name}: {layout.stage!r} has parameters in several buffers, of which {layout} came alone: "
+                f"pass all that shard() put in its place"
+            )
+    return Signature(name, function, options, outer, tuple(sources), tuple(shards), tuple(layouts))
+
+
+@functools.lru_cache(maxsize=65536)
+def wires_of(
+    name: str, gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
+) -> Wires:
+    """How shards with these layouts, of these dtypes, travel to the function of that name."""
+    made, at = [], 0
+    for layout, own in zip(layouts, dtypes, strict=True):
+        dtype = gather_dtype if gather_dtype and own.is_floating_point else own
+        moves = layout.size > 1 or dtype != own
+        stop = at + layout.padded * dtype.itemsize * moves
+        tail = (layout.padded - layout.total) * dtype.itemsize
+        made.append(Wire(layout, dtype, at, stop, moves, _tag(name, layout, dtype, min(tail, ALIGNMENT))))
+        at = -(-stop // 512) * 512
+    return Wires(tuple(made), at)
+
+
+def _tag(name: str, layout: Layout, dtype: torch.dtype, length: int) -> Tensor:
+    what = repr((name, layout.stage, layout.entries, layout.placement, layout.padded, dtype))
+    digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
+    named = (digest + f"{layout.stage} ({name})".encode())[:length]
+    return torch.tensor(list(named.ljust(length, b" ")), dtype=torch.uint8)

@@ -1,0 +1,355 @@
+"""Stages: functions whose parameters are gathered just before they run, and whose gradients leave just after.
+
+A stage is two custom Functions, its forward and its backward, both run by the engine's schedule. Whatever
+goes further, a second derivative, a tangent, a batch, runs the composition of collectives that the stage means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from shardfn import collectives, compat
+from shardfn.engine import Call, cast, engine_of, inside
+from shardfn.layout import is_stage, stage_shards
+from shardfn.ledger import here
+from shardfn.mesh import current_mesh, known_axes, mesh_of, scope
+from shardfn.signature import Options, Signature, signature_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+Remat = bool | Literal["offload"] | Callable[..., Any] | Sequence[Any]
+
+
+@overload
+def stage(
+    fn: F,
+    /,
+    *,
+    remat: Remat = False,
+    reshard: bool | None = None,
+    prefetch: int = 1,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> F: ...
+@overload
+def stage(
+    fn: None = None,
+    /,
+    *,
+    remat: Remat = False,
+    reshard: bool | None = None,
+    prefetch: int = 1,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Callable[[F], F]: ...
+
+
+def stage(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    remat: Remat = False,
+    reshard: bool | None = None,
+    prefetch: int = 1,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Any:
+    """Makes a function of whole parameters one of flat shards: all-gather, compute, reduce-scatter.
+
+    Wherever a `FlatShard` (or what else `shard` puts in place of a stage's parameters) stands among the arguments,
+    the function meets the whole parameters. They are views of a buffer that is lent for the call: compute with them,
+    return none of them. Calls without any shards run the function as it is. Works as a decorator.
+
+    Args:
+        fn: pure: its result depends on its arguments (any pytrees), which it does not change.
+        remat: False keeps activations for backward; True computes them again; "offload" keeps them in the memory of the
+            host; a policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it, or a list of
+            ops, says which results to keep. Random numbers are drawn again as they were.
+        reshard: whether the gathered parameters go after forward, and are gathered again for backward. Default: as
+            the strategy says.
+        prefetch: how many gathers run ahead: of the layers that `layers` announces, and in backward. Each
+            takes a buffer of the size of the largest stage, beside the one in use.
+        gather_dtype: of floating parameters on the wire and in the function; default: the shard's own.
+        reduce_dtype: of their gradients on the wire; default: the shard's own.
+        input_dtype: floating tensors among the other arguments are cast to it.
+        output_dtype: floating results are cast to it.
+
+    Returns:
+        A function with the same signature. Derivatives with respect to shards are those of the composition
+        `fn(all_gather(pvary(shard)))`: gradients arrive reduce-scattered over the axes that cut the shard, then
+        summed over its replicas. First derivatives by reverse mode (autograd, `torch.func.grad`, `vjp`) run the
+        schedule; others run the composition, which keeps what it gathers.
+
+    Raises:
+        RuntimeError: a stage inside a stage; a function that returns a parameter or a view of one, writes into
+            one, or closes over a tensor that needs a gradient; ranks that run different stages.
+        ValueError, TypeError: shards of another mesh, of the wrong shape, or not all of a stage's.
+
+    Example:
+        ``block = stage(block, remat=True)``, then ``for p in layers(params["blocks"]): x = block(p, x)``
+    """
+    options = Options(_policy(remat), reshard, prefetch, gather_dtype, reduce_dtype, input_dtype, output_dtype)
+    _check_options(options)
+    if fn is None:
+        return functools.partial(stage, **{**vars(options), "remat": remat})
+    function, name = fn, getattr(fn, "__name__", type(fn).__name__)
+    known: dict[Any, Signature] = {}
+
+    @functools.wraps(function)
+    def staged(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = optree.tree_flatten((args, kwargs))
+        signature = known.get(tree)
+        if signature is None:
+            signature = known[tree] = signature_of(name, function, options, args, kwargs)
+        if not signature.shards:
+            return function(*args, **kwargs)
+        return _called(signature, leaves)
+
+    return staged
+
+
+def layers(items: Iterable[T]) -> Iterator[T]:
+    """The parameters of one layer after another; while a stage runs on one, those of the next are gathered.
+
+    Args:
+        items: parameters of stages, in the order in which they will be used, each by its stage.
+
+    Example:
+        ``for p in layers(params["blocks"]): x = block(p, x)``
+    """
+    every = list(items)
+    groups = [[flat for part in optree.tree_leaves(item, is_leaf=is_stage) if is_stage(part) for flat in stage_shards(part)] for item in every]
+    for i, item in enumerate(every):
+        coming = [(tuple(f.layout for f in group), tuple(f.values for f in group)) for group in groups[i + 1 :][:8] if group]
+        if not groups[i] or not coming or torch.compiler.is_compiling():
+            yield item
+            continue
+        first = groups[i][0]
+        following = engine_of(mesh_of(first.layout.grid, "layers: a stage")).following
+        following[id(first.values)] = coming
+        try:
+            yield item
+        finally:
+            following.pop(id(first.values), None)
+
+
+def _called(signature: Signature, leaves: list[Any]) -> Any:
+    """A call with shards among its arguments."""
+    mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
+    if torch.compiler.is_compiling() or compat.inside_batching_or_forward():
+        return _composed(signature, leaves, mesh)
+    with inside(signature):  # to refuse it early
+        pass
+    shards = _checked(signature, leaves)
+    taken = set(signature.shards)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in taken]
+    inputs = [leaves[i] for i in at]
+    needs = _needs(signature, shards, inputs)
+    static = list(leaves)
+    for i in (*signature.shards, *at):
+        static[i] = None
+    call = Call(signature, engine_of(mesh), static, at, needs)
+    if not any(needs):
+        return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)))
+    variables = call.step.variables if call.step is not None else {}
+    call.collected = [shard if id(shard) in variables else None for shard in shards]
+    return call.rebuilt(_Forward.apply(call, *shards, *inputs))  # type: ignore[no-untyped-call]
+
+
+class _Forward(Function):
+    """A stage's forward by the schedule. `(call, *shards, *inputs) -> outputs`."""
+
+    @staticmethod
+    def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        n = len(call.signature.shards)
+        return call.engine.forward(call, tensors[:n], tensors[n:]) or (torch.empty(0),)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.set_materialize_grads(False)
+        rest = [y for y, yes in zip(output, ctx.call.differentiable, strict=False) if not yes]
+        ctx.mark_non_differentiable(*rest)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        tensors = ctx.saved_tensors
+        needs = [bool(asked and can) for asked, can in zip(ctx.needs_input_grad[1:], call.needs, strict=True)]
+        cotangents = cotangents[: len(call.differentiable)]
+        if not any(needs):
+            return (None,) * (1 + len(tensors))
+        n = len(call.signature.shards)
+        if compat.inside_batching_or_forward():
+            return (None, *_pure_backward(call, needs, cotangents, tensors))
+        if not torch.is_grad_enabled():
+            collect = call.step is not None and call.step.live
+            return (None, *call.engine.backward(call, needs, cotangents, tensors[:n], tensors[n:], collect))
+        given = [ct is not None for ct in cotangents]
+        found = iter(_Backward.apply(call, needs, given, *(ct for ct in cotangents if ct is not None), *tensors))  # type: ignore[no-untyped-call]
+        return (None, *(next(found) if need else None for need in needs))
+
+
+class _Backward(Function):
+    """A stage's backward by the schedule, which can be differentiated again.
+
+    `(call, needs, given, *cotangents, *shards, *inputs) -> gradients`: cotangents where `given`, gradients where `needs`.
+    """
+
+    @staticmethod
+    def forward(call: Call, needs: list[bool], given: list[bool], *tensors: Tensor) -> tuple[Tensor, ...]:
+        cotangents, primals = _apart(given, tensors)
+        n = len(call.signature.shards)
+        found = call.engine.backward(call, needs, cotangents, primals[:n], primals[n:], collect=False)
+        return tuple(
+            torch.zeros_like(x) if g is None else g
+            for g, x, need in zip(found, primals, needs, strict=True)
+            if need
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, ctx.needs, ctx.given = inputs[:3]
+        ctx.save_for_backward(*inputs[3:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        moving = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+
+        def again(*variables: Tensor) -> tuple[Tensor, ...]:
+            mixed = list(tensors)
+            for i, variable in zip(moving, variables, strict=True):
+                mixed[i] = variable
+            cts, primals = _apart(ctx.given, mixed)
+            found = _pure_backward(ctx.call, ctx.needs, cts, primals)
+            return tuple(g for g in found if g is not None)
+
+        _, pull = torch.func.vjp(again, *[tensors[i] for i in moving])
+        found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
+        return (None, None, None, *(found.get(i) for i in range(len(tensors))))
+
+
+def _apart(given: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
+    """Cotangents, None where there was none, and primals."""
+    rest = iter(tensors)
+    cotangents = [next(rest) if yes else None for yes in given]
+    return cotangents, tuple(rest)
+
+
+def _pure_backward(
+    call: Call, needs: Sequence[bool], cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients of a stage, by collectives that every transform goes through."""
+    chosen = [i for i, need in enumerate(needs) if need]
+
+    def outputs(*variables: Tensor) -> tuple[Tensor, ...]:
+        mixed = list(tensors)
+        for i, variable in zip(chosen, variables, strict=True):
+            mixed[i] = variable
+        leaves = list(call.leaves)
+        for i, x in zip((*call.signature.shards, *call.at), mixed, strict=True):
+            leaves[i] = x
+        with call.surroundings.again():
+            result = _composed(call.signature, leaves, call.engine.mesh)
+        every = [y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]
+        return tuple(y for y, yes in zip(every, call.differentiable, strict=True) if yes)
+
+    values, pull = torch.func.vjp(outputs, *[tensors[i] for i in chosen])
+    given = [ct for ct, yes in zip(cotangents, call.differentiable, strict=True) if yes]
+    cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, given, strict=True))
+    found = dict(zip(chosen, pull(cts), strict=True))
+    return [found.get(i) for i in range(len(needs))]
+
+
+def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:
+    """What a stage means: its function on parameters that differentiable collectives gather."""
+    options = signature.options
+    mixed = [cast(leaf, options.input_dtype) for leaf in leaves]
+    before, here.stage = here.stage, signature.stage
+    try:
+        with scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(), inside(signature):
+            parameters = []
+            for i, layout in zip(signature.shards, signature.layouts, strict=True):
+                # A gradient is summed in the wider of the two dtypes, and the values are the same either way.
+                own = leaves[i].dtype
+                lower = (options.gather_dtype or own) if own.is_floating_point else own
+                wide = torch.promote_types(options.sum_dtype(own), lower) if own.is_floating_point else own
+                x = leaves[i] if lower == own else leaves[i].to(lower).to(wide)
+                if layout.grid.size(layout.placement.replicas) > 1:
+                    x = collectives.pvary(x, layout.placement.replicas)
+                if layout.size > 1:
+                    x = collectives.all_gather(x, layout.placement.axes)
+                parameters.append(layout.views(x.to(lower)))
+            result = signature.call(mixed, parameters)
+    finally:
+        here.stage = before
+    return optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
+
+
+def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
+    """Which tensors are, or in a transform may be, differentiated."""
+    if not torch.is_grad_enabled() and not compat.inside_transform():
+        return [False] * (len(shards) + len(inputs))
+    if not compat.inside_transform():
+        return [x.requires_grad for x in (*shards, *inputs)]
+    return [
+        *(x.is_floating_point() and layout.trainable for x, layout in zip(shards, signature.layouts, strict=True)),
+        *(x.is_floating_point() or x.is_complex() for x in inputs),
+    ]
+
+
+def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The shards among the arguments.
+
+    Raises:
+        TypeError, ValueError: one that does not hold what its layout says.
+    """
+    shards = []
+    for i, layout in zip(signature.shards, signature.layouts, strict=True):
+        values = leaves[i]
+        if not isinstance(values, Tensor):
+            raise TypeError(f"stage {signature.name}: {layout.stage!r} holds {type(values).__name__}, not a tensor")
+        if values.shape != (layout.piece,):
+            raise ValueError(
+                f"stage {signature.name}: {layout.stage!r} holds shape {tuple(values.shape)}, but its piece is "
+                f"({layout.piece},): a stack of shards goes through torch.func.vmap, anything else is another layout"
+            )
+        shards.append(values)
+    return tuple(shards)
+
+
+def _policy(remat: Remat) -> Any:
+    if isinstance(remat, bool) or remat == "offload":
+        return remat
+    if callable(remat) or (isinstance(remat, (list, tuple)) and remat):
+        return functools.partial(create_selective_checkpoint_contexts, remat if callable(remat) else list(remat))
+    raise TypeError(f'stage: remat={remat!r}; it is True, False, "offload", a policy or a list of ops')
+
+
+def _check_options(options: Options) -> None:
+    if not isinstance(options.prefetch, int) or isinstance(options.prefetch, bool) or options.prefetch < 0:
+        raise ValueError(f"stage: prefetch={options.prefetch!r}; it is how many gathers run ahead, 0 or more")
+    for name in ("gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"):
+        dtype = getattr(options, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"stage: {name}={dtype!r}; it is a floating torch.dtype, or None")
