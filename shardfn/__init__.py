@@ -5,7 +5,7 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under every torch.func transform.
 """
 
-from shardfn.autodiff import grad, value_and_grad
+from shardfn.autodiff import accumulate, grad, value_and_grad
 from shardfn.collectives import (
     all_gather,
     all_to_all,
@@ -52,6 +52,7 @@ __all__ = [
     "P",
     "Placement",
     "Record",
+    "accumulate",
     "all_gather",
     "all_to_all",
     "axis_index",

@@ -7,8 +7,8 @@ asks for one, and torch.func when already inside one of its transforms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, get_args
 
 import optree
 import torch
@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from shardfn import compat
 from shardfn.layout import is_flat
-from shardfn.reduction import Step
+from shardfn.reduction import Defer, Step
 
 
 def value_and_grad(
@@ -102,6 +102,88 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
     return differentiated
 
 
+def accumulate(
+    f: Callable[..., Any], microbatches: Iterable[Any], *, has_aux: bool = False, defer: Defer = "replicas"
+) -> Callable[[Any], tuple[Any, Any]]:
+    """A function of parameters that returns the sum of `f` over micro-batches and its gradient, one of them at a time.
+
+    Nothing is averaged: where `f` is a sum, divided by what the whole batch has of it, the result is exactly the
+    whole batch's loss and gradient.
+
+    Args:
+        f: `(params, batch) -> loss`, or `(params, *batch)` where a micro-batch is a tuple.
+        microbatches: the batches, as many on every rank.
+        has_aux: `f` returns `(loss, aux)`; the new function returns `(sum, [aux, ...])` in place of the sum.
+        defer: what gradients of flat shards wait for the last micro-batch with: `"replicas"`, the sum over
+            replicas; `"everything"`, the scatter too, which takes a buffer for the whole gradients of all stages;
+            `"nothing"`.
+
+    Returns:
+        `params -> (value, gradient)`, as `value_and_grad` gives.
+
+    Raises:
+        ValueError: no micro-batches, or no such `defer`.
+
+    Example:
+        >>> import torch
+        >>> loss = lambda p, x: (p * x).sum()
+        >>> accumulate(loss, [torch.tensor([1.0]), torch.tensor([2.0])])(torch.tensor([3.0]))
+        (tensor(9.), tensor([3.]))
+    """
+    if defer not in get_args(Defer):
+        raise ValueError(f"accumulate: defer={defer!r}; it is one of {', '.join(map(repr, get_args(Defer)))}")
+    name = _name(f)
+
+    def losses(params: Any) -> Iterator[tuple[Tensor, Any]]:
+        number = 0
+        for number, batch in enumerate(microbatches, 1):  # noqa: B007
+            yield _scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
+        if number == 0:
+            raise ValueError(f"accumulate: there are no micro-batches for {name}")
+
+    def accumulated(params: Any) -> tuple[Any, Any]:
+        leaves = optree.tree_leaves(params)
+        outside = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        if compat.inside_transform() or outside or compat.inside_forward_mode():
+
+            def total(params: Any) -> tuple[Tensor, Any]:
+                values, auxes = zip(*losses(params), strict=True)
+                return torch.stack(values).sum(), list(auxes)
+
+            (value, aux), gradient = value_and_grad(total, has_aux=True)(params)
+            return (value, aux) if has_aux else value, gradient
+        return _one_by_one(losses, params, has_aux, defer)
+
+    return accumulated
+
+
+def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
+    leaves, treedef = optree.tree_flatten(params)
+    frozen = _frozen(treedef)
+    moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf) and i not in frozen]
+    variables = [leaves[i].detach().requires_grad_() for i in moving]
+    mixed = list(leaves)
+    for i, variable in zip(moving, variables, strict=True):
+        mixed[i] = variable
+    sums: list[Tensor | None] = [None] * len(variables)
+    values, auxes = [], []
+    with torch.enable_grad(), Step(variables, defer) as step:
+        for value, aux in losses(optree.tree_unflatten(treedef, mixed)):
+            if value.requires_grad and variables:
+                found = torch.autograd.grad(value, variables, allow_unused=True)
+                sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
+            values.append(value.detach())
+            auxes.append(optree.tree_map(_detached, aux))
+            del value, aux
+        collected = step.finish()
+    every = [_total(g, collected.get(id(v)), v) for g, v in zip(sums, variables, strict=True)]
+    gradients: list[Tensor | None] = [None] * len(leaves)
+    for i, gradient in zip(moving, _apart(every), strict=True):
+        gradients[i] = gradient
+    total = torch.stack(values).sum()
+    return (total, auxes) if has_aux else total, optree.tree_unflatten(treedef, gradients)
+
+
 def _by_torch_func(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, Any, Sequence[Tensor]]:
     if not leaves:
         return (*loss(), ())
@@ -126,7 +208,9 @@ def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor
             if value.requires_grad and variables:
                 by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
             collected = step.finish()
-        found = [_total(g, collected.get(id(variable)), variable) for g, variable in zip(by_autograd, variables, strict=True)]
+        found = [
+            _total(g, collected.get(id(variable)), variable) for g, variable in zip(by_autograd, variables, strict=True)
+        ]
         apart = _apart(found)
     return (value, aux, apart) if keep else (_detached(value), optree.tree_map(_detached, aux), apart)
 

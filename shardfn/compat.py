@@ -156,7 +156,7 @@ def wrapped(x: Any) -> bool:
 
 def saved_tensors_hooks_allowed() -> bool:
     """Whether saved-tensor hooks work here: torch.func's transforms do not let them."""
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 def assert_on_device(holds: torch.Tensor, message: str) -> None:
@@ -185,9 +185,13 @@ all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gath
 reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009  # not exported
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    found: dist.ProcessGroup = _resolve(name)
+    return found
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> str:

@@ -8,9 +8,10 @@ follows in reverse to gather ahead; nothing outlives the step, so another order 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ _STAGES = (
     "the stages",
     "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank",
 )
+_numbers = itertools.count(1)
 LONGEST = 4096  # calls on one tape, for a program that never asks for a gradient
 
 Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
@@ -65,9 +67,10 @@ class Turn:
 class Tape:
     """The calls of one step that may see a backward, in order."""
 
-    __slots__ = ("turns", "count", "closed", "step", "kept")
+    __slots__ = ("closed", "count", "kept", "number", "step", "turns")
 
     def __init__(self, step: Step | None) -> None:
+        self.number = next(_numbers)  # what keys know it by: a reference would be a cycle, and keep gradients alive
         self.turns: list[Turn] = []
         self.count = 0  # of slots taken from the ring
         self.closed = False
@@ -88,11 +91,29 @@ class Call:
     """One call of a stage: what its backward needs beside tensors. No pytree node, so transforms pass it through."""
 
     __slots__ = (
-        "signature", "engine", "leaves", "at", "needs", "collected", "step", "tape", "index", "turn",
-        "residuals", "surroundings", "contexts", "transformed", "result", "static", "differentiable", "__weakref__",
+        "__weakref__",
+        "at",
+        "collected",
+        "contexts",
+        "differentiable",
+        "engine",
+        "index",
+        "leaves",
+        "needs",
+        "residuals",
+        "result",
+        "signature",
+        "static",
+        "step",
+        "surroundings",
+        "tape",
+        "transformed",
+        "turn",
     )  # fmt: skip
 
-    def __init__(self, signature: Signature, engine: Engine, leaves: list[Any], at: list[int], needs: list[bool]) -> None:
+    def __init__(
+        self, signature: Signature, engine: Engine, leaves: list[Any], at: list[int], needs: list[bool]
+    ) -> None:
         self.signature, self.engine = signature, engine
         self.leaves, self.at = leaves, at  # arguments that are no tensors, and where among them the others stand
         self.needs = needs  # which of shards and inputs are differentiated
@@ -125,7 +146,7 @@ _TENSOR: Any = object()
 class Surroundings:
     """The state that a function may depend on beside its arguments, for running it again."""
 
-    __slots__ = ("device", "numbers", "more", "autocast")
+    __slots__ = ("autocast", "device", "more", "numbers")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -435,7 +456,9 @@ class Engine:
                 result = signature.call(leaves, parameters)
             except RuntimeError as error:
                 raise _explained(error, signature) from error
-            result = optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
+            result = (
+                optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
+            )
         if _versions(turn) != versions:
             if turn.slot is not None:
                 turn.slot.forget()
@@ -546,7 +569,7 @@ class Engine:
 class _Arrival:
     """A gather that looks whether what came is what was meant."""
 
-    __slots__ = ("work", "tail", "wire", "name")
+    __slots__ = ("name", "tail", "wire", "work")
 
     def __init__(self, work: Any, tail: Tensor, wire: Wire, name: str) -> None:
         self.work, self.tail, self.wire, self.name = work, tail, wire, name
@@ -609,7 +632,7 @@ def _floating(x: Tensor) -> bool:
 
 
 def _key(tape: Tape | None, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
-    return (tape, wires, tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards]))
+    return (tape.number if tape else 0, wires, tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards]))
 
 
 def _parts(slot: Slot, wire: Wire) -> tuple[Tensor, Tensor, Tensor]:
@@ -684,8 +707,8 @@ def _check_closure(signature: Signature, made: Residuals) -> None:
 
 def _closes_over(signature: Signature, x: Tensor) -> str:
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function uses a tensor of shape {tuple(x.shape)}, {x.dtype}, "
-        f"that needs a gradient and is not among its arguments: the gradient would be lost. Pass it as an argument, "
+        f"stage {signature.name} ({signature.stage!r}): its function uses a tensor of shape {tuple(x.shape)}, "
+        f"{x.dtype}, that needs a gradient and is not among its arguments: the gradient would be lost. Pass it as an argument, "
         f"or detach it"
     )
 

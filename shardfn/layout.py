@@ -7,7 +7,7 @@ contiguous pieces. So gathering the pieces gives the parameters themselves: each
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -208,7 +208,7 @@ class FlatShard:
         layout: what the numbers are.
     """
 
-    __slots__ = ("values", "layout")
+    __slots__ = ("layout", "values")
 
     def __init__(self, values: Tensor, layout: Layout) -> None:
         self.values, self.layout = values, layout
@@ -319,6 +319,6 @@ def _unflatten(layout: Layout, children: Any) -> FlatShard:
 optree.register_pytree_node(
     FlatShard, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
 )
-compat.register_in_torch(FlatShard, lambda flat: ([flat.values], flat.layout), lambda kids, layout: _unflatten(layout, kids))
-
-
+compat.register_in_torch(
+    FlatShard, lambda flat: ([flat.values], flat.layout), lambda kids, layout: _unflatten(layout, kids)
+)

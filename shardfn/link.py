@@ -56,7 +56,7 @@ class Link:
 class _All:
     """Several works as one; `then` runs when all have arrived."""
 
-    __slots__ = ("works", "then")
+    __slots__ = ("then", "works")
 
     def __init__(self, works: Sequence[Any], then: Callable[[], Any] | None = None) -> None:
         self.works, self.then = works, then

@@ -29,7 +29,7 @@ class Sum:
         whole: `[padded]`, this rank's own, where all reduction is put off.
     """
 
-    __slots__ = ("layout", "links", "reductions", "dtype", "out", "whole")
+    __slots__ = ("dtype", "layout", "links", "out", "reductions", "whole")
 
     def __init__(self, layout: Layout, links: Links, reductions: Reductions, dtype: torch.dtype) -> None:
         self.layout, self.links, self.reductions, self.dtype = layout, links, reductions, dtype
@@ -122,7 +122,7 @@ def current_step() -> Step | None:
 class Flight:
     """One gradient on its way."""
 
-    __slots__ = ("out", "links", "scattering", "reducing", "total", "later")
+    __slots__ = ("later", "links", "out", "reducing", "scattering", "total")
 
     def __init__(self, out: Tensor, links: Links, scattering: Handle | None, total: Sum | None, later: bool) -> None:
         self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later

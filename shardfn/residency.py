@@ -31,7 +31,7 @@ class Slot:
         users: calls that keep it.
     """
 
-    __slots__ = ("buffer", "write", "holds", "sources", "works", "views", "parts", "users")
+    __slots__ = ("buffer", "holds", "parts", "sources", "users", "views", "works", "write")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):

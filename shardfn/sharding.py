@@ -6,6 +6,7 @@ dtypes or frozen parameters. A strategy is a `Placement`; users write their own 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,7 +45,7 @@ def ddp(axis: AxisName) -> Placement:
 
 
 def hybrid_shard(shard: AxisName, replica: AxisName) -> Placement:
-    """Cut over `shard`, the same over `replica` (HSDP): gradients are scattered over one, then summed over the other."""
+    """Cut over `shard`, the same over `replica` (HSDP): gradients are scattered, then summed over the other."""
     return Placement(axes=as_names(shard), replicas=as_names(replica))
 
 
@@ -160,7 +161,9 @@ def init_sharded(
     """
     rules = _Rules(mesh, strategy, stages, frozen, specs, "global")
     return _agreed(
-        rules, "init_sharded", lambda: rules.map_stages(makers, rules.cut, lambda path, node: _made(node, path, seed, fill))
+        rules,
+        "init_sharded",
+        lambda: rules.map_stages(makers, rules.cut, lambda path, node: _made(node, path, seed, fill)),
     )
 
 
@@ -250,9 +253,7 @@ class _Rules:
         self.places: dict[str, tuple[FlatShard, int, Tensor]] = {}
         self.owners: dict[Any, str] = {}
 
-    def map_stages(
-        self, tree: Any, f: Callable[[str, Any], Any], made: Callable[[str, Any], Any] | None = None
-    ) -> Any:
+    def map_stages(self, tree: Any, f: Callable[[str, Any], Any], made: Callable[[str, Any], Any] | None = None) -> Any:
         """The tree with `f(path, subtree)` in place of each stage."""
         return self._walk(tree, "", 0, f, made)
 
@@ -269,7 +270,9 @@ class _Rules:
                 f"{path or 'the tree itself'} is in no stage: the patterns are "
                 f"{', '.join(rule.pattern for rule in self.stages or [])}; add one that matches it, or a node above it"
             )
-        accessors, children, one_level = optree.tree_flatten_with_accessor(node, lambda x: x is not node, none_is_leaf=True)
+        accessors, children, one_level = optree.tree_flatten_with_accessor(
+            node, lambda x: x is not node, none_is_leaf=True
+        )
         names = [dotted(accessor) for accessor in accessors]
         walked = [
             self._walk(child, f"{path}.{name}" if path else name, depth + 1, f, made)
@@ -420,7 +423,7 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     for accessor, leaf in zip(accessors, leaves, strict=True):
         name = ".".join(word for word in (path, dotted(accessor)) if word)
         if isinstance(leaf, Tensor):
-            made.append(_drawn(lambda g, t=leaf, n=name: fill(n, t, g), name, seed) if fill and leaf.is_meta else leaf)
+            made.append(_drawn(functools.partial(fill, name, leaf), name, seed) if fill and leaf.is_meta else leaf)
         elif callable(leaf):
             made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
         else:

@@ -136,9 +136,14 @@ def layers(items: Iterable[T]) -> Iterator[T]:
         ``for p in layers(params["blocks"]): x = block(p, x)``
     """
     every = list(items)
-    groups = [[flat for part in optree.tree_leaves(item, is_leaf=is_stage) if is_stage(part) for flat in stage_shards(part)] for item in every]
+    groups = [
+        [flat for part in optree.tree_leaves(item, is_leaf=is_stage) if is_stage(part) for flat in stage_shards(part)]
+        for item in every
+    ]
     for i, item in enumerate(every):
-        coming = [(tuple(f.layout for f in group), tuple(f.values for f in group)) for group in groups[i + 1 :][:8] if group]
+        coming = [
+            (tuple(f.layout for f in group), tuple(f.values for f in group)) for group in groups[i + 1 :][:8] if group
+        ]
         if not groups[i] or not coming or torch.compiler.is_compiling():
             yield item
             continue
@@ -212,7 +217,8 @@ class _Forward(Function):
 class _Backward(Function):
     """A stage's backward by the schedule, which can be differentiated again.
 
-    `(call, needs, given, *cotangents, *shards, *inputs) -> gradients`: cotangents where `given`, gradients where `needs`.
+    `(call, needs, given, *cotangents, *shards, *inputs) -> gradients`: `given` says which outputs have a cotangent,
+    `needs` which gradients to return.
     """
 
     @staticmethod
@@ -221,9 +227,7 @@ class _Backward(Function):
         n = len(call.signature.shards)
         found = call.engine.backward(call, needs, cotangents, primals[:n], primals[n:], collect=False)
         return tuple(
-            torch.zeros_like(x) if g is None else g
-            for g, x, need in zip(found, primals, needs, strict=True)
-            if need
+            torch.zeros_like(x) if g is None else g for g, x, need in zip(found, primals, needs, strict=True) if need
         )
 
     @staticmethod
@@ -244,7 +248,7 @@ class _Backward(Function):
             found = _pure_backward(ctx.call, ctx.needs, cts, primals)
             return tuple(g for g in found if g is not None)
 
-        _, pull = torch.func.vjp(again, *[tensors[i] for i in moving])
+        pull = torch.func.vjp(again, *[tensors[i] for i in moving])[1]
         found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
         return (None, None, None, *(found.get(i) for i in range(len(tensors))))
 
@@ -274,7 +278,7 @@ def _pure_backward(
         every = [y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]
         return tuple(y for y, yes in zip(every, call.differentiable, strict=True) if yes)
 
-    values, pull = torch.func.vjp(outputs, *[tensors[i] for i in chosen])
+    values, pull = torch.func.vjp(outputs, *[tensors[i] for i in chosen])[:2]
     given = [ct for ct, yes in zip(cotangents, call.differentiable, strict=True) if yes]
     cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, given, strict=True))
     found = dict(zip(chosen, pull(cts), strict=True))
@@ -287,7 +291,10 @@ def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> 
     mixed = [cast(leaf, options.input_dtype) for leaf in leaves]
     before, here.stage = here.stage, signature.stage
     try:
-        with scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(), inside(signature):
+        with (
+            scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(),
+            inside(signature),
+        ):
             parameters = []
             for i, layout in zip(signature.shards, signature.layouts, strict=True):
                 # A gradient is summed in the wider of the two dtypes, and the values are the same either way.
