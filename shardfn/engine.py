@@ -7,27 +7,24 @@ follows in reverse to gather ahead; nothing outlives the step, so another order 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import optree
 import torch
 from torch import Tensor
 
 from shardfn import compat
 from shardfn.agree import agree
+from shardfn.call import Call, Residuals, Watch, differentiated, refuse_closure, refuse_returned, run, writes
 from shardfn.layout import Layout
 from shardfn.ledger import here
-from shardfn.link import Link, all_gather, link
-from shardfn.mesh import current_mesh, known_axes, scope
-from shardfn.reduction import Links, Reductions, Step, current_step
-from shardfn.residency import Key, Ring, Slot
-from shardfn.signature import Signature, Wire, Wires, wires_of
+from shardfn.link import Link, link
+from shardfn.reduction import Links, Reductions, Step
+from shardfn.residency import Key, Ring, Slot, whole_parameters
+from shardfn.signature import Signature, Wires, wires_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +33,8 @@ _STAGES = (
     "the stages",
     "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank",
 )
-_numbers = itertools.count(1)
 LONGEST = 4096  # calls on one tape, for a program that never asks for a gradient
+_numbers = itertools.count(1)
 
 Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
 
@@ -78,132 +75,13 @@ class Tape:
         self.kept: dict[Key, Slot] = {}
 
 
-@dataclass
-class Residuals:
-    """What one run of a stage's function leaves for its gradient."""
+@dataclass(eq=False)
+class Place:
+    """Where a call stands: on which tape, how far along it, and its turn there."""
 
-    parameters: list[list[Tensor]]
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-
-
-class Call:
-    """One call of a stage: what its backward needs beside tensors. No pytree node, so transforms pass it through."""
-
-    __slots__ = (
-        "__weakref__",
-        "at",
-        "collected",
-        "contexts",
-        "differentiable",
-        "engine",
-        "index",
-        "leaves",
-        "needs",
-        "residuals",
-        "result",
-        "signature",
-        "static",
-        "step",
-        "surroundings",
-        "tape",
-        "transformed",
-        "turn",
-    )  # fmt: skip
-
-    def __init__(
-        self, signature: Signature, engine: Engine, leaves: list[Any], at: list[int], needs: list[bool]
-    ) -> None:
-        self.signature, self.engine = signature, engine
-        self.leaves, self.at = leaves, at  # arguments that are no tensors, and where among them the others stand
-        self.needs = needs  # which of shards and inputs are differentiated
-        self.step = current_step()
-        self.collected: list[Tensor | None] = []  # shards whose gradient the step collects
-        self.tape: Tape | None = None
-        self.index = 0
-        self.turn: Turn | None = None
-        self.residuals: Residuals | None = None
-        self.surroundings = Surroundings(engine.device)
-        self.contexts: list[Any] = []  # of the first run and the next, where a policy says what to keep
-        self.transformed = compat.inside_transform()
-        self.result: Any = None
-        self.static: list[Any] = []
-        self.differentiable: list[bool] = []
-
-    def rebuilt(self, outputs: Sequence[Tensor]) -> Any:
-        """The function's result with these tensors."""
-        leaves = list(self.static)
-        remaining = iter(outputs)
-        for i, leaf in enumerate(leaves):
-            if leaf is _TENSOR:
-                leaves[i] = next(remaining)
-        return optree.tree_unflatten(self.result, leaves)
-
-
-_TENSOR: Any = object()
-
-
-class Surroundings:
-    """The state that a function may depend on beside its arguments, for running it again."""
-
-    __slots__ = ("autocast", "device", "more", "numbers")
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.numbers = torch.get_rng_state()
-        self.more = None if device.type == "cpu" else _module(device).get_rng_state(device)
-        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-
-    @contextlib.contextmanager
-    def uncached(self) -> Iterator[None]:
-        """Autocast as it is, without its cache: that goes by tensors, which in a slot get other numbers."""
-        with contextlib.ExitStack() as stack:
-            for kind, dtype in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-            yield
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """The same random numbers and the same autocast as then."""
-        now = Surroundings(self.device)
-        kinds = dict.fromkeys([*self.autocast, *now.autocast])
-        self._restore()
-        try:
-            with contextlib.ExitStack() as stack:
-                for kind in kinds:
-                    on, dtype = kind in self.autocast, self.autocast.get(kind)
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
-                yield
-        finally:
-            now._restore()
-
-    def _restore(self) -> None:
-        torch.set_rng_state(self.numbers)
-        if self.more is not None:
-            _module(self.device).set_rng_state(self.more, self.device)
-
-
-class _Running(threading.local):
-    stage: str | None = None
-
-
-running = _Running()
-
-
-@contextlib.contextmanager
-def inside(signature: Signature) -> Iterator[None]:
-    """The function of a stage is running on this thread; another stage inside it is refused."""
-    if running.stage is not None:
-        raise RuntimeError(
-            f"stage {signature.name} ({signature.stage!r}) is called inside stage {running.stage}: what one stage "
-            f"gathers it hands back before the next, so call them one after another"
-        )
-    running.stage = f"{signature.name} ({signature.stage!r})"
-    try:
-        yield
-    finally:
-        running.stage = None
+    tape: Tape | None
+    index: int
+    turn: Turn
 
 
 class Engine:
@@ -218,7 +96,7 @@ class Engine:
         self.count = 0  # of slots taken from the ring by calls that no backward follows
         self.following: dict[int, list[Group]] = {}  # what `layers` will hand out after a shard
         self.met: set[Wires] = set()
-        self.reads: dict[Wires, bool] = {}
+        self.reads: dict[Wires, bool] = {}  # whether backward of such a call was seen to need the parameters
         self.checked: set[Any] = set()
         self._links: dict[tuple[str, ...], Link | None] = {}
 
@@ -239,31 +117,30 @@ class Engine:
 
     def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs a call of a stage; its tensor outputs, without a graph."""
-        signature, remat = call.signature, call.signature.options.remat
-        with _serving(signature, backward=False):
-            turn = self._begin(call, shards)
-            self._gather(turn)
-            self._ahead(call, turn)
+        before = _serve(call.signature, backward=False)
+        try:
+            place = self._begin(call, shards)
+            self._gather(place.turn)
+            self._ahead(call, place)
             records = any(call.needs)
-            keeps = records and remat in (False, "offload")
-            if records and callable(remat):
-                call.contexts = list(remat())
-            made = self._run(call, turn, inputs, keeps)
+            keeps = records and call.signature.options.remat in (False, "offload")
+            made = self._run(call, place.turn, inputs, keeps)
             if keeps:
                 call.residuals = made
                 call.differentiable = [y.requires_grad for y in made.outputs]
             else:
-                call.differentiable = [records and _floating(y) for y in made.outputs]
-            if not records and turn.slot is not None:
-                turn.slot.forget()
+                call.differentiable = [records and (y.is_floating_point() or y.is_complex()) for y in made.outputs]
+            if not records and place.turn.slot is not None:
+                place.turn.slot.forget()
             return tuple([y.detach() for y in made.outputs])
+        finally:
+            here.stage, here.backward, here.scheduled = before
 
     def backward(
         self,
         call: Call,
         needs: Sequence[bool],
         cotangents: Sequence[Tensor | None],
-        shards: tuple[Tensor, ...],
         inputs: tuple[Tensor, ...],
         collect: bool,
     ) -> list[Tensor | None]:
@@ -273,55 +150,61 @@ class Engine:
             call: as it ran forward.
             needs: which gradients are needed.
             cotangents: of the outputs; None for one that the loss does not use.
-            shards: as in forward.
             inputs: as in forward.
             collect: whether the step may take gradients past autograd, and let them fly.
         """
-        turn = call.turn
-        assert turn is not None, "a call runs forward before backward"
-        if call.tape is not None:
-            call.tape.closed = True
+        place = call.place
+        assert place is not None, "a call runs forward before backward"
+        turn = place.turn
+        if place.tape is not None:
+            place.tape.closed = True
         made, call.residuals = call.residuals, None
-        with _serving(call.signature, backward=True):
+        before = _serve(call.signature, backward=True)
+        try:
             if made is None or turn.reads:
-                self._retake(call, turn)
+                if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
+                    self._take(None, turn, call.signature.options.prefetch + 1)
                 self._gather(turn)
-            self._behind(call)
+            self._behind(call, place)
             if made is None:
                 with call.surroundings.again():
                     made = self._run(call, turn, inputs, True)
-            gradients = _differentiated(made, needs, cotangents)
+            gradients = differentiated(made, needs, cotangents)
             found = self._reduced(call, turn, needs, gradients, collect)
             turn.done = True
-            self._release(call.tape, turn)
+            self._release(place)
             return found
+        finally:
+            here.stage, here.backward, here.scheduled = before
 
     # --- gathering ---
 
-    def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> Turn:
+    def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> Place:
         """Gives a call its place on the tape and its slot, which starts to fill."""
         signature, options = call.signature, call.signature.options
         wires = signature.wires(shards)
         if wires not in self.met:
             self._meet(signature, wires)
-        if any(call.needs):
-            if self.tape.closed or self.tape.step is not call.step or len(self.tape.turns) >= LONGEST:
-                self.tape = Tape(call.step)
-            call.tape = self.tape
-            if call.step is not None:
-                call.step.join(self)
-        turn = call.turn = Turn(signature.name, wires, shards, _key(call.tape, wires, shards))
+        tape = self._tape(call) if any(call.needs) else None
+        turn = Turn(signature.name, wires, shards, _key(tape, wires, shards))
         keep = signature.layouts[0].placement.keep if options.reshard is None else not options.reshard
-        turn.kept = keep and call.tape is not None
+        turn.kept = keep and tape is not None
         if wires.nbytes:
-            self._take(call.tape, turn, options.prefetch + 1)
-        if call.tape is not None:
-            call.index = len(call.tape.turns)
-            call.tape.turns.append(turn)
+            self._take(tape, turn, options.prefetch + 1)
+        place = call.place = Place(tape, len(tape.turns) if tape else 0, turn)
+        if tape is not None:
+            tape.turns.append(turn)
             if turn.kept and turn.slot is not None:
                 turn.slot.users += 1
-                weakref.finalize(call, self._release, call.tape, turn).atexit = False
-        return turn
+                weakref.finalize(call, self._release, place).atexit = False
+        return place
+
+    def _tape(self, call: Call) -> Tape:
+        if self.tape.closed or self.tape.step is not call.step or len(self.tape.turns) >= LONGEST:
+            self.tape = Tape(call.step)
+        if call.step is not None:
+            call.step.join(self)
+        return self.tape
 
     def _take(self, tape: Tape | None, turn: Turn, slots: int, busy: Slot | None = None) -> bool:
         """Finds the slot that holds what a turn needs, or else fills one; False if that one is busy."""
@@ -342,11 +225,6 @@ class Engine:
             self._fill(turn)
         return True
 
-    def _retake(self, call: Call, turn: Turn) -> None:
-        """A slot for a call that gave its own back, and runs backward again."""
-        if turn.slot is None and turn.wires.nbytes:
-            self._take(None, turn, call.signature.options.prefetch + 1)
-
     def _gather(self, turn: Turn) -> None:
         """Until a turn's parameters are in its slot."""
         slot = turn.slot
@@ -361,55 +239,38 @@ class Engine:
             raise RuntimeError(f"stage {turn.name}: gathering its parameters failed on this rank: {error}") from error
 
     def _fill(self, turn: Turn) -> None:
-        slot = turn.slot
-        assert slot is not None, "a turn that moves bytes has a slot"
-        slot.settle()
-        slot.forget()
-        for wire, values in zip(turn.wires.each, turn.shards, strict=True):
-            if wire.moves:
-                self._start(slot, wire, values, turn.name)
-        slot.holds, slot.sources = turn.key, turn.shards
+        assert turn.slot is not None, "a turn that moves bytes has a slot"
+        turn.slot.fill(turn.key, turn.wires, turn.shards, self.link)
 
-    def _start(self, slot: Slot, wire: Wire, values: Tensor, name: str) -> None:
-        layout = wire.layout
-        region, own, tail = _parts(slot, wire)
-        axis = self.link(layout.placement.axes, layout)
-        own.copy_(values.detach())
-        if axis is None:
-            return
-        if axis.axis.index == axis.axis.size - 1:
-            tail.copy_(wire.tag)
-        work = all_gather(region, axis, wire.dtype)
-        slot.works.append(_Arrival(work, tail, wire, name) if axis.checks else work)
-
-    def _ahead(self, call: Call, turn: Turn) -> None:
+    def _ahead(self, call: Call, place: Place) -> None:
         """Starts the gathers of the layers that come next."""
-        options = call.signature.options
+        options, turn = call.signature.options, place.turn
         for layouts, shards in self.following.get(id(turn.shards[0]), [])[: options.prefetch]:
             wires = wires_of(turn.name, options.gather_dtype, layouts, tuple([shard.dtype for shard in shards]))
             if wires in self.met and wires.nbytes:
-                coming = Turn(turn.name, wires, shards, _key(call.tape, wires, shards), kept=turn.kept)
-                if not self._take(call.tape, coming, options.prefetch + 1, busy=turn.slot):
+                coming = Turn(turn.name, wires, shards, _key(place.tape, wires, shards), kept=turn.kept)
+                if not self._take(place.tape, coming, options.prefetch + 1, busy=turn.slot):
                     return
 
-    def _behind(self, call: Call) -> None:
+    def _behind(self, call: Call, place: Place) -> None:
         """Starts the gathers for the calls whose backward comes next."""
-        if call.tape is None or call.turn is None:
+        if place.tape is None:
             return
         left = call.signature.options.prefetch
-        for turn in reversed(call.tape.turns[: call.index]):
+        for turn in reversed(place.tape.turns[: place.index]):
             if left == 0:
                 return
             if turn.done or turn.slot is None or turn.kept or not turn.reads:
                 continue
-            if turn.slot is call.turn.slot:
+            if turn.slot is place.turn.slot:
                 return
             if turn.slot.holds != turn.key:
                 self._fill(turn)
             left -= 1
 
-    def _release(self, tape: Tape | None, turn: Turn) -> None:
+    def _release(self, place: Place) -> None:
         """A kept slot goes back when its last call is done, or gone."""
+        tape, turn = place.tape, place.turn
         slot = turn.slot
         if turn.kept and slot is not None:
             turn.slot, turn.kept = None, False
@@ -430,100 +291,38 @@ class Engine:
 
     def _run(self, call: Call, turn: Turn, inputs: tuple[Tensor, ...], records: bool) -> Residuals:
         """The function on the gathered parameters; with `records`, under autograd."""
-        signature, options = call.signature, call.signature.options
-        parameters = self._parameters(turn, call.needs)
-        arguments = [
-            x.detach().requires_grad_(records and need)
-            for x, need in zip(inputs, call.needs[len(turn.shards) :], strict=True)
-        ]
-        leaves = list(call.leaves)
-        for i, x in zip(call.at, arguments, strict=True):
-            leaves[i] = cast(x, options.input_dtype)
+        signature, slot = call.signature, turn.slot
+        own = {compat.storage_of(x) for x in turn.shards}
+        if slot is not None:
+            own.add(compat.storage_of(slot.buffer))
+        watch = self._watch(signature, turn, own) if records else None
+        parameters = whole_parameters(slot, turn.wires, turn.shards, call.needs)
         versions = _versions(turn)
-        with contextlib.ExitStack() as stack:
-            if current_mesh() is not self.mesh:
-                stack.enter_context(scope(self.mesh, known_axes(self.mesh)))
-            if call.surroundings.autocast:
-                stack.enter_context(call.surroundings.uncached())
-            if call.transformed:
-                stack.enter_context(_RefuseWrapped(signature))
-            if call.contexts:
-                stack.enter_context(call.contexts.pop(0))
-            stack.enter_context(inside(signature))
-            saw = self._watching(stack, call, turn) if records else None
-            stack.enter_context(torch.set_grad_enabled(records))
-            try:
-                result = signature.call(leaves, parameters)
-            except RuntimeError as error:
-                raise _explained(error, signature) from error
-            result = (
-                optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
-            )
-        if _versions(turn) != versions:
-            if turn.slot is not None:
-                turn.slot.forget()
-            raise RuntimeError(_in_place(signature))
-        if saw is not None:
-            turn.reads = self.reads[turn.wires] = bool(saw)
-        found, call.result = optree.tree_flatten(result)
-        outputs = [y for y in found if isinstance(y, Tensor)]
-        call.static = [_TENSOR if isinstance(y, Tensor) else y for y in found]
-        _check_outputs(signature, turn, outputs, call)
-        made = Residuals(parameters, arguments, outputs)
+        try:
+            made = run(call, self.mesh, parameters, inputs, records, watch.context() if watch else None)
+        finally:
+            written = _versions(turn) != versions
+            if written and slot is not None:
+                slot.forget()
+        if written:
+            raise RuntimeError(writes(signature))
+        refuse_returned(signature, made.outputs, own)
+        if watch:
+            turn.reads = self.reads[turn.wires] = watch.saw
         if records and (signature, turn.wires) not in self.checked:
-            _check_closure(signature, made)
+            refuse_closure(signature, made)
             self.checked.add((signature, turn.wires))
         return made
 
-    def _parameters(self, turn: Turn, needs: Sequence[bool]) -> list[list[Tensor]]:
-        """Each shard's whole parameters: leaves of autograd that are views of the slot, or of the shard itself."""
-        wanted = tuple(needs[: len(turn.shards)])
-        slot = turn.slot
-        found: list[list[Tensor]] | None = slot.views.get((turn.wires, wanted)) if slot else None
-        if found is None or slot is None:
-            found = []
-            for wire, values, need in zip(turn.wires.each, turn.shards, wanted, strict=True):
-                whole = _parts(slot, wire)[0].view(wire.dtype) if wire.moves and slot else values.detach()
-                if wire.moves and slot:
-                    whole = slot.buffer[wire.start : wire.stop].view(wire.dtype)
-                found.append([view.detach().requires_grad_(need) for view in wire.layout.views(whole)])
-            if slot and all(wire.moves for wire in turn.wires.each):
-                slot.views[(turn.wires, wanted)] = found
-        return found
+    def _watch(self, signature: Signature, turn: Turn, own: set[int]) -> Watch | None:
+        """What watches a run's autograd; nothing where a call like it was seen to save parameters.
 
-    def _watching(self, stack: contextlib.ExitStack, call: Call, turn: Turn) -> list[bool] | None:
-        """Watches what autograd saves: whether backward will read parameters; moves the rest away, if asked to.
-
-        None where nobody looks, since such a stage was seen to read them before. One that did not is watched
-        at every call, since gathering them for its backward is left out.
+        A stage that did not is watched at every call, since gathering for its backward is left out.
         """
-        offload = call.signature.options.remat == "offload" and self.device.type != "cpu"
-        if (not offload and self.reads.get(turn.wires, False)) or not compat.saved_tensors_hooks_allowed():
+        offload = signature.options.remat == "offload" and self.device.type != "cpu"
+        if (self.reads.get(turn.wires, False) and not offload) or not compat.saved_tensors_hooks_allowed():
             return None
-        own = {compat.storage_of(turn.slot.buffer)} if turn.slot else set()
-        own |= {compat.storage_of(x) for x in turn.shards}
-        saw: list[bool] = []
-
-        def pack(x: Tensor) -> Any:
-            if compat.storage_of(x) in own:
-                saw.append(True)
-            elif offload and x.device == self.device:
-                away = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-                return away.copy_(x, non_blocking=True), None
-            return x, x._version
-
-        def unpack(packed: Any) -> Tensor:
-            x, version = packed
-            if version is None:
-                return x.to(self.device, non_blocking=True)
-            if x._version != version:
-                raise RuntimeError(
-                    f"stage {call.signature.name}: a tensor that its backward needs has been modified in place since"
-                )
-            return x
-
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
-        return saw
+        return Watch(signature, own, self.device if offload else None)
 
     def _reduced(
         self,
@@ -562,56 +361,17 @@ class Engine:
             f"{signature.name} on {wire.layout}, gathered as {wire.dtype}, layout {bytes(wire.tag[:8].tolist()).hex()}"
             for wire in wires.each
         ]
+        here.scheduled = False
         agree(told, self.mesh, "stage", subject=_STAGES)
+        here.scheduled = True
         self.met.add(wires)
 
 
-class _Arrival:
-    """A gather that looks whether what came is what was meant."""
-
-    __slots__ = ("name", "tail", "wire", "work")
-
-    def __init__(self, work: Any, tail: Tensor, wire: Wire, name: str) -> None:
-        self.work, self.tail, self.wire, self.name = work, tail, wire, name
-
-    def wait(self) -> None:
-        self.work.wait()
-        tag = self.wire.tag
-        if self.tail.device.type != "cpu":
-            compat.assert_on_device((self.tail == tag.to(self.tail.device)).all(), "ranks run different stages")
-        elif not torch.equal(self.tail, tag):
-            other = bytes(self.tail[8:].tolist()).decode(errors="replace").strip()
-            raise RuntimeError(
-                f"it gathers for {self.wire.layout.stage} ({self.name}), but the last rank along "
-                f"{' x '.join(self.wire.layout.placement.axes)} for {other or 'another stage'}: ranks run different "
-                f"stages. A branch around a stage must go the same way on every rank"
-            )
-
-
-class _RefuseWrapped(torch.overrides.TorchFunctionMode):
-    """Refuses tensors of a running torch.func transform, which a stage's function can only have closed over."""
-
-    def __init__(self, signature: Signature) -> None:
-        super().__init__()
-        self.signature = signature
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not compat.inside_transform():
-            for x in optree.tree_leaves((args, kwargs)):
-                if compat.wrapped(x):
-                    raise RuntimeError(_closes_over(self.signature, x))
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _serving(signature: Signature, backward: bool) -> Iterator[None]:
-    """What moves meanwhile is entered in the ledger for this stage."""
+def _serve(signature: Signature, backward: bool) -> tuple[str, bool | None, bool]:
+    """From here on what moves is entered in the ledger for this stage; returns what was before."""
     before = here.stage, here.backward, here.scheduled
     here.stage, here.backward, here.scheduled = signature.stage, backward, True
-    try:
-        yield
-    finally:
-        here.stage, here.backward, here.scheduled = before
+    return before
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:
@@ -622,29 +382,8 @@ def engine_of(mesh: DeviceMesh) -> Engine:
     return found
 
 
-def cast(x: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors in another dtype, other things as they are."""
-    return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
-
-
-def _floating(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
-
-
 def _key(tape: Tape | None, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
     return (tape.number if tape else 0, wires, tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards]))
-
-
-def _parts(slot: Slot, wire: Wire) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a slot: the bytes of one buffer, this rank's piece of them in its dtype, and the end of the last piece."""
-    found = slot.parts.get(wire)
-    if found is None:
-        region = slot.write[wire.start : wire.stop]
-        layout = wire.layout
-        index = layout.grid.index(compat.global_rank(), layout.placement.axes)
-        own = region.view(wire.dtype).view(layout.size, -1)[index]
-        found = slot.parts[wire] = (region, own, region[len(region) - len(wire.tag) :])
-    return found
 
 
 def _versions(turn: Turn) -> list[int]:
@@ -652,78 +391,6 @@ def _versions(turn: Turn) -> list[int]:
     watched = [] if turn.slot is None else [turn.slot.buffer]
     watched += [x for x in turn.shards if not x.is_inference()]
     return [x._version for x in watched]
-
-
-def _differentiated(
-    made: Residuals, needs: Sequence[bool], cotangents: Sequence[Tensor | None]
-) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
-    """Gradients with respect to each shard's parameters, and to the inputs."""
-    n = len(made.parameters)
-    wanted = [p for ps, need in zip(made.parameters, needs[:n], strict=True) if need for p in ps]
-    wanted += [x for x, need in zip(made.inputs, needs[n:], strict=True) if need]
-    pairs = [(y, ct) for y, ct in zip(made.outputs, cotangents, strict=True) if ct is not None and y.requires_grad]
-    found: list[Tensor | None] = [None] * len(wanted)
-    if pairs and wanted:
-        ys, cts = zip(*pairs, strict=True)
-        found = list(torch.autograd.grad(ys, wanted, cts, allow_unused=True))
-    rest = iter(found)
-    of_parameters: list[list[Tensor | None]] = [
-        [next(rest) for _ in ps] if need else [] for ps, need in zip(made.parameters, needs[:n], strict=True)
-    ]
-    return of_parameters, [next(rest) if need else None for need in needs[n:]]
-
-
-def _check_outputs(signature: Signature, turn: Turn, outputs: list[Tensor], call: Call) -> None:
-    own = {compat.storage_of(x) for x in turn.shards}
-    if turn.slot is not None:
-        own.add(compat.storage_of(turn.slot.buffer))
-    for i, y in enumerate(outputs):
-        if compat.storage_of(y) in own:
-            raise RuntimeError(
-                f"stage {signature.name} ({signature.stage!r}) returns a parameter, or a view of one, as output "
-                f"{i}, of shape {tuple(y.shape)}: its memory is lent to the stage and gets other numbers afterwards. "
-                f"Return a clone, or compute with it inside the stage"
-            )
-
-
-def _check_closure(signature: Signature, made: Residuals) -> None:
-    """Raises if the function reached a tensor that needs a gradient and was not passed to it."""
-    known = {id(x) for x in [*(p for ps in made.parameters for p in ps), *made.inputs]}
-    nodes = [y.grad_fn for y in made.outputs]
-    lost = [y for y in made.outputs if y.grad_fn is None and y.requires_grad and id(y) not in known]
-    seen: set[Any] = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            lost.append(variable)
-        nodes += [parent for parent, _ in node.next_functions]
-    if lost:
-        raise RuntimeError(_closes_over(signature, lost[0]))
-
-
-def _closes_over(signature: Signature, x: Tensor) -> str:
-    return (
-        f"stage {signature.name} ({signature.stage!r}): its function uses a tensor of shape {tuple(x.shape)}, "
-        f"{x.dtype}, that needs a gradient and is not among its arguments: the gradient would be lost. Pass it as an argument, "
-        f"or detach it"
-    )
-
-
-def _in_place(signature: Signature) -> str:
-    return (
-        f"stage {signature.name} ({signature.stage!r}): its function writes into its parameters. They are a gathered "
-        f"copy, so what is written would be lost: compute a new tensor, and update parameters outside of stages"
-    )
-
-
-def _explained(error: RuntimeError, signature: Signature) -> RuntimeError:
-    if "leaf Variable that requires grad" in str(error):
-        return RuntimeError(_in_place(signature))
-    return error
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -77,7 +77,7 @@ class Range:
     corner: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Static and hashable: everything about a flat shard but its numbers.
 
@@ -98,14 +98,21 @@ class Layout:
     trainable: bool
     placement: Placement
     grid: Grid
-    _hash: int = field(init=False, repr=False, compare=False, default=0)
+    _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
-        known = (self.stage, self.tree, self.entries, self.dtype, self.trainable, self.placement, self.grid)
-        object.__setattr__(self, "_hash", hash(known))
+        object.__setattr__(self, "_hash", hash(self._known()))
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Layout):
+            return self is other
+        return self._hash == other._hash and self._known() == other._known()
+
+    def _known(self) -> tuple[Any, ...]:
+        return self.stage, self.tree, self.entries, self.dtype, self.trainable, self.placement, self.grid
 
     def __reduce__(self) -> Any:
         return _layout, (

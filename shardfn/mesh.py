@@ -226,7 +226,7 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     grid: Grid | None = mesh.__dict__.get("_shardfn_grid")
     if grid is None:
         grid = mesh.__dict__["_shardfn_grid"] = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
-    _grids.meshes[grid] = weakref.ref(mesh)
+        _grids.meshes[grid] = weakref.ref(mesh)
     return grid
 
 

@@ -152,6 +152,14 @@ class Flight:
         return self.out
 
 
+Spread = tuple[Tensor, list[Tensor], list[Tensor]]
+
+
+def _spread(flat: Tensor, layout: Layout) -> Spread:
+    """A buffer, each parameter's place in it, and what lies between."""
+    return flat, layout.views(flat), [flat[start : start + length] for start, length in layout.gaps]
+
+
 class Reductions:
     """The gradients in flight on one mesh, and the memory that they take off from."""
 
@@ -159,6 +167,7 @@ class Reductions:
         self.device = device
         self.flights: list[Flight] = []
         self.kept: dict[Any, Tensor] = {}
+        self.spread: dict[Any, Spread] = {}  # the scratch memory for gradients, as a layout divides it
 
     def scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory that is kept and lent again: fresh pages for every layer cost time, and room."""
@@ -186,32 +195,27 @@ class Reductions:
             torch._foreach_add_([view for view, _ in known], [g.to(dtype) for _, g in known])
             return None
         self.scattered()  # the scratch memory is free again
-        flat = self._flat(place, layout, gradients, links, dtype, out_dtype)
+        flat = self._flat(place, layout, gradients, links, dtype)
         return self._send(place, layout, flat, links, out_dtype, total, defer != "nothing")
 
     def _flat(
-        self,
-        place: int,
-        layout: Layout,
-        gradients: Sequence[Tensor | None],
-        links: Links,
-        dtype: torch.dtype,
-        out_dtype: torch.dtype,
+        self, place: int, layout: Layout, gradients: Sequence[Tensor | None], links: Links, dtype: torch.dtype
     ) -> Tensor:
+        """The gradients one after another, as their parameters lie in the layout."""
         if links.shard is None:  # this rank's whole gradient is the piece itself
-            flat = torch.empty(layout.padded, dtype=dtype, device=self.device)
+            flat, views, gaps = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
         else:
-            flat = self.scratch(("gradient", place), layout.padded, dtype)
-        views = layout.views(flat)
-        for view, gradient in zip(views, gradients, strict=True):
-            if gradient is None:
-                view.zero_()
-        torch._foreach_copy_(
-            [view for view, g in zip(views, gradients, strict=True) if g is not None],
-            [g for g in gradients if g is not None],
-        )
-        for start, length in layout.gaps:
-            flat[start : start + length].zero_()
+            buffer = self.scratch(("gradient", place), layout.padded, dtype)
+            known = self.spread.get((place, layout, dtype))
+            if known is None or known[0].data_ptr() != buffer.data_ptr():
+                known = self.spread[(place, layout, dtype)] = _spread(buffer, layout)
+            flat, views, gaps = known
+        if None in gradients:
+            gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
+            views = [view for view, g in zip(views, gradients, strict=True) if g is not None]
+        torch._foreach_zero_(gaps)
+        if views:
+            torch._foreach_copy_(views, [g for g in gradients if g is not None])
         return flat
 
     def _send(

@@ -7,14 +7,19 @@ go through an alias with a version counter of its own, so autograd does not take
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.link import Handle
+from shardfn import compat
+from shardfn.layout import Layout
+from shardfn.link import Handle, Link, all_gather
+from shardfn.signature import Wire, Wires
 
 Key = tuple[Any, ...]
+LinkOf = Callable[[tuple[str, ...], Layout], Link | None]
 
 
 class Slot:
@@ -44,6 +49,36 @@ class Slot:
         self.parts: dict[Any, Any] = {}
         self.users = 0
 
+    def fill(self, holds: Key, wires: Wires, shards: tuple[Tensor, ...], link_of: LinkOf) -> None:
+        """Starts to gather shards into it, once what is under way has arrived."""
+        self.settle()
+        self.forget()
+        for wire, values in zip(wires.each, shards, strict=True):
+            if wire.moves:
+                region, own, tail = self._parts(wire)
+                own.copy_(values.detach())
+                axis = link_of(wire.layout.placement.axes, wire.layout)
+                if axis is not None:
+                    self._start(axis, wire, region, tail)
+        self.holds, self.sources = holds, shards
+
+    def _start(self, axis: Link, wire: Wire, region: Tensor, tail: Tensor) -> None:
+        if axis.axis.index == axis.axis.size - 1:
+            tail.copy_(wire.tag)
+        work = all_gather(region, axis, wire.dtype)
+        self.works.append(_Arrival(work, tail, wire) if axis.checks else work)
+
+    def _parts(self, wire: Wire) -> tuple[Tensor, Tensor, Tensor]:
+        """The bytes of one buffer, this rank's piece of them in its dtype, and the end of the last piece."""
+        found = self.parts.get(wire)
+        if found is None:
+            layout = wire.layout
+            region = self.write[wire.start : wire.stop]
+            index = layout.grid.index(compat.global_rank(), layout.placement.axes)
+            own = region.view(wire.dtype).view(layout.size, -1)[index]
+            found = self.parts[wire] = (region, own, region[len(region) - len(wire.tag) :])
+        return found
+
     def settle(self) -> None:
         """Waits for what is under way."""
         works, self.works = self.works, []
@@ -53,6 +88,45 @@ class Slot:
     def forget(self) -> None:
         """What it holds shall not be used again."""
         self.holds, self.sources = None, ()
+
+
+class _Arrival:
+    """A gather that looks whether what came is what was meant."""
+
+    __slots__ = ("work", "tail", "wire")  # noqa: RUF023
+
+    def __init__(self, work: Any, tail: Tensor, wire: Wire) -> None:
+        self.work, self.tail, self.wire = work, tail, wire
+
+    def wait(self) -> None:
+        self.work.wait()
+        tag, layout = self.wire.tag, self.wire.layout
+        if self.tail.device.type != "cpu":
+            compat.assert_on_device((self.tail == tag.to(self.tail.device)).all(), "ranks run different stages")
+        elif not torch.equal(self.tail, tag):
+            other = bytes(self.tail[8:].tolist()).decode(errors="replace").strip()
+            raise RuntimeError(
+                f"it gathers for {bytes(tag[8:].tolist()).decode(errors='replace').strip()}, but the last rank along "
+                f"{' x '.join(layout.placement.axes)} for {other or 'another stage'}: ranks run different stages. "
+                f"A branch around a stage goes the same way on every rank"
+            )
+
+
+def whole_parameters(
+    slot: Slot | None, wires: Wires, shards: Sequence[Tensor], needs: Sequence[bool]
+) -> list[list[Tensor]]:
+    """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself."""
+    key = (wires, *needs[: len(shards)])
+    found: list[list[Tensor]] | None = slot.views.get(key) if slot else None
+    if found is None:
+        found = []
+        for wire, values, need in zip(wires.each, shards, needs, strict=False):
+            moved = slot is not None and wire.moves
+            whole = slot.buffer[wire.start : wire.stop].view(wire.dtype) if slot and moved else values.detach()
+            found.append([view.detach().requires_grad_(need) for view in wire.layout.views(whole)])
+        if slot and all(wire.moves for wire in wires.each):
+            slot.views[key] = found
+    return found
 
 
 class Ring:

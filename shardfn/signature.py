@@ -84,7 +84,7 @@ class Signature:
     layouts: tuple[Layout, ...]
     known: dict[Any, Wires] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def stage(self) -> str:
         """What this call is called in messages and in the ledger."""
         return "+".join(dict.fromkeys(layout.stage for layout in self.layouts)) or self.name

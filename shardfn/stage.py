@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -18,8 +19,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardfn import collectives, compat
-from shardfn.engine import Call, cast, engine_of, inside
-from shardfn.layout import is_stage, stage_shards
+from shardfn.call import Call, cast, enter, refuse_inside, running
+from shardfn.engine import engine_of
+from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.ledger import here
 from shardfn.mesh import current_mesh, known_axes, mesh_of, scope
 from shardfn.signature import Options, Signature, signature_of
@@ -116,9 +118,11 @@ def stage(
     @functools.wraps(function)
     def staged(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = optree.tree_flatten((args, kwargs))
-        signature = known.get(tree)
+        # The layouts are in the tree too, but optree leaves them out of its hash.
+        key = (tree, *[arg.layout for arg in args if type(arg) is FlatShard])
+        signature = known.get(key)
         if signature is None:
-            signature = known[tree] = signature_of(name, function, options, args, kwargs)
+            signature = known[key] = signature_of(name, function, options, args, kwargs)
         if not signature.shards:
             return function(*args, **kwargs)
         return _called(signature, leaves)
@@ -161,8 +165,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
     if torch.compiler.is_compiling() or compat.inside_batching_or_forward():
         return _composed(signature, leaves, mesh)
-    with inside(signature):  # to refuse it early
-        pass
+    refuse_inside(signature)
     shards = _checked(signature, leaves)
     taken = set(signature.shards)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in taken]
@@ -208,7 +211,7 @@ class _Forward(Function):
             return (None, *_pure_backward(call, needs, cotangents, tensors))
         if not torch.is_grad_enabled():
             collect = call.step is not None and call.step.live
-            return (None, *call.engine.backward(call, needs, cotangents, tensors[:n], tensors[n:], collect))
+            return (None, *call.engine.backward(call, needs, cotangents, tensors[n:], collect))
         given = [ct is not None for ct in cotangents]
         found = iter(_Backward.apply(call, needs, given, *(ct for ct in cotangents if ct is not None), *tensors))  # type: ignore[no-untyped-call]
         return (None, *(next(found) if need else None for need in needs))
@@ -225,7 +228,7 @@ class _Backward(Function):
     def forward(call: Call, needs: list[bool], given: list[bool], *tensors: Tensor) -> tuple[Tensor, ...]:
         cotangents, primals = _apart(given, tensors)
         n = len(call.signature.shards)
-        found = call.engine.backward(call, needs, cotangents, primals[:n], primals[n:], collect=False)
+        found = call.engine.backward(call, needs, cotangents, primals[n:], collect=False)
         return tuple(
             torch.zeros_like(x) if g is None else g for g, x, need in zip(found, primals, needs, strict=True) if need
         )
@@ -251,6 +254,10 @@ class _Backward(Function):
         pull = torch.func.vjp(again, *[tensors[i] for i in moving])[1]
         found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
         return (None, None, None, *(found.get(i) for i in range(len(tensors))))
+
+
+for _function in (_Forward, _Backward):  # torch asks for it at every call
+    setattr(_function.forward, "__signature__", inspect.signature(_function.forward))  # noqa: B010
 
 
 def _apart(given: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
@@ -289,28 +296,30 @@ def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> 
     """What a stage means: its function on parameters that differentiable collectives gather."""
     options = signature.options
     mixed = [cast(leaf, options.input_dtype) for leaf in leaves]
+    enter(signature)
     before, here.stage = here.stage, signature.stage
     try:
-        with (
-            scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(),
-            inside(signature),
-        ):
-            parameters = []
-            for i, layout in zip(signature.shards, signature.layouts, strict=True):
-                # A gradient is summed in the wider of the two dtypes, and the values are the same either way.
-                own = leaves[i].dtype
-                lower = (options.gather_dtype or own) if own.is_floating_point else own
-                wide = torch.promote_types(options.sum_dtype(own), lower) if own.is_floating_point else own
-                x = leaves[i] if lower == own else leaves[i].to(lower).to(wide)
-                if layout.grid.size(layout.placement.replicas) > 1:
-                    x = collectives.pvary(x, layout.placement.replicas)
-                if layout.size > 1:
-                    x = collectives.all_gather(x, layout.placement.axes)
-                parameters.append(layout.views(x.to(lower)))
-            result = signature.call(mixed, parameters)
+        with scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext():
+            result = signature.call(mixed, [_whole(leaves[i], layout, options) for i, layout in _shards(signature)])
     finally:
-        here.stage = before
+        here.stage, running.stage = before, None
     return optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
+
+
+def _shards(signature: Signature) -> Iterator[tuple[int, Layout]]:
+    return zip(signature.shards, signature.layouts, strict=True)
+
+
+def _whole(values: Tensor, layout: Layout, options: Options) -> list[Tensor]:
+    """The parameters of a shard, differentiably. Gradients are summed in the wider of the dtypes asked for."""
+    lower = (options.gather_dtype or values.dtype) if values.dtype.is_floating_point else values.dtype
+    if lower != values.dtype:
+        values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
+    if layout.grid.size(layout.placement.replicas) > 1:
+        values = collectives.pvary(values, layout.placement.replicas)
+    if layout.size > 1:
+        values = collectives.all_gather(values, layout.placement.axes)
+    return layout.views(values.to(lower))
 
 
 def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:

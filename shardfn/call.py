@@ -1,0 +1,324 @@
+"""One call of a stage: its function run on gathered parameters, under an autograd of its own, and what must not be.
+
+The graph that autograd makes here belongs to the call alone. What leaves it is detached, and its gradients are asked
+for when the call's turn comes in backward; or it is made then, by running the function again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn import compat
+from shardfn.mesh import current_mesh, known_axes, scope
+from shardfn.reduction import current_step
+from shardfn.signature import Signature
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardfn.engine import Engine, Place
+
+_TENSOR: Any = object()
+
+
+@dataclass
+class Residuals:
+    """What one run of a stage's function leaves for its gradient.
+
+    Attributes:
+        parameters: each shard's, leaves of the graph.
+        inputs: the other tensors, leaves of the graph.
+        outputs: its ends.
+    """
+
+    parameters: list[list[Tensor]]
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+class Call:
+    """What the backward of a call needs beside tensors. No pytree node, so transforms pass it through.
+
+    Attributes:
+        leaves: the arguments that are no tensors.
+        engine: of the mesh of its shards.
+        at: where among them the tensors stand that are no shards.
+        needs: which of shards and those tensors are differentiated.
+        step: the evaluation of gradients that it is part of.
+        collected: shards whose gradient that step takes from the stage, None for the others.
+        place: where it stands on the engine's tape.
+        residuals: of the last run, until a backward takes them.
+        surroundings: the random numbers and autocast that it began with.
+        contexts: for the first run and the next, where a policy says what to keep.
+        transformed: whether a torch.func transform is running outside.
+        differentiable: which outputs may have a gradient.
+    """
+
+    __slots__ = (  # noqa: RUF023  # in the order in which they come to be
+        "signature", "engine", "leaves", "at", "needs", "step", "collected", "place", "residuals", "surroundings",
+        "contexts", "transformed", "differentiable", "result", "static", "__weakref__",
+    )  # fmt: skip
+
+    def __init__(
+        self, signature: Signature, engine: Engine, leaves: list[Any], at: list[int], needs: list[bool]
+    ) -> None:
+        self.signature, self.engine, self.leaves, self.at, self.needs = signature, engine, leaves, at, needs
+        self.step = current_step()
+        self.collected: list[Tensor | None] = []
+        self.place: Place | None = None
+        self.residuals: Residuals | None = None
+        self.surroundings = Surroundings(engine.device)
+        remat = signature.options.remat
+        self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
+        self.transformed = compat.inside_transform()
+        self.differentiable: list[bool] = []
+        self.result: Any = None
+        self.static: list[Any] = []
+
+    def rebuilt(self, outputs: Sequence[Tensor]) -> Any:
+        """The function's result with these tensors."""
+        remaining = iter(outputs)
+        return optree.tree_unflatten(
+            self.result, [next(remaining) if leaf is _TENSOR else leaf for leaf in self.static]
+        )
+
+
+class Surroundings:
+    """The state that a function may depend on beside its arguments, for running it again."""
+
+    __slots__ = ("device", "numbers", "more", "autocast")  # noqa: RUF023
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.numbers = torch.get_rng_state()
+        self.more = None if device.type == "cpu" else _module(device).get_rng_state(device)
+        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+
+    @contextlib.contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Autocast as it is, without its cache: that goes by tensors, which in a slot get other numbers."""
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            yield
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The same random numbers and the same autocast as then."""
+        now = Surroundings(self.device)
+        kinds = dict.fromkeys([*self.autocast, *now.autocast])
+        self._restore()
+        try:
+            with contextlib.ExitStack() as stack:
+                for kind in kinds:
+                    on, dtype = kind in self.autocast, self.autocast.get(kind)
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
+                yield
+        finally:
+            now._restore()
+
+    def _restore(self) -> None:
+        torch.set_rng_state(self.numbers)
+        if self.more is not None:
+            _module(self.device).set_rng_state(self.more, self.device)
+
+
+def run(
+    call: Call, mesh: DeviceMesh, parameters: list[list[Tensor]], inputs: Sequence[Tensor], records: bool, watch: Any
+) -> Residuals:
+    """The function on its arguments; with `records` under autograd, where `watch` is a context for what that saves."""
+    signature, options = call.signature, call.signature.options
+    given = call.needs[len(signature.shards) :]
+    arguments = [x.detach().requires_grad_(records and need) for x, need in zip(inputs, given, strict=True)]
+    leaves = list(call.leaves)
+    for i, x in zip(call.at, arguments, strict=True):
+        leaves[i] = cast(x, options.input_dtype)
+    with contextlib.ExitStack() as stack:
+        if current_mesh() is not mesh:
+            stack.enter_context(scope(mesh, known_axes(mesh)))
+        if call.surroundings.autocast:
+            stack.enter_context(call.surroundings.uncached())
+        if call.transformed:
+            stack.enter_context(_RefuseWrapped(signature))
+        if call.contexts:
+            stack.enter_context(call.contexts.pop(0))
+        if watch:
+            stack.enter_context(watch)
+        stack.enter_context(torch.set_grad_enabled(records))
+        result = _run(signature, leaves, parameters)
+    found, call.result = optree.tree_flatten(result)
+    outputs = [y for y in found if isinstance(y, Tensor)]
+    call.static = [_TENSOR if isinstance(y, Tensor) else y for y in found]
+    return Residuals(parameters, arguments, outputs)
+
+
+def _run(signature: Signature, leaves: Sequence[Any], parameters: Sequence[Sequence[Tensor]]) -> Any:
+    enter(signature)
+    try:
+        result = signature.call(leaves, parameters)
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" in str(error):
+            raise RuntimeError(writes(signature)) from error
+        raise
+    finally:
+        running.stage = None
+    dtype = signature.options.output_dtype
+    return result if dtype is None else optree.tree_map(lambda y: cast(y, dtype), result)
+
+
+def differentiated(
+    made: Residuals, needs: Sequence[bool], cotangents: Sequence[Tensor | None]
+) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
+    """Gradients with respect to each shard's parameters, and to the inputs, where needed."""
+    n = len(made.parameters)
+    wanted = [p for ps, need in zip(made.parameters, needs[:n], strict=True) if need for p in ps]
+    wanted += [x for x, need in zip(made.inputs, needs[n:], strict=True) if need]
+    pairs = [(y, ct) for y, ct in zip(made.outputs, cotangents, strict=True) if ct is not None and y.requires_grad]
+    found: list[Tensor | None] = [None] * len(wanted)
+    if pairs and wanted:
+        ys, cts = zip(*pairs, strict=True)
+        found = list(torch.autograd.grad(ys, wanted, cts, allow_unused=True))
+    rest = iter(found)
+    of_parameters: list[list[Tensor | None]] = [
+        [next(rest) for _ in ps] if need else [] for ps, need in zip(made.parameters, needs[:n], strict=True)
+    ]
+    return of_parameters, [next(rest) if need else None for need in needs[n:]]
+
+
+class Watch:
+    """What autograd saves of a run: whether backward will read parameters; the rest may go to the host meanwhile.
+
+    Attributes:
+        saw: whether a parameter was saved.
+    """
+
+    def __init__(self, signature: Signature, own: set[int], device: torch.device | None) -> None:
+        self.signature, self.own, self.device = signature, own, device
+        self.saw = False
+
+    def context(self) -> Any:
+        """Under which it watches."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, x: Tensor) -> tuple[Tensor, int | None]:
+        if compat.storage_of(x) in self.own:
+            self.saw = True
+        elif self.device is not None and x.device == self.device:
+            away = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            return away.copy_(x, non_blocking=True), None
+        return x, x._version
+
+    def _unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
+        x, version = packed
+        if version is None:
+            return x.to(self.device, non_blocking=True)
+        if x._version != version:
+            raise RuntimeError(
+                f"stage {self.signature.name}: a tensor of shape {tuple(x.shape)} that its backward needs has been "
+                f"modified by an inplace operation since"
+            )
+        return x
+
+
+# --- what a stage must not do ---
+
+
+class _Running(threading.local):
+    stage: str | None = None
+
+
+running = _Running()
+
+
+def enter(signature: Signature) -> None:
+    """The function of a stage begins on this thread; one inside another is refused."""
+    refuse_inside(signature)
+    running.stage = f"{signature.name} ({signature.stage!r})"
+
+
+def refuse_inside(signature: Signature) -> None:
+    """Raises RuntimeError inside the function of a stage."""
+    if running.stage is not None:
+        raise RuntimeError(
+            f"stage {signature.name} ({signature.stage!r}) is called inside stage {running.stage}: what one stage "
+            f"gathers it hands back before the next, so call them one after another"
+        )
+
+
+class _RefuseWrapped(torch.overrides.TorchFunctionMode):
+    """Refuses tensors of a running torch.func transform, which a stage's function can only have closed over."""
+
+    def __init__(self, signature: Signature) -> None:
+        super().__init__()
+        self.signature = signature
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not compat.inside_transform():
+            for x in optree.tree_leaves((args, kwargs)):
+                if compat.wrapped(x):
+                    raise RuntimeError(_closes_over(self.signature, x))
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[int]) -> None:
+    """Raises RuntimeError for an output that has the memory of parameters."""
+    for i, y in enumerate(outputs):
+        if compat.storage_of(y) in own:
+            raise RuntimeError(
+                f"stage {signature.name} ({signature.stage!r}) returns a parameter, or a view of one, as output "
+                f"{i}, of shape {tuple(y.shape)}: its memory is lent to the stage and gets other numbers afterwards. "
+                f"Return a clone, or compute with it inside the stage"
+            )
+
+
+def refuse_closure(signature: Signature, made: Residuals) -> None:
+    """Raises RuntimeError if the function reached a tensor that needs a gradient and was not passed to it."""
+    known = {id(x) for x in [*(p for ps in made.parameters for p in ps), *made.inputs]}
+    nodes = [y.grad_fn for y in made.outputs]
+    lost = [y for y in made.outputs if y.grad_fn is None and y.requires_grad and id(y) not in known]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in known:
+            lost.append(variable)
+        nodes += [parent for parent, _ in node.next_functions]
+    if lost:
+        raise RuntimeError(_closes_over(signature, lost[0]))
+
+
+def writes(signature: Signature) -> str:
+    """What is wrong with writing into parameters."""
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function writes into its parameters. They are a gathered "
+        f"copy, so what is written would be lost: compute a new tensor, and update parameters outside of stages"
+    )
+
+
+def _closes_over(signature: Signature, x: Tensor) -> str:
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function uses a tensor of shape {tuple(x.shape)}, "
+        f"{x.dtype}, that needs a gradient and is not among its arguments: the gradient would be lost. Pass it as an "
+        f"argument, or detach it"
+    )
+
+
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors in another dtype, other things as they are."""
+    return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _module(device: torch.device) -> Any:
+    return getattr(torch, device.type)
