@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py --mesh replica=2,shard=2
 
-Math, memory and communication are all on this page. Every parameter is cut over `shard`; a layer gathers what it needs
-(`gathered`), and the transposes of those two collectives bring its gradient back: reduce-scattered over
-`shard`, then summed over `replica` on the shard only. AdamW touches this rank's shards and nothing else.
+Math, memory and communication are all on this page. Every layer's parameters are one flat shard, cut over `shard`; a
+stage gathers them just before its function runs, and brings its gradient back: reduce-scattered over `shard`, then
+summed over `replica` on the shard only. AdamW touches this rank's shards and nothing else.
 """
 
 from __future__ import annotations
@@ -85,10 +85,12 @@ def init(config: Config, seed: int) -> Params:
     }
 
 
+@sf.stage
 def embed(p: Params, tokens: Tensor) -> Tensor:
     return p["tokens"][tokens] + p["places"][: tokens.shape[1]]
 
 
+@sf.stage
 def block(p: Params, x: Tensor, heads: int) -> Tensor:
     h = F.rms_norm(x, x.shape[-1:], p["norm1"]) @ p["qkv"]
     q, k, v = rearrange(h, "b t (three head d) -> three b head t d", three=3, head=heads)
@@ -98,31 +100,22 @@ def block(p: Params, x: Tensor, heads: int) -> Tensor:
     return x + (F.silu(gate) * value) @ p["down"]
 
 
+@sf.stage
 def head(p: Params, x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], p["norm"]) @ p["out"]
 
 
-def whole(p: Params) -> Params:
-    """Parameters that were never cut."""
-    return p
-
-
-def gathered(p: Params) -> Params:
-    """This rank's shards of a layer, made whole for this rank's rows. Transpose: reduce-scatter, then all-reduce."""
-    return sf.all_gather(sf.pvary(p, "replica"), "shard")
-
-
-def model(params: Params, tokens: Tensor, config: Config, full: Callable[[Params], Params] = whole) -> Tensor:
-    """Logits `[b, t, vocabulary]` for tokens `[b, t]`."""
-    x = embed(full(params["embed"]), tokens)
-    for p in params["blocks"]:
-        x = block(full(p), x, config.heads)
-    return head(full(params["head"]), x)
+def model(params: Params, tokens: Tensor, config: Config) -> Tensor:
+    """Logits `[b, t, vocabulary]` for tokens `[b, t]`, from flat shards or from whole parameters alike."""
+    x = embed(params["embed"], tokens)
+    for p in sf.layers(params["blocks"]):
+        x = block(p, x, config.heads)
+    return head(params["head"], x)
 
 
 def loss_fn(params: Params, tokens: Tensor, config: Config) -> Tensor:
     """Mean cross-entropy, in nats, over all predicted tokens of all ranks. Tokens `[rows, context + 1]`."""
-    logits = model(params, tokens[:, :-1], config, gathered)
+    logits = model(params, tokens[:, :-1], config)
     total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     return sf.psum(total, DATA) / sf.psum(tokens[:, 1:].numel(), DATA)
 
@@ -133,6 +126,19 @@ def loss_fn(params: Params, tokens: Tensor, config: Config) -> Tensor:
 def global_norm(grads: Params) -> Tensor:
     squares = torch.stack([g.square().sum() for g in optree.tree_leaves(grads)]).sum()
     return sf.psum(squares, "shard").sqrt()
+
+
+def decayed(params: Params) -> Params:
+    """How much each element of the shards decays: matrices do, vectors do not."""
+
+    def mask(shard: sf.FlatShard) -> sf.FlatShard:
+        made = sf.FlatShard(torch.zeros_like(shard.values), shard.layout)
+        shapes = {entry.path: entry.shape for entry in shard.layout.entries}
+        for path, piece in sf.local_parameters(made).items():
+            piece.fill_(len(shapes[path]) > 1)
+        return made
+
+    return optree.tree_map(mask, params, is_leaf=lambda node: isinstance(node, sf.FlatShard))
 
 
 def adamw(params: Params, grads: Params, state: Params, config: Config, rate: Tensor | float) -> tuple[Params, Params]:
@@ -146,13 +152,13 @@ def adamw(params: Params, grads: Params, state: Params, config: Config, rate: Te
     def second(v: Tensor, g: Tensor) -> Tensor:
         return torch.lerp(v, (g * scale).square(), 1 - b2)
 
-    def update(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+    def update(p: Tensor, m: Tensor, v: Tensor, decays: Tensor) -> Tensor:
         direction = (m / (1 - b1**step)) / ((v / (1 - b2**step)).sqrt() + 1e-8)
-        return p - rate * (direction + (config.decay * p if p.ndim > 1 else 0))
+        return p - rate * (direction + config.decay * decays * p)
 
     m = optree.tree_map(moment, state["m"], grads)
     v = optree.tree_map(second, state["v"], grads)
-    return optree.tree_map(update, params, m, v), {"step": step, "m": m, "v": v}
+    return optree.tree_map(update, params, m, v, state["decays"]), {**state, "step": step, "m": m, "v": v}
 
 
 def learning_rate(step: int, steps: int, config: Config) -> float:
@@ -189,7 +195,7 @@ def draw(data: Tensor, config: Config, generator: torch.Generator) -> Tensor:
 class Run:
     """What a training run leaves behind."""
 
-    params: Params  # this rank's shards
+    params: Params  # whole
     losses: list[float]  # in nats, one for each step
     validation: float  # in nats, at the end
 
@@ -204,33 +210,28 @@ def train(
 ) -> Run:
     """Trains from scratch. The same seed gives the same losses on any mesh, up to rounding."""
     training, held_out = (part.to(mesh.device_type) for part in data)
-    cut, state_spec = P("shard"), {"step": P(), "m": P("shard"), "v": P("shard")}
 
-    @sf.shard_map(mesh=mesh, in_specs=cut, out_specs=(cut, state_spec), inputs="global")
-    def start(params: Params) -> tuple[Params, Params]:
-        params = optree.tree_map(lambda p: p.to(mesh.device_type, copy=True), params)  # so that the whole can go
-        return params, {"step": 0, "m": zeros_like(params), "v": zeros_like(params)}
-
-    @sf.shard_map(mesh=mesh, in_specs=(cut, state_spec, P()), out_specs=(cut, state_spec, P()))
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
     def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
         tokens = draw(training, config, sf.fold_in(seed, step))
         loss, grads = sf.value_and_grad(loss_fn)(params, tokens, config)
         params, state = adamw(params, grads, state, config, learning_rate(step, steps, config))
         return params, state, loss
 
-    @sf.shard_map(mesh=mesh, in_specs=cut, out_specs=P())
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
     def validate(params: Params) -> Tensor:
         with torch.no_grad():
             batches = [draw(held_out, config, sf.fold_in(seed, 0, i)) for i in range(16)]
             return torch.stack([loss_fn(params, tokens, config) for tokens in batches]).mean()
 
-    params, state = start(init(config, seed))
+    params = sf.shard(init(config, seed), mesh, sf.hybrid_shard("shard", "replica"))
+    state = {"step": 0, "m": zeros_like(params), "v": zeros_like(params), "decays": decayed(params)}
     losses = []
     for step in range(steps):
         params, state, loss = train_step(params, state, step)
         losses.append(loss.item())
         report(step, losses[-1])
-    return Run(params, losses, validate(params).item())
+    return Run(sf.unshard(params), losses, validate(params).item())
 
 
 def zeros_like(params: Params) -> Params:
@@ -304,14 +305,10 @@ def main() -> None:
             bar.update(task, advance=1, description="  ".join([*told, memory(mesh.device_type)]))
 
         run = train(config, mesh, corpus(), args.steps, args.seed, report)
-    gather: Callable[[Params], Params] = sf.shard_map(
-        lambda p: sf.all_gather(p, "shard", to="invariant"), mesh=mesh, in_specs=P("shard"), out_specs=P()
-    )
-    params = gather(run.params)
     if first:
         args.out.mkdir(parents=True, exist_ok=True)
         plot(run.losses, run.validation, args.out / "loss.png")
-        sample = complete(params, config, b"def main(", 300, args.seed)
+        sample = complete(run.params, config, b"def main(", 300, args.seed)
         print(f"held-out files: {run.validation / math.log(2):.3f} bits per byte")
         print(f"loss curve: {args.out / 'loss.png'}\n\n{sample.decode(errors='replace')}")
 

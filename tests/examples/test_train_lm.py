@@ -50,17 +50,17 @@ def test_the_loss_is_the_mean_over_all_tokens() -> None:
         params = train_lm.init(TINY, 0)
         tokens = torch.randint(256, (8, TINY.context + 1), generator=torch.Generator().manual_seed(0))
         mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
-        cut, rows = sf.P("shard"), sf.P(train_lm.DATA)
         loss = sf.shard_map(
             lambda params, tokens: train_lm.loss_fn(params, tokens, TINY),
             mesh=mesh,
-            in_specs=(cut, rows),
+            in_specs=(..., sf.P(train_lm.DATA)),
             out_specs=sf.P(),
             inputs="global",
         )
         logits = train_lm.model(params, tokens[:, :-1], TINY)
         alone = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        return loss(params, tokens).item(), alone.item()
+        cut = sf.shard(params, mesh, sf.hybrid_shard("shard", "replica"))
+        return loss(cut, tokens).item(), alone.item()
 
     for sharded, alone in world(4).run(body):
         assert abs(sharded - alone) < 1e-12
