@@ -89,8 +89,9 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
 
     Args:
         mesh: the mesh.
-        **chosen: `all_gather="broadcasts"` or `"native"`; `reduce_scatter="exchange"` or `"native"`;
-            `all_reduce="native"`.
+        **chosen: `all_gather` is one of `"native"` (the backend's own), `"direct"` (each piece sent to each other
+            rank), `"broadcasts"`; `reduce_scatter` of `"native"`, `"direct"`, `"exchange"` (an all-to-all and a
+            local sum); `all_reduce` is `"native"`.
 
     Raises:
         ValueError: no such collective or transport.
@@ -167,12 +168,45 @@ def _gather_by_broadcasts(whole: Tensor, link: Link) -> Handle:
     )
 
 
+def _gather_directly(whole: Tensor, link: Link) -> Handle:
+    pieces = whole.view(link.axis.size, -1).unbind()
+    return _All(_swap(pieces, [pieces[link.axis.index]] * len(pieces), link, link.gathers, tag=1))
+
+
+def _swap(into: Sequence[Tensor], out: Sequence[Tensor], link: Link, group: Any, tag: int) -> list[Any]:
+    """Each other rank `i` gets `out[i]` of this one, and this one gets its own from there into `into[i]`."""
+    others = [i for i in range(link.axis.size) if i != link.axis.index]
+    works = [dist.irecv(into[i], group=group, group_src=i, tag=tag) for i in others]
+    return works + [dist.isend(out[i], group=group, group_dst=i, tag=tag) for i in others]
+
+
 def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
     if out.dtype == flat.dtype:
         return compat.reduce_scatter_into(out, flat, group=link.reductions, async_op=True)
     narrow = scratch(out.numel())
     work = compat.reduce_scatter_into(narrow, flat, group=link.reductions, async_op=True)
     return _All([work], lambda: out.copy_(narrow))
+
+
+def _scatter_directly(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+    pieces = flat.view(link.axis.size, -1).unbind()
+    own, index = pieces[link.axis.index], link.axis.index
+    received = list(scratch(flat.numel() - own.numel()).view(link.axis.size - 1, -1).unbind())
+
+    def add() -> None:
+        if len(received) == 1:
+            torch.add(own, received[0], out=out)
+            return
+        # In a narrow dtype each addition would round: all but the last step are done in a wider one.
+        wide = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
+        torch.add(own, received[0], out=wide) if own.dtype == wide.dtype else wide.copy_(own).add_(received[0])
+        for piece in received[1:]:
+            wide.add_(piece)
+        if wide is not out:
+            out.copy_(wide)
+
+    into = [*received[:index], own, *received[index:]]
+    return _All(_swap(into, pieces, link, link.reductions, tag=2), add)
 
 
 def _scatter_by_exchange(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
@@ -186,13 +220,13 @@ def _reduce_natively(x: Tensor, link: Link) -> Handle:
 
 
 TRANSPORTS: dict[str, dict[str, Callable[..., Any]]] = {
-    "all_gather": {"native": _gather_natively, "broadcasts": _gather_by_broadcasts},
-    "reduce_scatter": {"native": _scatter_natively, "exchange": _scatter_by_exchange},
+    "all_gather": {"native": _gather_natively, "direct": _gather_directly, "broadcasts": _gather_by_broadcasts},
+    "reduce_scatter": {"native": _scatter_natively, "direct": _scatter_directly, "exchange": _scatter_by_exchange},
     "all_reduce": {"native": _reduce_natively},
 }
 
 
 def _defaults(backend: str) -> dict[str, str]:
     if backend == "gloo":
-        return {"all_gather": "broadcasts", "reduce_scatter": "exchange", "all_reduce": "native"}
+        return {"all_gather": "direct", "reduce_scatter": "direct", "all_reduce": "native"}
     return {"all_gather": "native", "reduce_scatter": "native", "all_reduce": "native"}

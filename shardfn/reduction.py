@@ -210,7 +210,7 @@ class Reductions:
             if known is None or known[0].data_ptr() != buffer.data_ptr():
                 known = self.spread[(place, layout, dtype)] = _spread(buffer, layout)
             flat, views, gaps = known
-        if None in gradients:
+        if any(g is None for g in gradients):
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
             views = [view for view, g in zip(views, gradients, strict=True) if g is not None]
         torch._foreach_zero_(gaps)
