@@ -20,7 +20,7 @@ from shardfn import compat
 from shardfn.agree import agree
 from shardfn.call import Call, Residuals, Watch, differentiated, refuse_closure, refuse_returned, run, writes
 from shardfn.layout import Layout
-from shardfn.ledger import here
+from shardfn.ledger import here, serving
 from shardfn.link import Link, link
 from shardfn.reduction import Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
@@ -117,8 +117,7 @@ class Engine:
 
     def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs a call of a stage; its tensor outputs, without a graph."""
-        before = _serve(call.signature, backward=False)
-        try:
+        with serving(call.signature.stage, backward=False):
             place = self._begin(call, shards)
             self._gather(place.turn)
             self._ahead(call, place)
@@ -133,8 +132,6 @@ class Engine:
             if not records and place.turn.slot is not None:
                 place.turn.slot.forget()
             return tuple([y.detach() for y in made.outputs])
-        finally:
-            here.stage, here.backward, here.scheduled = before
 
     def backward(
         self,
@@ -159,8 +156,7 @@ class Engine:
         if place.tape is not None:
             place.tape.closed = True
         made, call.residuals = call.residuals, None
-        before = _serve(call.signature, backward=True)
-        try:
+        with serving(call.signature.stage, backward=True):
             if made is None or turn.reads:
                 if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
                     self._take(None, turn, call.signature.options.prefetch + 1)
@@ -174,8 +170,6 @@ class Engine:
             turn.done = True
             self._release(place)
             return found
-        finally:
-            here.stage, here.backward, here.scheduled = before
 
     # --- gathering ---
 
@@ -365,13 +359,6 @@ class Engine:
         agree(told, self.mesh, "stage", subject=_STAGES)
         here.scheduled = True
         self.met.add(wires)
-
-
-def _serve(signature: Signature, backward: bool) -> tuple[str, bool | None, bool]:
-    """From here on what moves is entered in the ledger for this stage; returns what was before."""
-    before = here.stage, here.backward, here.scheduled
-    here.stage, here.backward, here.scheduled = signature.stage, backward, True
-    return before
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:

@@ -84,6 +84,17 @@ _open: list[list[Ledger]] = []  # of every thread that records
 
 
 @contextlib.contextmanager
+def serving(stage: str, backward: bool) -> Iterator[None]:
+    """What the engine moves inside is entered for this stage."""
+    before = here.stage, here.backward, here.scheduled
+    here.stage, here.backward, here.scheduled = stage, backward, True
+    try:
+        yield
+    finally:
+        here.stage, here.backward, here.scheduled = before
+
+
+@contextlib.contextmanager
 def ledger() -> Iterator[Ledger]:
     """Records every collective of the code inside, on this rank.
 

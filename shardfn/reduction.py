@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.layout import Layout
+from shardfn.ledger import here, serving
 from shardfn.link import Handle, Link, all_reduce, reduce_scatter
 
 Defer = Literal["nothing", "replicas", "everything"]
@@ -122,11 +123,12 @@ def current_step() -> Step | None:
 class Flight:
     """One gradient on its way."""
 
-    __slots__ = ("later", "links", "out", "reducing", "scattering", "total")
+    __slots__ = ("later", "links", "out", "reducing", "scattering", "stage", "total")
 
     def __init__(self, out: Tensor, links: Links, scattering: Handle | None, total: Sum | None, later: bool) -> None:
         self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later
         self.reducing: Handle | None = None
+        self.stage = here.stage
         if scattering is None:
             self._reduce()
 
@@ -139,7 +141,8 @@ class Flight:
 
     def _reduce(self) -> None:
         if self.links.replica is not None and not self.later:
-            self.reducing = all_reduce(self.out, self.links.replica)
+            with serving(self.stage, backward=True):
+                self.reducing = all_reduce(self.out, self.links.replica)
 
     def land(self) -> Tensor:
         """The gradient, arrived."""
@@ -263,11 +266,12 @@ class Reductions:
     def settle(self, step: Step) -> None:
         """Does what the step put off."""
         for total in [one for one in step.sums.values() if one.reductions is self]:
-            if step.defer == "everything" and total.whole is not None:
-                whole, total.whole, total.out = total.whole, None, None
-                self.scattered()
-                self._send(0, total.layout, whole, total.links, total.dtype, total, False)
-            elif step.defer == "replicas" and total.out is not None:
-                out, total.out = total.out, None
-                self.flights.append(Flight(out, total.links, None, total, False))
+            with serving(total.layout.stage, backward=True):
+                if step.defer == "everything" and total.whole is not None:
+                    whole, total.whole, total.out = total.whole, None, None
+                    self.scattered()
+                    self._send(0, total.layout, whole, total.links, total.dtype, total, False)
+                elif step.defer == "replicas" and total.out is not None:
+                    out, total.out = total.out, None
+                    self.flights.append(Flight(out, total.links, None, total, False))
         self.drain()
