@@ -153,7 +153,8 @@ def run(
             stack.enter_context(call.contexts.pop(0))
         if watch:
             stack.enter_context(watch)
-        stack.enter_context(torch.set_grad_enabled(records))
+        # Gradients are on already where no argument needs one: an output that does shows what was closed over.
+        stack.enter_context(torch.set_grad_enabled(records or torch.is_grad_enabled()))
         result = _run(signature, leaves, parameters)
     found, call.result = optree.tree_flatten(result)
     outputs = [y for y in found if isinstance(y, Tensor)]

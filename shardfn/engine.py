@@ -294,6 +294,13 @@ class Engine:
         versions = _versions(turn)
         try:
             made = run(call, self.mesh, parameters, inputs, records, watch.context() if watch else None)
+        except RuntimeError as error:
+            if watch is None or watch.device is not None or "saved tensor hooks" not in str(error):
+                raise
+            watch = None  # the function uses torch.func, which lets nobody watch
+            self.reads[turn.wires] = True
+            with call.surroundings.again():
+                made = run(call, self.mesh, parameters, inputs, records, None)
         finally:
             written = _versions(turn) != versions
             if written and slot is not None:
@@ -303,7 +310,9 @@ class Engine:
         refuse_returned(signature, made.outputs, own)
         if watch:
             turn.reads = self.reads[turn.wires] = watch.saw
-        if records and (signature, turn.wires) not in self.checked:
+        if (records and (signature, turn.wires) not in self.checked) or (
+            not records and any(y.requires_grad for y in made.outputs)
+        ):
             refuse_closure(signature, made)
             self.checked.add((signature, turn.wires))
         return made

@@ -7,7 +7,8 @@ go through an alias with a version counter of its own, so autograd does not take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ from shardfn.signature import Wire, Wires
 
 Key = tuple[Any, ...]
 LinkOf = Callable[[tuple[str, ...], Layout], Link | None]
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Tensors made inside may be used under any mode later on."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Slot:
@@ -39,7 +47,7 @@ class Slot:
     __slots__ = ("buffer", "holds", "parts", "sources", "users", "views", "works", "write")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        with torch.inference_mode(False):
+        with lasting():
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.write = self.buffer.data
         self.holds: Key | None = None
@@ -73,10 +81,11 @@ class Slot:
         found = self.parts.get(wire)
         if found is None:
             layout = wire.layout
-            region = self.write[wire.start : wire.stop]
             index = layout.grid.index(compat.global_rank(), layout.placement.axes)
-            own = region.view(wire.dtype).view(layout.size, -1)[index]
-            found = self.parts[wire] = (region, own, region[len(region) - len(wire.tag) :])
+            with lasting():
+                region = self.write[wire.start : wire.stop]
+                own = region.view(wire.dtype).view(layout.size, -1)[index]
+                found = self.parts[wire] = (region, own, region[len(region) - len(wire.tag) :])
         return found
 
     def settle(self) -> None:
@@ -120,10 +129,11 @@ def whole_parameters(
     found: list[list[Tensor]] | None = slot.views.get(key) if slot else None
     if found is None:
         found = []
-        for wire, values, need in zip(wires.each, shards, needs, strict=False):
-            moved = slot is not None and wire.moves
-            whole = slot.buffer[wire.start : wire.stop].view(wire.dtype) if slot and moved else values.detach()
-            found.append([view.detach().requires_grad_(need) for view in wire.layout.views(whole)])
+        with lasting():
+            for wire, values, need in zip(wires.each, shards, needs, strict=False):
+                moved = slot is not None and wire.moves
+                whole = slot.buffer[wire.start : wire.stop].view(wire.dtype) if slot and moved else values.detach()
+                found.append([view.detach().requires_grad_(need) for view in wire.layout.views(whole)])
         if slot and all(wire.moves for wire in wires.each):
             slot.views[key] = found
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,11 +152,21 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     return Signature(name, function, options, outer, tuple(sources), tuple(shards), tuple(layouts))
 
 
-@functools.lru_cache(maxsize=65536)
 def wires_of(
     name: str, gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
 ) -> Wires:
-    """How shards with these layouts, of these dtypes, travel to the function of that name."""
+    """How shards with these layouts, of these dtypes, travel to the function of that name; one object for all time."""
+    with _lock:  # ranks may be threads
+        return _wires_of(name, gather_dtype, layouts, dtypes)
+
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def _wires_of(
+    name: str, gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
+) -> Wires:
     made, at = [], 0
     for layout, own in zip(layouts, dtypes, strict=True):
         dtype = gather_dtype if gather_dtype and own.is_floating_point else own
