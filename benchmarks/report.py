@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -36,19 +37,23 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def publish(title: str, rows: Sequence[dict[str, Any]], goals: Sequence[Goal], file: Path | None) -> None:
-    """Prints both tables, and writes `{"rows": [...], "goals": [...]}`."""
+    """Prints tables of rows, a new one where the columns change, then the goals, and writes both to the file."""
     console = Console()
-    table = Table(title=title, title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
-    for row in rows:
-        table.add_row(*(_show(value) for value in row.values()))
-    console.print(table)
+    for _, group in itertools.groupby(rows, key=list):
+        same = list(group)
+        columns = list(same[0])
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="left" if isinstance(same[0][column], str) else "right")
+        for row in same:
+            table.add_row(*(_show(value) for value in row.values()))
+        console.print(table)
+        title = ""
     ends = Table(title="against the goals", title_justify="left")
     for column in ("figure", "value", "at most", "met"):
         ends.add_column(column, justify="left" if column == "figure" else "right")
     for goal in goals:
-        ends.add_row(goal.name, f"{goal.value:.2f}", f"{goal.limit:.2f}", "yes" if goal.met else "NO")
+        ends.add_row(goal.name, f"{goal.value:.3g}", f"{goal.limit:.3g}", "yes" if goal.met else "NO")
     console.print(ends)
     if file:
         told = [asdict(goal) | {"met": goal.met} for goal in goals]

@@ -1,0 +1,290 @@
+"""A training step of shardfn and of its peers, side by side: time, memory, and the same losses.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.train_step --ranks 2
+
+A GPT of 34 million parameters in float32, 2 x 128 tokens and one thread a rank, gloo, AdamW. Every system has
+processes of its own, all alive at once, which take turns of a few steps; a figure is the median of all its steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import shardfn as sf
+from benchmarks.crew import Crew, Usage
+from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, tokens
+from benchmarks.report import Goal, parser, publish
+from shardfn import P, link
+
+RATE = 1e-3
+Step = Callable[[], Tensor]
+
+
+# --- each system: a function that trains one step and returns this rank's loss ---
+
+
+def shardfn_step(config: Config) -> tuple[Step, torch.optim.Optimizer]:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    params = sf.init_sharded(makers(config), SEED, mesh, sf.full_shard("data"))
+    first, layer, last = sf.stage(embed), sf.stage(block), sf.stage(head)
+
+    def loss_fn(params: Params, rows: Tensor) -> Tensor:
+        x = first(params["embed"], rows[:, :-1])
+        for p in sf.layers(params["blocks"]):
+            x = layer(p, x, config.heads)
+        return last(params["head"], x, rows[:, 1:]) / sf.axis_size("data")
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., P("data")), out_specs=(..., ...))
+    def differentiated(params: Params, rows: Tensor) -> Any:
+        return sf.value_and_grad(loss_fn)(params, rows)
+
+    leaves = optree.tree_leaves(params)
+    optimizer = torch.optim.AdamW(leaves, lr=RATE, fused=True)
+    rows = tokens(config, dist.get_rank())
+
+    def step() -> Tensor:
+        loss, gradients = differentiated(params, rows)
+        for leaf, gradient in zip(leaves, optree.tree_leaves(gradients), strict=True):
+            leaf.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss * dist.get_world_size()
+
+    return step, optimizer
+
+
+def module_step(model: nn.Module, config: Config) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    rows = tokens(config, dist.get_rank())
+
+    def step() -> Tensor:
+        loss = model(rows)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def fsdp2(config: Config) -> Step:
+    model = Whole(config, lambda stage, _: fully_shard(stage))
+    return module_step(fully_shard(model), config)
+
+
+def fsdp1(config: Config) -> Step:
+    wrap = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    return module_step(wrap(Whole(config, lambda stage, _: wrap(stage))), config)
+
+
+def ddp(config: Config) -> Step:
+    model = Whole(config, lambda stage, _: stage)
+    return module_step(DistributedDataParallel(model, gradient_as_bucket_view=True), config)
+
+
+def single(config: Config) -> Step:
+    return module_step(Whole(config, lambda stage, _: stage), config)
+
+
+def gradient_only(config: Config) -> Step:
+    """What one process computes, without any optimizer."""
+    model = Whole(config, lambda stage, _: stage)
+    rows = tokens(config, dist.get_rank())
+
+    def step() -> Tensor:
+        loss = model(rows)
+        torch.autograd.grad(loss, list(model.parameters()))
+        return loss.detach()
+
+    return step
+
+
+# --- what the processes do in a turn ---
+
+
+def built(usage: Usage, make: Callable[[Config], Step], config: Config) -> dict[str, Callable[..., Any]]:
+    step = make(config)
+    return {"train": functools.partial(timed, step), "usage": lambda: told(usage)}
+
+
+def built_shardfn(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
+    step, optimizer = shardfn_step(config)
+    return {
+        "train": functools.partial(timed, step),
+        "usage": lambda: told(usage),
+        "moved": lambda: moved(step),
+        "optimizer": lambda steps: timed(functools.partial(optimizer_alone, optimizer), steps),
+        "gathers": lambda steps, numel: timed(functools.partial(gather_alone, mesh_link(), numel), steps),
+        "scatters": lambda steps, numel: timed(functools.partial(scatter_alone, mesh_link(), numel), steps),
+    }
+
+
+def timed(step: Callable[[], Any], steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step until all ranks are done, and what it returned."""
+    seconds, results = [], []
+    dist.barrier()
+    for _ in range(steps):
+        began = time.perf_counter()
+        result = step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - began)
+        results.append(0.0 if result is None else float(result))
+    return seconds, results
+
+
+def told(usage: Usage) -> tuple[float, float]:
+    """Peak MB above the imports, and the share of a core that waiting took."""
+    return usage.peak() / 1e6, usage.idle / usage.waited if usage.waited else 0.0
+
+
+# --- the parts of a step, each alone on all ranks at once ---
+
+
+def moved(step: Step) -> list[tuple[str, int]]:
+    """Each collective of a step and the bytes that this rank sent."""
+    with sf.ledger() as log:
+        step()
+    return [(record.op, record.bytes) for record in log.records]
+
+
+def optimizer_alone(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for leaf in group["params"]:
+            if leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+    optimizer.step()
+
+
+@functools.cache
+def mesh_link() -> link.Link:
+    return link.link(sf.make_mesh(data=-1, device="cpu"), ("data",))
+
+
+@functools.cache
+def buffers(numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    ranks = dist.get_world_size()
+    return torch.ones(numel * ranks), torch.empty(numel), torch.empty(numel * ranks)
+
+
+def gather_alone(along: link.Link, numel: int) -> None:
+    link.all_gather(buffers(numel)[0].view(torch.uint8), along, torch.float32).wait()
+
+
+def scatter_alone(along: link.Link, numel: int) -> None:
+    flat, out, scratch = buffers(numel)
+    link.reduce_scatter(flat, out, along, lambda n: scratch[:n]).wait()
+
+
+# --- the tables ---
+
+
+def compared(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, Any]]:
+    seconds: dict[str, list[float]] = {name: [] for name in crews}
+    losses: dict[str, list[float]] = {name: [] for name in crews}
+    for number in range(rounds + 1):
+        for name, crew in crews.items():
+            by_rank = crew.turn("train", steps)
+            if number:  # the first turn warms up
+                seconds[name] += map(max, *(times for times, _ in by_rank)) if len(by_rank) > 1 else by_rank[0][0]
+            losses[name] += [statistics.fmean(each) for each in zip(*(found for _, found in by_rank), strict=True)]
+    took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+    used = {name: [max(each) for each in zip(*crew.turn("usage"), strict=True)] for name, crew in crews.items()}
+    return [
+        {
+            "system": name,
+            "step ms": took[name],
+            "/ FSDP2": took[name] / took["FSDP2"],
+            "/ DDP": took[name] / took["DDP"],
+            "peak MB": used[name][0],
+            "peak / FSDP2": used[name][0] / used["FSDP2"][0],
+            "first loss": f"{losses[name][0]:.7f}",
+            "last loss": f"{losses[name][-1]:.7f}",
+            "idle CPU %": used[name][1] * 100,
+        }
+        for name in crews
+    ]
+
+
+def floors(ours: Crew, alone: Crew, config: Config, rounds: int, steps: int) -> list[dict[str, Any]]:
+    """What a step of shardfn is made of, each part measured alone in the same rounds."""
+    sent = ours.turn("moved")[0]
+    ranks = len(ours.turn("usage"))
+    piece = (config.numel - config.width * config.vocabulary) // config.layers // ranks
+    each = piece * 4 * (ranks - 1)
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for name, crew, turn, args in (
+            ("step", ours, "train", ()),
+            ("compute", alone, "train", ()),
+            ("optimizer", ours, "optimizer", ()),
+            ("gathers", ours, "gathers", (piece,)),
+            ("scatters", ours, "scatters", (piece,)),
+        ):
+            found.setdefault(name, []).extend(map(max, *(times for times, _ in crew.turn(turn, steps, *args))))
+    took = {name: statistics.median(times) * 1e3 for name, times in found.items()}
+    gathered = sum(n for op, n in sent if op == "all_gather")
+    scattered = sum(n for op, n in sent if op == "reduce_scatter")
+    parts = {
+        f"forward and backward of {ranks} separate processes at once": took["compute"],
+        "optimizer on the shards": took["optimizer"],
+        f"{gathered / 1e6:.0f} MB gathered, {each / took['gathers'] / 1e6:.2f} GB/s alone": took["gathers"]
+        * gathered
+        / each,
+        f"{scattered / 1e6:.0f} MB scattered, {each / took['scatters'] / 1e6:.2f} GB/s alone": took["scatters"]
+        * scattered
+        / each,
+    }
+    parts["rest (below 0: what overlaps)"] = took["step"] - sum(parts.values())
+    parts["step"] = took["step"]
+    return [{"part": name, "ms": ms, "share": ms / took["step"]} for name, ms in parts.items()]
+
+
+def goals_of(rows: list[dict[str, Any]], ranks: int) -> list[Goal]:
+    by_name = {row["system"]: row for row in rows}
+    ours = by_name["shardfn"]
+    goals = [Goal("step / FSDP2", ours["/ FSDP2"], 0.70)]
+    if ranks == 2:
+        goals.append(Goal("step / DDP", ours["/ DDP"], 1.0))
+    goals.append(Goal("peak memory / FSDP2", ours["peak / FSDP2"], 0.60))
+    for which in ("first loss", "last loss"):
+        mine = float(ours[which])
+        apart = max(abs(float(by_name[peer][which]) / mine - 1) for peer in ("FSDP2", "FSDP1", "DDP"))
+        goals.append(Goal(f"{which}, difference from the peers / 1e-5", apart / 1e-5, 1.0))
+    return goals
+
+
+def main() -> None:
+    options = parser("A training step of shardfn, FSDP2, FSDP1, DDP and one process, side by side.")
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--steps", type=int, default=3, help="in a turn")
+    options.add_argument("--tiny", action="store_true", help="a model of no size, to try the command")
+    args = options.parse_args()
+    config = Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8) if args.tiny else Config()
+    with ExitStack() as stack:
+        crews = {"shardfn": stack.enter_context(Crew(args.ranks, built_shardfn, config))}
+        for name, make in {"FSDP2": fsdp2, "FSDP1": fsdp1, "DDP": ddp}.items():
+            crews[name] = stack.enter_context(Crew(args.ranks, built, make, config))
+        crews["one process"] = stack.enter_context(Crew(1, built, single, config))
+        rows = compared(crews, args.rounds, args.steps)
+        alone = stack.enter_context(Crew(args.ranks, built, gradient_only, config))
+        alone.turn("train", args.steps)
+        parts = floors(crews["shardfn"], alone, config, args.rounds, args.steps)
+    publish(f"one training step, {args.ranks} ranks", rows, goals_of(rows, args.ranks), args.json)
+    publish("what is left between the step and its floor", parts, [], None)
+
+
+if __name__ == "__main__":
+    main()
