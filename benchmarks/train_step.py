@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardfn as sf
-from benchmarks.crew import Crew, Usage
+from benchmarks.crew import Crew, Usage, busy_seconds
 from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, tokens
 from benchmarks.report import Goal, parser, publish
 from shardfn import P, link
@@ -80,8 +80,13 @@ def module_step(model: nn.Module, config: Config) -> Step:
 
 
 def fsdp2(config: Config) -> Step:
-    model = Whole(config, lambda stage, _: fully_shard(stage))
-    return module_step(fully_shard(model), config)
+    model = Whole(config, lambda stage, _: fully_sharded(stage))
+    return module_step(fully_sharded(model), config)
+
+
+def fully_sharded(module: nn.Module) -> nn.Module:
+    fully_shard(module)
+    return module
 
 
 def fsdp1(config: Config) -> Step:
@@ -144,9 +149,9 @@ def timed(step: Callable[[], Any], steps: int) -> tuple[list[float], list[float]
     return seconds, results
 
 
-def told(usage: Usage) -> tuple[float, float]:
-    """Peak MB above the imports, and the share of a core that waiting took."""
-    return usage.peak() / 1e6, usage.idle / usage.waited if usage.waited else 0.0
+def told(usage: Usage) -> tuple[float, float, float]:
+    """Peak MB above the imports, the share of a core that waiting took, and all CPU seconds."""
+    return usage.peak() / 1e6, usage.idle / usage.waited if usage.waited else 0.0, time.process_time()
 
 
 # --- the parts of a step, each alone on all ranks at once ---
@@ -190,7 +195,9 @@ def scatter_alone(along: link.Link, numel: int) -> None:
 # --- the tables ---
 
 
-def compared(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, Any]]:
+def compared(crews: dict[str, Crew], rounds: int, steps: int) -> tuple[list[dict[str, Any]], float]:
+    """A row for each system, and how many cores other programs took meanwhile."""
+    began = busy_seconds() - cpu_seconds(crews), time.perf_counter()
     seconds: dict[str, list[float]] = {name: [] for name in crews}
     losses: dict[str, list[float]] = {name: [] for name in crews}
     for number in range(rounds + 1):
@@ -201,7 +208,8 @@ def compared(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, 
             losses[name] += [statistics.fmean(each) for each in zip(*(found for _, found in by_rank), strict=True)]
     took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
     used = {name: [max(each) for each in zip(*crew.turn("usage"), strict=True)] for name, crew in crews.items()}
-    return [
+    others = (busy_seconds() - cpu_seconds(crews) - began[0]) / (time.perf_counter() - began[1])
+    rows = [
         {
             "system": name,
             "step ms": took[name],
@@ -215,6 +223,11 @@ def compared(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, 
         }
         for name in crews
     ]
+    return rows, others
+
+
+def cpu_seconds(crews: dict[str, Crew]) -> float:
+    return time.process_time() + sum(cpu for crew in crews.values() for *_, cpu in crew.turn("usage"))
 
 
 def floors(ours: Crew, alone: Crew, config: Config, rounds: int, steps: int) -> list[dict[str, Any]]:
@@ -236,22 +249,19 @@ def floors(ours: Crew, alone: Crew, config: Config, rounds: int, steps: int) -> 
     took = {name: statistics.median(times) * 1e3 for name, times in found.items()}
     gathered = sum(n for op, n in sent if op == "all_gather")
     scattered = sum(n for op, n in sent if op == "reduce_scatter")
+    speed = {name: each / took[name] / 1e6 for name in ("gathers", "scatters")}  # GB/s
     parts = {
         f"forward and backward of {ranks} separate processes at once": took["compute"],
         "optimizer on the shards": took["optimizer"],
-        f"{gathered / 1e6:.0f} MB gathered, {each / took['gathers'] / 1e6:.2f} GB/s alone": took["gathers"]
-        * gathered
-        / each,
-        f"{scattered / 1e6:.0f} MB scattered, {each / took['scatters'] / 1e6:.2f} GB/s alone": took["scatters"]
-        * scattered
-        / each,
+        f"{gathered / 1e6:.0f} MB gathered, {speed['gathers']:.2f} GB/s alone": gathered / speed["gathers"] / 1e6,
+        f"{scattered / 1e6:.0f} MB scattered, {speed['scatters']:.2f} GB/s alone": scattered / speed["scatters"] / 1e6,
     }
-    parts["rest (below 0: what overlaps)"] = took["step"] - sum(parts.values())
+    parts["the rest; below 0 where parts overlap"] = took["step"] - sum(parts.values())
     parts["step"] = took["step"]
     return [{"part": name, "ms": ms, "share": ms / took["step"]} for name, ms in parts.items()]
 
 
-def goals_of(rows: list[dict[str, Any]], ranks: int) -> list[Goal]:
+def goals_of(rows: list[dict[str, Any]], others: float, ranks: int) -> list[Goal]:
     by_name = {row["system"]: row for row in rows}
     ours = by_name["shardfn"]
     goals = [Goal("step / FSDP2", ours["/ FSDP2"], 0.70)]
@@ -261,8 +271,8 @@ def goals_of(rows: list[dict[str, Any]], ranks: int) -> list[Goal]:
     for which in ("first loss", "last loss"):
         mine = float(ours[which])
         apart = max(abs(float(by_name[peer][which]) / mine - 1) for peer in ("FSDP2", "FSDP1", "DDP"))
-        goals.append(Goal(f"{which}, difference from the peers / 1e-5", apart / 1e-5, 1.0))
-    return goals
+        goals.append(Goal(f"{which}, relative difference from the peers", apart, 1e-5))
+    return [*goals, Goal("cores that other programs took meanwhile", others, 0.05)]
 
 
 def main() -> None:
@@ -278,12 +288,12 @@ def main() -> None:
         for name, make in {"FSDP2": fsdp2, "FSDP1": fsdp1, "DDP": ddp}.items():
             crews[name] = stack.enter_context(Crew(args.ranks, built, make, config))
         crews["one process"] = stack.enter_context(Crew(1, built, single, config))
-        rows = compared(crews, args.rounds, args.steps)
+        rows, others = compared(crews, args.rounds, args.steps)
         alone = stack.enter_context(Crew(args.ranks, built, gradient_only, config))
         alone.turn("train", args.steps)
         parts = floors(crews["shardfn"], alone, config, args.rounds, args.steps)
-    publish(f"one training step, {args.ranks} ranks", rows, goals_of(rows, args.ranks), args.json)
-    publish("what is left between the step and its floor", parts, [], None)
+    title = f"one training step, {args.ranks} ranks; and what shardfn's consists of, each part alone"
+    publish(title, [*rows, *parts], goals_of(rows, others, args.ranks), args.json)
 
 
 if __name__ == "__main__":

@@ -80,11 +80,11 @@ def agree(
     rows = gathered(padded)
     lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
     rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
-    only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]]
-    only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]]
+    only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]][:3]
+    only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]][:3]
     if mine:
         raise mine
-    raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only[:6])}. {advice}")
+    raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
 
 
 def _group(mesh: DeviceMesh, whole: str) -> str:

@@ -140,8 +140,6 @@ def run(
     given = call.needs[len(signature.shards) :]
     arguments = [x.detach().requires_grad_(records and need) for x, need in zip(inputs, given, strict=True)]
     leaves = list(call.leaves)
-    for i, x in zip(call.at, arguments, strict=True):
-        leaves[i] = cast(x, options.input_dtype)
     with contextlib.ExitStack() as stack:
         if current_mesh() is not mesh:
             stack.enter_context(scope(mesh, known_axes(mesh)))
@@ -155,6 +153,8 @@ def run(
             stack.enter_context(watch)
         # Gradients are on already where no argument needs one: an output that does shows what was closed over.
         stack.enter_context(torch.set_grad_enabled(records or torch.is_grad_enabled()))
+        for i, x in zip(call.at, arguments, strict=True):
+            leaves[i] = cast(x, options.input_dtype)
         result = _run(signature, leaves, parameters)
     found, call.result = optree.tree_flatten(result)
     outputs = [y for y in found if isinstance(y, Tensor)]
@@ -216,7 +216,7 @@ class Watch:
         elif self.device is not None and x.device == self.device:
             away = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
             return away.copy_(x, non_blocking=True), None
-        return x, x._version
+        return x.detach(), x._version  # an output itself would hold the graph that holds it
 
     def _unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
         x, version = packed
@@ -303,8 +303,8 @@ def refuse_closure(signature: Signature, made: Residuals) -> None:
 def writes(signature: Signature) -> str:
     """What is wrong with writing into parameters."""
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function writes into its parameters. They are a gathered "
-        f"copy, so what is written would be lost: compute a new tensor, and update parameters outside of stages"
+        f"stage {signature.name} ({signature.stage!r}): its function writes into its parameters. They are lent to "
+        f"it, a gathered copy or the shard itself: compute a new tensor, and update parameters outside of stages"
     )
 
 

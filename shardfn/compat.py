@@ -149,6 +149,16 @@ def inside_batching_or_forward() -> bool:
 _REVERSE = (torch._C._functorch.TransformType.Grad,)
 
 
+def alive(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without the wrapping of transforms that have ended."""
+    return torch._C._functorch.unwrap_if_dead(x)
+
+
+def batched(x: torch.Tensor) -> bool:
+    """Whether a tensor is a batch of `torch.autograd.grad(is_grads_batched=True)`'s."""
+    return torch._C._functorch.is_legacy_batchedtensor(x)
+
+
 def wrapped(x: Any) -> bool:
     """Whether a tensor belongs to a torch.func transform that is running."""
     return isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)

@@ -22,7 +22,7 @@ from shardfn.call import Call, Residuals, Watch, differentiated, refuse_closure,
 from shardfn.layout import Layout
 from shardfn.ledger import here, serving
 from shardfn.link import Link, link
-from shardfn.reduction import Links, Reductions, Step
+from shardfn.reduction import Dtypes, Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
 from shardfn.signature import Signature, Wires, wires_of
 
@@ -64,11 +64,13 @@ class Turn:
 class Tape:
     """The calls of one step that may see a backward, in order."""
 
-    __slots__ = ("closed", "count", "kept", "number", "step", "turns")
+    __slots__ = ("closed", "count", "kept", "number", "shards", "step", "turns", "waiting")
 
     def __init__(self, step: Step | None) -> None:
         self.number = next(_numbers)  # what keys know it by: a reference would be a cycle, and keep gradients alive
         self.turns: list[Turn] = []
+        self.waiting = 0  # calls without a backward yet
+        self.shards: dict[Wires, Any] = {}  # which tensors each stage was called with
         self.count = 0  # of slots taken from the ring
         self.closed = False
         self.step = step
@@ -94,7 +96,7 @@ class Engine:
         self.reductions = Reductions(self.device)
         self.tape = Tape(None)
         self.count = 0  # of slots taken from the ring by calls that no backward follows
-        self.following: dict[int, list[Group]] = {}  # what `layers` will hand out after a shard
+        self.following: dict[int, tuple[list[Group], int]] = {}  # what `layers` will hand out, and where it is
         self.met: set[Wires] = set()
         self.reads: dict[Wires, bool] = {}  # whether backward of such a call was seen to need the parameters
         self.checked: set[Any] = set()
@@ -167,8 +169,7 @@ class Engine:
                     made = self._run(call, turn, inputs, True)
             gradients = differentiated(made, needs, cotangents)
             found = self._reduced(call, turn, needs, gradients, collect)
-            turn.done = True
-            self._release(place)
+            self._done(place)
             return found
 
     # --- gathering ---
@@ -179,7 +180,7 @@ class Engine:
         wires = signature.wires(shards)
         if wires not in self.met:
             self._meet(signature, wires)
-        tape = self._tape(call) if any(call.needs) else None
+        tape = self._tape(call, wires, shards) if any(call.needs) else None
         turn = Turn(signature.name, wires, shards, _key(tape, wires, shards))
         keep = signature.layouts[0].placement.keep if options.reshard is None else not options.reshard
         turn.kept = keep and tape is not None
@@ -188,14 +189,23 @@ class Engine:
         place = call.place = Place(tape, len(tape.turns) if tape else 0, turn)
         if tape is not None:
             tape.turns.append(turn)
+            tape.waiting += 1
             if turn.kept and turn.slot is not None:
                 turn.slot.users += 1
                 weakref.finalize(call, self._release, place).atexit = False
         return place
 
-    def _tape(self, call: Call) -> Tape:
-        if self.tape.closed or self.tape.step is not call.step or len(self.tape.turns) >= LONGEST:
+    def _tape(self, call: Call, wires: Wires, shards: tuple[Tensor, ...]) -> Tape:
+        """The tape of a new call: another one after a backward, for another step, or for other parameters."""
+        now = _identities(shards)
+        if (
+            self.tape.closed
+            or self.tape.step is not call.step
+            or len(self.tape.turns) >= LONGEST
+            or self.tape.shards.get(wires, now) != now
+        ):
             self.tape = Tape(call.step)
+        self.tape.shards[wires] = now
         if call.step is not None:
             call.step.join(self)
         return self.tape
@@ -234,13 +244,17 @@ class Engine:
 
     def _fill(self, turn: Turn) -> None:
         assert turn.slot is not None, "a turn that moves bytes has a slot"
-        turn.slot.fill(turn.key, turn.wires, turn.shards, self.link)
+        with serving(turn.wires.stage, here.backward or False):
+            turn.slot.fill(turn.key, turn.wires, turn.shards, self.link)
 
     def _ahead(self, call: Call, place: Place) -> None:
         """Starts the gathers of the layers that come next."""
         options, turn = call.signature.options, place.turn
-        for layouts, shards in self.following.get(id(turn.shards[0]), [])[: options.prefetch]:
-            wires = wires_of(turn.name, options.gather_dtype, layouts, tuple([shard.dtype for shard in shards]))
+        groups, i = self.following.get(id(turn.shards[0]), ([], 0))
+        for layouts, shards in groups[i : i + options.prefetch]:
+            if not shards:
+                continue
+            wires = wires_of(options.gather_dtype, layouts, tuple([shard.dtype for shard in shards]))
             if wires in self.met and wires.nbytes:
                 coming = Turn(turn.name, wires, shards, _key(place.tape, wires, shards), kept=turn.kept)
                 if not self._take(place.tape, coming, options.prefetch + 1, busy=turn.slot):
@@ -273,6 +287,15 @@ class Engine:
                 if tape is not None:
                     tape.kept.pop(turn.key, None)
                 self.ring.give_back(slot)
+
+    def _done(self, place: Place) -> None:
+        tape, turn = place.tape, place.turn
+        self._release(place)
+        if tape is not None and not turn.done:
+            tape.waiting -= 1
+            if tape.waiting == 0 and tape is self.tape and tape.step is None:
+                self.end()  # nobody else says so, and the parameters shall not be held on to
+        turn.done = True
 
     def end(self) -> None:
         """A step is over: nothing that it gathered is used again."""
@@ -337,6 +360,7 @@ class Engine:
     ) -> list[Tensor | None]:
         """The gradients of the parameters become those of the shards."""
         of_parameters, of_inputs = gradients
+        parity = call.place.index % 2 if call.place else 0  # the same memory for the same call at every step
         found: list[Any] = [None] * len(turn.shards)
         for k, (wire, shard) in enumerate(zip(turn.wires.each, turn.shards, strict=True)):
             if not needs[k]:
@@ -346,9 +370,9 @@ class Engine:
             variable = call.collected[k] if collect else None
             step = call.step
             total = step.sum_of(variable, layout, links, self.reductions) if step and variable is not None else None
-            dtype = call.signature.options.sum_dtype(shard.dtype)
+            dtypes = Dtypes(wire.dtype, call.signature.options.sum_dtype(shard.dtype), shard.dtype)
             defer = step.defer if step and total else "nothing"
-            flight = self.reductions.start(k, layout, of_parameters[k], links, dtype, shard.dtype, total, defer)
+            flight = self.reductions.start((k, parity), layout, of_parameters[k], links, dtypes, total, defer)
             found[k] = flight if total is None else None
         landed = [None if flight is None else self.reductions.land(flight) for flight in found]
         return [*landed, *of_inputs]
@@ -379,7 +403,11 @@ def engine_of(mesh: DeviceMesh) -> Engine:
 
 
 def _key(tape: Tape | None, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
-    return (tape.number if tape else 0, wires, tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards]))
+    return (tape.number if tape else 0, wires, _identities(shards))
+
+
+def _identities(shards: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards])
 
 
 def _versions(turn: Turn) -> list[int]:

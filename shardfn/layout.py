@@ -21,6 +21,7 @@ from shardfn.mesh import Grid
 from shardfn.spec import P
 
 ALIGNMENT = 64  # bytes
+COARSE = 65536  # bytes a parameter, on average
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,38 @@ class Layout:
                 found.append((at, entry.offset - at))
             at = entry.offset + entry.numel
         return (*found, (at, self.padded - at))
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+        """What each piece holds: `(entry, start, stop, at)`, elements of an entry that stand at `at` in the piece."""
+        found = []
+        for start in range(0, self.padded, self.piece):
+            cut = []
+            for number, entry in enumerate(self.entries):
+                low = min(max(start - entry.offset, 0), entry.numel)
+                high = min(max(start + self.piece - entry.offset, 0), entry.numel)
+                if low < high:
+                    cut.append((number, low, high, entry.offset + low - start))
+            found.append(tuple(cut))
+        return tuple(found)
+
+    @cached_property
+    def holes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each piece: first element and length of each stretch that no parameter uses."""
+        found = []
+        for cut in self.cuts:
+            holes, at = [], 0
+            for _, start, stop, begin in cut:
+                if begin > at:
+                    holes.append((at, begin - at))
+                at = begin + stop - start
+            found.append((*holes, (at, self.piece - at)) if at < self.piece else tuple(holes))
+        return tuple(found)
+
+    @property
+    def coarse(self) -> bool:
+        """Whether parameters are large enough to be worth moving one by one."""
+        return self.total * self.dtype.itemsize >= COARSE * len(self.entries)
 
     @cached_property
     def _splits(self) -> tuple[list[int], list[int]]:

@@ -112,11 +112,40 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
 
 def all_gather(whole: Tensor, link: Link, dtype: torch.dtype) -> Handle:
     """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
-    how = _how(link, "all_gather")
-    if recording():
-        sent = whole.numel() * (link.axis.size - 1) // link.axis.size
-        record("all_gather", link.axis.group, dtype, sent, how, link.names)
+    how = _told("all_gather", whole, dtype, link)
     return TRANSPORTS["all_gather"][how](whole, link)
+
+
+def sends_apart(link: Link, op: str) -> bool:
+    """Whether what is sent, and what is received, need not lie in one buffer."""
+    return _how(link, op) == "direct"
+
+
+def gather_apart(whole: Tensor, own: Tensor, tag: Tensor, link: Link, dtype: torch.dtype) -> Handle:
+    """As `all_gather`, with this rank's piece, `own`, elsewhere. The last piece ends in `tag` in place of its end."""
+    _told("all_gather", whole, dtype, link)
+    pieces: list[list[Tensor]] = [[piece] for piece in whole.view(link.axis.size, -1).unbind()]
+    end = len(own) - len(tag)
+    pieces[-1] = [pieces[-1][0][:end], pieces[-1][0][end:]]
+    out = [own[:end], tag] if link.axis.index == link.axis.size - 1 else [own]
+    return _All(_swap(pieces, [out] * link.axis.size, link, link.gathers, tag=1))
+
+
+def scatter_apart(
+    parts: Sequence[Sequence[Tensor]],
+    into: Sequence[Sequence[Tensor]],
+    add: Callable[[], None],
+    numel: int,
+    dtype: torch.dtype,
+    link: Link,
+) -> Handle:
+    """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, whose own for this one come into
+    `into[i]`, in step; `add` adds up what has come. `numel` elements are what all ranks' pieces have together.
+    """
+    if recording():
+        sent = numel * dtype.itemsize * (link.axis.size - 1) // link.axis.size
+        record("reduce_scatter", link.axis.group, dtype, sent, "direct", link.names)
+    return _All(_swap(into, parts, link, link.reductions, tag=2), add)
 
 
 def reduce_scatter(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
@@ -125,21 +154,25 @@ def reduce_scatter(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int
     `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements like `flat`'s until the wait.
     """
     flat, out = _real(flat), _real(out)
-    how = _how(link, "reduce_scatter")
-    if recording():
-        sent = flat.numel() * flat.element_size() * (link.axis.size - 1) // link.axis.size
-        record("reduce_scatter", link.axis.group, flat.dtype, sent, how, link.names)
+    how = _told("reduce_scatter", flat, flat.dtype, link)
     return TRANSPORTS["reduce_scatter"][how](flat, out, link, scratch)
 
 
 def all_reduce(x: Tensor, link: Link) -> Handle:
     """Sums `x` over ranks, in place."""
     x = _real(x)
-    how = _how(link, "all_reduce")
-    if recording():
-        sent = 2 * x.numel() * x.element_size() * (link.axis.size - 1) // link.axis.size
-        record("all_reduce", link.axis.group, x.dtype, sent, how, link.names)
+    how = _told("all_reduce", x, x.dtype, link)
     return TRANSPORTS["all_reduce"][how](x, link)
+
+
+def _told(op: str, x: Tensor, dtype: torch.dtype, link: Link) -> str:
+    """The transport, entered in the ledger with what of `x` is sent."""
+    how = _how(link, op)
+    if recording():
+        times = 2 if op == "all_reduce" else 1
+        sent = times * x.numel() * x.element_size() * (link.axis.size - 1) // link.axis.size
+        record(op, link.axis.group, dtype, sent, how, link.names)
+    return how
 
 
 def _real(x: Tensor) -> Tensor:
@@ -170,14 +203,17 @@ def _gather_by_broadcasts(whole: Tensor, link: Link) -> Handle:
 
 def _gather_directly(whole: Tensor, link: Link) -> Handle:
     pieces = whole.view(link.axis.size, -1).unbind()
-    return _All(_swap(pieces, [pieces[link.axis.index]] * len(pieces), link, link.gathers, tag=1))
+    own = [pieces[link.axis.index]]
+    return _All(_swap([[piece] for piece in pieces], [own] * len(pieces), link, link.gathers, tag=1))
 
 
-def _swap(into: Sequence[Tensor], out: Sequence[Tensor], link: Link, group: Any, tag: int) -> list[Any]:
-    """Each other rank `i` gets `out[i]` of this one, and this one gets its own from there into `into[i]`."""
+def _swap(
+    into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], link: Link, group: Any, tag: int
+) -> list[Any]:
+    """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`."""
     others = [i for i in range(link.axis.size) if i != link.axis.index]
-    works = [dist.irecv(into[i], group=group, group_src=i, tag=tag) for i in others]
-    return works + [dist.isend(out[i], group=group, group_dst=i, tag=tag) for i in others]
+    works = [dist.irecv(x, group=group, group_src=i, tag=tag) for i in others for x in into[i]]
+    return works + [dist.isend(x, group=group, group_dst=i, tag=tag) for i in others for x in out[i]]
 
 
 def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
@@ -194,9 +230,6 @@ def _scatter_directly(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[
     received = list(scratch(flat.numel() - own.numel()).view(link.axis.size - 1, -1).unbind())
 
     def add() -> None:
-        if len(received) == 1:
-            torch.add(own, received[0], out=out)
-            return
         # In a narrow dtype each addition would round: all but the last step are done in a wider one.
         wide = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
         torch.add(own, received[0], out=wide) if own.dtype == wide.dtype else wide.copy_(own).add_(received[0])
@@ -205,8 +238,8 @@ def _scatter_directly(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[
         if wide is not out:
             out.copy_(wide)
 
-    into = [*received[:index], own, *received[index:]]
-    return _All(_swap(into, pieces, link, link.reductions, tag=2), add)
+    into = [[piece] for piece in [*received[:index], own, *received[index:]]]
+    return _All(_swap(into, [[piece] for piece in pieces], link, link.reductions, tag=2), add)
 
 
 def _scatter_by_exchange(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:

@@ -97,7 +97,7 @@ class _Grids(threading.local):
     """The meshes that this rank placed values on."""
 
     def __init__(self) -> None:
-        self.meshes: dict[Grid, weakref.ref[DeviceMesh]] = {}
+        self.meshes: dict[Grid, list[weakref.ref[DeviceMesh]]] = {}
 
 
 LEAVE_TOGETHER = timedelta(seconds=10)
@@ -226,7 +226,8 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     grid: Grid | None = mesh.__dict__.get("_shardfn_grid")
     if grid is None:
         grid = mesh.__dict__["_shardfn_grid"] = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
-        _grids.meshes[grid] = weakref.ref(mesh)
+        alive = [known for known in _grids.meshes.get(grid, []) if known() is not None]
+        _grids.meshes[grid] = [*alive, weakref.ref(mesh)]
     return grid
 
 
@@ -238,7 +239,8 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
     """
     mesh = _scope.mesh
     if mesh is None:
-        found = _grids.meshes.get(grid, lambda: None)()
+        alive = [known() for known in _grids.meshes.get(grid, [])]
+        found = next((known for known in reversed(alive) if known is not None), None)
         if found is None:
             raise ValueError(f"{where} is placed on a mesh ({grid}) that is gone: call it under shard_map(mesh=...)")
         return found

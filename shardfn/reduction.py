@@ -17,8 +17,9 @@ from torch import Tensor
 
 from shardfn.layout import Layout
 from shardfn.ledger import here, serving
-from shardfn.link import Handle, Link, all_reduce, reduce_scatter
+from shardfn.link import Handle, Link, all_reduce, reduce_scatter, scatter_apart, sends_apart
 
+Place = tuple[int, int]  # which of a stage's buffers, and which of the two memories for it
 Defer = Literal["nothing", "replicas", "everything"]
 
 
@@ -123,9 +124,12 @@ def current_step() -> Step | None:
 class Flight:
     """One gradient on its way."""
 
-    __slots__ = ("later", "links", "out", "reducing", "scattering", "stage", "total")
+    __slots__ = ("later", "links", "out", "place", "reducing", "scattering", "stage", "total")
 
-    def __init__(self, out: Tensor, links: Links, scattering: Handle | None, total: Sum | None, later: bool) -> None:
+    def __init__(
+        self, place: Place, out: Tensor, links: Links, scattering: Handle | None, total: Sum | None, later: bool
+    ) -> None:
+        self.place = place
         self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later
         self.reducing: Handle | None = None
         self.stage = here.stage
@@ -136,8 +140,14 @@ class Flight:
         """Until the scatter is done, whose buffers are free then, and the sum over replicas has begun."""
         if self.scattering is not None:
             scattering, self.scattering = self.scattering, None
-            scattering.wait()
+            self._wait(scattering)
             self._reduce()
+
+    def _wait(self, handle: Handle) -> None:
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"stage {self.stage!r}: summing its gradient failed on this rank: {error}") from error
 
     def _reduce(self) -> None:
         if self.links.replica is not None and not self.later:
@@ -149,10 +159,31 @@ class Flight:
         self.scattered()
         if self.reducing is not None:
             reducing, self.reducing = self.reducing, None
-            reducing.wait()
+            self._wait(reducing)
         if self.total is not None:
             self.total.add(self.out)
         return self.out
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of a gradient: as the function gives it, as it is summed, and as it arrives."""
+
+    function: torch.dtype
+    sum: torch.dtype
+    shard: torch.dtype
+
+
+def _goes_apart(layout: Layout, links: Links, dtypes: Dtypes) -> bool:
+    """Whether gradients are sent from where they are. What decides is the same on every rank."""
+    return (
+        links.shard is not None
+        and sends_apart(links.shard, "reduce_scatter")
+        and layout.coarse
+        and dtypes.function == dtypes.sum == dtypes.shard
+        and (dtypes.sum.itemsize >= 4 or links.shard.axis.size == 2)  # else each addition would round
+        and not dtypes.sum.is_complex
+    )
 
 
 Spread = tuple[Tensor, list[Tensor], list[Tensor]]
@@ -181,28 +212,33 @@ class Reductions:
 
     def start(
         self,
-        place: int,
+        place: Place,
         layout: Layout,
         gradients: Sequence[Tensor | None],
         links: Links,
-        dtype: torch.dtype,
-        out_dtype: torch.dtype,
+        dtypes: Dtypes,
         total: Sum | None,
         defer: Defer,
     ) -> Flight | None:
-        """Sends the gradients of one buffer's parameters on their way; `place` tells the buffers of a stage apart."""
+        """Sends the gradients of one buffer's parameters on their way; `place` says by which memory."""
         if total is not None and defer == "everything":
             if total.whole is None:
-                total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
+                total.whole = torch.zeros(layout.padded, dtype=dtypes.sum, device=self.device)
             known = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
-            torch._foreach_add_([view for view, _ in known], [g.to(dtype) for _, g in known])
+            if known:
+                torch._foreach_add_([view for view, _ in known], [g.to(dtypes.sum) for _, g in known])
             return None
-        self.scattered()  # the scratch memory is free again
-        flat = self._flat(place, layout, gradients, links, dtype)
-        return self._send(place, layout, flat, links, out_dtype, total, defer != "nothing")
+        for flight in self.flights:
+            if flight.place == place:
+                flight.scattered()  # its scratch memory is free then
+        later = defer != "nothing"
+        if _goes_apart(layout, links, dtypes):
+            return self._send_apart(place, layout, gradients, links, dtypes.sum, total, later)
+        flat = self._flat(place, layout, gradients, links, dtypes.sum)
+        return self._send(place, layout, flat, links, dtypes.shard, total, later)
 
     def _flat(
-        self, place: int, layout: Layout, gradients: Sequence[Tensor | None], links: Links, dtype: torch.dtype
+        self, place: Place, layout: Layout, gradients: Sequence[Tensor | None], links: Links, dtype: torch.dtype
     ) -> Tensor:
         """The gradients one after another, as their parameters lie in the layout."""
         if links.shard is None:  # this rank's whole gradient is the piece itself
@@ -223,7 +259,7 @@ class Reductions:
 
     def _send(
         self,
-        place: int,
+        place: Place,
         layout: Layout,
         flat: Tensor,
         links: Links,
@@ -235,13 +271,51 @@ class Reductions:
             if links.replica is not None and not later and flat.dtype != out_dtype:
                 all_reduce(flat, links.replica).wait()
                 later = True
-            flight = Flight(flat.to(out_dtype), links, None, total, later)
+            flight = Flight(place, flat.to(out_dtype), links, None, total, later)
         else:
             out = torch.empty(layout.piece, dtype=out_dtype, device=self.device)
             scattering = reduce_scatter(
                 flat, out, links.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
             )
-            flight = Flight(out, links, scattering, total, later)
+            flight = Flight(place, out, links, scattering, total, later)
+        self.flights.append(flight)
+        return flight
+
+    def _send_apart(
+        self,
+        place: Place,
+        layout: Layout,
+        gradients: Sequence[Tensor | None],
+        links: Links,
+        dtype: torch.dtype,
+        total: Sum | None,
+        later: bool,
+    ) -> Flight:
+        """Sends what other ranks sum from the gradients themselves, and adds what comes to this rank's own."""
+        shard = links.shard
+        assert shard is not None
+        flats = [
+            torch.zeros(entry.numel, dtype=dtype, device=self.device) if g is None else g.reshape(-1)
+            for g, entry in zip(gradients, layout.entries, strict=True)
+        ]
+        index, size = shard.axis.index, shard.axis.size
+        parts = [[flats[k][start:stop] for k, start, stop, _ in cut] for cut in layout.cuts]
+        cut = layout.cuts[index]
+        out = torch.empty(layout.piece, dtype=dtype, device=self.device)
+        for at, length in layout.holes[index]:
+            out[at : at + length].zero_()
+        received = self.scratch(("received", place), layout.piece * (size - 1), dtype).view(size - 1, -1)
+        into = [[row[at : at + stop - start] for _, start, stop, at in cut] for row in received.unbind()]
+
+        def add() -> None:
+            for n, (own, (_, start, stop, at)) in enumerate(zip(parts[index], cut, strict=True)):
+                target = out[at : at + stop - start]
+                torch.add(own, into[0][n], out=target)
+                for more in into[1:]:
+                    target.add_(more[n])
+
+        scattering = scatter_apart(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
+        flight = Flight(place, out, links, scattering, total, later)
         self.flights.append(flight)
         return flight
 
@@ -270,8 +344,8 @@ class Reductions:
                 if step.defer == "everything" and total.whole is not None:
                     whole, total.whole, total.out = total.whole, None, None
                     self.scattered()
-                    self._send(0, total.layout, whole, total.links, total.dtype, total, False)
+                    self._send((0, 0), total.layout, whole, total.links, total.dtype, total, False)
                 elif step.defer == "replicas" and total.out is not None:
                     out, total.out = total.out, None
-                    self.flights.append(Flight(out, total.links, None, total, False))
+                    self.flights.append(Flight((0, 0), out, total.links, None, total, False))
         self.drain()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shardfn import compat
 from shardfn.layout import Layout
-from shardfn.link import Handle, Link, all_gather
+from shardfn.link import Handle, Link, all_gather, gather_apart, sends_apart
 from shardfn.signature import Wire, Wires
 
 Key = tuple[Any, ...]
@@ -40,7 +41,7 @@ class Slot:
         sources: the shards that `holds` speaks of, so that no other tensor takes their identity.
         works: what is under way into it.
         views: parameters in it, by what they are views for.
-        parts: pieces of it, by the wire that fills them.
+        parts: what each wire fills of it.
         users: calls that keep it.
     """
 
@@ -53,8 +54,8 @@ class Slot:
         self.holds: Key | None = None
         self.sources: tuple[Tensor, ...] = ()
         self.works: list[Handle] = []
-        self.views: dict[Any, Any] = {}
-        self.parts: dict[Any, Any] = {}
+        self.views: dict[tuple[Wire, bool], list[Tensor]] = {}
+        self.parts: dict[Wire, Part] = {}
         self.users = 0
 
     def fill(self, holds: Key, wires: Wires, shards: tuple[Tensor, ...], link_of: LinkOf) -> None:
@@ -63,29 +64,35 @@ class Slot:
         self.forget()
         for wire, values in zip(wires.each, shards, strict=True):
             if wire.moves:
-                region, own, tail = self._parts(wire)
-                own.copy_(values.detach())
-                axis = link_of(wire.layout.placement.axes, wire.layout)
-                if axis is not None:
-                    self._start(axis, wire, region, tail)
+                self._start(wire, values.detach(), link_of(wire.layout.placement.axes, wire.layout))
         self.holds, self.sources = holds, shards
 
-    def _start(self, axis: Link, wire: Wire, region: Tensor, tail: Tensor) -> None:
-        if axis.axis.index == axis.axis.size - 1:
-            tail.copy_(wire.tag)
-        work = all_gather(region, axis, wire.dtype)
-        self.works.append(_Arrival(work, tail, wire) if axis.checks else work)
+    def _start(self, wire: Wire, values: Tensor, axis: Link | None) -> None:
+        part = self.part(wire)
+        part.apart = bool(
+            axis and sends_apart(axis, "all_gather") and values.dtype == wire.dtype and values.is_contiguous()
+        )
+        if axis is None:
+            part.own.copy_(values)
+            return
+        last = axis.axis.index == axis.axis.size - 1
+        if part.apart:
+            for start, stop in part.shared:
+                part.own[start:stop].copy_(values[start:stop])
+            work = gather_apart(part.region, values.view(torch.uint8), wire.tag, axis, wire.dtype)
+        else:
+            part.own.copy_(values)
+            if last:
+                part.tail.copy_(wire.tag)
+            work = all_gather(part.region, axis, wire.dtype)
+        self.works.append(_Arrival(work, part.tail, wire) if axis.checks and not last else work)
 
-    def _parts(self, wire: Wire) -> tuple[Tensor, Tensor, Tensor]:
-        """The bytes of one buffer, this rank's piece of them in its dtype, and the end of the last piece."""
+    def part(self, wire: Wire) -> Part:
+        """The part of it that one wire fills."""
         found = self.parts.get(wire)
         if found is None:
-            layout = wire.layout
-            index = layout.grid.index(compat.global_rank(), layout.placement.axes)
             with lasting():
-                region = self.write[wire.start : wire.stop]
-                own = region.view(wire.dtype).view(layout.size, -1)[index]
-                found = self.parts[wire] = (region, own, region[len(region) - len(wire.tag) :])
+                found = self.parts[wire] = _part(self.write[wire.start : wire.stop], wire)
         return found
 
     def settle(self) -> None:
@@ -97,6 +104,38 @@ class Slot:
     def forget(self) -> None:
         """What it holds shall not be used again."""
         self.holds, self.sources = None, ()
+
+
+@dataclass
+class Part:
+    """The bytes of one buffer in a slot.
+
+    Attributes:
+        region: all of them.
+        own: this rank's piece, in its dtype.
+        tail: the end of the last piece.
+        apart: whether this rank's piece stays where it is, but for parameters that are cut.
+        shared: where in the piece these are.
+        inner: the parameters that are not cut: number, first element in the piece, elements, shape.
+    """
+
+    region: Tensor
+    own: Tensor
+    tail: Tensor
+    shared: list[tuple[int, int]]
+    inner: list[tuple[int, int, int, tuple[int, ...]]]
+    apart: bool = False
+
+
+def _part(region: Tensor, wire: Wire) -> Part:
+    layout = wire.layout
+    index = layout.grid.index(compat.global_rank(), layout.placement.axes)
+    own = region.view(wire.dtype).view(layout.size, -1)[index]
+    cuts = layout.cuts[index]
+    whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]
+    shared = [(at, at + stop - start) for k, start, stop, at in cuts if stop - start < layout.entries[k].numel]
+    inner = [(k, at, length, layout.entries[k].shape) for k, at, length in whole]
+    return Part(region, own, region[len(region) - len(wire.tag) :], shared, inner)
 
 
 class _Arrival:
@@ -125,18 +164,28 @@ def whole_parameters(
     slot: Slot | None, wires: Wires, shards: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[list[Tensor]]:
     """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself."""
-    key = (wires, *needs[: len(shards)])
-    found: list[list[Tensor]] | None = slot.views.get(key) if slot else None
-    if found is None:
-        found = []
-        with lasting():
-            for wire, values, need in zip(wires.each, shards, needs, strict=False):
-                moved = slot is not None and wire.moves
-                whole = slot.buffer[wire.start : wire.stop].view(wire.dtype) if slot and moved else values.detach()
-                found.append([view.detach().requires_grad_(need) for view in wire.layout.views(whole)])
-        if slot and all(wire.moves for wire in wires.each):
-            slot.views[key] = found
-    return found
+    with lasting():
+        return [
+            _of_slot(slot, wire, values, need) if slot and wire.moves else _leaves(wire.layout, values, need)
+            for wire, values, need in zip(wires.each, shards, needs, strict=False)
+        ]
+
+
+def _leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
+    return [view.detach().requires_grad_(need) for view in layout.views(whole.detach())]
+
+
+def _of_slot(slot: Slot, wire: Wire, values: Tensor, need: bool) -> list[Tensor]:
+    known: list[Tensor] | None = slot.views.get((wire, need))
+    if known is None:
+        buffer = slot.buffer[wire.start : wire.stop].view(wire.dtype)
+        known = slot.views[(wire, need)] = _leaves(wire.layout, buffer, need)
+    part = slot.part(wire)
+    if part.apart:
+        known, own = list(known), values.detach()
+        for number, at, length, shape in part.inner:
+            known[number] = own[at : at + length].view(shape).requires_grad_(need)
+    return known
 
 
 class Ring:

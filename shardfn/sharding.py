@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from shardfn import collectives, compat
 from shardfn.agree import agree
-from shardfn.layout import FlatShard, Layout, Placement, assemble, is_stage, lay, stage_shards
+from shardfn.layout import FlatShard, Layout, Placement, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.mesh import AxisName, as_names, axis_of, check_axes, grid_of, mesh_of, scope
 from shardfn.random import mixed
-from shardfn.spec import ByPath, P, dotted, is_dtensor, local_shape, sliced
+from shardfn.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -202,11 +203,11 @@ def shard_named(
                 raise ValueError(f"{name!r} is no parameter: the tree has {_some(rules.places)}")
             if name not in waiting:
                 raise ValueError(f"{name!r} came twice")
-            flat, number, wanted = waiting.pop(name)
-            if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
+            flat, number, shape = waiting.pop(name)
+            if tensor.shape != shape or tensor.dtype != flat.layout.dtype:
                 raise ValueError(
-                    f"{name!r} is {tensor.dtype} {tuple(tensor.shape)}, but the tree has {wanted.dtype} "
-                    f"{tuple(wanted.shape)}: convert it on the way"
+                    f"{name!r} is {tensor.dtype} {tuple(tensor.shape)}, but the tree has {flat.layout.dtype} "
+                    f"{tuple(shape)}: convert it on the way"
                 )
             rules.fill(flat, number, name, tensor)
         if waiting:
@@ -250,8 +251,8 @@ class _Rules:
         if isinstance(specs, ByPath) and specs.strict:
             self.unused |= {rule.pattern for rule, _ in specs.rules}
         self.told: list[str] = []
-        self.places: dict[str, tuple[FlatShard, int, Tensor]] = {}
-        self.owners: dict[Any, str] = {}
+        self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
+        self.owners: dict[Any, tuple[weakref.ref[Tensor], str]] = {}
 
     def map_stages(self, tree: Any, f: Callable[[str, Any], Any], made: Callable[[str, Any], Any] | None = None) -> Any:
         """The tree with `f(path, subtree)` in place of each stage."""
@@ -260,7 +261,7 @@ class _Rules:
     def _walk(self, node: Any, path: str, depth: int, f: Any, made: Any) -> Any:
         if node is None:
             return None
-        leaf = optree.tree_is_leaf(node)
+        leaf = is_flat(node) or optree.tree_is_leaf(node)
         if made and leaf and callable(node) and not isinstance(node, Tensor):
             return self._walk(made(path, node), path, depth, f, made)
         if self._ends(node, path, depth, leaf):
@@ -289,7 +290,7 @@ class _Rules:
 
     def cut(self, path: str, subtree: Any) -> Any:
         """One stage's parameters as flat shards."""
-        accessors, leaves, tree = optree.tree_flatten_with_accessor(subtree)
+        accessors, leaves, tree = optree.tree_flatten_with_accessor(subtree, is_leaf=is_flat)
         if not leaves:
             return subtree
         names = [".".join(word for word in (path, dotted(accessor)) if word) for accessor in accessors]
@@ -301,7 +302,7 @@ class _Rules:
                 seen[same].append(number)
                 continue
             seen[same] = [number]
-            trainable = (leaf.is_floating_point() or leaf.is_complex()) and not self._frozen(name)
+            trainable = not self._frozen(name) and (leaf.is_floating_point() or leaf.is_complex())
             key = str(leaf.dtype).removeprefix("torch.") + ("" if trainable else " frozen")
             spec = self._spec(name)
             groups.setdefault(key, (leaf.dtype, trainable, []))[2].append(
@@ -317,7 +318,7 @@ class _Rules:
         flat = FlatShard(torch.zeros(layout.piece, dtype=dtype, device=self.mesh.device_type), layout)
         self.told.append(str(layout))
         for number, (name, _, shape, _, leaf) in enumerate(parts):
-            self.places[name] = (flat, number, leaf)
+            self.places[name] = (flat, number, leaf.shape)
             if self.filled:
                 self.fill(flat, number, name, leaf)
             else:
@@ -342,7 +343,11 @@ class _Rules:
 
     def _identity(self, name: str, leaf: Any, stage: str) -> Any:
         if isinstance(leaf, FlatShard) or not isinstance(leaf, Tensor) or is_dtensor(leaf):
-            what = {True: "a DTensor: pass its full_tensor()"}.get(is_dtensor(leaf), f"of type {type(leaf).__name__}")
+            what = f"of type {type(leaf).__name__}"
+            if is_dtensor(leaf) or is_flat(leaf):
+                what = (
+                    "a DTensor: pass its full_tensor()" if is_dtensor(leaf) else "a FlatShard already: unshard it first"
+                )
             raise TypeError(
                 f"{name or 'the tree'} is {what}; parameters are plain tensors (what configures a model belongs in its "
                 f"functions, by functools.partial say)"
@@ -351,8 +356,10 @@ class _Rules:
             same: Any = id(leaf)
         else:
             same = (compat.storage_of(leaf), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
-        owner = self.owners.setdefault(same, stage)
-        if owner != stage:
+        known, owner = self.owners.get(same, (None, stage))
+        if known is None or known() is None:  # the memory of a tensor that is gone may be another's
+            self.owners[same] = (weakref.ref(leaf), stage)
+        elif owner != stage:
             raise ValueError(
                 f"{name} is the same tensor as one in stage {owner!r}: a copy in each stage would be trained apart. "
                 f"Leave it in one and pass that stage's parameters to both functions, or clone it"
@@ -363,8 +370,10 @@ class _Rules:
         both = [axis for axis in spec.axes if axis in self.strategy.axes]
         if both:
             raise ValueError(f"{name}: {spec} cuts over {both[0]!r}, but the strategy cuts the buffer over it already")
-        local = local_shape(leaf.shape, spec, self.mesh, name)
-        return local if self.inputs == "global" else tuple(leaf.shape)
+        if self.inputs == "global":
+            return local_shape(leaf.shape, spec, self.mesh, name)
+        global_shape(leaf.shape, spec, self.mesh, name)
+        return tuple(leaf.shape)
 
     def _spec(self, name: str) -> P:
         if isinstance(self.specs, P):
@@ -395,7 +404,7 @@ def _agreed(rules: _Rules, name: str, run: Callable[[], Any]) -> Any:
     except (ValueError, TypeError) as error:
         agree([str(error)], rules.mesh, name, mine=error)
         raise
-    agree(rules.told, rules.mesh, name, subject=_PARAMETERS)
+    agree(sorted(rules.told), rules.mesh, name, subject=_PARAMETERS)
     return result
 
 
@@ -455,9 +464,16 @@ def _checksum(value: Tensor) -> int:
     data = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
-    whole = len(data) // 8 * 8
-    words = int(data[:whole].view(torch.int64).sum()) if whole else 0
-    return words + 257 * int(data[whole:].sum(dtype=torch.int64))
+    odd = torch.arange(1, 2 * _WORDS, 2, device=data.device)  # so that the order counts
+    words = data[: len(data) // 8 * 8].view(torch.int64)
+    parts = [*words.split(_WORDS), data[len(data) // 8 * 8 :].long()]
+    total = 0
+    for part in parts:
+        total = (total * 0x9E3779B97F4A7C15 + int((part * odd[: len(part)]).sum())) % 2**64
+    return total
+
+
+_WORDS = 1 << 20
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

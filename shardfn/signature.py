@@ -62,6 +62,11 @@ class Wires:
     each: tuple[Wire, ...]
     nbytes: int
 
+    @functools.cached_property
+    def stage(self) -> str:
+        """Path of the stage, or of each of them."""
+        return "+".join(dict.fromkeys(wire.layout.stage for wire in self.each))
+
 
 @dataclass(eq=False)
 class Signature:
@@ -100,7 +105,7 @@ class Signature:
         dtypes = tuple([shard.dtype for shard in shards])
         found = self.known.get(dtypes)
         if found is None:
-            found = self.known[dtypes] = wires_of(self.name, self.options.gather_dtype, self.layouts, dtypes)
+            found = self.known[dtypes] = wires_of(self.options.gather_dtype, self.layouts, dtypes)
         return found
 
     def call(self, leaves: Sequence[Any], views: Sequence[Sequence[Any]]) -> Any:
@@ -152,34 +157,30 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     return Signature(name, function, options, outer, tuple(sources), tuple(shards), tuple(layouts))
 
 
-def wires_of(
-    name: str, gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
-) -> Wires:
-    """How shards with these layouts, of these dtypes, travel to the function of that name; one object for all time."""
+def wires_of(gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> Wires:
+    """How shards with these layouts, of these dtypes, travel; one object for all time."""
     with _lock:  # ranks may be threads
-        return _wires_of(name, gather_dtype, layouts, dtypes)
+        return _wires_of(gather_dtype, layouts, dtypes)
 
 
 _lock = threading.Lock()
 
 
 @functools.cache
-def _wires_of(
-    name: str, gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
-) -> Wires:
+def _wires_of(gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> Wires:
     made, at = [], 0
     for layout, own in zip(layouts, dtypes, strict=True):
         dtype = gather_dtype if gather_dtype and own.is_floating_point else own
         moves = layout.size > 1 or dtype != own
         stop = at + layout.padded * dtype.itemsize * moves
         tail = (layout.padded - layout.total) * dtype.itemsize
-        made.append(Wire(layout, dtype, at, stop, moves, _tag(name, layout, dtype, min(tail, ALIGNMENT))))
+        made.append(Wire(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT))))
         at = -(-stop // 512) * 512
     return Wires(tuple(made), at)
 
 
-def _tag(name: str, layout: Layout, dtype: torch.dtype, length: int) -> Tensor:
-    what = repr((name, layout.stage, layout.entries, layout.placement, layout.padded, dtype))
+def _tag(layout: Layout, dtype: torch.dtype, length: int) -> Tensor:
+    what = repr((layout.stage, layout.entries, layout.placement, layout.padded, dtype))
     digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
-    named = (digest + f"{layout.stage} ({name})".encode())[:length]
+    named = (digest + repr(layout.stage).encode())[:length]
     return torch.tensor(list(named.ljust(length, b" ")), dtype=torch.uint8)

@@ -140,24 +140,23 @@ def layers(items: Iterable[T]) -> Iterator[T]:
         ``for p in layers(params["blocks"]): x = block(p, x)``
     """
     every = list(items)
-    groups = [
-        [flat for part in optree.tree_leaves(item, is_leaf=is_stage) if is_stage(part) for flat in stage_shards(part)]
-        for item in every
-    ]
+    shards = [[flat for part in optree.tree_leaves(item, is_leaf=is_stage) for flat in _flats(part)] for item in every]
+    groups = [(tuple(f.layout for f in flats), tuple(f.values for f in flats)) for flats in shards]
     for i, item in enumerate(every):
-        coming = [
-            (tuple(f.layout for f in group), tuple(f.values for f in group)) for group in groups[i + 1 :][:8] if group
-        ]
-        if not groups[i] or not coming or torch.compiler.is_compiling():
+        if not shards[i] or torch.compiler.is_compiling():
             yield item
             continue
-        first = groups[i][0]
+        first = shards[i][0]
         following = engine_of(mesh_of(first.layout.grid, "layers: a stage")).following
-        following[id(first.values)] = coming
+        following[id(first.values)] = (groups, i + 1)
         try:
             yield item
         finally:
             following.pop(id(first.values), None)
+
+
+def _flats(part: Any) -> list[FlatShard]:
+    return stage_shards(part) if is_stage(part) else []
 
 
 def _called(signature: Signature, leaves: list[Any]) -> Any:
@@ -201,13 +200,13 @@ class _Forward(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        tensors = ctx.saved_tensors
+        tensors = tuple([compat.alive(x) for x in ctx.saved_tensors])
         needs = [bool(asked and can) for asked, can in zip(ctx.needs_input_grad[1:], call.needs, strict=True)]
         cotangents = cotangents[: len(call.differentiable)]
         if not any(needs):
             return (None,) * (1 + len(tensors))
         n = len(call.signature.shards)
-        if compat.inside_batching_or_forward():
+        if compat.inside_batching_or_forward() or any(ct is not None and compat.batched(ct) for ct in cotangents):
             return (None, *_pure_backward(call, needs, cotangents, tensors))
         if not torch.is_grad_enabled():
             collect = call.step is not None and call.step.live
@@ -240,7 +239,7 @@ class _Backward(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors
+        tensors = [compat.alive(x) for x in ctx.saved_tensors]
         moving = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
 
         def again(*variables: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,157 @@
+"""Processes that belong together and wait for their turn, so that several systems can be measured side by side.
+
+Each system has processes of its own: none carries another's memory, and those whose turn it is not are blocked in a
+read, with the CPU left alone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+
+class Crew:
+    """The processes of one system.
+
+    Args:
+        ranks: how many.
+        build: called in each of them, when its process group runs and no parameter exists; returns functions by name.
+        *args: of `build`.
+        environment: variables that the processes start with.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        build: Callable[..., dict[str, Callable[..., Any]]],
+        *args: Any,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        before = dict(os.environ)
+        os.environ.update({"OMP_NUM_THREADS": "1"} | (environment or {}))
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self._ends, self._processes = [], []
+        for rank in range(ranks):
+            ours, theirs = context.Pipe()
+            given = (theirs, Path(self._folder.name, "store").as_uri(), rank, ranks, build, args)
+            process = context.Process(target=_serve, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            self._ends.append(ours)
+            self._processes.append(process)
+        os.environ.clear()
+        os.environ.update(before)
+        self._answers()
+
+    def turn(self, name: str, *args: Any) -> list[Any]:
+        """What the function of that name returns, by rank; all of them run it at once."""
+        for end in self._ends:
+            end.send((name, args))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers = [end.recv() for end in self._ends]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for end in self._ends:
+            end.close()
+        for process in self._processes:
+            if error is not None:
+                process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+@dataclass
+class Usage:
+    """What this process used since it was made.
+
+    Attributes:
+        base: bytes of memory when nothing was there but imports and the process group.
+        idle: CPU seconds spent between turns.
+        waited: seconds between turns.
+    """
+
+    base: float = field(default_factory=lambda: _reset())
+    idle: float = 0.0
+    waited: float = 0.0
+
+    def peak(self) -> float:
+        """The most bytes so far, above the base."""
+        return _status("VmHWM") - self.base
+
+    def again(self) -> float:
+        """Forgets the peak so far; the bytes of memory now."""
+        return _reset()
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all cores of this machine have spent on anything since it started."""
+    user, nice, system, _, _, irq, soft = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def _serve(
+    end: Connection, store: str, rank: int, ranks: int, build: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        dist.barrier()
+        usage = Usage()
+        functions = build(usage, *args)
+        end.send(None)
+    except BaseException as error:
+        end.send(error)
+        raise
+    while True:
+        slept, cpu = time.perf_counter(), time.process_time()
+        try:
+            name, given = end.recv()
+        except EOFError:
+            break
+        usage.waited += time.perf_counter() - slept
+        usage.idle += time.process_time() - cpu
+        try:
+            end.send(functions[name](*given))
+        except BaseException as error:
+            end.send(error)
+            raise
+    dist.destroy_process_group()
+
+
+def _reset() -> float:
+    """Sets the peak to what is there now, and says how many bytes that is."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _status(name: str) -> float:
+    # Not getrusage: a process begins with the peak of the one that started it.
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, "this is Linux"
+    return int(found[1]) * 1024.0

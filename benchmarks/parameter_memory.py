@@ -1,0 +1,113 @@
+"""How much memory parameters take beside the shards, at the peak: as much for 64 layers as for 4.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.parameter_memory
+
+Two ranks, large weights, one row of data. What is measured is the most memory that the operating system gave to a
+rank, from the moment before there was a parameter. Once with the gradient of the input only: what is
+there then beside the shards is gathered parameters. Once with the gradients of the parameters too. The C library is
+told to return large blocks at once, so that the system's figure is what is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from benchmarks.crew import Crew, Usage
+from benchmarks.model import Params
+from benchmarks.report import Goal, parser, publish
+
+RANKS = 2
+SLOTS = 2  # of the ring, with the default prefetch
+
+
+def block(p: Params, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["up"]) @ p["down"]
+
+
+def layer(width: int) -> Callable[[torch.Generator], Params]:
+    return lambda g: {name: torch.randn(width, width, generator=g).div_(width) for name in ("up", "down")}
+
+
+def model(width: int, layers: int) -> tuple[Any, Callable[..., Any]]:
+    mesh = sf.make_mesh(data=RANKS, device="cpu")
+    params = sf.init_sharded({"blocks": [layer(width)] * layers}, 0, mesh, sf.full_shard("data"))
+    staged = sf.stage(block)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for p in sf.layers(params["blocks"]):
+            x = staged(p, x)
+        return x.square().sum()
+
+    def differentiated(params: Any, x: Tensor, argnums: int) -> Any:
+        return sf.shard_map(sf.value_and_grad(loss, argnums), mesh=mesh, in_specs=(..., ...), out_specs=...)(params, x)
+
+    return params, differentiated
+
+
+def built(usage: Usage, width: int, layers: int) -> dict[str, Callable[..., Any]]:
+    params, differentiated = model(width // 8, 2)  # what torch loads at its first use is no parameter
+    for argnums in (1, 0):
+        differentiated(params, torch.ones(1, width // 8), argnums)
+    del params, differentiated
+    usage.base = usage.again()
+
+    params, differentiated = model(width, layers)
+    x = torch.ones(1, width)
+    shards = [leaf.nbytes for leaf in optree.tree_leaves(params)]
+    peaks = {"init": usage.peak()}
+    for name, argnums in (("gather", 1), ("train", 0)):
+        usage.again()
+        for _ in range(3):
+            differentiated(params, x, argnums)
+        peaks[name] = usage.peak()
+    return {"peaks": lambda: peaks | {"shards": sum(shards), "largest": max(shards) * RANKS}}
+
+
+def measured(width: int, layers: int) -> dict[str, Any]:
+    """Megabytes, of the rank that took most; what is beside something is in units of the largest stage."""
+    with Crew(RANKS, built, width, layers, environment={"MALLOC_MMAP_THRESHOLD_": "1000000"}) as crew:
+        most = {name: max(peaks[name] for peaks in crew.turn("peaks")) / 1e6 for name in crew.turn("peaks")[0]}
+    shards, largest = most["shards"], most["largest"]
+    return {
+        "layers": layers,
+        "shards MB": shards,
+        "largest stage MB": largest,
+        "peak of init MB": most["init"],
+        "beside shards": (most["init"] - shards) / largest,
+        "peak MB": most["gather"],
+        "beside shards ": (most["gather"] - shards) / largest,
+        "with gradients MB": most["train"],
+        "beside shards and gradients": (most["train"] - 2 * shards) / largest,
+    }
+
+
+def main() -> None:
+    options = parser("Peak memory of parameters on 2 ranks, against shards and two of the largest stage.")
+    options.add_argument("--layers", type=int, nargs="+", default=[4, 16, 64])
+    options.add_argument("--width", type=int, default=2048)
+    args = options.parse_args()
+    rows = [measured(args.width, layers) for layers in args.layers]
+    goals = [
+        *(
+            Goal(f"{row['layers']} layers: init beside shards / largest stage", row["beside shards"], 1.1)
+            for row in rows
+        ),
+        *(
+            Goal(f"{row['layers']} layers: gathered / {SLOTS} x largest stage", row["beside shards "] / SLOTS, 1.1)
+            for row in rows
+        ),
+        Goal("gathered, the deepest / the least deep", rows[-1]["beside shards "] / rows[0]["beside shards "], 1.05),
+    ]
+    last = [row["beside shards and gradients"] for row in rows]
+    goals.append(Goal("with gradients, the deepest / the least deep", last[-1] / last[0], 1.05))
+    publish(f"memory of parameters, {RANKS} ranks", rows, goals, args.json)
+
+
+if __name__ == "__main__":
+    main()

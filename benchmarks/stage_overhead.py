@@ -1,0 +1,106 @@
+"""What a stage costs the host beside its computation, forward and backward, for shardfn and for FSDP2.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.stage_overhead
+
+On a fake group nothing moves, and tensors are tiny, so the time is Python and the dispatcher. From each system's time
+that of the same functions on plain tensors is taken off, by the same way of asking for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import shardfn as sf
+from benchmarks.model import Params, Stage
+from benchmarks.report import Goal, interleaved, parser, publish
+from shardfn.testing import World
+
+RANKS, LAYERS, WIDTH = 8, 32, 16
+NAMES = ("norm1", "q", "k", "v", "out", "norm2", "gate", "up", "down")
+
+
+def block(p: Params, x: Tensor) -> Tensor:
+    h = F.rms_norm(x, (WIDTH,), p["norm1"])
+    attended = torch.softmax((h @ p["q"]) @ (h @ p["k"]).mT, -1) @ (h @ p["v"])
+    x = x + attended @ p["out"]
+    h = F.rms_norm(x, (WIDTH,), p["norm2"])
+    return x + (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def layer(g: torch.Generator) -> Params:
+    return {n: torch.ones(WIDTH) if "norm" in n else torch.randn(WIDTH, WIDTH, generator=g) / 8 for n in NAMES}
+
+
+def functional(blocks: Any, function: Callable[[Params, Tensor], Tensor], x: Tensor) -> Callable[[], Any]:
+    def loss(blocks: Any) -> Tensor:
+        y = x
+        for p in sf.layers(blocks):
+            y = function(p, y)
+        return y.sum()
+
+    return lambda: sf.value_and_grad(loss)(blocks)
+
+
+def modular(blocks: list[Params], x: Tensor, sharded: bool) -> Callable[[], None]:
+    model = nn.Sequential(*(Stage(block, p) for p in blocks))
+    if sharded:
+        for each in model:
+            fully_shard(each)
+        fully_shard(model)
+
+    def run() -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    return run
+
+
+def measure(repeats: int, inner: int) -> dict[str, float]:
+    torch.set_num_threads(1)
+    mesh = sf.make_mesh(data=RANKS, device="cpu")
+    makers, x = [layer] * LAYERS, torch.randn(4, WIDTH)
+
+    @sf.shard_map(mesh=mesh, in_specs=(), out_specs=...)
+    def run() -> dict[str, float]:
+        blocks = sf.init_sharded({"blocks": makers}, 0, mesh, sf.full_shard("data"))["blocks"]
+        runs = {
+            "shardfn": functional(blocks, sf.stage(block), x),
+            "shardfn plain": functional(sf.init(makers, 0), block, x),
+            "FSDP2": modular(sf.init(makers, 0), x, True),
+            "FSDP2 plain": modular(sf.init(makers, 0), x, False),
+        }
+        interleaved(runs, repeats=2, inner=inner)
+        return interleaved(runs, repeats=repeats, inner=inner)
+
+    return dict(run())
+
+
+def main() -> None:
+    options = parser("Host time of a stage, forward and backward, beside the same functions on plain tensors.")
+    options.add_argument("--repeats", type=int, default=21)
+    args = options.parse_args()
+    (took,) = World(RANKS, kind="fake", deadline=600).run(measure, args.repeats, 3)
+    us = {name: seconds / LAYERS * 1e6 for name, seconds in took.items()}
+    rows = [
+        {
+            "system": name,
+            "sharded us": us[name],
+            "plain us": us[f"{name} plain"],
+            "overhead us": us[name] - us[f"{name} plain"],
+        }
+        for name in ("shardfn", "FSDP2")
+    ]
+    ours, theirs = (float(row["overhead us"]) for row in rows)
+    goals = [Goal("shardfn, us", ours, 300), Goal("shardfn / FSDP2", ours / theirs, 1 / 8)]
+    title = f"one of {LAYERS} stages of {len(NAMES)} parameters, forward + backward, fake group of {RANKS}"
+    publish(title, rows, goals, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Gradients of a batch, a micro-batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.testing import World
+from tests.reference import worst
+
+D, DEPTH = 4, 3
+DEFERS = ["nothing", "replicas", "everything"]
+UNEVEN = [1, 4, 2, 1]
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w"] + p["b"])
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+
+
+def params() -> Any:
+    blocks = [{"w": normal(D, D, seed=2 * i), "b": normal(D, seed=2 * i + 1)} for i in range(DEPTH)]
+    return {"blocks": blocks, "frozen": normal(D, seed=20), "unused": normal(3, seed=21)}
+
+
+def net(stage: Any, ps: Any, x: Tensor) -> Tensor:
+    f = stage(layer)
+    for p in sf.layers(ps["blocks"]):
+        x = f(p, x)
+    return stage(torch.mul)(ps["frozen"], x)
+
+
+def plainly(f: Any) -> Any:
+    return f
+
+
+def placements() -> list[sf.Placement]:
+    both = ("replica", "shard")
+    return [
+        sf.hybrid_shard("shard", "replica"),
+        sf.hybrid_shard_zero2("shard", "replica"),
+        sf.full_shard(both),
+        sf.ddp(both),
+    ]
+
+
+def distance(got: Any, want: Any) -> float:
+    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
+    assert one == other
+    return worst((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
+
+
+def exact(sizes: dict[str, int], options: dict[str, Any]) -> Any:
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    n, rank = mesh.size(), mesh.get_rank()
+    plain, rows = params(), normal(n, sum(UNEVEN), D, seed=50)
+    count = n * sum(UNEVEN)
+
+    def joint(ps: Any) -> Tensor:
+        return net(plainly, ps, rows.flatten(0, 1)).square().sum() / count
+
+    want = torch.func.grad(joint)(plain)
+    want["frozen"] = torch.zeros(D, dtype=torch.float64)
+    found: dict[Any, float] = {}
+    for placement in placements():
+        flat = sf.shard(plain, mesh, placement, frozen=["frozen"])
+
+        def loss(ps: Any, x: Tensor) -> Tensor:
+            return net(lambda f: sf.stage(f, **options), ps, x).square().sum() / count
+
+        def stream(pieces: Any) -> Iterator[Tensor]:
+            yield from pieces
+
+        one, _ = sf.value_and_grad(loss)(flat, rows[rank])
+        for defer in DEFERS:
+            for batches in (stream(rows[rank].split(UNEVEN)), [(rows[rank],)])[: 1 if options else 2]:
+                value, gradient = sf.accumulate(loss, batches, defer=defer)(flat)  # type: ignore[arg-type]
+                assert gradient["frozen"].values is None
+                gradient["frozen"] = optree.tree_map(torch.zeros_like, flat["frozen"])
+                assert not value.requires_grad
+                key = (str(placement), defer)
+                off = worst([distance(sf.unshard(gradient), want), (value - one).abs().item()])
+                found[key] = worst([off, found.get(key, 0.0)])
+    return found
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"remat": True}, {"reshard": False}, {"prefetch": 0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.world(4, "threads")
+def test_uneven_micro_batches_give_the_gradient_of_the_whole_batch(world: World, options: Any) -> None:
+    for sizes in ({"replica": 2, "shard": 2}, {"replica": 4, "shard": 1})[: 1 if options else 2]:
+        for found in world.run(exact, sizes, options):
+            assert worst(found.values()) < 1e-12, found
+
+
+@pytest.mark.world(4)
+def test_uneven_micro_batches_on_processes(world: World) -> None:
+    for found in world.run(exact, {"replica": 2, "shard": 2}, {}):
+        assert worst(found.values()) < 1e-12, found
+
+
+def alone() -> Any:
+    x = normal(8, D, seed=3)
+
+    def loss(ps: Any, x: Tensor) -> Tensor:
+        return net(plainly, ps, x).square().sum()
+
+    want = sf.value_and_grad(loss)(params(), x)
+    return [distance(sf.accumulate(loss, x.split([3, 5]), defer=defer)(params()), want) for defer in DEFERS]  # type: ignore[arg-type]
+
+
+def test_whole_parameters_need_no_process_group() -> None:
+    assert worst(alone()) < 1e-12
+
+
+def test_aux_of_each_micro_batch_comes_in_order() -> None:
+    seen: list[Tensor] = []
+
+    def loss(p: Tensor, x: Tensor, k: int) -> Any:
+        y = (p * x).sum()
+        seen.append(y)
+        return y, {"k": k, "y": y, "words": ("a", None)}
+
+    p, xs = torch.ones(2), [torch.ones(2), torch.full((2,), 3.0)]
+    (total, auxes), gradient = sf.accumulate(loss, zip(xs, (7, 8), strict=True), has_aux=True)(p)
+    assert total.item() == 8
+    assert gradient.tolist() == [4, 4]
+    assert [aux["k"] for aux in auxes] == [7, 8]
+    assert [aux["y"].item() for aux in auxes] == [2, 6]
+    assert all(not aux["y"].requires_grad for aux in auxes)
+    assert auxes[0]["words"] == ("a", None)
+
+
+def test_batches_of_other_kinds() -> None:
+    p = {"w": torch.ones(2), "n": 3, "ids": torch.tensor([1, 0])}
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        return (p["w"][p["ids"]] * batch["x"]).sum() * p["n"]
+
+    value, gradient = sf.accumulate(loss, [{"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([0.5, 0.0])}])(p)
+    assert value.item() == 10.5
+    assert gradient["w"].tolist() == [6.0, 4.5]
+    assert gradient["n"] is None
+    assert gradient["ids"] is None
+
+
+@pytest.mark.parametrize("batches", [[], (), iter([])], ids=["list", "tuple", "iterator"])
+def test_no_micro_batch_is_refused(batches: Any) -> None:
+    with pytest.raises(ValueError, match="accumulate"):
+        sf.accumulate(lambda p, x: (p * x).sum(), batches)(torch.ones(2))
+
+
+def test_misuse_is_refused() -> None:
+    x = [torch.ones(2)]
+    with pytest.raises(ValueError, match="defer"):
+        sf.accumulate(lambda p, x: (p * x).sum(), x, defer="all")(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="0-d"):
+        sf.accumulate(lambda p, x: p * x, x)(torch.ones(2))
+    with pytest.raises(TypeError, match="has_aux"):
+        sf.accumulate(lambda p, x: ((p * x).sum(), 1), x)(torch.ones(2))
+    with pytest.raises(TypeError, match="has_aux"):
+        sf.accumulate(lambda p, x: (p * x).sum(), x, has_aux=True)(torch.ones(2))
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted(defer: Any) -> Any:
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    plain = params()
+    flat = sf.shard(plain, mesh, sf.hybrid_shard("shard", "replica"))
+    x = normal(4, D, seed=5)
+
+    def loss(ps: Any, x: Tensor) -> Tensor:
+        return net(sf.stage, ps, x).square().sum()
+
+    def batches() -> Iterator[Tensor]:
+        yield x[:2]
+        raise Interrupted
+
+    want = sf.unshard(sf.grad(loss)(flat, x))
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            sf.accumulate(loss, batches(), defer=defer)(flat)
+    return distance(sf.unshard(sf.accumulate(loss, x.split(2), defer=defer)(flat)[1]), want)
+
+
+@pytest.mark.parametrize("defer", DEFERS)
+@pytest.mark.world(4, "threads")
+def test_after_an_exception_the_next_step_is_clean(world: World, defer: Any) -> None:
+    assert worst(world.run(interrupted, defer)) < 1e-12
+
+
+def counted(defer: Any, k: int) -> Any:
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    flat = sf.shard(params(), mesh, sf.hybrid_shard("shard", "replica"))["blocks"]
+    x = normal(2 * k, D, seed=5)
+
+    def loss(ps: Any, x: Tensor) -> Tensor:
+        for p in sf.layers(ps):
+            x = sf.stage(layer)(p, x)
+        return x.square().sum()
+
+    step = sf.accumulate(loss, list(x.split(2)), defer=defer)
+    step(flat)
+    with sf.ledger() as log:
+        step(flat)
+    assert log.count(scheduled=False) == 0
+    whole = sum(2 * p.values.numel() * 8 for p in flat)
+    assert log.bytes(op="reduce_scatter") == log.count(op="reduce_scatter") // DEPTH * whole // 2
+    assert log.bytes(op="all_reduce") == log.count(op="all_reduce") // DEPTH * whole // 2
+    return log.count(op="reduce_scatter"), log.count(op="all_reduce"), log.count(op="all_gather", backward=False)
+
+
+@pytest.mark.parametrize(("defer", "scatters", "sums"), [("nothing", 3, 3), ("replicas", 3, 1), ("everything", 1, 1)])
+@pytest.mark.parametrize("world", [(4, "processes"), (4, "threads")], indirect=True, ids=["4", "4-threads"])
+def test_what_is_put_off_moves_once(world: World, defer: Any, scatters: int, sums: int) -> None:
+    assert world.run(counted, defer, 3) == [(DEPTH * scatters, DEPTH * sums, 3 * DEPTH)] * 4
+
+
+def twice_used(defer: Any) -> Any:
+    """A shard used by a stage and outside of stages: both parts of its gradient count."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    plain = params()["blocks"]
+    flat = sf.shard(plain, mesh, sf.full_shard("shard"))
+    x = normal(mesh.size(), 4, D, seed=5)
+
+    def decay(ps: Any) -> Tensor:
+        return torch.stack([p.values.square().sum() for p in ps]).sum()
+
+    def loss(ps: Any, x: Tensor) -> Tensor:
+        for p in (*ps, ps[0]):
+            x = sf.stage(layer)(p, x)
+        return x.square().sum() + decay(ps)
+
+    def joint(ps: Any) -> Tensor:
+        y = x.flatten(0, 1)
+        for p in (*ps, ps[0]):
+            y = layer(p, y)
+        return y.square().sum() + 2 * torch.stack([t.square().sum() for t in optree.tree_leaves(ps)]).sum()
+
+    got = sf.accumulate(loss, x[mesh.get_rank()].split([1, 3]), defer=defer)(flat)[1]
+    return distance(sf.unshard(got), torch.func.grad(joint)(plain))
+
+
+@pytest.mark.parametrize("defer", DEFERS)
+@pytest.mark.world(2, "threads")
+def test_a_shard_used_in_stages_and_outside(world: World, defer: Any) -> None:
+    assert worst(world.run(twice_used, defer)) < 1e-12
+
+
+def releases(defer: Any) -> Any:
+    """One micro-batch's graph is gone before the next begins."""
+    import weakref
+
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    flat = sf.shard(params()["blocks"], mesh, sf.full_shard("shard"))
+    alive: list[Any] = []
+    most = 0
+
+    def loss(ps: Any, x: Tensor) -> Tensor:
+        nonlocal most
+        most = max(most, sum(ref() is not None for ref in alive))
+        for p in sf.layers(ps):
+            x = sf.stage(layer)(p, x)
+            alive.append(weakref.ref(x))
+        return x.square().sum()
+
+    sf.accumulate(loss, [normal(2, D, seed=k) for k in range(4)], defer=defer)(flat)
+    return most, sum(ref() is not None for ref in alive)
+
+
+@pytest.mark.parametrize("defer", DEFERS)
+@pytest.mark.world(2)
+def test_a_micro_batch_leaves_nothing_behind(world: World, defer: Any) -> None:
+    assert world.run(releases, defer) == [(0, 0)] * 2
