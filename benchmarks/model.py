@@ -79,11 +79,9 @@ def makers(config: Config) -> Params:
     d, f, v = config.width, config.hidden, config.vocabulary
 
     def normal(generator: torch.Generator, *shape: int) -> Tensor:
-        own = (
-            generator
-            if config.device == "cpu"
-            else torch.Generator(config.device).manual_seed(generator.initial_seed())
-        )
+        own = generator
+        if config.device != "cpu":
+            own = torch.Generator(config.device).manual_seed(int(torch.randint(2**62, (), generator=generator)))
         return torch.empty(shape, device=config.device).normal_(0, 0.02, generator=own)
 
     def ones() -> Tensor:

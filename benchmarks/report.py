@@ -60,15 +60,21 @@ def publish(title: str, rows: Sequence[dict[str, Any]], goals: Sequence[Goal], f
         file.write_text(json.dumps({"rows": list(rows), "goals": told}, indent=1) + "\n")
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], *, repeats: int, inner: int) -> dict[str, float]:
+def interleaved(
+    runs: dict[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    inner: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Median seconds of one call of each, taken in turn so that a change of the machine's speed meets all of them."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
-            began = time.perf_counter()
+            began = clock()
             for _ in range(inner):
                 run()
-            times[name].append((time.perf_counter() - began) / inner)
+            times[name].append((clock() - began) / inner)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 

@@ -304,13 +304,14 @@ class Reductions:
         out = torch.empty(layout.piece, dtype=dtype, device=self.device)
         for at, length in layout.holes[index]:
             out[at : at + length].zero_()
-        received = self.scratch(("received", place), layout.piece * (size - 1), dtype).view(size - 1, -1)
-        into = [[row[at : at + stop - start] for _, start, stop, at in cut] for row in received.unbind()]
+        # The first that comes is received where the sum shall be.
+        scratch = self.scratch(("received", place), layout.piece * (size - 2), dtype) if size > 2 else out[:0]
+        arriving = [out, *scratch.view(size - 2, -1).unbind()] if size > 2 else [out]
+        into = [[row[at : at + stop - start] for _, start, stop, at in cut] for row in arriving]
 
         def add() -> None:
-            for n, (own, (_, start, stop, at)) in enumerate(zip(parts[index], cut, strict=True)):
-                target = out[at : at + stop - start]
-                torch.add(own, into[0][n], out=target)
+            for n, own in enumerate(parts[index]):
+                target = into[0][n].add_(own)
                 for more in into[1:]:
                     target.add_(more[n])
 
