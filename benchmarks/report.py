@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -38,7 +39,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 def publish(title: str, rows: Sequence[dict[str, Any]], goals: Sequence[Goal], file: Path | None) -> None:
     """Prints tables of rows, a new one where the columns change, then the goals, and writes both to the file."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     for _, group in itertools.groupby(rows, key=list):
         same = list(group)
         columns = list(same[0])

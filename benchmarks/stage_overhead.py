@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.stage_overhead
 
-On a fake group nothing moves, and tensors are tiny, so the time is Python and the dispatcher: CPU seconds of the one process. From each system's time
-that of the same functions on plain tensors is taken off, by the same way of asking for gradients.
+On a fake group nothing moves, and tensors are tiny, so the time is Python and the dispatcher: CPU seconds of the one
+process. From each system's time that of the same functions on plain tensors is taken off, by the same way of asking
+for gradients.
 """
 
 from __future__ import annotations

@@ -107,10 +107,11 @@ def head(p: Params, x: Tensor) -> Tensor:
 
 def model(params: Params, tokens: Tensor, config: Config) -> Tensor:
     """Logits `[b, t, vocabulary]` for tokens `[b, t]`, from flat shards or from whole parameters alike."""
-    x = embed(params["embed"], tokens)
-    for p in sf.layers(params["blocks"]):
+    ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
+    x = embed(ordered[0], tokens)
+    for p in ordered[1:-1]:
         x = block(p, x, config.heads)
-    return head(params["head"], x)
+    return head(ordered[-1], x)
 
 
 def loss_fn(params: Params, tokens: Tensor, config: Config) -> Tensor:

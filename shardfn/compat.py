@@ -191,8 +191,22 @@ def register_in_torch(cls: type, flatten: Callable[..., Any], unflatten: Callabl
     )
 
 
-all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# The functions of torch.distributed around these take as long as the launch itself.
+_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+_gather_into = "all_gather_single" if _RENAMED else "_allgather_base"
+_scatter_into = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
+_gathering, _scattering = torch._C._distributed_c10d.AllgatherOptions(), dist.ReduceScatterOptions()
+_gathering.asyncOp = _scattering.asyncOp = True
+
+
+def start_all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Begins to fill `whole` with every rank's `own`; the work."""
+    return getattr(group, _gather_into)(whole, own, _gathering)
+
+
+def start_reduce_scatter(out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Begins to sum every rank's `flat` into each rank's `out`; the work."""
+    return getattr(group, _scatter_into)(out, flat, _scattering)
 
 
 _resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009  # not exported

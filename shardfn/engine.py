@@ -24,7 +24,7 @@ from shardfn.ledger import here, serving
 from shardfn.link import Link, link
 from shardfn.reduction import Dtypes, Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
-from shardfn.signature import Signature, Wires, wires_of
+from shardfn.signature import Signature, Wires
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,6 +77,36 @@ class Tape:
         self.kept: dict[Key, Slot] = {}
 
 
+@dataclass(frozen=True)
+class Habit:
+    """How the last call with such layouts gathered its parameters."""
+
+    wires: Wires
+    taped: bool
+    kept: bool
+    name: str
+
+
+class Order:
+    """The shards of stages in the order in which they are going to be used."""
+
+    __slots__ = ("at", "groups", "places")
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups, self.at = groups, 0
+        self.places: dict[int, list[int]] = {}
+        for i, (_, shards) in enumerate(groups):
+            self.places.setdefault(id(shards[0]), []).append(i)
+
+    def after(self, shard: Tensor, count: int) -> list[Group] | None:
+        """What comes after a stage with this first shard; None if there is no such."""
+        places = self.places.get(id(shard))
+        if places is None:
+            return None
+        self.at = next((i for i in places if i >= self.at), places[0]) + 1  # one that occurs again is met in turn
+        return self.groups[self.at : self.at + count]
+
+
 @dataclass(eq=False)
 class Place:
     """Where a call stands: on which tape, how far along it, and its turn there."""
@@ -96,8 +126,9 @@ class Engine:
         self.reductions = Reductions(self.device)
         self.tape = Tape(None)
         self.count = 0  # of slots taken from the ring by calls that no backward follows
-        self.following: dict[int, tuple[list[Group], int]] = {}  # what `layers` will hand out, and where it is
-        self.met: set[Wires] = set()
+        self.orders: list[Order] = []  # what `layers` were told
+        self.compared: set[Wires] = set()
+        self.habits: dict[tuple[Layout, ...], Habit] = {}
         self.reads: dict[Wires, bool] = {}  # whether backward of such a call was seen to need the parameters
         self.checked: set[Any] = set()
         self._links: dict[tuple[str, ...], Link | None] = {}
@@ -178,12 +209,13 @@ class Engine:
         """Gives a call its place on the tape and its slot, which starts to fill."""
         signature, options = call.signature, call.signature.options
         wires = signature.wires(shards)
-        if wires not in self.met:
+        if wires not in self.compared:
             self._meet(signature, wires)
         tape = self._tape(call, wires, shards) if any(call.needs) else None
         turn = Turn(signature.name, wires, shards, _key(tape, wires, shards))
         keep = signature.layouts[0].placement.keep if options.reshard is None else not options.reshard
         turn.kept = keep and tape is not None
+        self.habits[signature.layouts] = Habit(wires, tape is not None, turn.kept, signature.name)
         if wires.nbytes:
             self._take(tape, turn, options.prefetch + 1)
         place = call.place = Place(tape, len(tape.turns) if tape else 0, turn)
@@ -249,15 +281,18 @@ class Engine:
 
     def _ahead(self, call: Call, place: Place) -> None:
         """Starts the gathers of the layers that come next."""
-        options, turn = call.signature.options, place.turn
-        groups, i = self.following.get(id(turn.shards[0]), ([], 0))
-        for layouts, shards in groups[i : i + options.prefetch]:
-            if not shards:
-                continue
-            wires = wires_of(options.gather_dtype, layouts, tuple([shard.dtype for shard in shards]))
-            if wires in self.met and wires.nbytes:
-                coming = Turn(turn.name, wires, shards, _key(place.tape, wires, shards), kept=turn.kept)
-                if not self._take(place.tape, coming, options.prefetch + 1, busy=turn.slot):
+        turn, prefetch = place.turn, call.signature.options.prefetch
+        found: list[Group] | None = None
+        for order in reversed(self.orders):
+            found = order.after(turn.shards[0], prefetch)
+            if found is not None:
+                break
+        for layouts, shards in found or ():
+            habit = self.habits.get(layouts)
+            if habit is not None and habit.wires.nbytes and habit.taped == (place.tape is not None):
+                key = _key(place.tape, habit.wires, shards)
+                coming = Turn(habit.name, habit.wires, shards, key, kept=habit.kept)
+                if not self._take(place.tape, coming, prefetch + 1, busy=turn.slot):
                     return
 
     def _behind(self, call: Call, place: Place) -> None:
@@ -391,7 +426,7 @@ class Engine:
         here.scheduled = False
         agree(told, self.mesh, "stage", subject=_STAGES)
         here.scheduled = True
-        self.met.add(wires)
+        self.compared.add(wires)
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:

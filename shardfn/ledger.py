@@ -83,15 +83,20 @@ here = _Here()
 _open: list[list[Ledger]] = []  # of every thread that records
 
 
-@contextlib.contextmanager
-def serving(stage: str, backward: bool) -> Iterator[None]:
-    """What the engine moves inside is entered for this stage."""
-    before = here.stage, here.backward, here.scheduled
-    here.stage, here.backward, here.scheduled = stage, backward, True
-    try:
-        yield
-    finally:
-        here.stage, here.backward, here.scheduled = before
+class serving:  # a class, since a generator takes four times as long, ten times a stage
+    """A context: what the engine moves inside is entered for this stage."""
+
+    __slots__ = ("backward", "before", "stage")
+
+    def __init__(self, stage: str, backward: bool) -> None:
+        self.stage, self.backward = stage, backward
+
+    def __enter__(self) -> None:
+        self.before = here.stage, here.backward, here.scheduled
+        here.stage, here.backward, here.scheduled = self.stage, self.backward, True
+
+    def __exit__(self, *_: object) -> None:
+        here.stage, here.backward, here.scheduled = self.before
 
 
 @contextlib.contextmanager

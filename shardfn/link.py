@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -69,6 +70,23 @@ class _All:
         self.works, self.then = (), None
 
 
+class _Launched:
+    """Works that another thread starts."""
+
+    __slots__ = ("works",)
+
+    def __init__(self, works: Future[list[Any]]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works.result():
+            work.wait()
+
+
+# A send copies to the other side at once if that waits for it, which would hold up the rank that is late anyway.
+_launcher = ThreadPoolExecutor(1, thread_name_prefix="shardfn-link")
+
+
 def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
     """The axes of the mesh, made ready once. All ranks along them take part the first time."""
     links: dict[tuple[str, ...], Link] = mesh.__dict__.setdefault("_shardfn_links", {})
@@ -128,7 +146,7 @@ def gather_apart(whole: Tensor, own: Tensor, tag: Tensor, link: Link, dtype: tor
     end = len(own) - len(tag)
     pieces[-1] = [pieces[-1][0][:end], pieces[-1][0][end:]]
     out = [own[:end], tag] if link.axis.index == link.axis.size - 1 else [own]
-    return _All(_swap(pieces, [out] * link.axis.size, link, link.gathers, tag=1))
+    return _swap(pieces, [out] * link.axis.size, link, link.gathers, tag=1)
 
 
 def scatter_apart(
@@ -145,7 +163,7 @@ def scatter_apart(
     if recording():
         sent = numel * dtype.itemsize * (link.axis.size - 1) // link.axis.size
         record("reduce_scatter", link.axis.group, dtype, sent, "direct", link.names)
-    return _All(_swap(into, parts, link, link.reductions, tag=2), add)
+    return _All([_swap(into, parts, link, link.reductions, tag=2)], add)
 
 
 def reduce_scatter(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
@@ -191,7 +209,7 @@ def _overrides(mesh: DeviceMesh) -> dict[str, str]:
 
 def _gather_natively(whole: Tensor, link: Link) -> Handle:
     own = whole.view(link.axis.size, -1)[link.axis.index]
-    return compat.all_gather_into(whole, own, group=link.gathers, async_op=True)
+    return compat.start_all_gather(whole, own, link.gathers)
 
 
 def _gather_by_broadcasts(whole: Tensor, link: Link) -> Handle:
@@ -204,23 +222,27 @@ def _gather_by_broadcasts(whole: Tensor, link: Link) -> Handle:
 def _gather_directly(whole: Tensor, link: Link) -> Handle:
     pieces = whole.view(link.axis.size, -1).unbind()
     own = [pieces[link.axis.index]]
-    return _All(_swap([[piece] for piece in pieces], [own] * len(pieces), link, link.gathers, tag=1))
+    return _swap([[piece] for piece in pieces], [own] * len(pieces), link, link.gathers, tag=1)
 
 
 def _swap(
     into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], link: Link, group: Any, tag: int
-) -> list[Any]:
+) -> Handle:
     """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`."""
     others = [i for i in range(link.axis.size) if i != link.axis.index]
-    works = [dist.irecv(x, group=group, group_src=i, tag=tag) for i in others for x in into[i]]
-    return works + [dist.isend(x, group=group, group_dst=i, tag=tag) for i in others for x in out[i]]
+
+    def launch() -> list[Any]:
+        works = [group.recv([x], i, tag) for i in others for x in into[i]]
+        return works + [group.send([x], i, tag) for i in others for x in out[i]]
+
+    return _Launched(_launcher.submit(launch))
 
 
 def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
     if out.dtype == flat.dtype:
-        return compat.reduce_scatter_into(out, flat, group=link.reductions, async_op=True)
+        return compat.start_reduce_scatter(out, flat, link.reductions)
     narrow = scratch(out.numel())
-    work = compat.reduce_scatter_into(narrow, flat, group=link.reductions, async_op=True)
+    work = compat.start_reduce_scatter(narrow, flat, link.reductions)
     return _All([work], lambda: out.copy_(narrow))
 
 
@@ -239,7 +261,7 @@ def _scatter_directly(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[
             out.copy_(wide)
 
     into = [[piece] for piece in [*received[:index], own, *received[index:]]]
-    return _All(_swap(into, [[piece] for piece in pieces], link, link.reductions, tag=2), add)
+    return _All([_swap(into, [[piece] for piece in pieces], link, link.reductions, tag=2)], add)
 
 
 def _scatter_by_exchange(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:

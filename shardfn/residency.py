@@ -164,15 +164,15 @@ def whole_parameters(
     slot: Slot | None, wires: Wires, shards: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[list[Tensor]]:
     """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself."""
-    with lasting():
-        return [
-            _of_slot(slot, wire, values, need) if slot and wire.moves else _leaves(wire.layout, values, need)
-            for wire, values, need in zip(wires.each, shards, needs, strict=False)
-        ]
+    return [
+        _of_slot(slot, wire, values, need) if slot and wire.moves else _leaves(wire.layout, values, need)
+        for wire, values, need in zip(wires.each, shards, needs, strict=False)
+    ]
 
 
 def _leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
-    return [view.detach().requires_grad_(need) for view in layout.views(whole.detach())]
+    with lasting():
+        return [view.detach().requires_grad_(need) for view in layout.views(whole.detach())]
 
 
 def _of_slot(slot: Slot, wire: Wire, values: Tensor, need: bool) -> list[Tensor]:
@@ -182,9 +182,10 @@ def _of_slot(slot: Slot, wire: Wire, values: Tensor, need: bool) -> list[Tensor]
         known = slot.views[(wire, need)] = _leaves(wire.layout, buffer, need)
     part = slot.part(wire)
     if part.apart:
-        known, own = list(known), values.detach()
-        for number, at, length, shape in part.inner:
-            known[number] = own[at : at + length].view(shape).requires_grad_(need)
+        with lasting():
+            known, own = list(known), values.detach()
+            for number, at, length, shape in part.inner:
+                known[number] = own[at : at + length].view(shape).requires_grad_(need)
     return known
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardfn import collectives, compat
 from shardfn.call import Call, cast, enter, refuse_inside, running
-from shardfn.engine import engine_of
+from shardfn.engine import Order, engine_of
 from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.ledger import here
 from shardfn.mesh import current_mesh, known_axes, mesh_of, scope
@@ -130,29 +131,47 @@ def stage(
     return staged
 
 
-def layers(items: Iterable[T]) -> Iterator[T]:
-    """The parameters of one layer after another; while a stage runs on one, those of the next are gathered.
+class Layers(Sequence[T]):
+    """What `layers` returns: its items. While it is alive, the engine knows what comes after what."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = list(items)
+        shards = [
+            [flat for part in optree.tree_leaves(item, is_leaf=is_stage) for flat in _flats(part)]
+            for item in self._items
+        ]
+        for grid in dict.fromkeys(flats[0].layout.grid for flats in shards if flats):
+            groups = [
+                (tuple(f.layout for f in flats), tuple(f.values for f in flats))
+                for flats in shards
+                if flats and flats[0].layout.grid == grid
+            ]
+            orders, order = engine_of(mesh_of(grid, "layers: a stage")).orders, Order(groups)
+            orders.append(order)
+            weakref.finalize(self, orders.remove, order).atexit = False
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._items[i]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def layers(items: Iterable[T]) -> Sequence[T]:
+    """The parameters of layers in the order of their use; while a stage runs on one, those of the next are gathered.
 
     Args:
         items: parameters of stages, in the order in which they will be used, each by its stage.
 
+    Returns:
+        The same items. Their order is known to the engine as long as this sequence is alive.
+
     Example:
-        ``for p in layers(params["blocks"]): x = block(p, x)``
+        ``for p in layers(params["blocks"]): x = block(p, x)``, or for a whole model
+        ``ordered = layers([params["embed"], *params["blocks"], params["head"]])``, of which it uses ``ordered[0]``,
+        ``ordered[1:-1]`` and ``ordered[-1]``.
     """
-    every = list(items)
-    shards = [[flat for part in optree.tree_leaves(item, is_leaf=is_stage) for flat in _flats(part)] for item in every]
-    groups = [(tuple(f.layout for f in flats), tuple(f.values for f in flats)) for flats in shards]
-    for i, item in enumerate(every):
-        if not shards[i] or torch.compiler.is_compiling():
-            yield item
-            continue
-        first = shards[i][0]
-        following = engine_of(mesh_of(first.layout.grid, "layers: a stage")).following
-        following[id(first.values)] = (groups, i + 1)
-        try:
-            yield item
-        finally:
-            following.pop(id(first.values), None)
+    return list(items) if torch.compiler.is_compiling() else Layers(items)
 
 
 def _flats(part: Any) -> list[FlatShard]:

@@ -117,6 +117,63 @@ def test_backward_gathers_what_the_ring_no_longer_holds(world: World, prefetch: 
         assert found["others"] == 0
 
 
+def gathered_when_the_embedding_runs() -> Any:
+    seen: list[list[str]] = []
+    logs: list[sf.Ledger] = []
+
+    def looking(p: Any, tokens: Tensor) -> Tensor:
+        seen.append([one.stage for log in logs for one in log.records])
+        return embed(p, tokens)
+
+    s = Setting()
+    s.embed = sf.stage(looking)
+
+    def whole_order(ps: Any) -> Tensor:
+        ordered = sf.layers([ps["embed"], *ps["blocks"], ps["head"]])
+        x = s.embed(ordered[0], s.tokens)
+        for p in ordered[1:-1]:
+            x = s.block(p, x)
+        return s.head(ordered[-1], x).square().sum()
+
+    s.step(whole_order)
+    with sf.ledger() as log:
+        logs.append(log)
+        s.step(whole_order)
+    return seen[-1], kinds(log)
+
+
+@both_kinds
+def test_the_first_block_is_gathered_while_the_embedding_runs(world: World) -> None:
+    for seen, found in world.run(gathered_when_the_embedding_runs):
+        assert seen == ["embed", "blocks.0"]
+        assert found["forward"] == NAMES
+        assert found["backward"] == NAMES[-3:0:-1]
+
+
+def a_layer_that_comes_again(prefetch: int) -> Any:
+    s = Setting(prefetch=prefetch)
+    a, b, c = s.flat["blocks"][:3]
+
+    def loss(_: Any) -> Tensor:
+        x = torch.ones(2, D, dtype=torch.float64)
+        for p in sf.layers([a, b, a, c]):
+            x = s.block(p, x)
+        return x.square().sum()
+
+    with torch.no_grad():
+        loss(None)
+        with sf.ledger() as log:
+            loss(None)
+    return kinds(log)["forward"]
+
+
+@pytest.mark.world(2, "threads")
+def test_what_follows_a_layer_that_comes_again(world: World) -> None:
+    a, b, c = NAMES[1:4]
+    for prefetch in (0, 1, 2):
+        assert world.run(a_layer_that_comes_again, prefetch) == [[a, b, a, c]] * 2
+
+
 @both_kinds
 def test_gathers_and_scatters_are_issued_in_the_order_of_the_program(world: World) -> None:
     for found in world.run(a_step, {}):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import shardfn as sf
+from shardfn import layout
 from shardfn.testing import strategies as draws
 from shardfn.testing import world
 from tests.reference import worst
@@ -144,7 +145,7 @@ MIXED = draws.tensors(
 )
 
 
-def check(data: st.DataObject, leaves: Any, kind: Any, n: int) -> None:
+def check(data: st.DataObject, leaves: Any, kind: Any, n: int, compared: Any = compare) -> None:
     sizes = data.draw(draws.mesh_sizes(world=n))
     placement = data.draw(placements(list(sizes)))
     trees = data.draw(st.lists(draws.pytrees(leaves, max_leaves=4), min_size=1, max_size=4))
@@ -156,7 +157,7 @@ def check(data: st.DataObject, leaves: Any, kind: Any, n: int) -> None:
     options = data.draw(st.lists(OPTIONS, min_size=len(trees), max_size=len(trees)))
     program = data.draw(programs(len(trees)))
     how = data.draw(st.sampled_from(["backward", "value_and_grad"]))
-    for found in world(n, kind).within(20).run(compare, sizes, placement, trees, frozen, options, program, how):
+    for found in world(n, kind).within(20).run(compared, sizes, placement, trees, frozen, options, program, how):
         assert worst(found) < 1e-12, found
 
 
@@ -176,3 +177,18 @@ def test_any_program_with_several_dtypes(data: st.DataObject) -> None:
 @given(data=st.data())
 def test_any_program_on_processes(data: st.DataObject) -> None:
     check(data, MIXED, "processes", 2)
+
+
+def compare_one_by_one(*args: Any) -> Any:
+    """With gradients sent as those of large parameters are, each from where it is."""
+    before, layout.COARSE = layout.COARSE, 0
+    try:
+        return compare(*args)
+    finally:
+        layout.COARSE = before
+
+
+@settings(COMMUNICATING, max_examples=25)
+@given(data=st.data())
+def test_any_program_with_parameters_that_move_one_by_one(data: st.DataObject) -> None:
+    check(data, MIXED, "processes", data.draw(st.sampled_from([2, 4])), compare_one_by_one)
