@@ -473,7 +473,7 @@ def _checksum(value: Tensor) -> int:
     return total
 
 
-_WORDS = 1 << 20
+_WORDS = 2**16  # summed at a time, so that little memory is needed
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:
