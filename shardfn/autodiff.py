@@ -170,7 +170,8 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
     with torch.enable_grad(), Step(variables, defer) as step:
         for value, aux in losses(optree.tree_unflatten(treedef, mixed)):
             if value.requires_grad and variables:
-                found = torch.autograd.grad(value, variables, allow_unused=True)
+                with step.differentiating():
+                    found = torch.autograd.grad(value, variables, allow_unused=True)
                 sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
             values.append(value.detach())
             auxes.append(optree.tree_map(_detached, aux))
@@ -206,7 +207,8 @@ def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor
             keep = outside and (any(leaf.requires_grad for leaf in leaves) or _reaches_others((value, aux), variables))
             by_autograd: list[Tensor | None] = [None] * len(variables)
             if value.requires_grad and variables:
-                by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
+                with step.differentiating():
+                    by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
             collected = step.finish()
         found = [
             _total(g, collected.get(id(variable)), variable) for g, variable in zip(by_autograd, variables, strict=True)

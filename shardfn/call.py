@@ -181,13 +181,18 @@ def differentiated(
 ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
     """Gradients with respect to each shard's parameters, and to the inputs, where needed."""
     n = len(made.parameters)
+    found: list[Tensor | None]
     wanted = [p for ps, need in zip(made.parameters, needs[:n], strict=True) if need for p in ps]
     wanted += [x for x, need in zip(made.inputs, needs[n:], strict=True) if need]
     pairs = [(y, ct) for y, ct in zip(made.outputs, cotangents, strict=True) if ct is not None and y.requires_grad]
-    found: list[Tensor | None] = [None] * len(wanted)
-    if pairs and wanted:
+    asked = [x for x in wanted if x.requires_grad]  # the function may have said that it needs none of some
+    found = [None] * len(asked)
+    if pairs and asked:
         ys, cts = zip(*pairs, strict=True)
-        found = list(torch.autograd.grad(ys, wanted, cts, allow_unused=True))
+        found = list(torch.autograd.grad(ys, asked, cts, allow_unused=True))
+    if len(asked) < len(wanted):
+        rest = iter(found)
+        found = [next(rest) if x.requires_grad else None for x in wanted]
     rest = iter(found)
     of_parameters: list[list[Tensor | None]] = [
         [next(rest) for _ in ps] if need else [] for ps, need in zip(made.parameters, needs[:n], strict=True)
@@ -300,11 +305,29 @@ def refuse_closure(signature: Signature, made: Residuals) -> None:
         raise RuntimeError(_closes_over(signature, lost[0]))
 
 
+def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
+    """Raises TypeError for an output in which tensors hide."""
+    for leaf in leaves:
+        if leaf is not _TENSOR and any(isinstance(x, Tensor) for x in getattr(leaf, "__dict__", {}).values()):
+            kind = type(leaf).__name__
+            raise TypeError(
+                f"stage {signature.name} ({signature.stage!r}) returns a {kind}, which is no pytree node, with tensors "
+                f"in it: their gradients would be lost. Return a tuple or dict, or register {kind} with optree"
+            )
+
+
+def apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs in memory of their own: autograd outside does not know of views of inputs made inside."""
+    taken = {compat.storage_of(x) for x in inputs}
+    return [y.clone() if compat.storage_of(y) in taken else y for y in outputs]
+
+
 def writes(signature: Signature) -> str:
     """What is wrong with writing into parameters."""
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function writes into its parameters. They are lent to "
-        f"it, a gathered copy or the shard itself: compute a new tensor, and update parameters outside of stages"
+        f"stage {signature.name} ({signature.stage!r}): its function writes into its parameters, or into another "
+        f"tensor that it was given. Parameters are lent to it, a gathered copy or the shard itself, and it may run "
+        f"again in backward: compute a new tensor, and update parameters outside of stages"
     )
 
 

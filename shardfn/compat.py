@@ -334,3 +334,9 @@ def release_threads() -> None:
     group = _threaded().ProcessLocalGroup
     with group._coll_lock:
         group.exception_handle(None)
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs on this thread; -1 for none."""
+    number: int = torch._C._current_graph_task_id()
+    return number

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from shardfn import compat
 from shardfn.agree import agree
-from shardfn.call import Call, Residuals, Watch, differentiated, refuse_closure, refuse_returned, run, writes
+from shardfn.call import (
+    Call,
+    Residuals,
+    Watch,
+    apart,
+    differentiated,
+    refuse_closure,
+    refuse_opaque,
+    refuse_returned,
+    run,
+    writes,
+)
 from shardfn.layout import Layout
 from shardfn.ledger import here, serving
 from shardfn.link import Link, link
@@ -164,7 +175,7 @@ class Engine:
                 call.differentiable = [records and (y.is_floating_point() or y.is_complex()) for y in made.outputs]
             if not records and place.turn.slot is not None:
                 place.turn.slot.forget()
-            return tuple([y.detach() for y in made.outputs])
+            return tuple([y.detach() for y in apart(made.outputs, inputs)])
 
     def backward(
         self,
@@ -349,7 +360,7 @@ class Engine:
             own.add(compat.storage_of(slot.buffer))
         watch = self._watch(signature, turn, own) if records else None
         parameters = whole_parameters(slot, turn.wires, turn.shards, call.needs)
-        versions = _versions(turn)
+        versions = _versions(turn, inputs)
         try:
             made = run(call, self.mesh, parameters, inputs, records, watch.context() if watch else None)
         except RuntimeError as error:
@@ -360,12 +371,13 @@ class Engine:
             with call.surroundings.again():
                 made = run(call, self.mesh, parameters, inputs, records, None)
         finally:
-            written = _versions(turn) != versions
+            written = _versions(turn, inputs) != versions
             if written and slot is not None:
                 slot.forget()
         if written:
             raise RuntimeError(writes(signature))
         refuse_returned(signature, made.outputs, own)
+        refuse_opaque(signature, call.static)
         if watch:
             turn.reads = self.reads[turn.wires] = watch.saw
         if (records and (signature, turn.wires) not in self.checked) or (
@@ -445,11 +457,10 @@ def _identities(shards: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
     return tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards])
 
 
-def _versions(turn: Turn) -> list[int]:
-    """Change when the function writes into its parameters."""
+def _versions(turn: Turn, inputs: tuple[Tensor, ...]) -> list[int]:
+    """Change when the function writes into its parameters, or into what else it was given."""
     watched = [] if turn.slot is None else [turn.slot.buffer]
-    watched += [x for x in turn.shards if not x.is_inference()]
-    return [x._version for x in watched]
+    return [x._version for x in (*watched, *turn.shards, *inputs) if not x.is_inference()]
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

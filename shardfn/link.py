@@ -171,7 +171,12 @@ def reduce_scatter(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int
 
     `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements like `flat`'s until the wait.
     """
-    flat, out = _real(flat), _real(out)
+    if flat.is_complex():
+        complex_scratch, flat, out = scratch, _real(flat), _real(out)
+
+        def scratch(n: int) -> Tensor:
+            return _real(complex_scratch(n // 2))
+
     how = _told("reduce_scatter", flat, flat.dtype, link)
     return TRANSPORTS["reduce_scatter"][how](flat, out, link, scratch)
 

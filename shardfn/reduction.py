@@ -7,20 +7,27 @@ collects gradients past autograd and ends when all have arrived, lets them fly; 
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from shardfn.layout import Layout
+from shardfn import compat
+from shardfn.layout import ALIGNMENT, Layout
 from shardfn.ledger import here, serving
 from shardfn.link import Handle, Link, all_reduce, reduce_scatter, scatter_apart, sends_apart
 
 Place = tuple[int, int]  # which of a stage's buffers, and which of the two memories for it
 Defer = Literal["nothing", "replicas", "everything"]
+
+
+_UNKNOWN = -2  # no backward pass has this number
 
 
 class Sum:
@@ -66,6 +73,7 @@ class Step:
         self.sums: dict[int, Sum] = {}
         self.defer = defer
         self.live = False
+        self.pass_: int | None = None
         self.engines: list[Member] = []
 
     def __enter__(self) -> Step:
@@ -78,6 +86,24 @@ class Step:
         self.live = False
         for engine in self.engines:
             engine.end()
+
+    @contextlib.contextmanager
+    def differentiating(self) -> Iterator[None]:
+        """The backward pass inside is the one whose gradients the step collects."""
+        self.pass_ = _UNKNOWN
+        try:
+            yield
+        finally:
+            self.pass_ = None
+
+    def collects(self) -> bool:
+        """Whether the backward pass that runs is that one, and not one that was started for something else."""
+        if not self.live or self.pass_ is None:
+            return False
+        now = compat.backward_pass()
+        if self.pass_ == _UNKNOWN:
+            self.pass_ = now
+        return self.pass_ == now
 
     def join(self, engine: Member) -> None:
         """The stages of one more mesh take part."""
@@ -121,15 +147,34 @@ def current_step() -> Step | None:
     return _steps.open[-1] if _steps.open else None
 
 
+@functools.lru_cache(maxsize=4096)
+def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What stands at the end of the last piece, where no parameter is: 1, and digits that say which stage it is.
+
+    Their sum over ranks is these times the first of them, unless ranks sum different stages.
+    """
+    n = ALIGNMENT // layout.dtype.itemsize
+    digest = hashlib.blake2b(repr((layout.stage, layout.entries, layout.padded)).encode(), digest_size=n).digest()
+    digits = [digit if dtype.itemsize > 2 else digit % 2 for digit in digest]  # so that sums are exact
+    return torch.tensor([1, *digits[1:]], dtype=dtype, device=device)
+
+
 class Flight:
     """One gradient on its way."""
 
-    __slots__ = ("later", "links", "out", "place", "reducing", "scattering", "stage", "total")
+    __slots__ = ("later", "layout", "links", "out", "place", "reducing", "scattering", "stage", "total")
 
     def __init__(
-        self, place: Place, out: Tensor, links: Links, scattering: Handle | None, total: Sum | None, later: bool
+        self,
+        place: Place,
+        layout: Layout,
+        out: Tensor,
+        links: Links,
+        scattering: Handle | None,
+        total: Sum | None,
+        later: bool,
     ) -> None:
-        self.place = place
+        self.place, self.layout = place, layout
         self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later
         self.reducing: Handle | None = None
         self.stage = here.stage
@@ -141,7 +186,25 @@ class Flight:
         if self.scattering is not None:
             scattering, self.scattering = self.scattering, None
             self._wait(scattering)
+            self._check()
             self._reduce()
+
+    def _check(self) -> None:
+        """Takes the marks off the last piece, and looks whether all ranks meant the same stage."""
+        shard = self.links.shard
+        if shard is None or not shard.checks or shard.axis.index != shard.axis.size - 1:
+            return
+        marks = _marks(self.layout, self.out.dtype, self.out.device)
+        end = self.out[len(self.out) - len(marks) :]
+        told = "ranks sum the gradients of different stages"
+        if end.device.type != "cpu":
+            compat.assert_on_device((end == marks * end[0]).all(), told)
+        elif not torch.equal(end, marks * end[0]):
+            raise RuntimeError(
+                f"stage {self.stage!r}: its gradient came together with another stage's: {told}. Whose output the "
+                f"loss uses must be the same on every rank, or be differentiated by shardfn.value_and_grad"
+            )
+        end.zero_()
 
     def _wait(self, handle: Handle) -> None:
         try:
@@ -271,13 +334,15 @@ class Reductions:
             if links.replica is not None and not later and flat.dtype != out_dtype:
                 all_reduce(flat, links.replica).wait()
                 later = True
-            flight = Flight(place, flat.to(out_dtype), links, None, total, later)
+            flight = Flight(place, layout, flat.to(out_dtype), links, None, total, later)
         else:
+            marks = _marks(layout, flat.dtype, flat.device)
+            flat[len(flat) - len(marks) :].copy_(marks)
             out = torch.empty(layout.piece, dtype=out_dtype, device=self.device)
             scattering = reduce_scatter(
                 flat, out, links.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
             )
-            flight = Flight(place, out, links, scattering, total, later)
+            flight = Flight(place, layout, out, links, scattering, total, later)
         self.flights.append(flight)
         return flight
 
@@ -300,14 +365,18 @@ class Reductions:
         ]
         index, size = shard.axis.index, shard.axis.size
         parts = [[flats[k][start:stop] for k, start, stop, _ in cut] for cut in layout.cuts]
-        cut = layout.cuts[index]
+        places = [(at, at + stop - start) for _, start, stop, at in layout.cuts[index]]
+        marks = _marks(layout, dtype, self.device)
+        parts[-1].append(marks)
+        if index == size - 1:
+            places.append((layout.piece - len(marks), layout.piece))
         out = torch.empty(layout.piece, dtype=dtype, device=self.device)
         for at, length in layout.holes[index]:
             out[at : at + length].zero_()
         # The first that comes is received where the sum shall be.
         scratch = self.scratch(("received", place), layout.piece * (size - 2), dtype) if size > 2 else out[:0]
         arriving = [out, *scratch.view(size - 2, -1).unbind()] if size > 2 else [out]
-        into = [[row[at : at + stop - start] for _, start, stop, at in cut] for row in arriving]
+        into = [[row[start:stop] for start, stop in places] for row in arriving]
 
         def add() -> None:
             for n, own in enumerate(parts[index]):
@@ -316,7 +385,7 @@ class Reductions:
                     target.add_(more[n])
 
         scattering = scatter_apart(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
-        flight = Flight(place, out, links, scattering, total, later)
+        flight = Flight(place, layout, out, links, scattering, total, later)
         self.flights.append(flight)
         return flight
 
@@ -348,5 +417,5 @@ class Reductions:
                     self._send((0, 0), total.layout, whole, total.links, total.dtype, total, False)
                 elif step.defer == "replicas" and total.out is not None:
                     out, total.out = total.out, None
-                    self.flights.append(Flight((0, 0), out, total.links, None, total, False))
+                    self.flights.append(Flight((0, 0), total.layout, out, total.links, None, total, False))
         self.drain()

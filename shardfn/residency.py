@@ -175,9 +175,14 @@ def _leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
         return [view.detach().requires_grad_(need) for view in layout.views(whole.detach())]
 
 
+def _untouched(p: Tensor, need: bool) -> bool:
+    """Whether a function that it was lent to left it as it was."""
+    return p.requires_grad is need and not p._backward_hooks and p.grad is None
+
+
 def _of_slot(slot: Slot, wire: Wire, values: Tensor, need: bool) -> list[Tensor]:
     known: list[Tensor] | None = slot.views.get((wire, need))
-    if known is None:
+    if known is None or not all(map(_untouched, known, [need] * len(known))):
         buffer = slot.buffer[wire.start : wire.stop].view(wire.dtype)
         known = slot.views[(wire, need)] = _leaves(wire.layout, buffer, need)
     part = slot.part(wire)

@@ -228,7 +228,7 @@ class _Forward(Function):
         if compat.inside_batching_or_forward() or any(ct is not None and compat.batched(ct) for ct in cotangents):
             return (None, *_pure_backward(call, needs, cotangents, tensors))
         if not torch.is_grad_enabled():
-            collect = call.step is not None and call.step.live
+            collect = call.step is not None and call.step.collects()
             return (None, *call.engine.backward(call, needs, cotangents, tensors[n:], collect))
         given = [ct is not None for ct in cotangents]
         found = iter(_Backward.apply(call, needs, given, *(ct for ct in cotangents if ct is not None), *tensors))  # type: ignore[no-untyped-call]
@@ -347,9 +347,13 @@ def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tens
     if not compat.inside_transform():
         return [x.requires_grad for x in (*shards, *inputs)]
     return [
-        *(x.is_floating_point() and layout.trainable for x, layout in zip(shards, signature.layouts, strict=True)),
-        *(x.is_floating_point() or x.is_complex() for x in inputs),
+        *(_moves(x) and layout.trainable for x, layout in zip(shards, signature.layouts, strict=True)),
+        *map(_moves, inputs),
     ]
+
+
+def _moves(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -368,7 +372,7 @@ def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
                 f"stage {signature.name}: {layout.stage!r} holds shape {tuple(values.shape)}, but its piece is "
                 f"({layout.piece},): a stack of shards goes through torch.func.vmap, anything else is another layout"
             )
-        shards.append(values)
+        shards.append(values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values)
     return tuple(shards)
 
 
