@@ -169,9 +169,11 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
     values, auxes = [], []
     with torch.enable_grad(), Step(variables, defer) as step:
         for value, aux in losses(optree.tree_unflatten(treedef, mixed)):
-            if value.requires_grad and variables:
+            if variables:
                 with step.differentiating():
-                    found = torch.autograd.grad(value, variables, allow_unused=True)
+                    found: Sequence[Tensor | None] = [None] * len(variables)
+                    if value.requires_grad:
+                        found = torch.autograd.grad(value, variables, allow_unused=True)
                 sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
             values.append(value.detach())
             auxes.append(optree.tree_map(_detached, aux))
@@ -206,8 +208,8 @@ def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor
             value, aux = loss(*variables)
             keep = outside and (any(leaf.requires_grad for leaf in leaves) or _reaches_others((value, aux), variables))
             by_autograd: list[Tensor | None] = [None] * len(variables)
-            if value.requires_grad and variables:
-                with step.differentiating():
+            with step.differentiating():
+                if value.requires_grad and variables:
                     by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
             collected = step.finish()
         found = [

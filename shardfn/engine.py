@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardfn import compat
+from shardfn import collectives, compat
 from shardfn.agree import agree
 from shardfn.call import (
     Call,
@@ -33,8 +34,9 @@ from shardfn.call import (
 from shardfn.layout import Layout
 from shardfn.ledger import here, serving
 from shardfn.link import Link, link
+from shardfn.mesh import scope, sizes
 from shardfn.reduction import Dtypes, Links, Reductions, Step
-from shardfn.residency import Key, Ring, Slot, whole_parameters
+from shardfn.residency import Key, Ring, Saved, Slot, whole_parameters
 from shardfn.signature import Signature, Wires
 
 if TYPE_CHECKING:
@@ -55,27 +57,39 @@ class Turn:
     """One call's place on the tape, and what gathering its parameters takes.
 
     Attributes:
+        signature: of the call.
         key: says what a slot must hold for it.
+        needs: what of it is differentiated.
         slot: where its parameters are, or have to be again for its backward; None if it needs none.
         kept: whether the slot is its own until its backward.
         reads: whether its backward reads the parameters.
+        saved: what of its parameters it needs, where they are not gathered again.
+        collected: the shards whose gradient its step takes from it, None for the others.
         done: whether its backward has run.
     """
 
-    name: str
+    signature: Signature
     wires: Wires
     shards: tuple[Tensor, ...]
     key: Key
+    needs: tuple[bool, ...] = ()
     slot: Slot | None = None
     kept: bool = False
     reads: bool = True
+    saved: Saved | None = None
+    collected: Sequence[Tensor | None] = ()
     done: bool = False
+
+    @property
+    def kind(self) -> Any:
+        """What calls of its kind have in common."""
+        return self.signature, self.wires, self.needs
 
 
 class Tape:
     """The calls of one step that may see a backward, in order."""
 
-    __slots__ = ("closed", "count", "kept", "number", "shards", "step", "turns", "waiting")
+    __slots__ = ("closed", "count", "front", "kept", "number", "shards", "step", "turns", "waiting")
 
     def __init__(self, step: Step | None) -> None:
         self.number = next(_numbers)  # what keys know it by: a reference would be a cycle, and keep gradients alive
@@ -84,6 +98,7 @@ class Tape:
         self.shards: dict[Wires, Any] = {}  # which tensors each stage was called with
         self.count = 0  # of slots taken from the ring
         self.closed = False
+        self.front: int | None = None  # the last turn that backward has come to
         self.step = step
         self.kept: dict[Key, Slot] = {}
 
@@ -95,7 +110,7 @@ class Habit:
     wires: Wires
     taped: bool
     kept: bool
-    name: str
+    signature: Signature
 
 
 class Order:
@@ -140,7 +155,9 @@ class Engine:
         self.orders: list[Order] = []  # what `layers` were told
         self.compared: set[Wires] = set()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
-        self.reads: dict[Wires, bool] = {}  # whether backward of such a call was seen to need the parameters
+        self.reads: dict[
+            tuple[Signature, Wires], bool
+        ] = {}  # whether backward of such a call was seen to need the parameters
         self.checked: set[Any] = set()
         self._links: dict[tuple[str, ...], Link | None] = {}
 
@@ -205,14 +222,37 @@ class Engine:
                 if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
                     self._take(None, turn, call.signature.options.prefetch + 1)
                 self._gather(turn)
-            self._behind(call, place)
+            self._behind(place)
             if made is None:
                 with call.surroundings.again():
                     made = self._run(call, turn, inputs, True)
-            gradients = differentiated(made, needs, cotangents)
-            found = self._reduced(call, turn, needs, gradients, collect)
+            with turn.slot.showing(turn.saved) if turn.slot else nullcontext():
+                gradients = differentiated(made, needs, cotangents)
+            of_shards = self._reduced(place, call.step, needs, gradients[0], collect)
             self._done(place)
-            return found
+            return [*of_shards, *gradients[1]]
+
+    def catch_up(self, tape: Tape, stop: int) -> None:
+        """Takes the part of this rank in the backward of later calls, whose outputs its own loss does not use.
+
+        Other ranks' losses may: what travels there comes in the order of the tape, on every rank.
+        """
+        front = len(tape.turns) if tape.front is None else tape.front
+        for index in range(front - 1, stop - 1, -1):
+            turn = tape.turns[index]
+            if turn.done or not any(x is not None for x in turn.collected):
+                continue
+            place = Place(tape, index, turn)
+            tape.closed = True
+            with serving(turn.wires.stage, backward=True):
+                if turn.reads or turn.signature.options.remat not in (False, "offload"):
+                    self._gather(turn)
+                self._behind(place)
+                nothing: list[list[Tensor | None]] = [[None] * len(wire.layout.entries) for wire in turn.wires.each]
+                needs = [x is not None for x in turn.collected]
+                self._reduced(place, tape.step, needs, nothing, True)
+                self._done(place)
+        tape.front = min(front, stop)
 
     # --- gathering ---
 
@@ -223,10 +263,10 @@ class Engine:
         if wires not in self.compared:
             self._meet(signature, wires)
         tape = self._tape(call, wires, shards) if any(call.needs) else None
-        turn = Turn(signature.name, wires, shards, _key(tape, wires, shards))
+        turn = Turn(signature, wires, shards, _key(tape, wires, shards), tuple(call.needs), collected=call.collected)
         keep = signature.layouts[0].placement.keep if options.reshard is None else not options.reshard
         turn.kept = keep and tape is not None
-        self.habits[signature.layouts] = Habit(wires, tape is not None, turn.kept, signature.name)
+        self.habits[signature.layouts] = Habit(wires, tape is not None, turn.kept, signature)
         if wires.nbytes:
             self._take(tape, turn, options.prefetch + 1)
         place = call.place = Place(tape, len(tape.turns) if tape else 0, turn)
@@ -248,9 +288,9 @@ class Engine:
             or self.tape.shards.get(wires, now) != now
         ):
             self.tape = Tape(call.step)
+            if call.step is not None:
+                call.step.join(self, self.tape)
         self.tape.shards[wires] = now
-        if call.step is not None:
-            call.step.join(self)
         return self.tape
 
     def _take(self, tape: Tape | None, turn: Turn, slots: int, busy: Slot | None = None) -> bool:
@@ -283,7 +323,9 @@ class Engine:
             slot.settle()
         except RuntimeError as error:
             slot.forget()
-            raise RuntimeError(f"stage {turn.name}: gathering its parameters failed on this rank: {error}") from error
+            raise RuntimeError(
+                f"stage {turn.signature.name}: gathering its parameters failed on this rank: {error}"
+            ) from error
 
     def _fill(self, turn: Turn) -> None:
         assert turn.slot is not None, "a turn that moves bytes has a slot"
@@ -302,15 +344,15 @@ class Engine:
             habit = self.habits.get(layouts)
             if habit is not None and habit.wires.nbytes and habit.taped == (place.tape is not None):
                 key = _key(place.tape, habit.wires, shards)
-                coming = Turn(habit.name, habit.wires, shards, key, kept=habit.kept)
+                coming = Turn(habit.signature, habit.wires, shards, key, kept=habit.kept)
                 if not self._take(place.tape, coming, prefetch + 1, busy=turn.slot):
                     return
 
-    def _behind(self, call: Call, place: Place) -> None:
+    def _behind(self, place: Place) -> None:
         """Starts the gathers for the calls whose backward comes next."""
         if place.tape is None:
             return
-        left = call.signature.options.prefetch
+        left = place.turn.signature.options.prefetch
         for turn in reversed(place.tape.turns[: place.index]):
             if left == 0:
                 return
@@ -358,7 +400,7 @@ class Engine:
         own = {compat.storage_of(x) for x in turn.shards}
         if slot is not None:
             own.add(compat.storage_of(slot.buffer))
-        watch = self._watch(signature, turn, own) if records else None
+        watch = self._watch(signature, turn, own) if records and not here.backward else None
         parameters = whole_parameters(slot, turn.wires, turn.shards, call.needs)
         versions = _versions(turn, inputs)
         try:
@@ -366,8 +408,7 @@ class Engine:
         except RuntimeError as error:
             if watch is None or watch.device is not None or "saved tensor hooks" not in str(error):
                 raise
-            watch = None  # the function uses torch.func, which lets nobody watch
-            self.reads[turn.wires] = True
+            watch.saw = True  # the function uses torch.func, which lets nobody watch
             with call.surroundings.again():
                 made = run(call, self.mesh, parameters, inputs, records, None)
         finally:
@@ -379,7 +420,7 @@ class Engine:
         refuse_returned(signature, made.outputs, own)
         refuse_opaque(signature, call.static)
         if watch:
-            turn.reads = self.reads[turn.wires] = watch.saw
+            self._saw(turn, watch.saw)
         if (records and (signature, turn.wires) not in self.checked) or (
             not records and any(y.requires_grad for y in made.outputs)
         ):
@@ -387,42 +428,52 @@ class Engine:
             self.checked.add((signature, turn.wires))
         return made
 
+    def _saw(self, turn: Turn, reads: bool) -> None:
+        """Whether a call's backward will gather, which all ranks must do or none: they agree once."""
+        kind = turn.kind
+        if kind not in self.reads:
+            here.scheduled = False
+            with scope(self.mesh), torch.no_grad():
+                flag = torch.tensor(float(reads), device=self.device)
+                self.reads[kind] = bool(collectives.psum(flag, tuple(sizes(self.mesh))))
+            here.scheduled = True
+        turn.reads = self.reads[kind]
+        if reads and not turn.reads and turn.slot is not None:
+            turn.saved = turn.slot.save()
+
     def _watch(self, signature: Signature, turn: Turn, own: set[int]) -> Watch | None:
         """What watches a run's autograd; nothing where a call like it was seen to save parameters.
 
         A stage that did not is watched at every call, since gathering for its backward is left out.
         """
         offload = signature.options.remat == "offload" and self.device.type != "cpu"
-        if (self.reads.get(turn.wires, False) and not offload) or not compat.saved_tensors_hooks_allowed():
+        if (self.reads.get(turn.kind, False) and not offload) or not compat.saved_tensors_hooks_allowed():
             return None
         return Watch(signature, own, self.device if offload else None)
 
     def _reduced(
         self,
-        call: Call,
-        turn: Turn,
+        place: Place,
+        step: Step | None,
         needs: Sequence[bool],
-        gradients: tuple[list[list[Tensor | None]], list[Tensor | None]],
+        of_parameters: list[list[Tensor | None]],
         collect: bool,
     ) -> list[Tensor | None]:
         """The gradients of the parameters become those of the shards."""
-        of_parameters, of_inputs = gradients
-        parity = call.place.index % 2 if call.place else 0  # the same memory for the same call at every step
+        turn, parity = place.turn, place.index % 2  # the same memory for the same call at every step
         found: list[Any] = [None] * len(turn.shards)
         for k, (wire, shard) in enumerate(zip(turn.wires.each, turn.shards, strict=True)):
             if not needs[k]:
                 continue
             layout = wire.layout
             links = Links(self.link(layout.placement.axes, layout), self.link(layout.placement.replicas, layout))
-            variable = call.collected[k] if collect else None
-            step = call.step
+            variable = turn.collected[k] if collect else None
             total = step.sum_of(variable, layout, links, self.reductions) if step and variable is not None else None
-            dtypes = Dtypes(wire.dtype, call.signature.options.sum_dtype(shard.dtype), shard.dtype)
+            dtypes = Dtypes(wire.dtype, turn.signature.options.sum_dtype(shard.dtype), shard.dtype)
             defer = step.defer if step and total else "nothing"
             flight = self.reductions.start((k, parity), layout, of_parameters[k], links, dtypes, total, defer)
             found[k] = flight if total is None else None
-        landed = [None if flight is None else self.reductions.land(flight) for flight in found]
-        return [*landed, *of_inputs]
+        return [None if flight is None else self.reductions.land(flight) for flight in found]
 
     def _meet(self, signature: Signature, wires: Wires) -> None:
         """What runs here for the first time is compared between ranks, and the ring made large enough for its like."""

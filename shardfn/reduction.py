@@ -75,6 +75,7 @@ class Step:
         self.live = False
         self.pass_: int | None = None
         self.engines: list[Member] = []
+        self.tapes: list[tuple[Member, Any]] = []
 
     def __enter__(self) -> Step:
         _steps.open.append(self)
@@ -93,8 +94,17 @@ class Step:
         self.pass_ = _UNKNOWN
         try:
             yield
+            self.catch_up()
         finally:
             self.pass_ = None
+        self.tapes.clear()
+
+    def catch_up(self, tape: Any = None, index: int = -1) -> None:
+        """This rank's part in the backward of calls that came after that one, if its own loss does not use them."""
+        for engine, other in reversed(self.tapes):
+            engine.catch_up(other, index + 1 if other is tape else 0)
+            if other is tape:
+                break
 
     def collects(self) -> bool:
         """Whether the backward pass that runs is that one, and not one that was started for something else."""
@@ -105,10 +115,11 @@ class Step:
             self.pass_ = now
         return self.pass_ == now
 
-    def join(self, engine: Member) -> None:
-        """The stages of one more mesh take part."""
+    def join(self, engine: Member, tape: Any) -> None:
+        """The calls on one more tape take part."""
         if engine not in self.engines:
             self.engines.append(engine)
+        self.tapes.append((engine, tape))
 
     def finish(self) -> dict[int, Tensor]:
         """The gradients that stages gave, by the identity of their variable, when all have arrived."""
@@ -129,6 +140,9 @@ class Member(Protocol):
     """What a step needs to know of an engine."""
 
     reductions: Reductions
+
+    def catch_up(self, tape: Any, stop: int) -> None:
+        """Takes part in the backward of calls on a tape, down to that one, that have had none."""
 
     def end(self) -> None:
         """The step is over."""
@@ -162,19 +176,19 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
 class Flight:
     """One gradient on its way."""
 
-    __slots__ = ("later", "layout", "links", "out", "place", "reducing", "scattering", "stage", "total")
+    __slots__ = ("later", "links", "marks", "out", "place", "reducing", "scattering", "stage", "total")
 
     def __init__(
         self,
         place: Place,
-        layout: Layout,
+        marks: Tensor | None,
         out: Tensor,
         links: Links,
         scattering: Handle | None,
         total: Sum | None,
         later: bool,
     ) -> None:
-        self.place, self.layout = place, layout
+        self.place, self.marks = place, marks
         self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later
         self.reducing: Handle | None = None
         self.stage = here.stage
@@ -192,9 +206,9 @@ class Flight:
     def _check(self) -> None:
         """Takes the marks off the last piece, and looks whether all ranks meant the same stage."""
         shard = self.links.shard
-        if shard is None or not shard.checks or shard.axis.index != shard.axis.size - 1:
+        if shard is None or self.marks is None or not shard.checks or shard.axis.index != shard.axis.size - 1:
             return
-        marks = _marks(self.layout, self.out.dtype, self.out.device)
+        marks = self.marks.to(self.out.dtype)
         end = self.out[len(self.out) - len(marks) :]
         told = "ranks sum the gradients of different stages"
         if end.device.type != "cpu":
@@ -334,7 +348,7 @@ class Reductions:
             if links.replica is not None and not later and flat.dtype != out_dtype:
                 all_reduce(flat, links.replica).wait()
                 later = True
-            flight = Flight(place, layout, flat.to(out_dtype), links, None, total, later)
+            flight = Flight(place, None, flat.to(out_dtype), links, None, total, later)
         else:
             marks = _marks(layout, flat.dtype, flat.device)
             flat[len(flat) - len(marks) :].copy_(marks)
@@ -342,7 +356,7 @@ class Reductions:
             scattering = reduce_scatter(
                 flat, out, links.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
             )
-            flight = Flight(place, layout, out, links, scattering, total, later)
+            flight = Flight(place, marks, out, links, scattering, total, later)
         self.flights.append(flight)
         return flight
 
@@ -385,7 +399,7 @@ class Reductions:
                     target.add_(more[n])
 
         scattering = scatter_apart(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
-        flight = Flight(place, layout, out, links, scattering, total, later)
+        flight = Flight(place, marks, out, links, scattering, total, later)
         self.flights.append(flight)
         return flight
 
@@ -417,5 +431,5 @@ class Reductions:
                     self._send((0, 0), total.layout, whole, total.links, total.dtype, total, False)
                 elif step.defer == "replicas" and total.out is not None:
                     out, total.out = total.out, None
-                    self.flights.append(Flight((0, 0), total.layout, out, total.links, None, total, False))
+                    self.flights.append(Flight((0, 0), None, out, total.links, None, total, False))
         self.drain()

@@ -8,6 +8,7 @@ go through an alias with a version counter of its own, so autograd does not take
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,13 @@ def lasting() -> Iterator[None]:
         yield
 
 
+class Saved:
+    """What a slot held once, for a call that will read it; copied when the slot is filled with something else."""
+
+    def __init__(self) -> None:
+        self.copy: Tensor | None = None
+
+
 class Slot:
     """A buffer for one stage's gathered parameters.
 
@@ -43,9 +51,10 @@ class Slot:
         views: parameters in it, by what they are views for.
         parts: what each wire fills of it.
         users: calls that keep it.
+        readers: of what it holds now, where that is not gathered again.
     """
 
-    __slots__ = ("buffer", "holds", "parts", "sources", "users", "views", "works", "write")
+    __slots__ = ("buffer", "holds", "parts", "readers", "sources", "users", "views", "works", "write")
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         with lasting():
@@ -57,11 +66,39 @@ class Slot:
         self.views: dict[tuple[Wire, bool], list[Tensor]] = {}
         self.parts: dict[Wire, Part] = {}
         self.users = 0
+        self.readers: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    def save(self) -> Saved:
+        """Somebody will read what it holds now."""
+        made = Saved()
+        self.readers.add(made)
+        return made
+
+    @contextlib.contextmanager
+    def showing(self, saved: Saved | None) -> Iterator[None]:
+        """What it held when that was saved."""
+        if saved is None or saved.copy is None:
+            yield
+            return
+        self.settle()
+        with lasting():
+            now = self.buffer.clone()
+            self.write.copy_(saved.copy)
+            try:
+                yield
+            finally:
+                self.write.copy_(now)
 
     def fill(self, holds: Key, wires: Wires, shards: tuple[Tensor, ...], link_of: LinkOf) -> None:
         """Starts to gather shards into it, once what is under way has arrived."""
         self.settle()
         self.forget()
+        if self.readers:
+            with lasting():
+                copy = self.buffer.clone()
+            for reader in self.readers:
+                reader.copy = copy
+            self.readers.clear()
         for wire, values in zip(wires.each, shards, strict=True):
             if wire.moves:
                 self._start(wire, values.detach(), link_of(wire.layout.placement.axes, wire.layout))

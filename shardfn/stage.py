@@ -227,8 +227,11 @@ class _Forward(Function):
         n = len(call.signature.shards)
         if compat.inside_batching_or_forward() or any(ct is not None and compat.batched(ct) for ct in cotangents):
             return (None, *_pure_backward(call, needs, cotangents, tensors))
+        step, place = call.step, call.place
+        collect = step is not None and step.collects()
+        if step is not None and collect and place is not None and place.tape is not None:
+            step.catch_up(place.tape, place.index)
         if not torch.is_grad_enabled():
-            collect = call.step is not None and call.step.collects()
             return (None, *call.engine.backward(call, needs, cotangents, tensors[n:], collect))
         given = [ct is not None for ct in cotangents]
         found = iter(_Backward.apply(call, needs, given, *(ct for ct in cotangents if ct is not None), *tensors))  # type: ignore[no-untyped-call]

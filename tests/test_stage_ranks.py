@@ -1,0 +1,291 @@
+"""Ranks that do not all do the same, functions that do odd things, and backward passes inside others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.testing import World, WorldError
+from tests.reference import worst
+
+D, DEPTH = 4, 4
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+
+
+def params() -> Any:
+    return [{"w": normal(D, D, seed=2 * i), "b": normal(D, seed=2 * i + 1)} for i in range(DEPTH)]
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+def shift(p: Any, x: Tensor) -> Tensor:
+    return x + p["b"]
+
+
+def rows() -> Tensor:
+    return normal(4, 3, D, seed=50)
+
+
+def net(f: Any, ps: Any, x: Tensor) -> Tensor:
+    for p in ps:
+        x = f(p, x)
+    return x
+
+
+class Setting:
+    def __init__(self) -> None:
+        self.mesh = sf.make_mesh(device="cpu", shard=-1)
+        self.rank, self.size = self.mesh.get_rank(), self.mesh.size()
+        self.plain, self.flat = params(), sf.shard(params(), self.mesh, sf.full_shard("shard"))
+        self.x = rows()[self.rank]
+
+    def apart(self, loss: Any, of_rank: Any, how: str = "value_and_grad") -> float:
+        """How far the gradient of `loss(flat)` is from that of the sum over ranks of `of_rank(params, rank)`."""
+        want = torch.func.grad(lambda p: torch.stack([of_rank(p, k) for k in range(self.size)]).sum())(self.plain)
+        if how == "value_and_grad":
+            got = sf.value_and_grad(loss)(self.flat)[1]
+        elif how == "accumulate":
+            got = sf.accumulate(lambda p, _: loss(p), [0])(self.flat)[1]
+        else:
+            leaves = optree.tree_map(lambda t: t.clone().requires_grad_(), self.flat)
+            loss(leaves).backward()
+            got = optree.tree_map(lambda t: torch.zeros_like(t) if t.grad is None else t.grad, leaves)
+        return distance(sf.unshard(got), want)
+
+
+def distance(got: Any, want: Any) -> float:
+    pairs = zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True)
+    return worst((a - b).abs().max().item() for a, b in pairs)
+
+
+both_sizes = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
+hows = pytest.mark.parametrize("how", ["value_and_grad", "accumulate"])
+
+
+def other_layers(how: str, options: Any) -> float:
+    """Rank 0's loss uses the first layers alone, the others' the last."""
+    s = Setting()
+    f = sf.stage(layer, **options)
+
+    def loss(ps: Any) -> Tensor:
+        outputs = [f(p, s.x) for p in ps]
+        return torch.stack(outputs[:2] if s.rank == 0 else outputs[2:]).square().sum()
+
+    def of_rank(ps: Any, k: int) -> Tensor:
+        outputs = [layer(p, rows()[k]) for p in ps]
+        return torch.stack(outputs[:2] if k == 0 else outputs[2:]).square().sum()
+
+    return worst(s.apart(loss, of_rank, how) for _ in range(2))
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard": False}, {"remat": True}, {"prefetch": 0}], ids=str)
+@hows
+@both_sizes
+def test_ranks_whose_losses_use_different_stages(world: World, how: str, options: Any) -> None:
+    assert worst(world.run(other_layers, how, options)) < 1e-12
+
+
+def no_loss_at_all(how: str) -> float:
+    s = Setting()
+    f = sf.stage(layer)
+
+    def loss(ps: Any) -> Tensor:
+        return net(f, ps, s.x).square().sum() if s.rank else net(f, ps, s.x).detach().sum()
+
+    return s.apart(loss, lambda ps, k: net(layer, ps, rows()[k]).square().sum() * (k > 0), how)
+
+
+@hows
+@both_sizes
+def test_a_rank_whose_loss_uses_no_stage(world: World, how: str) -> None:
+    assert worst(world.run(no_loss_at_all, how)) < 1e-12
+
+
+def constant_on_a_rank(how: str) -> float:
+    s = Setting()
+    f = sf.stage(lambda p, x: layer(p, x) if s.rank else torch.ones(3, D, dtype=torch.float64))
+    g = sf.stage(layer)
+
+    def of_rank(ps: Any, k: int) -> Tensor:
+        first = layer(ps[0], rows()[k]) if k else torch.ones(3, D, dtype=torch.float64)
+        return net(layer, ps[1:], first).square().sum()
+
+    return s.apart(lambda ps: net(g, ps[1:], f(ps[0], s.x)).square().sum(), of_rank, how)
+
+
+@hows
+@both_sizes
+def test_a_stage_that_is_constant_on_a_rank(world: World, how: str) -> None:
+    assert worst(world.run(constant_on_a_rank, how)) < 1e-12
+
+
+def swapped_by_backward() -> None:
+    s = Setting()
+    f = sf.stage(layer)
+    leaves = optree.tree_map(lambda t: t.clone().requires_grad_(), s.flat)
+    outputs = [f(p, s.x) for p in leaves]
+    outputs[s.rank].square().sum().backward()
+
+
+@pytest.mark.world(2, "processes")
+def test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one(world: World) -> None:
+    with pytest.raises(WorldError, match=r"stage '1': (its gradient came together|summing its gradient failed)"):
+        world.within(30).run(swapped_by_backward)
+
+
+def reads_at_times() -> list[float]:
+    """The function's backward reads a parameter in some calls and on some ranks only."""
+    s = Setting()
+    on: list[Any] = [()]
+    f = sf.stage(lambda p, x: (layer if s.rank in on[0] else shift)(p, x))
+    found = []
+    for ranks in ((), range(4), range(4), (0,), (), (1, 3)):
+        on[0] = ranks
+
+        def of_rank(ps: Any, k: int, ranks: Any = ranks) -> Tensor:
+            return net(layer if k in ranks else shift, ps, rows()[k]).square().sum()
+
+        found.append(s.apart(lambda ps: net(f, ps, s.x).square().sum(), of_rank))
+    return found
+
+
+@both_sizes
+def test_a_function_that_reads_its_parameters_at_times(world: World) -> None:
+    assert worst(x for found in world.run(reads_at_times) for x in found) < 1e-12
+
+
+def attack(how: str) -> float:
+    """A gradient of the input, asked for inside the loss, is nobody else's."""
+    s = Setting()
+    f = sf.stage(layer)
+
+    def moved(ps: Any) -> Tensor:
+        x = s.x.clone().requires_grad_()
+        loss = net(f, ps, x).square().sum()
+        (gradient,) = torch.autograd.grad(loss, x)
+        return (x + 0.1 * gradient.sign()).detach()
+
+    def of_rank(ps: Any, k: int) -> Tensor:
+        x = rows()[k]
+        gradient = torch.func.grad(lambda y: net(layer, s.plain, y).square().sum())(x)
+        return net(layer, ps, x + 0.1 * gradient.sign()).square().sum()
+
+    return s.apart(lambda ps: net(f, ps, moved(ps)).square().sum(), of_rank, how)
+
+
+@pytest.mark.parametrize("how", ["value_and_grad", "accumulate", "backward"])
+@both_sizes
+def test_a_backward_pass_inside_the_loss(world: World, how: str) -> None:
+    assert worst(world.run(attack, how)) < 1e-12
+
+
+def complex_layers() -> list[float]:
+    s = Setting()
+    plain = [{"w": torch.complex(normal(D, D, seed=i), normal(D, D, seed=9 + i))} for i in range(2)]
+    flat = sf.shard(plain, s.mesh, sf.full_shard("shard"))
+
+    def f(p: Any, x: Tensor) -> Tensor:
+        return (x.to(torch.complex128) @ p["w"]).abs()
+
+    def loss(g: Any, ps: Any, x: Tensor) -> Tensor:
+        return net(g, ps, x).square().sum()
+
+    g = sf.stage(f)
+    want = torch.func.grad(lambda p: torch.stack([loss(f, p, x) for x in rows()[: s.size]]).sum())(plain)
+    found = [distance(sf.unshard(of(lambda p: loss(g, p, s.x))(flat)), want) for of in (sf.grad, torch.func.grad)]
+    conjugate = loss(g, optree.tree_map(torch.conj, flat), s.x) - loss(f, optree.tree_map(torch.conj, plain), s.x)
+    return [*found, conjugate.abs().item()]
+
+
+@both_sizes
+def test_complex_parameters(world: World) -> None:
+    assert worst(x for found in world.run(complex_layers) for x in found) < 1e-12
+
+
+@dataclass
+class Opaque:
+    y: Tensor
+
+
+def refused(kind: str) -> tuple[str, float]:
+    """The message, and whether the next step is right."""
+    s = Setting()
+    functions: dict[str, Any] = {
+        "opaque": lambda p, x: Opaque(layer(p, x)),
+        "input": lambda p, x: x.mul_(2) @ p["w"],
+    }
+    message = ""
+    try:
+        sf.grad(lambda ps: sf.stage(functions[kind])(ps[0], s.x.clone()).sum())(s.flat)
+    except (TypeError, RuntimeError) as error:
+        message = str(error)
+    f = sf.stage(layer)
+    return message, s.apart(
+        lambda ps: net(f, ps, s.x).square().sum(), lambda ps, k: net(layer, ps, rows()[k]).square().sum()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("opaque", "returns a Opaque, which is no pytree node"), ("input", "writes into")]
+)
+@pytest.mark.world(2, "processes")
+def test_what_would_be_silently_wrong_is_refused(world: World, kind: str, message: str) -> None:
+    for told, apart in world.run(refused, kind):
+        assert message in told
+        assert apart < 1e-12
+
+
+def odd_functions() -> list[float]:
+    s = Setting()
+
+    def hooked(p: Any, x: Tensor) -> Tensor:
+        if p["w"].requires_grad and isinstance(p["w"], Tensor) and p["w"].is_leaf:
+            p["w"].register_hook(lambda g: 2 * g)
+        return layer(p, x)
+
+    def part_frozen(p: Any, x: Tensor) -> Tensor:
+        return layer({"w": p["w"], "b": p["b"].requires_grad_(False)}, x)
+
+    def doubled(ps: Any, k: int) -> Tensor:
+        return torch.stack([net(layer, p, rows()[k]).square().sum() for p in [ps]]).sum()
+
+    plain = torch.func.grad(lambda p: torch.stack([doubled(p, k) for k in range(s.size)]).sum())(s.plain)
+    found = []
+    for _ in range(3):
+        got = sf.unshard(sf.grad(lambda ps: net(sf.stage(hooked), ps, s.x).square().sum())(s.flat))
+        found.append(worst((g["w"] - 2 * w["w"]).abs().max().item() for g, w in zip(got, plain, strict=True)))
+    for _ in range(2):
+        got = sf.unshard(sf.grad(lambda ps: net(sf.stage(part_frozen), ps, s.x).square().sum())(s.flat))
+        found.append(worst((g["w"] - w["w"]).abs().max().item() for g, w in zip(got, plain, strict=True)))
+        found.append(worst(g["b"].abs().max().item() for g in got))
+    got = sf.unshard(sf.grad(lambda ps: net(sf.stage(layer), ps, s.x).square().sum())(s.flat))
+    return [*found, distance(got, plain)]
+
+
+@both_sizes
+def test_what_a_function_does_to_its_parameters_lasts_for_that_call(world: World) -> None:
+    assert worst(x for found in world.run(odd_functions) for x in found) < 1e-12
+
+
+def handed_through() -> tuple[float, float]:
+    s = Setting()
+    x = s.x.clone()
+    y, _ = sf.stage(lambda p, x: (x[:, :2], p["w"].sum()))(s.flat[0], x)
+    y.mul_(2)
+    return (x - s.x).abs().max().item(), (y - 2 * s.x[:, :2]).abs().max().item()
+
+
+@pytest.mark.world(2, "processes")
+def test_outputs_have_memory_of_their_own(world: World) -> None:
+    assert world.run(handed_through) == [(0.0, 0.0)] * 2
