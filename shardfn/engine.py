@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -226,8 +225,11 @@ class Engine:
             if made is None:
                 with call.surroundings.again():
                     made = self._run(call, turn, inputs, True)
-            with turn.slot.showing(turn.saved) if turn.slot else nullcontext():
+            if turn.saved is None or turn.slot is None:
                 gradients = differentiated(made, needs, cotangents)
+            else:
+                with turn.slot.showing(turn.saved):
+                    gradients = differentiated(made, needs, cotangents)
             of_shards = self._reduced(place, call.step, needs, gradients[0], collect)
             self._done(place)
             return [*of_shards, *gradients[1]]

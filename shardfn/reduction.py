@@ -263,12 +263,14 @@ def _goes_apart(layout: Layout, links: Links, dtypes: Dtypes) -> bool:
     )
 
 
-Spread = tuple[Tensor, list[Tensor], list[Tensor]]
+Spread = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
 
 
 def _spread(flat: Tensor, layout: Layout) -> Spread:
-    """A buffer, each parameter's place in it, and what lies between."""
-    return flat, layout.views(flat), [flat[start : start + length] for start, length in layout.gaps]
+    """A buffer, each parameter's place in it, what lies between, and the place of the marks."""
+    marks = layout.padded - ALIGNMENT // layout.dtype.itemsize
+    gaps = [flat[start : min(start + length, marks)] for start, length in layout.gaps]
+    return flat, layout.views(flat), gaps, flat[marks:]
 
 
 class Reductions:
@@ -319,19 +321,24 @@ class Reductions:
     ) -> Tensor:
         """The gradients one after another, as their parameters lie in the layout."""
         if links.shard is None:  # this rank's whole gradient is the piece itself
-            flat, views, gaps = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
+            flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
         else:
             buffer = self.scratch(("gradient", place), layout.padded, dtype)
             known = self.spread.get((place, layout, dtype))
             if known is None or known[0].data_ptr() != buffer.data_ptr():
                 known = self.spread[(place, layout, dtype)] = _spread(buffer, layout)
-            flat, views, gaps = known
+            flat, views, gaps, tail = known
         if any(g is None for g in gradients):
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
             views = [view for view, g in zip(views, gradients, strict=True) if g is not None]
+        given = [g for g in gradients if g is not None]
+        if links.shard is None:
+            gaps = [*gaps, tail]
+        else:
+            views, given = [*views, tail], [*given, _marks(layout, dtype, self.device)]
         torch._foreach_zero_(gaps)
         if views:
-            torch._foreach_copy_(views, [g for g in gradients if g is not None])
+            torch._foreach_copy_(views, given)
         return flat
 
     def _send(
@@ -351,7 +358,6 @@ class Reductions:
             flight = Flight(place, None, flat.to(out_dtype), links, None, total, later)
         else:
             marks = _marks(layout, flat.dtype, flat.device)
-            flat[len(flat) - len(marks) :].copy_(marks)
             out = torch.empty(layout.piece, dtype=out_dtype, device=self.device)
             scattering = reduce_scatter(
                 flat, out, links.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
@@ -427,6 +433,8 @@ class Reductions:
             with serving(total.layout.stage, backward=True):
                 if step.defer == "everything" and total.whole is not None:
                     whole, total.whole, total.out = total.whole, None, None
+                    *_, tail = _spread(whole, total.layout)
+                    tail.copy_(_marks(total.layout, whole.dtype, whole.device))
                     self.scattered()
                     self._send((0, 0), total.layout, whole, total.links, total.dtype, total, False)
                 elif step.defer == "replicas" and total.out is not None:

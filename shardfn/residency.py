@@ -75,9 +75,9 @@ class Slot:
         return made
 
     @contextlib.contextmanager
-    def showing(self, saved: Saved | None) -> Iterator[None]:
+    def showing(self, saved: Saved) -> Iterator[None]:
         """What it held when that was saved."""
-        if saved is None or saved.copy is None:
+        if saved.copy is None:
             yield
             return
         self.settle()

@@ -197,7 +197,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)))
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]
-    return call.rebuilt(_Forward.apply(call, *shards, *inputs))  # type: ignore[no-untyped-call]
+    function = _Forward if call.transformed else _Direct
+    return call.rebuilt(function.apply(call, *shards, *inputs))  # type: ignore[no-untyped-call]
 
 
 class _Forward(Function):
@@ -236,6 +237,18 @@ class _Forward(Function):
         given = [ct is not None for ct in cotangents]
         found = iter(_Backward.apply(call, needs, given, *(ct for ct in cotangents if ct is not None), *tensors))  # type: ignore[no-untyped-call]
         return (None, *(next(found) if need else None for need in needs))
+
+
+class _Direct(_Forward):
+    """The same outside of torch.func, where `apply` looks at the arguments of a function with a `setup_context`."""
+
+    setup_context = Function.setup_context
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        output = _Forward.forward(call, *tensors)
+        _Forward.setup_context(ctx, (call, *tensors), output)
+        return output
 
 
 class _Backward(Function):
