@@ -81,8 +81,8 @@ class Turn:
 
     @property
     def kind(self) -> Any:
-        """What calls of its kind have in common."""
-        return self.signature, self.wires, self.needs
+        """What calls of its kind have in common, also of a stage that is made anew at every step."""
+        return self.signature.code, self.wires, self.needs
 
 
 class Tape:
@@ -157,7 +157,6 @@ class Engine:
         self.reads: dict[
             tuple[Signature, Wires], bool
         ] = {}  # whether backward of such a call was seen to need the parameters
-        self.checked: set[Any] = set()
         self._links: dict[tuple[str, ...], Link | None] = {}
 
     @property
@@ -423,11 +422,11 @@ class Engine:
         refuse_opaque(signature, call.static)
         if watch:
             self._saw(turn, watch.saw)
-        if (records and (signature, turn.wires) not in self.checked) or (
+        if (records and turn.wires not in signature.checked) or (
             not records and any(y.requires_grad for y in made.outputs)
         ):
             refuse_closure(signature, made)
-            self.checked.add((signature, turn.wires))
+            signature.checked.add(turn.wires)
         return made
 
     def _saw(self, turn: Turn, reads: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -79,6 +80,8 @@ class Signature:
         outer: the arguments' structure, each stage's parameters one leaf.
         sources: for each of those leaves the numbers of the flat leaves that it is made of.
         layouts: of the flat shards, in order of leaves; `shards` has their numbers.
+        known: wires by the dtypes of the shards.
+        checked: those with which a call was seen to close over nothing.
     """
 
     name: str
@@ -89,11 +92,17 @@ class Signature:
     shards: tuple[int, ...]
     layouts: tuple[Layout, ...]
     known: dict[Any, Wires] = field(default_factory=dict)
+    checked: set[Wires] = field(default_factory=set)
 
     @functools.cached_property
     def stage(self) -> str:
         """What this call is called in messages and in the ledger."""
         return "+".join(dict.fromkeys(layout.stage for layout in self.layouts)) or self.name
+
+    @functools.cached_property
+    def code(self) -> Any:
+        """The same for functions that are made again and again from the same lines."""
+        return getattr(inspect.unwrap(self.function), "__code__", self.name)
 
     @property
     def grid(self) -> Grid:
