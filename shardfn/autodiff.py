@@ -60,7 +60,7 @@ def value_and_grad(
             raise ValueError(f"value_and_grad: argnums={argnums} names an argument of {_name(f)} twice")
         whole: Any = tuple(args[i] for i in chosen)
         leaves, treedef = optree.tree_flatten(whole)
-        frozen = _frozen(treedef)
+        frozen = _frozen(whole)
         moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf) and i not in frozen]
 
         def loss(*variables: Tensor) -> tuple[Tensor, Any]:
@@ -159,7 +159,7 @@ def accumulate(
 
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
     leaves, treedef = optree.tree_flatten(params)
-    frozen = _frozen(treedef)
+    frozen = _frozen(params)
     moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf) and i not in frozen]
     variables = [leaves[i].detach().requires_grad_() for i in moving]
     mixed = list(leaves)
@@ -226,12 +226,10 @@ def _total(by_autograd: Tensor | None, collected: Tensor | None, variable: Tenso
     return collected if by_autograd is None else collected + by_autograd
 
 
-@functools.lru_cache(maxsize=1024)
-def _frozen(treedef: optree.PyTreeSpec) -> frozenset[int]:
+def _frozen(tree: Any) -> set[int]:
     """Numbers of the leaves that are frozen flat shards."""
-    tree = optree.tree_unflatten(treedef, range(treedef.num_leaves))
-    flats = optree.tree_leaves(tree, is_leaf=is_flat)
-    return frozenset(flat.values for flat in flats if is_flat(flat) and not flat.layout.trainable)
+    nodes = [node for node in optree.tree_leaves(tree, is_leaf=is_flat) if not (is_flat(node) and node.values is None)]
+    return {i for i, node in enumerate(nodes) if is_flat(node) and not node.layout.trainable}
 
 
 def _reaches_others(results: Any, variables: list[Tensor]) -> bool:

@@ -477,7 +477,7 @@ class TestRanksThatDiffer:
         errors = world(2).within(3).errors(body)
         assert [type(error) for error in errors] == [TimeoutError, TimeoutError]
         assert "x: torch.float32 (3, 2)" in log.read_text()
-        assert "pad the odd ones" in log.read_text()
+        assert "pad them" in log.read_text()
 
 
 class TestOutside:
