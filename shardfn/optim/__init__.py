@@ -1,0 +1,31 @@
+"""Optimizers on local shards: pure functions whose state is a pytree like the parameters."""
+
+from shardfn.optim.core import Optimizer, Piece, Transform, chain
+from shardfn.optim.elementwise import adam, adamw, lion, sgd
+from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms
+from shardfn.optim.schedules import linear, warmup_cosine, wsd
+from shardfn.optim.wrappers import accumulate, ema, finite, masked, skip_nonfinite
+
+__all__ = [
+    "Norms",
+    "Optimizer",
+    "Piece",
+    "Transform",
+    "accumulate",
+    "adam",
+    "adamw",
+    "chain",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "ema",
+    "finite",
+    "global_norm",
+    "linear",
+    "lion",
+    "masked",
+    "norms",
+    "sgd",
+    "skip_nonfinite",
+    "warmup_cosine",
+    "wsd",
+]

@@ -1,0 +1,298 @@
+"""What an optimizer is, and how it sees parameters: as the elements that this rank holds, and whose they are.
+
+An optimizer is two functions, `state = init(params)` and `params, state = step(params, grads, state)`. Whatever it
+remembers is in the state, a pytree; so is every number that it was given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn import compat
+from shardfn.layout import FlatShard, Layout, is_flat
+from shardfn.spec import dotted
+
+Rule = Callable[[str, tuple[int, ...]], Any]
+"""Something that depends on a parameter: a function of its path, `blocks.0.attn.q`, and the shape of its value."""
+
+
+class Optimizer(NamedTuple):
+    """Two functions; neither has a memory of its own.
+
+    Attributes:
+        init: `params -> state`.
+        step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters; None, or a
+            frozen parameter's, is left out.
+    """
+
+    init: Callable[[Any], Any]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+class Transform(NamedTuple):
+    """What is done to gradients before an optimizer gets them.
+
+    Attributes:
+        init: `params -> state`.
+        update: `(grads, state, params) -> (grads, state)`.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def chain(*parts: Any) -> Optimizer:
+    """Transforms of gradients one after another, and the optimizer that gets what comes out.
+
+    Example:
+        ``chain(clip_by_global_norm(1.0), adamw(3e-4))``
+    """
+    *transforms, last = parts
+    if not all(isinstance(part, Transform) for part in transforms) or not isinstance(last, Optimizer):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(f"chain: ({kinds}); it takes any number of Transform, then one Optimizer")
+
+    def init(params: Any) -> Any:
+        return tuple(part.init(params) for part in parts)
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        states = []
+        for part, known in zip(transforms, state[:-1], strict=True):
+            grads, known = part.update(grads, known, params)
+            states.append(known)
+        params, known = last.step(params, grads, state[-1])
+        return params, (*states, known)
+
+    return Optimizer(init, step)
+
+
+# --- parameters as an optimizer sees them ---
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements of one parameter, as they stand in a vector.
+
+    Attributes:
+        path: of the parameter.
+        shape: of the value that they are part of.
+        first: number of the first of them in that value, row by row.
+        start: where in the vector they begin.
+        stop: where they end.
+        axes: of the mesh, which cut the value, and those which cut the whole parameter into such values.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    first: int
+    start: int
+    stop: int
+    axes: frozenset[str]
+
+
+class Piece:
+    """Some parameters of a flat shard: elements `start` to `stop` of its piece, a pytree node with one leaf.
+
+    Attributes:
+        values: the elements.
+        layout: of the flat shard.
+        entries: numbers of the parameters in the layout, on whatever rank they are.
+        start: first element.
+        stop: behind the last; the same as `start` where this rank holds none.
+    """
+
+    __slots__ = ("entries", "layout", "start", "stop", "values")
+
+    def __init__(self, values: Any, layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> None:
+        self.values, self.layout, self.entries, self.start, self.stop = values, layout, entries, start, stop
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.layout.entries[i].path for i in self.entries)
+        return f"Piece({self.values!r}, {self.start}:{self.stop} of {self.layout}, of {names})"
+
+
+def _flat_piece(piece: Piece) -> tuple[tuple[Any], Any, tuple[str]]:
+    return (piece.values,), (piece.layout, piece.entries, piece.start, piece.stop), ("values",)
+
+
+def _piece(known: Any, children: Any) -> Piece:
+    (values,) = children
+    return Piece(values, *known)
+
+
+optree.register_pytree_node(
+    Piece, _flat_piece, _piece, path_entry_type=optree.GetAttrEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
+)
+compat.register_in_torch(
+    Piece,
+    lambda piece: ([piece.values], _flat_piece(piece)[1]),
+    lambda children, known: _piece(known, children),
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One leaf of a tree of parameters.
+
+    Attributes:
+        values: its elements on this rank.
+        segments: whose they are.
+        layout: of the flat shard that it is, or is a part of; None for a plain tensor.
+        entries: numbers of its parameters in the layout, on whatever rank they are.
+        start: where in that shard it begins.
+        trainable: whether it is trained.
+    """
+
+    values: Tensor
+    segments: tuple[Segment, ...]
+    layout: Layout | None
+    entries: tuple[int, ...]
+    start: int
+    trainable: bool
+
+    @property
+    def name(self) -> str:
+        """The stage's path, or the plain tensor's."""
+        return self.layout.stage if self.layout else self.segments[0].path
+
+    def part(self, entries: tuple[int, ...], start: int, stop: int, values: Any) -> Any:
+        """A node for these parameters, of which elements `start` to `stop` are here, with values like them."""
+        assert self.layout is not None, "a plain tensor has no parts"
+        span = values if values is None or (start, stop) == (0, values.numel()) else values[start:stop]
+        if entries == self.entries and (start, stop) == (0, self.values.numel()):
+            return self.like(span)
+        return Piece(span, self.layout, entries, self.start + start, self.start + stop)
+
+    def like(self, values: Any) -> Any:
+        """A node of the same kind as the leaf was."""
+        if self.layout is None:
+            return values
+        n = self.values.numel()
+        if (self.start, n, len(self.entries)) == (0, self.layout.piece, len(self.layout.entries)):
+            return FlatShard(values, self.layout)
+        return Piece(values, self.layout, self.entries, self.start, self.start + n)
+
+
+def is_unit(node: Any) -> bool:
+    """Whether a node of a tree is one leaf to an optimizer."""
+    return type(node) is Piece or is_flat(node)
+
+
+class Units(NamedTuple):
+    """A tree of parameters, taken apart."""
+
+    each: list[Unit]
+    tree: optree.PyTreeSpec
+
+    def rebuilt(self, leaves: Iterable[Any]) -> Any:
+        """A tree of the same structure, with other leaves."""
+        return optree.tree_unflatten(self.tree, list(leaves))
+
+    def like(self, values: Iterable[Any]) -> Any:
+        """A tree of the same structure, with other numbers."""
+        return self.rebuilt(unit.like(x) for unit, x in zip(self.each, values, strict=True))
+
+    def beside(self, tree: Any) -> list[Any]:
+        """The numbers at the same places of a tree of this structure; None for what is not there."""
+        leaves = self.tree.flatten_up_to(tree)
+        return [leaf.values if is_unit(leaf) else leaf for leaf in leaves]
+
+
+def units(tree: Any) -> Units:
+    """A tree of flat shards and plain tensors as an optimizer sees it."""
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_unit)
+    return Units([_unit(accessor, leaf) for accessor, leaf in zip(accessors, leaves, strict=True)], spec)
+
+
+def _unit(accessor: Any, leaf: Any) -> Unit:
+    if type(leaf) is Piece:
+        segments = _segments(leaf.layout, leaf.entries, leaf.start, leaf.stop)
+        return Unit(leaf.values, segments, leaf.layout, leaf.entries, leaf.start, leaf.layout.trainable)
+    if is_flat(leaf):
+        layout = leaf.layout
+        every = tuple(range(len(layout.entries)))
+        return Unit(leaf.values, _segments(layout, every, 0, layout.piece), layout, every, 0, layout.trainable)
+    if not isinstance(leaf, Tensor):
+        raise TypeError(f"{dotted(accessor) or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
+    whole = Segment(dotted(accessor), tuple(leaf.shape), 0, 0, leaf.numel(), frozenset())
+    return Unit(leaf, (whole,), None, (), 0, leaf.is_floating_point() or leaf.is_complex())
+
+
+@functools.lru_cache(maxsize=4096)
+def _segments(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
+    index = layout.grid.index(compat.global_rank(), layout.placement.axes)
+    found = []
+    for number, low, high, at in layout.cuts[index]:
+        entry = layout.entries[number]
+        if number in entries and start <= at and at + high - low <= stop:
+            axes = frozenset(layout.placement.axes) | frozenset(entry.spec.axes)
+            found.append(Segment(entry.path, entry.shape, low, at - start, at + high - low - start, axes))
+    return tuple(found)
+
+
+def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]]:
+    """The fewest stretches of a unit in which all parameters have the same key: `(key, start, stop)`."""
+    found: list[tuple[Any, int, int]] = []
+    for one in unit.segments:
+        k = key(one)
+        if found and found[-1][0] == k:
+            found[-1] = (k, found[-1][1], one.stop)
+        else:
+            found.append((k, one.start, one.stop))
+    if len(found) == 1:
+        return [(found[0][0], 0, unit.values.numel())]  # and what lies between them
+    return found
+
+
+def of_rule(value: Any, segment: Segment) -> Any:
+    """A number, or what a rule says of a parameter."""
+    return value(segment.path, segment.shape) if callable(value) else value
+
+
+def at_step(value: Any, step: int) -> Any:
+    """A number, or what a schedule says of a step."""
+    return value(step) if callable(value) else value
+
+
+def zeros_like(tree: Any) -> Any:
+    """Zeros for every trained parameter, None for the others."""
+    known = units(tree)
+    return known.like(torch.zeros_like(unit.values) if unit.trainable else None for unit in known.each)
+
+
+def pairs(known: Units, grads: Any) -> list[tuple[Unit, Tensor | None]]:
+    """Each unit with its gradient, in the parameter's dtype; None where there is none.
+
+    Raises:
+        ValueError: a gradient of another shape.
+    """
+    found: list[tuple[Unit, Tensor | None]] = []
+    for unit, grad in zip(known.each, known.beside(grads), strict=True):
+        if not unit.trainable or grad is None:
+            found.append((unit, None))
+            continue
+        if grad.shape != unit.values.shape:
+            raise ValueError(
+                f"{unit.name}: the gradient has shape {tuple(grad.shape)}, the parameter {tuple(unit.values.shape)}; a "
+                f"gradient that is cut further than its parameter goes through shard_state"
+            )
+        found.append((unit, grad.to(unit.values.dtype)))
+    return found
+
+
+def joined(parts: Sequence[Tensor], unit: Unit, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """A unit's values with these stretches of them replaced, as a new tensor."""
+    if len(parts) == 1 and spans[0] == (0, unit.values.numel()):
+        return parts[0]
+    flat, rows, at = unit.values, [], 0
+    for part, (start, stop) in zip(parts, spans, strict=True):
+        rows += [flat[at:start], part]
+        at = stop
+    return torch.cat([*rows, flat[at:]])

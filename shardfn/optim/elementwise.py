@@ -1,0 +1,290 @@
+"""Optimizers that treat every element alike: SGD, Adam, AdamW, Lion.
+
+Such a rule does not care where a parameter ends, so it runs on flat shards as they are, with torch's fused kernels,
+in place. With `donate=False` it is written out in differentiable arithmetic on new tensors instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.optim.core import Optimizer, Rule, Unit, at_step, joined, of_rule, pairs, runs, units, zeros_like
+
+Number = float | Tensor
+Schedule = Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """A rule for elements.
+
+    Attributes:
+        slots: what it remembers of each element, zero at first.
+        in_place: `(params, grads, slots, step, numbers)`, lists of tensors, which it overwrites.
+        pure: `(param, grad, slots, step, numbers) -> (param, slots)`.
+    """
+
+    slots: tuple[str, ...]
+    in_place: Callable[..., None]
+    pure: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+
+
+def optimizer(rule: Elementwise, numbers: dict[str, Any], donate: bool) -> Optimizer:
+    """An optimizer by a rule. A number may be a schedule, if it is the learning rate, or else a rule for parameters."""
+    constant = {name: value for name, value in numbers.items() if not callable(value)}
+    varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
+
+    def init(params: Any) -> Any:
+        return {"step": 0, "numbers": constant} | {slot: zeros_like(params) for slot in rule.slots}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        count = state["step"] + 1
+        now = dict(state["numbers"])
+        if callable(numbers["lr"]):
+            now["lr"] = at_step(numbers["lr"], count)
+        known = units(params)
+        slots = [known.beside(state[slot]) for slot in rule.slots]
+        work = [_Work(unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(pairs(known, grads))]
+        every = [(one, _spans(one.unit, varying)) for one in work if one.grad is not None]
+        if donate:
+            _overwrite(rule, every, count, now)
+            return params, state | {"step": count}
+        for one, spans in every:
+            _replace(rule, one, spans, count, now)
+        made = known.like(one.values for one in work)
+        return made, state | {"step": count} | {
+            slot: known.like(one.slots[i] for one in work) for i, slot in enumerate(rule.slots)
+        }
+
+    return Optimizer(init, step)
+
+
+class _Work:
+    """One unit on its way through a step."""
+
+    def __init__(self, unit: Unit, grad: Tensor | None, slots: list[Any]) -> None:
+        self.unit, self.grad, self.slots, self.values = unit, grad, slots, unit.values
+
+
+Span = tuple[tuple[tuple[str, Any], ...], int, int]
+
+
+def _spans(unit: Unit, varying: dict[str, Rule]) -> list[Span]:
+    """Stretches with the same numbers."""
+    return runs(unit, lambda one: tuple((name, of_rule(rule, one)) for name, rule in varying.items()))
+
+
+def _overwrite(rule: Elementwise, every: list[tuple[_Work, list[Span]]], count: int, now: dict[str, Any]) -> None:
+    groups: dict[Any, tuple[list[Tensor], list[Tensor], list[list[Tensor]]]] = {}
+    with torch.no_grad():
+        for one, spans in every:
+            for key, start, stop in spans:
+                kind = (key, one.unit.values.dtype, one.unit.values.device)
+                ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in rule.slots]))
+                whole = (start, stop) == (0, one.unit.values.numel())
+                for into, x in zip((ps, gs, *slots), (one.unit.values, one.grad, *one.slots), strict=True):
+                    into.append(x if whole else x[start:stop])
+        for (key, *_), (ps, gs, slots) in groups.items():
+            rule.in_place(ps, gs, slots, count, now | dict(key))
+
+
+def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: dict[str, Any]) -> None:
+    assert one.grad is not None
+    made: list[tuple[Tensor, tuple[Tensor, ...]]] = []
+    for key, start, stop in spans:
+        whole = (start, stop) == (0, one.unit.values.numel())
+        p, g, *slots = (x if whole else x[start:stop] for x in (one.unit.values, one.grad, *one.slots))
+        made.append(rule.pure(p, g, tuple(slots), count, now | dict(key)))
+    where = [(start, stop) for _, start, stop in spans]
+    one.values = joined([p for p, _ in made], one.unit, where)
+    for i, old in enumerate(one.slots):
+        stand = replace(one.unit, values=old)
+        one.slots[i] = joined([slots[i] for _, slots in made], stand, where)
+
+
+# --- the rules ---
+
+
+def _sgd_in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) -> None:
+    del step
+    torch._fused_sgd_(
+        ps,
+        gs,
+        slots[0] if slots else [],
+        weight_decay=n["weight_decay"],
+        momentum=n.get("momentum", 0.0),
+        lr=n["lr"],
+        dampening=0.0,
+        nesterov=n.get("nesterov", False),
+        maximize=False,
+        is_first_step=False,
+    )
+
+
+def _sgd_pure(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    del step
+    g = g + n["weight_decay"] * p
+    if not slots:
+        return p - n["lr"] * g, ()
+    m = n["momentum"] * slots[0] + g
+    return p - n["lr"] * (g + n["momentum"] * m if n["nesterov"] else m), (m,)
+
+
+def _adam_in_place(kernel: Any) -> Callable[..., None]:
+    def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n: dict[str, Any]) -> None:
+        steps = [torch.tensor(float(step), device=ps[0].device)] * len(ps)
+        kernel(
+            ps,
+            gs,
+            *slots,
+            [],
+            steps,
+            lr=n["lr"],
+            beta1=n["b1"],
+            beta2=n["b2"],
+            weight_decay=n["weight_decay"],
+            eps=n["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return run
+
+
+def _adam_pure(decoupled: bool) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]]:
+    def run(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        lr, b1, b2 = n["lr"], n["b1"], n["b2"]
+        if decoupled:
+            p = p * (1 - lr * n["weight_decay"])
+        else:
+            g = g + n["weight_decay"] * p
+        m = b1 * slots[0] + (1 - b1) * g
+        v = b2 * slots[1] + (1 - b2) * g * g
+        # The root of zero has no derivative; where v is zero, so is m, and nothing moves.
+        root = torch.where(v > 0, v, 1).sqrt() * (v > 0) / math.sqrt(1 - b2**step)
+        return p - lr / (1 - b1**step) * m / (root + n["eps"]), (m, v)
+
+    return run
+
+
+def _lion_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n: dict[str, Any]) -> None:
+    del step
+    (ms,) = slots
+    moves = torch._foreach_lerp(ms, gs, 1 - n["b1"])
+    torch._foreach_sign_(moves)
+    torch._foreach_mul_(ps, 1 - n["lr"] * n["weight_decay"])
+    torch._foreach_add_(ps, moves, alpha=-n["lr"])
+    torch._foreach_lerp_(ms, gs, 1 - n["b2"])
+
+
+def _lion_pure(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    del step
+    (m,) = slots
+    move = torch.sign(n["b1"] * m + (1 - n["b1"]) * g)
+    return p * (1 - n["lr"] * n["weight_decay"]) - n["lr"] * move, (n["b2"] * m + (1 - n["b2"]) * g,)
+
+
+# --- what users call ---
+
+
+def sgd(
+    lr: float | Schedule,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float | Rule = 0.0,
+    donate: bool = True,
+) -> Optimizer:
+    r"""Stochastic gradient descent.
+
+    :math:`m \leftarrow \mu m + g`, :math:`p \leftarrow p - \eta m`, or with Nesterov's momentum
+    :math:`p - \eta (g + \mu m)`; :math:`g` has :math:`\lambda p` added to it.
+
+    State: one number a parameter with momentum, none without.
+
+    Args:
+        lr: a number, or a function of the number of the step, which begins at 1.
+        momentum: :math:`\mu`.
+        nesterov: as above.
+        weight_decay: :math:`\lambda`, or a rule `(path, shape) -> number`.
+        donate: parameters, gradients and state are overwritten; otherwise they are left as they are, and the step can
+            be differentiated.
+
+    Sources: Sutskever et al., On the importance of initialization and momentum in deep learning (2013).
+    """
+    if nesterov and not momentum:
+        raise ValueError("sgd: nesterov=True needs a momentum above 0")
+    numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+    if momentum:
+        numbers |= {"momentum": momentum, "nesterov": nesterov}
+    rule = Elementwise(("momentum",) if momentum else (), _sgd_in_place, _sgd_pure)
+    return optimizer(rule, numbers, donate)
+
+
+def adam(
+    lr: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float | Rule = 0.0,
+    donate: bool = True,
+) -> Optimizer:
+    r"""Adam.
+
+    :math:`m \leftarrow \beta_1 m + (1 - \beta_1) g`, :math:`v \leftarrow \beta_2 v + (1 - \beta_2) g^2`,
+    :math:`p \leftarrow p - \eta \hat m / (\sqrt{\hat v} + \epsilon)`, where hats divide by :math:`1 - \beta^t`;
+    :math:`g` has :math:`\lambda p` added to it.
+
+    State: two numbers a parameter. Arguments as for `sgd`.
+
+    Sources: Kingma and Ba, Adam: a method for stochastic optimization (2015), algorithm 1.
+    """
+    numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_), _adam_pure(decoupled=False))
+    return optimizer(rule, numbers, donate)
+
+
+def adamw(
+    lr: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float | Rule = 0.01,
+    donate: bool = True,
+) -> Optimizer:
+    r"""Adam with decoupled weight decay: :math:`p \leftarrow (1 - \eta \lambda) p`, then Adam's move.
+
+    State: two numbers a parameter. Arguments as for `sgd`.
+
+    Sources: Loshchilov and Hutter, Decoupled weight decay regularization (2019), algorithm 2.
+    """
+    numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
+    return optimizer(rule, numbers, donate)
+
+
+def lion(
+    lr: float | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float | Rule = 0.0,
+    donate: bool = True,
+) -> Optimizer:
+    r"""Lion: :math:`p \leftarrow (1 - \eta \lambda) p - \eta\, \mathrm{sign}(\beta_1 m + (1 - \beta_1) g)`, then
+    :math:`m \leftarrow \beta_2 m + (1 - \beta_2) g`.
+
+    State: one number a parameter. Arguments as for `sgd`.
+
+    Sources: Chen et al., Symbolic discovery of optimization algorithms (2023), algorithm 2.
+    """
+    numbers = {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}
+    return optimizer(Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate)

@@ -1,0 +1,175 @@
+"""Optimizers made of optimizers: for some of the parameters, with averages, over several steps, or only when finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn import collectives
+from shardfn.layout import Entry
+from shardfn.mesh import mesh_of, scope
+from shardfn.optim.core import Optimizer, Rule, Units, joined, pairs, runs, units, zeros_like
+
+
+def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
+    """Some parameters by one optimizer, the rest by another, or left as they are.
+
+    Args:
+        optimizer: for the parameters for which `rule(path, shape)` is true.
+        rule: a function of a parameter's path and shape.
+        otherwise: for the rest.
+
+    Example:
+        ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
+    """
+    parts = {"chosen": (True, optimizer)} | ({"others": (False, otherwise)} if otherwise else {})
+
+    def init(params: Any) -> Any:
+        known = units(params)
+        return {name: part.init(_part(known, _values(known), rule, yes)[0]) for name, (yes, part) in parts.items()}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        known = units(params)
+        given: list[Any] = [grad for _, grad in pairs(known, grads)]
+        changed: dict[int, list[tuple[int, int, Tensor]]] = {}
+        state = dict(state)
+        for name, (yes, part) in parts.items():
+            mine, places = _part(known, _values(known), rule, yes)
+            made, state[name] = part.step(mine, _part(known, given, rule, yes)[0], state[name])
+            for key, (i, spans) in places.items():
+                nodes = [made[key]] if known.each[i].layout is None else made[key]
+                for (start, stop), node in zip(spans, nodes, strict=True):
+                    new = node if known.each[i].layout is None else node.values
+                    changed.setdefault(i, []).append((start, stop, new))
+        values = _values(known)
+        for i, found in changed.items():
+            found.sort(key=lambda one: one[0])
+            if any(new.data_ptr() != values[i].reshape(-1)[start:].data_ptr() for start, _, new in found):
+                values[i] = joined([new for *_, new in found], known.each[i], [(a, b) for a, b, _ in found])
+        return known.like(values), state
+
+    return Optimizer(init, step)
+
+
+def _values(known: Units) -> list[Any]:
+    return [unit.values for unit in known.each]
+
+
+def _part(
+    known: Units, values: Sequence[Any], rule: Rule, yes: bool
+) -> tuple[dict[str, Any], dict[str, tuple[int, list[tuple[int, int]]]]]:
+    """The parameters for which the rule says so, as a tree, and where each node of it comes from."""
+    tree: dict[str, Any] = {}
+    places: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+    for i, (unit, x) in enumerate(zip(known.each, values, strict=True)):
+        if not unit.trainable:
+            continue
+        found = runs(unit, lambda one: bool(rule(one.path, one.shape)))
+        spans = [(start, stop) for key, start, stop in found if key is yes]
+        if unit.layout is None:
+            if spans:
+                tree[unit.name], places[unit.name] = x, (i, spans)
+            continue
+        entries = tuple(n for n in unit.entries if _says(rule, unit.layout.entries[n]) is yes)
+        if entries:  # an empty part where this rank holds nothing of them: all ranks have the same nodes
+            spans = spans or [(0, 0)]
+            key = f"{i:06d}"  # in the order of the leaves
+            places[key], tree[key] = (i, spans), [unit.part(entries, *span, x) for span in spans]
+    return tree, places
+
+
+def _says(rule: Rule, entry: Entry) -> bool:
+    return bool(rule(entry.path, entry.shape))
+
+
+def ema(optimizer: Optimizer, decay: float) -> Optimizer:
+    r"""The optimizer, with an exponential moving average of its parameters in the state, under `"average"`.
+
+    :math:`a \leftarrow d a + (1 - d) p`, from the first parameters on. The average is a tree like the parameters: it
+    runs in the same stages.
+
+    State: one number a parameter more.
+
+    Args:
+        optimizer: any.
+        decay: :math:`d`, from 0 to 1.
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"ema: decay={decay!r}; it is from 0 to 1")
+
+    def init(params: Any) -> Any:
+        known = units(params)
+        copies = (u.values.detach().clone() if u.trainable else u.values for u in known.each)
+        return {"optimizer": optimizer.init(params), "decay": decay, "average": known.like(copies)}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        params, inner = optimizer.step(params, grads, state["optimizer"])
+        known = units(params)
+        averages = known.beside(state["average"])
+        moving = [i for i, unit in enumerate(known.each) if unit.trainable]
+        with torch.no_grad():
+            now = [known.each[i].values.to(averages[i].dtype) for i in moving]
+            torch._foreach_lerp_([averages[i] for i in moving], now, 1 - state["decay"])
+        return params, state | {"optimizer": inner}
+
+    return Optimizer(init, step)
+
+
+def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
+    """The optimizer at every so many steps, with the sum of their gradients; the parameters rest in between.
+
+    Sums, not means: a loss that is divided by what the whole batch has gives the whole batch's gradient. Where the
+    micro-batches are at hand at once, `shardfn.accumulate` moves less.
+    """
+    if every < 1:
+        raise ValueError(f"accumulate: every={every!r}; it is 1 or more")
+
+    def init(params: Any) -> Any:
+        return {"optimizer": optimizer.init(params), "count": 0, "sum": zeros_like(params)}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        known = units(params)
+        sums = known.beside(state["sum"])
+        total = [s if g is None or s is None else s + g for s, (_, g) in zip(sums, pairs(known, grads), strict=True)]
+        count = state["count"] + 1
+        if count < every:
+            return params, state | {"count": count, "sum": known.like(total)}
+        params, inner = optimizer.step(params, known.like(total), state["optimizer"])
+        return params, {"optimizer": inner, "count": 0, "sum": zeros_like(params)}
+
+    return Optimizer(init, step)
+
+
+def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
+    """The optimizer where all gradients are finite on all ranks; otherwise nothing changes.
+
+    The state counts the steps that were skipped, under `"skipped"`.
+    """
+
+    def init(params: Any) -> Any:
+        return {"optimizer": optimizer.init(params), "skipped": 0}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        if not finite(grads):
+            return params, state | {"skipped": state["skipped"] + 1}
+        params, inner = optimizer.step(params, grads, state["optimizer"])
+        return params, state | {"optimizer": inner}
+
+    return Optimizer(init, step)
+
+
+def finite(tree: Any) -> bool:
+    """Whether all numbers of a tree are finite on all ranks of its mesh. All ranks call it together."""
+    known = units(tree)
+    seen = [unit for unit in known.each if unit.trainable and unit.values is not None]
+    bad = torch.zeros((), dtype=torch.float32)
+    for unit in seen:
+        bad = bad + (~unit.values.detach().isfinite()).any().float().to(bad.device)
+    for grid in dict.fromkeys(unit.layout.grid for unit in known.each if unit.layout):
+        mesh = mesh_of(grid, "a tree")
+        with scope(mesh), torch.no_grad():
+            bad = collectives.psum(bad.to(mesh.device_type), tuple(name for name, _ in grid.sizes)).cpu()
+    return not bad.item()
