@@ -2,6 +2,7 @@
 
 from shardfn.optim.core import Optimizer, Piece, Transform, chain
 from shardfn.optim.elementwise import adam, adamw, lion, sgd
+from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms
 from shardfn.optim.schedules import linear, warmup_cosine, wsd
 from shardfn.optim.wrappers import accumulate, ema, finite, masked, skip_nonfinite
@@ -23,6 +24,7 @@ __all__ = [
     "linear",
     "lion",
     "masked",
+    "muon",
     "norms",
     "sgd",
     "skip_nonfinite",

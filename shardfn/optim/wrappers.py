@@ -43,7 +43,8 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
                 nodes = [made[key]] if known.each[i].layout is None else made[key]
                 for (start, stop), node in zip(spans, nodes, strict=True):
                     new = node if known.each[i].layout is None else node.values
-                    changed.setdefault(i, []).append((start, stop, new))
+                    if start < stop:
+                        changed.setdefault(i, []).append((start, stop, new))
         values = _values(known)
         for i, found in changed.items():
             found.sort(key=lambda one: one[0])
