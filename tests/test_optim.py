@@ -70,6 +70,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "adamw": lambda **k: so.adamw(0.02, **k),
     "adamw-masked": lambda **k: so.adamw(so.warmup_cosine(0.02, warmup=2, steps=6), weight_decay=decay, **k),
     "lion": lambda **k: so.lion(0.01, weight_decay=0.1, **k),
+    "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
     "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
     "everything": lambda **k: so.chain(
         so.clip_by_value(3.0, **k),
@@ -152,11 +153,12 @@ def torch_of(name: str, leaves: list[Tensor]) -> torch.optim.Optimizer:
         "adam": lambda: torch.optim.Adam(leaves, 0.02, weight_decay=0.1),
         "adamw": lambda: torch.optim.AdamW(leaves, 0.02),
         "sgd": lambda: torch.optim.SGD(leaves, 0.05),
+        "adafactor": lambda: torch.optim.Adafactor(leaves, 0.02, weight_decay=0.1),
     }[name]()
 
 
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
-@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam", "adamw", "adafactor"])
 def test_optimizers_are_those_of_torch(name: str, donate: bool) -> None:
     rows = tokens(12)
     gradient = sf.grad(lambda p: model(plain, p, rows) / rows.numel())

@@ -1,5 +1,6 @@
 """Optimizers on local shards: pure functions whose state is a pytree like the parameters."""
 
+from shardfn.optim.adafactor import adafactor
 from shardfn.optim.core import Optimizer, Piece, Transform, chain
 from shardfn.optim.elementwise import adam, adamw, lion, sgd
 from shardfn.optim.muon import muon
@@ -13,6 +14,7 @@ __all__ = [
     "Piece",
     "Transform",
     "accumulate",
+    "adafactor",
     "adam",
     "adamw",
     "chain",

@@ -20,7 +20,7 @@ from shardfn.layout import FlatShard, Layout, is_flat
 from shardfn.spec import dotted
 
 Rule = Callable[[str, tuple[int, ...]], Any]
-"""Something that depends on a parameter: a function of its path, `blocks.0.attn.q`, and the shape of its value."""
+"""Something that depends on a parameter: a function of its path, `blocks.0.attn.q`, and its whole shape."""
 
 
 class Optimizer(NamedTuple):
@@ -82,19 +82,21 @@ class Segment:
 
     Attributes:
         path: of the parameter.
-        shape: of the value that they are part of.
+        whole: shape of the parameter.
+        shape: of the value that they are part of, which tensor-parallel axes may have cut from it.
+        corner: where in the parameter that value begins.
         first: number of the first of them in that value, row by row.
         start: where in the vector they begin.
         stop: where they end.
-        axes: of the mesh, which cut the value, and those which cut the whole parameter into such values.
     """
 
     path: str
+    whole: tuple[int, ...]
     shape: tuple[int, ...]
+    corner: tuple[int, ...]
     first: int
     start: int
     stop: int
-    axes: frozenset[str]
 
 
 class Piece:
@@ -221,20 +223,29 @@ def _unit(accessor: Any, leaf: Any) -> Unit:
         return Unit(leaf.values, _segments(layout, every, 0, layout.piece), layout, every, 0, layout.trainable)
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{dotted(accessor) or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
-    whole = Segment(dotted(accessor), tuple(leaf.shape), 0, 0, leaf.numel(), frozenset())
+    shape = tuple(leaf.shape)
+    whole = Segment(dotted(accessor), shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
     return Unit(leaf, (whole,), None, (), 0, leaf.is_floating_point() or leaf.is_complex())
 
 
 @functools.lru_cache(maxsize=4096)
 def _segments(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
-    index = layout.grid.index(compat.global_rank(), layout.placement.axes)
+    rank = compat.global_rank()
+    corners = {one.path: one.corner for one in layout.ranges(rank)}
     found = []
-    for number, low, high, at in layout.cuts[index]:
+    for number, low, high, at in layout.cuts[layout.grid.index(rank, layout.placement.axes)]:
         entry = layout.entries[number]
         if number in entries and start <= at and at + high - low <= stop:
-            axes = frozenset(layout.placement.axes) | frozenset(entry.spec.axes)
-            found.append(Segment(entry.path, entry.shape, low, at - start, at + high - low - start, axes))
+            place = low, at - start, at + high - low - start
+            found.append(Segment(entry.path, whole_shape(layout, number), entry.shape, corners[entry.path], *place))
     return tuple(found)
+
+
+def whole_shape(layout: Layout, number: int) -> tuple[int, ...]:
+    """Of a parameter, of which ranks may compute with parts."""
+    entry = layout.entries[number]
+    cuts = [layout.grid.size(names) if names else 1 for names in entry.spec.by_dim()]
+    return tuple(n * k for n, k in zip(entry.shape, cuts + [1] * len(entry.shape), strict=False))
 
 
 def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]]:
@@ -253,7 +264,7 @@ def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]
 
 def of_rule(value: Any, segment: Segment) -> Any:
     """A number, or what a rule says of a parameter."""
-    return value(segment.path, segment.shape) if callable(value) else value
+    return value(segment.path, segment.whole) if callable(value) else value
 
 
 def at_step(value: Any, step: int) -> Any:

@@ -20,7 +20,7 @@ from shardfn import collectives, compat
 from shardfn.layout import Layout, Range
 from shardfn.ledger import record
 from shardfn.mesh import Grid, axis_of, mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, Unit, at_step, of_rule, pairs, units, zeros_like
+from shardfn.optim.core import Optimizer, Rule, Unit, at_step, of_rule, pairs, units, whole_shape, zeros_like
 from shardfn.optim.elementwise import Schedule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -99,12 +99,11 @@ def muon(
 
 def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
     """A unit's values after their step along `o`."""
-    tall = {one.path: one.shape[0] / one.shape[1] for one in _matrices(unit)}
     flat = unit.values.reshape(-1)
     rows: list[Tensor] = []
     last = 0
     for one in unit.segments:
-        scale = now["lr"] * max(1.0, tall[one.path]) ** 0.5
+        scale = now["lr"] * max(1.0, one.whole[0] / one.whole[1]) ** 0.5
         keep = 1 - now["lr"] * of_rule(now["weight_decay"], one)
         p, direction = flat[one.start : one.stop], o.reshape(-1)[one.start : one.stop].to(flat.dtype)
         if donate:
@@ -181,10 +180,8 @@ class Matrix:
 def _of_layout(layout: Layout, entries: tuple[int, ...]) -> tuple[Matrix, ...]:
     found = []
     for number in entries:
-        entry = layout.entries[number]
-        cuts = [layout.grid.size(names) if names else 1 for names in entry.spec.by_dim()] + [1, 1]
-        rows, columns = (n * k for n, k in zip(entry.shape, cuts, strict=False))
-        found.append(Matrix(entry.path, (rows, columns), layout, number))
+        rows, columns = whole_shape(layout, number)
+        found.append(Matrix(layout.entries[number].path, (rows, columns), layout, number))
     return tuple(found)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Transform, Unit, Units, units
+from shardfn.optim.core import Transform, Unit, Units, units, whole_shape
 
 
 @dataclass(frozen=True)
@@ -116,62 +116,68 @@ def scaled(tree: Any, factor: Tensor, donate: bool) -> Any:
 
 def squares(known: Units) -> dict[str, Tensor]:
     """The sum of squares of each parameter over all ranks, by path: 0-d, float32 or wider."""
-    return sums(known, lambda parts, wide: [x.square() for x in torch._foreach_norm(parts, 2.0, dtype=wide)])
+    parts = {
+        one.path: unit.values.reshape(-1)[one.start : one.stop]
+        for unit in known.each
+        if unit.trainable
+        for one in unit.segments
+    }
+    kinds: dict[Any, list[str]] = {}
+    for path, part in parts.items():
+        kinds.setdefault((wide(part), part.device), []).append(path)
+    found: dict[str, Tensor] = {}
+    for (dtype, _), paths in kinds.items():
+        each = torch._foreach_norm([parts[path] for path in paths], 2.0, dtype=dtype)
+        found |= {path: norm.square().reshape(1) for path, norm in zip(paths, each, strict=True)}
+    return {path: total[0] for path, total in totals(known, found, lambda whole: 1).items()}
 
 
-def sums(known: Units, of: Callable[[list[Tensor], torch.dtype], list[Tensor]]) -> dict[str, Tensor]:
-    """A sum over the elements of each parameter, on whatever ranks they are, by path: 0-d, float32 or wider.
+def totals(known: Units, here: dict[str, Tensor], length: Callable[[tuple[int, ...]], int]) -> dict[str, Tensor]:
+    """Sums, over the ranks among which each trained parameter is cut, of a vector that they have of it.
 
     Args:
         known: the parameters.
-        of: `(parts, dtype) -> sums`: what each part here adds.
+        here: by path, this rank's vectors; zeros where there is none.
+        length: of the vectors, from the parameter's whole shape.
     """
     found: dict[str, Tensor] = {}
-    groups: dict[tuple[Any, tuple[str, ...]], list[Unit]] = {}
+    groups: dict[tuple[Any, ...], dict[str, int]] = {}
     for unit in known.each:
         if unit.trainable:
-            for axes in cuts(unit):
-                groups.setdefault((unit.layout and unit.layout.grid, axes), []).append(unit)
-    for (grid, axes), members in groups.items():
-        here = {name: i for i, name in enumerate(dict.fromkeys(n for unit in members for n in _entries(unit, axes)))}
-        parts, at = [], []
-        for unit in members:
-            for one in unit.segments:
-                if one.path in here:
-                    parts.append(unit.values.reshape(-1)[one.start : one.stop])
-                    at.append(here[one.path])
-        like = members[0].values
-        wide = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
-        total = torch.zeros(len(here), dtype=wide, device=like.device)
-        if parts:
-            each = torch.stack([x.to(wide) for x in of(parts, wide)])
-            total = total.index_add(0, torch.tensor(at, device=like.device), each)
+            for axes, path, whole in spread(unit):
+                kind = (unit.layout and unit.layout.grid, axes, wide(unit.values), unit.values.device)
+                groups.setdefault(kind, {})[path] = length(whole)
+    for (grid, axes, dtype, device), lengths in groups.items():
+        rows = [
+            here[path].to(dtype) if path in here else torch.zeros(n, dtype=dtype, device=device)
+            for path, n in lengths.items()
+        ]
+        total = torch.cat(rows)
         if axes:
-            with scope(mesh_of(grid, "a norm: a tree")):
+            with scope(mesh_of(grid, "a tree")):
                 total = collectives.psum(total, axes)
-        found |= dict(zip(here, total.unbind(), strict=True))
+        found |= dict(zip(lengths, total.split(list(lengths.values())), strict=True))
     return found
 
 
-def cuts(unit: Unit) -> list[tuple[str, ...]]:
-    """The sets of axes that cut parameters of a unit, whether or not this rank holds any of them."""
-    if unit.layout is None:
-        return [()]
-    order = [name for name, _ in unit.layout.grid.sizes]
-    own = frozenset(unit.layout.placement.axes)
-    sets = {own | frozenset(unit.layout.entries[i].spec.axes) for i in unit.entries}
-    return sorted(tuple(sorted(one, key=order.index)) for one in sets)
+def wide(x: Tensor) -> torch.dtype:
+    """What numbers of this dtype are added up in."""
+    return torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _entries(unit: Unit, axes: tuple[str, ...]) -> list[str]:
-    """The parameters of a unit that these axes cut."""
+def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
+    """Each parameter of a unit, wherever it is: the axes that cut it, its path, and its whole shape."""
     if unit.layout is None:
-        return [unit.segments[0].path]
-    own, entries = frozenset(unit.layout.placement.axes), [unit.layout.entries[i] for i in unit.entries]
-    return [e.path for e in entries if own | frozenset(e.spec.axes) == frozenset(axes)]
+        (one,) = unit.segments
+        return [((), one.path, one.whole)]
+    layout, found = unit.layout, []
+    for number in unit.entries:
+        cut = {*layout.placement.axes, *layout.entries[number].spec.axes}
+        axes = tuple(name for name, _ in layout.grid.sizes if name in cut)
+        found.append((axes, layout.entries[number].path, whole_shape(layout, number)))
+    return found
 
 
 def _names(known: Units) -> dict[str, str]:
     """The stage of each trained parameter."""
-    trained = [unit for unit in known.each if unit.trainable]
-    return {name: unit.name for unit in trained for axes in cuts(unit) for name in _entries(unit, axes)}
+    return {path: unit.name for unit in known.each if unit.trainable for _, path, _ in spread(unit)}

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from shardfn import collectives
-from shardfn.layout import Entry
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, Units, joined, pairs, runs, units, zeros_like
+from shardfn.optim.core import Optimizer, Rule, Units, joined, pairs, runs, units, whole_shape, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
@@ -68,22 +67,20 @@ def _part(
     for i, (unit, x) in enumerate(zip(known.each, values, strict=True)):
         if not unit.trainable:
             continue
-        found = runs(unit, lambda one: bool(rule(one.path, one.shape)))
+        found = runs(unit, lambda one: bool(rule(one.path, one.whole)))
         spans = [(start, stop) for key, start, stop in found if key is yes]
         if unit.layout is None:
             if spans:
                 tree[unit.name], places[unit.name] = x, (i, spans)
             continue
-        entries = tuple(n for n in unit.entries if _says(rule, unit.layout.entries[n]) is yes)
+        entries = tuple(
+            n for n in unit.entries if bool(rule(unit.layout.entries[n].path, whole_shape(unit.layout, n))) is yes
+        )
         if entries:  # an empty part where this rank holds nothing of them: all ranks have the same nodes
             spans = spans or [(0, 0)]
             key = f"{i:06d}"  # in the order of the leaves
             places[key], tree[key] = (i, spans), [unit.part(entries, *span, x) for span in spans]
     return tree, places
-
-
-def _says(rule: Rule, entry: Entry) -> bool:
-    return bool(rule(entry.path, entry.shape))
 
 
 def ema(optimizer: Optimizer, decay: float) -> Optimizer:
