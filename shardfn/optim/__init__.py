@@ -5,7 +5,9 @@ from shardfn.optim.core import Optimizer, Piece, Transform, chain
 from shardfn.optim.elementwise import adam, adamw, lion, sgd
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms
+from shardfn.optim.scaling import loss_scaled
 from shardfn.optim.schedules import linear, warmup_cosine, wsd
+from shardfn.optim.torch import from_torch
 from shardfn.optim.wrappers import accumulate, ema, finite, masked, skip_nonfinite
 
 __all__ = [
@@ -22,9 +24,11 @@ __all__ = [
     "clip_by_value",
     "ema",
     "finite",
+    "from_torch",
     "global_norm",
     "linear",
     "lion",
+    "loss_scaled",
     "masked",
     "muon",
     "norms",

@@ -164,13 +164,22 @@ class Unit:
         """The stage's path, or the plain tensor's."""
         return self.layout.stage if self.layout else self.segments[0].path
 
-    def part(self, entries: tuple[int, ...], start: int, stop: int, values: Any) -> Any:
-        """A node for these parameters, of which elements `start` to `stop` are here, with values like them."""
+    def part(self, entries: tuple[int, ...], start: int, stop: int, values: Any, whole: bool = True) -> Any:
+        """A node for these parameters, of which elements `start` to `stop` are here.
+
+        Args:
+            entries: their numbers.
+            start: the first element.
+            stop: behind the last.
+            values: of the whole unit, or without `whole`, of this stretch.
+            whole: which of these.
+        """
         assert self.layout is not None, "a plain tensor has no parts"
-        span = values if values is None or (start, stop) == (0, values.numel()) else values[start:stop]
+        if whole and values is not None and (start, stop) != (0, values.numel()):
+            values = values[start:stop]
         if entries == self.entries and (start, stop) == (0, self.values.numel()):
-            return self.like(span)
-        return Piece(span, self.layout, entries, self.start + start, self.start + stop)
+            return self.like(values)
+        return Piece(values, self.layout, entries, self.start + start, self.start + stop)
 
     def like(self, values: Any) -> Any:
         """A node of the same kind as the leaf was."""
