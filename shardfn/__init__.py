@@ -5,6 +5,7 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under every torch.func transform.
 """
 
+from shardfn import optim
 from shardfn.autodiff import accumulate, grad, value_and_grad
 from shardfn.collectives import (
     all_gather,
@@ -73,6 +74,7 @@ __all__ = [
     "local_shape",
     "local_slice",
     "make_mesh",
+    "optim",
     "pmax",
     "pmean",
     "pmin",

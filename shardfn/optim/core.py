@@ -23,7 +23,8 @@ Rule = Callable[[str, tuple[int, ...]], Any]
 """Something that depends on a parameter: a function of its path, `blocks.0.attn.q`, and its whole shape."""
 
 
-class Optimizer(NamedTuple):
+@dataclass(frozen=True)
+class Optimizer:
     """Two functions; neither has a memory of its own.
 
     Attributes:
@@ -36,7 +37,8 @@ class Optimizer(NamedTuple):
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
-class Transform(NamedTuple):
+@dataclass(frozen=True)
+class Transform:
     """What is done to gradients before an optimizer gets them.
 
     Attributes:
