@@ -22,27 +22,31 @@ from shardfn.collectives import (
     pvary,
     reduce_scatter,
 )
-from shardfn.layout import FlatShard, Layout, Placement, local_parameters
+from shardfn.layout import FlatShard, Layout, local_parameters
 from shardfn.ledger import Ledger, Record, ledger
 from shardfn.link import transports
 from shardfn.mesh import make_mesh
 from shardfn.pattern import redistribute
 from shardfn.random import fold_in
+from shardfn.replicated import assert_replicated
 from shardfn.shard_map import shard_map
-from shardfn.sharding import (
-    ddp,
-    full_shard,
-    hybrid_shard,
-    hybrid_shard_zero2,
-    init,
-    init_sharded,
-    shard,
-    shard_named,
-    unshard,
-    zero2,
-)
+from shardfn.sharding import init, init_sharded, shard, shard_named, unshard
 from shardfn.spec import P, by_path, global_shape, local_shape
 from shardfn.stage import layers, stage
+from shardfn.strategy import (
+    Placement,
+    ddp,
+    full_shard,
+    hfsdp,
+    hpz,
+    hybrid_shard,
+    hybrid_shard_zero2,
+    mics,
+    strategy,
+    uncut,
+    zero1,
+    zero2,
+)
 
 __version__ = "0.1.0"
 
@@ -56,6 +60,7 @@ __all__ = [
     "accumulate",
     "all_gather",
     "all_to_all",
+    "assert_replicated",
     "axis_index",
     "axis_size",
     "by_path",
@@ -64,6 +69,8 @@ __all__ = [
     "full_shard",
     "global_shape",
     "grad",
+    "hfsdp",
+    "hpz",
     "hybrid_shard",
     "hybrid_shard_zero2",
     "init",
@@ -74,6 +81,7 @@ __all__ = [
     "local_shape",
     "local_slice",
     "make_mesh",
+    "mics",
     "optim",
     "pmax",
     "pmean",
@@ -88,8 +96,11 @@ __all__ = [
     "shard_map",
     "shard_named",
     "stage",
+    "strategy",
     "transports",
+    "uncut",
     "unshard",
     "value_and_grad",
+    "zero1",
     "zero2",
 ]

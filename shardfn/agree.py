@@ -53,12 +53,8 @@ def agree(
     whole = axis_of(mesh, tuple(sizes(mesh)))
     if whole.size == 1:
         return
-    group = _group(mesh, whole.group)
     text = "\n".join([name, *(" ".join(line.split()) for line in told)]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-
-    def gathered(row: Tensor) -> Tensor:
-        return transport.all_gather(row[None], 0, whole.size, group)
 
     what, advice = subject
     alone = (
@@ -68,7 +64,7 @@ def agree(
     alarm = threading.Timer(PATIENCE, _log.warning, [alone])
     alarm.start()
     try:
-        digests, lengths = gathered(torch.tensor([digest, len(text)])).T.tolist()
+        digests, lengths = gathered(torch.tensor([digest, len(text)]), mesh).T.tolist()
     except RuntimeError as error:
         raise RuntimeError(alone) from error
     finally:
@@ -77,7 +73,7 @@ def agree(
         return
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = gathered(padded)
+    rows = gathered(padded, mesh)
     lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
     rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
     only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]][:3]
@@ -85,6 +81,12 @@ def agree(
     if mine:
         raise mine
     raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
+
+
+def gathered(row: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Every rank's row, on the CPU: `[ranks, *row.shape]`."""
+    whole = axis_of(mesh, tuple(sizes(mesh)))
+    return row[None] if whole.size == 1 else transport.all_gather(row[None], 0, whole.size, _group(mesh, whole.group))
 
 
 def _group(mesh: DeviceMesh, whole: str) -> str:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from shardfn import compat
-from shardfn.layout import is_flat
+from shardfn import collectives, compat
+from shardfn.layout import FlatShard, Layout, is_flat
+from shardfn.mesh import mesh_of, scope
 from shardfn.reduction import Defer, Step
 
 
@@ -60,8 +61,8 @@ def value_and_grad(
             raise ValueError(f"value_and_grad: argnums={argnums} names an argument of {_name(f)} twice")
         whole: Any = tuple(args[i] for i in chosen)
         leaves, treedef = optree.tree_flatten(whole)
-        frozen = _frozen(whole)
-        moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf) and i not in frozen]
+        layouts = _layouts(whole)
+        moving = [i for i, leaf in enumerate(leaves) if _moves(leaf, layouts[i])]
 
         def loss(*variables: Tensor) -> tuple[Tensor, Any]:
             mixed = list(leaves)
@@ -73,12 +74,12 @@ def value_and_grad(
             return _scalar(f(*new, **kwargs), has_aux, _name(f))
 
         engine = _by_torch_func if compat.inside_transform() else _by_autograd
-        value, aux, found = engine(loss, [leaves[i] for i in moving])
+        value, aux, found = engine(loss, [leaves[i] for i in moving], [layouts[i] for i in moving])
         gradients: list[Tensor | None] = [None] * len(leaves)
         for i, gradient in zip(moving, found, strict=True):
             gradients[i] = gradient
         # A None leaf is no node to optree, so the gradient keeps the argument's structure around it.
-        trees = optree.tree_unflatten(treedef, gradients)
+        trees = _placed(optree.tree_unflatten(treedef, gradients), layouts)
         return (value, aux) if has_aux else value, trees[0] if isinstance(argnums, int) else trees
 
     return differentiated
@@ -159,8 +160,8 @@ def accumulate(
 
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
     leaves, treedef = optree.tree_flatten(params)
-    frozen = _frozen(params)
-    moving = [i for i, leaf in enumerate(leaves) if _differentiable(leaf) and i not in frozen]
+    layouts = _layouts(params)
+    moving = [i for i, leaf in enumerate(leaves) if _moves(leaf, layouts[i])]
     variables = [leaves[i].detach().requires_grad_() for i in moving]
     mixed = list(leaves)
     for i, variable in zip(moving, variables, strict=True):
@@ -179,22 +180,26 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
             auxes.append(optree.tree_map(_detached, aux))
             del value, aux
         collected = step.finish()
-    every = [_total(g, collected.get(id(v)), v) for g, v in zip(sums, variables, strict=True)]
+    every = _totals(sums, collected, variables, [layouts[i] for i in moving])
     gradients: list[Tensor | None] = [None] * len(leaves)
     for i, gradient in zip(moving, _apart(every), strict=True):
         gradients[i] = gradient
     total = torch.stack(values).sum()
-    return (total, auxes) if has_aux else total, optree.tree_unflatten(treedef, gradients)
+    return (total, auxes) if has_aux else total, _placed(optree.tree_unflatten(treedef, gradients), layouts)
 
 
-def _by_torch_func(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, Any, Sequence[Tensor]]:
+def _by_torch_func(
+    loss: Callable[..., Any], leaves: list[Tensor], layouts: list[Layout | None]
+) -> tuple[Tensor, Any, Sequence[Tensor]]:
     if not leaves:
         return (*loss(), ())
     found, (value, aux) = torch.func.grad_and_value(loss, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
-    return value, aux, found
+    return value, aux, [_divided(g, layout) for g, layout in zip(found, layouts, strict=True)]
 
 
-def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor, Any, Sequence[Tensor]]:
+def _by_autograd(
+    loss: Callable[..., Any], leaves: list[Tensor], layouts: list[Layout | None]
+) -> tuple[Tensor, Any, Sequence[Tensor]]:
     if torch.is_inference_mode_enabled():
         raise RuntimeError("value_and_grad: torch.inference_mode() records no gradients; use torch.no_grad()")
     outside = torch.is_grad_enabled()
@@ -212,24 +217,53 @@ def _by_autograd(loss: Callable[..., Any], leaves: list[Tensor]) -> tuple[Tensor
                 if value.requires_grad and variables:
                     by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
             collected = step.finish()
-        found = [
-            _total(g, collected.get(id(variable)), variable) for g, variable in zip(by_autograd, variables, strict=True)
-        ]
-        apart = _apart(found)
+        apart = _apart(_totals(by_autograd, collected, variables, layouts))
     return (value, aux, apart) if keep else (_detached(value), optree.tree_map(_detached, aux), apart)
 
 
-def _total(by_autograd: Tensor | None, collected: Tensor | None, variable: Tensor) -> Tensor:
-    """A gradient, of which stages may have given all or a part past autograd."""
-    if collected is None:
-        return torch.zeros_like(variable) if by_autograd is None else by_autograd
-    return collected if by_autograd is None else collected + by_autograd
+def _totals(
+    by_autograd: Sequence[Tensor | None],
+    collected: dict[int, Tensor],
+    variables: Sequence[Tensor],
+    layouts: Sequence[Layout | None],
+) -> list[Tensor]:
+    """Gradients, of which stages may have given all or a part past autograd."""
+    found = []
+    for g, variable, layout in zip(by_autograd, variables, layouts, strict=True):
+        total = collected.get(id(variable))
+        if total is None:
+            total = _divided(torch.zeros_like(variable) if g is None else g, layout)
+        elif g is not None:
+            total = total + _divided(g, layout)
+        found.append(total)
+    return found
 
 
-def _frozen(tree: Any) -> set[int]:
-    """Numbers of the leaves that are frozen flat shards."""
+def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
+    """This rank's part of a gradient that several ranks have, where it shall be cut further than its parameter."""
+    if layout is None or layout.divided is layout:
+        return gradient
+    with scope(mesh_of(layout.grid, f"the gradient of {layout.stage!r}")):
+        return collectives.local_slice(gradient, layout.placement.gradients[len(layout.placement.axes) :])
+
+
+def _placed(gradients: Any, layouts: Sequence[Layout | None]) -> Any:
+    """A tree of gradients, whose flat shards know how they are cut."""
+    if all(layout is None or layout.divided is layout for layout in layouts):
+        return gradients
+    return optree.tree_map(
+        lambda node: FlatShard(node.values, node.layout.divided) if is_flat(node) else node, gradients, is_leaf=is_flat
+    )
+
+
+def _layouts(tree: Any) -> list[Layout | None]:
+    """Of each leaf, if it is a flat shard's."""
     nodes = [node for node in optree.tree_leaves(tree, is_leaf=is_flat) if not (is_flat(node) and node.values is None)]
-    return {i for i, node in enumerate(nodes) if is_flat(node) and not node.layout.trainable}
+    return [node.layout if is_flat(node) else None for node in nodes]
+
+
+def _moves(leaf: Any, layout: Layout | None) -> bool:
+    return _differentiable(leaf) and (layout is None or layout.trainable)
 
 
 def _reaches_others(results: Any, variables: list[Tensor]) -> bool:

@@ -7,7 +7,6 @@ follows in reverse to gather ahead; nothing outlives the step, so another order 
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +33,10 @@ from shardfn.layout import Layout
 from shardfn.ledger import here, serving
 from shardfn.link import Link, link
 from shardfn.mesh import scope, sizes
-from shardfn.reduction import Dtypes, Links, Reductions, Step
+from shardfn.reduction import Dtypes, Links, Reductions, Step, numbered
 from shardfn.residency import Key, Ring, Saved, Slot, whole_parameters
 from shardfn.signature import Signature, Wires
+from shardfn.strategy import Keep
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +46,6 @@ _STAGES = (
     "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank",
 )
 LONGEST = 4096  # calls on one tape, for a program that never asks for a gradient
-_numbers = itertools.count(1)
 
 Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
 
@@ -60,8 +59,9 @@ class Turn:
         key: says what a slot must hold for it.
         needs: what of it is differentiated.
         slot: where its parameters are, or have to be again for its backward; None if it needs none.
-        kept: whether the slot is its own until its backward.
+        kept: whether the slot is its own until its backward, or until the step is over.
         reads: whether its backward reads the parameters.
+        copies: what its parameters are gathered from in place of the shards.
         saved: what of its parameters it needs, where they are not gathered again.
         collected: the shards whose gradient its step takes from it, None for the others.
         done: whether its backward has run.
@@ -73,8 +73,9 @@ class Turn:
     key: Key
     needs: tuple[bool, ...] = ()
     slot: Slot | None = None
-    kept: bool = False
+    kept: Keep = False
     reads: bool = True
+    copies: Copies | None = None
     saved: Saved | None = None
     collected: Sequence[Tensor | None] = ()
     done: bool = False
@@ -85,13 +86,21 @@ class Turn:
         return self.signature.code, self.wires, self.needs
 
 
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Larger pieces of a stage's parameters, which forward left for backward."""
+
+    wires: Wires
+    shards: tuple[Tensor, ...]
+
+
 class Tape:
     """The calls of one step that may see a backward, in order."""
 
-    __slots__ = ("closed", "count", "front", "kept", "number", "shards", "step", "turns", "waiting")
+    __slots__ = ("closed", "copies", "count", "front", "number", "shards", "step", "turns", "waiting")
 
     def __init__(self, step: Step | None) -> None:
-        self.number = next(_numbers)  # what keys know it by: a reference would be a cycle, and keep gradients alive
+        self.number = numbered()  # what keys know it by: a reference would be a cycle, and keep gradients alive
         self.turns: list[Turn] = []
         self.waiting = 0  # calls without a backward yet
         self.shards: dict[Wires, Any] = {}  # which tensors each stage was called with
@@ -99,7 +108,7 @@ class Tape:
         self.closed = False
         self.front: int | None = None  # the last turn that backward has come to
         self.step = step
-        self.kept: dict[Key, Slot] = {}
+        self.copies: weakref.WeakValueDictionary[Key, Copies] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -108,7 +117,7 @@ class Habit:
 
     wires: Wires
     taped: bool
-    kept: bool
+    kept: Keep
     signature: Signature
 
 
@@ -151,6 +160,8 @@ class Engine:
         self.reductions = Reductions(self.device)
         self.tape = Tape(None)
         self.count = 0  # of slots taken from the ring by calls that no backward follows
+        self.kept: dict[Key, Slot] = {}  # from forward to backward
+        self.lasting: dict[Key, Slot] = {}  # until the step is over
         self.orders: list[Order] = []  # what `layers` were told
         self.compared: set[Wires] = set()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
@@ -158,6 +169,7 @@ class Engine:
             tuple[Signature, Wires], bool
         ] = {}  # whether backward of such a call was seen to need the parameters
         self._links: dict[tuple[str, ...], Link | None] = {}
+        self._routes: dict[tuple[Layout, bool], tuple[Layout, Links]] = {}
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -190,6 +202,8 @@ class Engine:
                 call.differentiable = [records and (y.is_floating_point() or y.is_complex()) for y in made.outputs]
             if not records and place.turn.slot is not None:
                 place.turn.slot.forget()
+            if place.tape is not None and isinstance(call.signature.keep, tuple) and (place.turn.reads or not keeps):
+                self._leave(place.tape, place.turn)
             return tuple([y.detach() for y in apart(made.outputs, inputs)])
 
     def backward(
@@ -264,9 +278,11 @@ class Engine:
         if wires not in self.compared:
             self._meet(signature, wires)
         tape = self._tape(call, wires, shards) if any(call.needs) else None
-        turn = Turn(signature, wires, shards, _key(tape, wires, shards), tuple(call.needs), collected=call.collected)
-        keep = signature.layouts[0].placement.keep if options.reshard is None else not options.reshard
-        turn.kept = keep and tape is not None
+        kept = _kept(tape, signature)
+        key = _key(tape, kept, wires, shards)
+        turn = Turn(signature, wires, shards, key, tuple(call.needs), kept=kept, collected=call.collected)
+        if tape is not None:
+            turn.copies = tape.copies.get(key)
         self.habits[signature.layouts] = Habit(wires, tape is not None, turn.kept, signature)
         if wires.nbytes:
             self._take(tape, turn, options.prefetch + 1)
@@ -274,7 +290,7 @@ class Engine:
         if tape is not None:
             tape.turns.append(turn)
             tape.waiting += 1
-            if turn.kept and turn.slot is not None:
+            if turn.kept is True and turn.slot is not None:
                 turn.slot.users += 1
                 weakref.finalize(call, self._release, place).atexit = False
         return place
@@ -297,9 +313,10 @@ class Engine:
     def _take(self, tape: Tape | None, turn: Turn, slots: int, busy: Slot | None = None) -> bool:
         """Finds the slot that holds what a turn needs, or else fills one; False if that one is busy."""
         if turn.kept and tape is not None:
-            turn.slot = tape.kept.get(turn.key)
+            store = self.kept if turn.kept is True else self.lasting
+            turn.slot = store.get(turn.key)
             if turn.slot is None:
-                turn.slot = tape.kept[turn.key] = self.ring.keep(turn.wires.nbytes)
+                turn.slot = store[turn.key] = self.ring.keep(turn.wires.nbytes)
                 self._fill(turn)
             return True
         turn.slot = self.ring.find(turn.key)
@@ -331,7 +348,22 @@ class Engine:
     def _fill(self, turn: Turn) -> None:
         assert turn.slot is not None, "a turn that moves bytes has a slot"
         with serving(turn.wires.stage, here.backward or False):
-            turn.slot.fill(turn.key, turn.wires, turn.shards, self.link)
+            if turn.copies is None:
+                turn.slot.fill(turn.key, turn.wires, turn.shards, self.link)
+            else:
+                turn.slot.fill(turn.key, turn.copies.wires, turn.copies.shards, self.link)
+                turn.slot.sources = turn.shards
+
+    def _leave(self, tape: Tape, turn: Turn) -> None:
+        """Copies what the next gathers of a turn's parameters shall come from."""
+        wires = turn.wires.near
+        if turn.copies is not None or wires is None or turn.slot is None:
+            return
+        shards = [
+            shard if wire is near else turn.slot.part(near).own.clone()
+            for wire, near, shard in zip(turn.wires.each, wires.each, turn.shards, strict=True)
+        ]
+        turn.copies = tape.copies[turn.key] = Copies(wires, tuple(shards))
 
     def _ahead(self, call: Call, place: Place) -> None:
         """Starts the gathers of the layers that come next."""
@@ -344,7 +376,7 @@ class Engine:
         for layouts, shards in found or ():
             habit = self.habits.get(layouts)
             if habit is not None and habit.wires.nbytes and habit.taped == (place.tape is not None):
-                key = _key(place.tape, habit.wires, shards)
+                key = _key(place.tape, habit.kept, habit.wires, shards)
                 coming = Turn(habit.signature, habit.wires, shards, key, kept=habit.kept)
                 if not self._take(place.tape, coming, prefetch + 1, busy=turn.slot):
                     return
@@ -367,19 +399,19 @@ class Engine:
 
     def _release(self, place: Place) -> None:
         """A kept slot goes back when its last call is done, or gone."""
-        tape, turn = place.tape, place.turn
+        turn = place.turn
         slot = turn.slot
-        if turn.kept and slot is not None:
+        if turn.kept is True and slot is not None:
             turn.slot, turn.kept = None, False
             slot.users -= 1
             if slot.users == 0:
-                if tape is not None:
-                    tape.kept.pop(turn.key, None)
+                self.kept.pop(turn.key, None)
                 self.ring.give_back(slot)
 
     def _done(self, place: Place) -> None:
         tape, turn = place.tape, place.turn
         self._release(place)
+        turn.copies = None
         if tape is not None and not turn.done:
             tape.waiting -= 1
             if tape.waiting == 0 and tape is self.tape and tape.step is None:
@@ -390,6 +422,9 @@ class Engine:
         """A step is over: nothing that it gathered is used again."""
         self.reductions.drain()
         self.tape = Tape(None)
+        for slot in self.lasting.values():
+            self.ring.give_back(slot)
+        self.lasting.clear()
         for slot in self.ring.slots:
             slot.forget()
 
@@ -466,15 +501,26 @@ class Engine:
         for k, (wire, shard) in enumerate(zip(turn.wires.each, turn.shards, strict=True)):
             if not needs[k]:
                 continue
-            layout = wire.layout
-            links = Links(self.link(layout.placement.axes, layout), self.link(layout.placement.replicas, layout))
             variable = turn.collected[k] if collect else None
+            layout, links = self._route(wire.layout, variable is not None)
             total = step.sum_of(variable, layout, links, self.reductions) if step and variable is not None else None
             dtypes = Dtypes(wire.dtype, turn.signature.options.sum_dtype(shard.dtype), shard.dtype)
             defer = step.defer if step and total else "nothing"
             flight = self.reductions.start((k, parity), layout, of_parameters[k], links, dtypes, total, defer)
             found[k] = flight if total is None else None
         return [None if flight is None else self.reductions.land(flight) for flight in found]
+
+    def _route(self, layout: Layout, divides: bool) -> tuple[Layout, Links]:
+        """Along which ranks a gradient is summed, and the layout that the first scatter goes by."""
+        known = self._routes.get((layout, divides))
+        if known is None:
+            fine = layout.divided if divides else layout
+            first = fine if layout.size == 1 else layout  # one that is whole is scattered once, over all
+            done, left = first.placement.axes, fine.placement.replicas
+            split = fine.placement.axes[len(done) :]
+            known = first, Links(*(self.link(names, layout) for names in (done, split, left)))
+            self._routes[(layout, divides)] = known
+        return known
 
     def _meet(self, signature: Signature, wires: Wires) -> None:
         """What runs here for the first time is compared between ranks, and the ring made large enough for its like."""
@@ -501,8 +547,17 @@ def engine_of(mesh: DeviceMesh) -> Engine:
     return found
 
 
-def _key(tape: Tape | None, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
-    return (tape.number if tape else 0, wires, _identities(shards))
+def _kept(tape: Tape | None, signature: Signature) -> Keep:
+    """What a call keeps of its slot."""
+    if tape is None or isinstance(signature.keep, tuple):
+        return False
+    return True if signature.keep and tape.step is None else signature.keep
+
+
+def _key(tape: Tape | None, kept: Keep, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
+    """By the tape's number, or what all tapes of a step have in common."""
+    number: Any = 0 if tape is None else tape.step.number if kept == "step" and tape.step else tape.number
+    return (number, wires, _identities(shards))
 
 
 def _identities(shards: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from shardfn import compat
 from shardfn.mesh import Grid
 from shardfn.spec import P
+from shardfn.strategy import Placement
 
 ALIGNMENT = 64  # bytes
 COARSE = 65536  # bytes a parameter, on average
@@ -46,21 +47,6 @@ class Entry:
     def numel(self) -> int:
         """Elements of this rank's value."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How a buffer is spread over a mesh.
-
-    Attributes:
-        axes: cut into equal pieces along these, major to minor.
-        replicas: the same along these, where ranks work on other data: gradients are summed over them.
-        keep: whether a gathered copy is kept from forward to backward, unless a stage says otherwise.
-    """
-
-    axes: tuple[str, ...] = ()
-    replicas: tuple[str, ...] = ()
-    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,13 +125,30 @@ class Layout:
     @cached_property
     def piece(self) -> int:
         """Elements of one rank's piece. The last piece ends in at least 64 unused bytes."""
-        step = aligned(1, self.dtype)
-        return aligned(-(-(self.total + step) // self.size), self.dtype)
+        step, finest = aligned(1, self.dtype), self.grid.size(self.placement.gradients)
+        return aligned(-(-(self.total + step) // finest), self.dtype) * (finest // self.size)
 
     @property
     def padded(self) -> int:
         """Elements of the whole buffer."""
         return self.piece * self.size
+
+    @cached_property
+    def divided(self) -> Layout:
+        """Of the gradient and the optimizer state; its pieces are parts of these."""
+        return self.placed(self.placement.divided)
+
+    @cached_property
+    def near(self) -> Layout | None:
+        """Of the copy that backward gathers from; these pieces are parts of its."""
+        near = self.placement.near
+        return None if near is None else self.placed(near)
+
+    def placed(self, placement: Placement) -> Layout:
+        """The same buffer, placed otherwise."""
+        if placement == self.placement:
+            return self
+        return Layout(self.stage, self.tree, self.entries, self.dtype, self.trainable, placement, self.grid)
 
     @property
     def partial(self) -> bool:
@@ -230,6 +233,8 @@ class Layout:
     def __str__(self) -> str:
         spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"
         more = f", the same over {' x '.join(self.placement.replicas)}" if self.placement.replicas else ""
+        if self.divided is not self:
+            more += f", gradients 1/{self.divided.size} over {' x '.join(self.placement.gradients)}"
         here = self.piece * self.dtype.itemsize
         return (
             f"{self.stage or 'all'}: {str(self.dtype).removeprefix('torch.')}{'' if self.trainable else ', frozen'}, "

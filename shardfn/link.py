@@ -7,6 +7,9 @@ its backend, and stands in the ledger; `transports` overrides it.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,8 +86,31 @@ class _Launched:
             work.wait()
 
 
+class _Later:
+    """What starts when somebody waits for it."""
+
+    __slots__ = ("first", "start")
+
+    def __init__(self, first: Handle, start: Callable[[], Handle]) -> None:
+        self.first, self.start = first, start
+
+    def wait(self) -> None:
+        self.first.wait()
+        self.start().wait()
+
+
 # A send copies to the other side at once if that waits for it, which would hold up the rank that is late anyway.
-_launcher = ThreadPoolExecutor(1, thread_name_prefix="shardfn-link")
+_NAME = "shardfn-link"
+_launcher = ThreadPoolExecutor(1, thread_name_prefix=_NAME)
+
+
+def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
+    """Starts works on the launcher's thread, in the order of the calls, and at once on that thread itself."""
+    if not threading.current_thread().name.startswith(_NAME):
+        return _launcher.submit(start)
+    done: Future[list[Any]] = Future()
+    done.set_result(start())
+    return done
 
 
 def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
@@ -132,6 +158,36 @@ def all_gather(whole: Tensor, link: Link, dtype: torch.dtype) -> Handle:
     """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
     how = _told("all_gather", whole, dtype, link)
     return TRANSPORTS["all_gather"][how](whole, link)
+
+
+def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Link], dtype: torch.dtype) -> Handle:
+    """As `all_gather` over the product of axes, of which this rank is number `index`, one after another.
+
+    The first of `hops` is the minor axis: what it gathers is a stretch of `whole`, which the next one passes on.
+    """
+    steps, pieces = [], math.prod(link.axis.size for link in hops)
+    for link in hops:
+        pieces //= link.axis.size
+        index //= link.axis.size
+        region = whole.view(pieces, -1)[index]
+        how = _told("all_gather", region, dtype, link)
+        steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, link), how))
+    work: Handle = steps[0][0]()
+    for start, how in steps[1:]:
+        work = _followed(work, start, how, whole.device)
+    return work
+
+
+def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
+    """One collective when another has arrived, whose result it needs."""
+    if how == "direct":
+        return _Launched(_launch(lambda: (first.wait(), [start()])[1]))
+    if device.type == "cpu":
+        return _Later(first, start)
+    module = torch.get_device_module(device)
+    with module.stream(module.Stream()):
+        first.wait()
+        return start()
 
 
 def sends_apart(link: Link, op: str) -> bool:
@@ -240,7 +296,7 @@ def _swap(
         works = [group.recv([x], i, tag) for i in others for x in into[i]]
         return works + [group.send([x], i, tag) for i in others for x in out[i]]
 
-    return _Launched(_launcher.submit(launch))
+    return _Launched(_launch(launch))
 
 
 def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,14 @@ from shardfn.link import Handle, Link, all_reduce, reduce_scatter, scatter_apart
 
 Place = tuple[int, int]  # which of a stage's buffers, and which of the two memories for it
 Defer = Literal["nothing", "replicas", "everything"]
+
+
+_numbers = itertools.count(1)
+
+
+def numbered() -> int:
+    """A number that no step and no tape had before."""
+    return next(_numbers)
 
 
 _UNKNOWN = -2  # no backward pass has this number
@@ -52,9 +61,16 @@ class Sum:
 
 @dataclass(frozen=True)
 class Links:
-    """Along which ranks a gradient is scattered, and along which it is then summed; None where there is one rank."""
+    """Along which ranks a gradient is scattered, and along which it is then summed; None where there is one rank.
+
+    Attributes:
+        shard: scattered first.
+        split: each piece scattered again.
+        replica: summed.
+    """
 
     shard: Link | None
+    split: Link | None
     replica: Link | None
 
 
@@ -69,6 +85,7 @@ class Step:
     """
 
     def __init__(self, variables: Sequence[Tensor], defer: Defer = "nothing") -> None:
+        self.number = numbered()
         self.variables = {id(variable): variable for variable in variables}
         self.sums: dict[int, Sum] = {}
         self.defer = defer
@@ -176,7 +193,7 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
 class Flight:
     """One gradient on its way."""
 
-    __slots__ = ("later", "links", "marks", "out", "place", "reducing", "scattering", "stage", "total")
+    __slots__ = ("later", "links", "marks", "out", "place", "reducing", "scattering", "splitting", "stage", "total")
 
     def __init__(
         self,
@@ -191,17 +208,20 @@ class Flight:
         self.place, self.marks = place, marks
         self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later
         self.reducing: Handle | None = None
+        self.splitting: tuple[Handle, Tensor] | None = None
         self.stage = here.stage
         if scattering is None:
             self._reduce()
 
     def scattered(self) -> None:
-        """Until the scatter is done, whose buffers are free then, and the sum over replicas has begun."""
+        """Until the scatter is done, whose buffers are free then, and what follows it has begun; or until that is."""
         if self.scattering is not None:
             scattering, self.scattering = self.scattering, None
             self._wait(scattering)
             self._check()
             self._reduce()
+        else:
+            self._split()
 
     def _check(self) -> None:
         """Takes the marks off the last piece, and looks whether all ranks meant the same stage."""
@@ -227,13 +247,28 @@ class Flight:
             raise RuntimeError(f"stage {self.stage!r}: summing its gradient failed on this rank: {error}") from error
 
     def _reduce(self) -> None:
-        if self.links.replica is not None and not self.later:
-            with serving(self.stage, backward=True):
-                self.reducing = all_reduce(self.out, self.links.replica)
+        if self.later:
+            return
+        split, replica = self.links.split, self.links.replica
+        with serving(self.stage, backward=True):
+            if split is not None:
+                fine = self.out.new_empty(self.out.numel() // split.axis.size)
+                self.splitting = reduce_scatter(self.out, fine, split, self.out.new_empty), fine
+            elif replica is not None:
+                self.reducing = all_reduce(self.out, replica)
+
+    def _split(self) -> None:
+        if self.splitting is not None:
+            (handle, self.out), self.splitting = self.splitting, None
+            self._wait(handle)
+            if self.links.replica is not None:
+                with serving(self.stage, backward=True):
+                    self.reducing = all_reduce(self.out, self.links.replica)
 
     def land(self) -> Tensor:
         """The gradient, arrived."""
         self.scattered()
+        self._split()
         if self.reducing is not None:
             reducing, self.reducing = self.reducing, None
             self._wait(reducing)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn import compat
 from shardfn.layout import Layout
-from shardfn.link import Handle, Link, all_gather, gather_apart, sends_apart
+from shardfn.link import Handle, Link, gather_apart, gather_by_hops, sends_apart
 from shardfn.signature import Wire, Wires
 
 Key = tuple[Any, ...]
@@ -101,14 +101,14 @@ class Slot:
             self.readers.clear()
         for wire, values in zip(wires.each, shards, strict=True):
             if wire.moves:
-                self._start(wire, values.detach(), link_of(wire.layout.placement.axes, wire.layout))
+                self._start(wire, values.detach(), link_of)
         self.holds, self.sources = holds, shards
 
-    def _start(self, wire: Wire, values: Tensor, axis: Link | None) -> None:
-        part = self.part(wire)
-        part.apart = bool(
-            axis and sends_apart(axis, "all_gather") and values.dtype == wire.dtype and values.is_contiguous()
-        )
+    def _start(self, wire: Wire, values: Tensor, link_of: LinkOf) -> None:
+        part, placement = self.part(wire), wire.layout.placement
+        axis = link_of(placement.axes, wire.layout)
+        one = values.dtype == wire.dtype and values.is_contiguous() and not wire.whole
+        part.apart = bool(axis and one and sends_apart(axis, "all_gather"))
         if axis is None:
             part.own.copy_(values)
             return
@@ -121,7 +121,10 @@ class Slot:
             part.own.copy_(values)
             if last:
                 part.tail.copy_(wire.tag)
-            work = all_gather(part.region, axis, wire.dtype)
+            hops = [axis]
+            if placement.hops:
+                hops = [hop for name in reversed(placement.axes) if (hop := link_of((name,), wire.layout)) is not None]
+            work = gather_by_hops(part.region, axis.axis.index, hops, wire.dtype)
         self.works.append(_Arrival(work, part.tail, wire) if axis.checks and not last else work)
 
     def part(self, wire: Wire) -> Part:

@@ -1,7 +1,7 @@
 """From whole parameters to flat shards and back, and parameters that are never whole anywhere.
 
 A tree of parameters becomes a tree of stages: one `FlatShard` for each, or a dict of them where a stage has several
-dtypes or frozen parameters. A strategy is a `Placement`; users write their own as easily as these.
+dtypes, frozen parameters or placements.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from shardfn import collectives, compat
 from shardfn.agree import agree
-from shardfn.layout import FlatShard, Layout, Placement, assemble, is_flat, is_stage, lay, stage_shards
-from shardfn.mesh import AxisName, as_names, axis_of, check_axes, grid_of, mesh_of, scope
+from shardfn.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
+from shardfn.mesh import axis_of, check_axes, grid_of, mesh_of, scope
 from shardfn.random import mixed
+from shardfn.replicated import assert_replicated, checksum
 from shardfn.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
+from shardfn.strategy import Placement, Strategy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,35 +32,10 @@ Make = Callable[[torch.Generator], Any]
 Fill = Callable[[str, Tensor, torch.Generator], Tensor]
 
 
-def full_shard(axis: AxisName) -> Placement:
-    """Parameters, gradients and optimizer state cut over `axis`; gathered for a stage and dropped again (ZeRO-3)."""
-    return Placement(axes=as_names(axis))
-
-
-def zero2(axis: AxisName) -> Placement:
-    """As `full_shard`, but what was gathered in forward is kept for backward (SHARD_GRAD_OP)."""
-    return Placement(axes=as_names(axis), keep=True)
-
-
-def ddp(axis: AxisName) -> Placement:
-    """Parameters whole on every rank, gradients summed over `axis` (ZeRO-0)."""
-    return Placement(replicas=as_names(axis))
-
-
-def hybrid_shard(shard: AxisName, replica: AxisName) -> Placement:
-    """Cut over `shard`, the same over `replica` (HSDP): gradients are scattered, then summed over the other."""
-    return Placement(axes=as_names(shard), replicas=as_names(replica))
-
-
-def hybrid_shard_zero2(shard: AxisName, replica: AxisName) -> Placement:
-    """As `hybrid_shard`, but what was gathered in forward is kept for backward."""
-    return Placement(axes=as_names(shard), replicas=as_names(replica), keep=True)
-
-
 def shard(
     tree: Any,
     mesh: DeviceMesh,
-    strategy: Placement,
+    strategy: Strategy,
     *,
     stages: Iterable[str] | None = None,
     frozen: Iterable[str] = (),
@@ -70,7 +47,8 @@ def shard(
     Args:
         tree: a pytree of tensors, the same on every rank.
         mesh: where they go.
-        strategy: over which axes they are cut, and over which they are the same: `full_shard("shard")`, ...
+        strategy: over which axes they are cut, and over which they are the same: `full_shard("shard")`, ...; or a
+            function of a parameter's path and whole shape that returns one.
         stages: regular expressions; a subtree whose whole path (keys joined by dots) matches one becomes a stage.
             Default: each top-level entry of the tree, and each item of a list or tuple entry.
         frozen: regular expressions; a parameter whose whole path matches one gets no gradient, nor does one of
@@ -79,8 +57,8 @@ def shard(
         inputs: `"global"`: tensors are whole, and are cut as `specs` say; `"local"`: they are this rank's pieces.
 
     Returns:
-        The tree with a `FlatShard` in place of each stage; where a stage has several dtypes, or frozen parameters
-        beside others, a dict of them, such as `{"float32": ..., "float32 frozen": ...}`.
+        The tree with a `FlatShard` in place of each stage; where a stage has several dtypes or placements, or frozen
+        parameters beside others, a dict of them, such as `{"float32": ..., "float32 frozen": ...}`.
 
     Raises:
         ValueError: unknown axes; a dimension that does not divide; a parameter in no stage; one tensor in two stages;
@@ -132,7 +110,7 @@ def init_sharded(
     makers: Any,
     seed: int,
     mesh: DeviceMesh,
-    strategy: Placement,
+    strategy: Strategy,
     *,
     fill: Fill | None = None,
     stages: Iterable[str] | None = None,
@@ -172,7 +150,7 @@ def shard_named(
     named: Iterable[tuple[str, Tensor]],
     like: Any,
     mesh: DeviceMesh,
-    strategy: Placement,
+    strategy: Strategy,
     *,
     stages: Iterable[str] | None = None,
     frozen: Iterable[str] = (),
@@ -229,21 +207,26 @@ class _Rules:
     def __init__(
         self,
         mesh: DeviceMesh,
-        strategy: Placement,
+        strategy: Strategy,
         stages: Iterable[str] | None,
         frozen: Iterable[str],
         specs: P | ByPath,
         inputs: str,
         filled: bool = True,
     ) -> None:
-        if not isinstance(strategy, Placement):
-            raise TypeError(f'a strategy is a Placement, such as shardfn.full_shard("shard"), not {strategy!r}')
+        if not isinstance(strategy, Placement) and (not callable(strategy) or isinstance(strategy, type)):
+            raise TypeError(
+                f'a strategy is a Placement, such as shardfn.full_shard("shard"), or a function of path and shape that '
+                f"returns one, not {strategy!r}; names go through shardfn.strategy(...)"
+            )
         if inputs not in ("global", "local"):
             raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
         if not isinstance(specs, (P, ByPath)):
             raise TypeError(f"specs is a P for all parameters, or by_path([...]), not {specs!r}")
-        check_axes(strategy.axes + strategy.replicas, mesh, "the strategy")
         self.mesh, self.grid, self.strategy = mesh, grid_of(mesh), strategy
+        self.placements: set[Placement] = set()
+        if isinstance(strategy, Placement):
+            self._known(strategy)
         self.inputs, self.filled, self.specs = inputs, filled, specs
         self.stages = None if stages is None else _patterns(stages, "stages")
         self.frozen = _patterns(frozen, "frozen")
@@ -294,7 +277,7 @@ class _Rules:
         if not leaves:
             return subtree
         names = [".".join(word for word in (path, dotted(accessor)) if word) for accessor in accessors]
-        groups: dict[str, tuple[torch.dtype, bool, list[Any]]] = {}
+        groups: dict[tuple[torch.dtype, bool, Placement], list[Any]] = {}
         seen: dict[Any, list[int]] = {}
         for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             same = self._identity(name, leaf, path)
@@ -303,18 +286,22 @@ class _Rules:
                 continue
             seen[same] = [number]
             trainable = not self._frozen(name) and (leaf.is_floating_point() or leaf.is_complex())
-            key = str(leaf.dtype).removeprefix("torch.") + ("" if trainable else " frozen")
             spec = self._spec(name)
-            groups.setdefault(key, (leaf.dtype, trainable, []))[2].append(
-                (name, seen[same], self._shape(name, leaf, spec), spec, leaf)
-            )
-        made = {key: self._flat(path, tree, *group) for key, group in groups.items()}
+            shape, whole = self._shapes(name, leaf, spec)
+            placement = self._placement(name, whole, spec)
+            groups.setdefault((leaf.dtype, trainable, placement), []).append((name, seen[same], shape, spec, leaf))
+        made = {
+            key: self._flat(path, tree, *kind, group)
+            for key, (kind, group) in zip(_keys(list(groups)), groups.items(), strict=True)
+        }
         self.mesh.__dict__.setdefault("_shardfn_stages", {})[path] = [flat.layout for flat in made.values()]
         return next(iter(made.values())) if len(made) == 1 else made
 
-    def _flat(self, path: str, tree: Any, dtype: torch.dtype, trainable: bool, parts: list[Any]) -> FlatShard:
+    def _flat(
+        self, path: str, tree: Any, dtype: torch.dtype, trainable: bool, placement: Placement, parts: list[Any]
+    ) -> FlatShard:
         entries = [(name, tuple(leaves), shape, spec) for name, leaves, shape, spec, _ in parts]
-        layout = lay(path, tree, entries, dtype, trainable, self.strategy, self.grid)
+        layout = lay(path, tree, entries, dtype, trainable, placement, self.grid)
         flat = FlatShard(torch.zeros(layout.piece, dtype=dtype, device=self.mesh.device_type), layout)
         self.told.append(str(layout))
         for number, (name, _, shape, _, leaf) in enumerate(parts):
@@ -332,7 +319,7 @@ class _Rules:
                 f"{name} is on the meta device, without values: use init_sharded(..., fill=...) or shard_named"
             )
         entry, layout = flat.layout.entries[number], flat.layout
-        digest = f" sum {_checksum(value)}" if self.inputs == "global" or not entry.spec.axes else ""
+        digest = f" sum {checksum(value)}" if self.inputs == "global" or not entry.spec.axes else ""
         self.told.append(f"{name}: {tuple(value.shape)}{digest}")
         local = sliced(value.detach(), entry.spec, self.mesh) if self.inputs == "global" else value.detach()
         start = axis_of(self.mesh, layout.placement.axes).index * layout.piece if layout.placement.axes else 0
@@ -366,14 +353,27 @@ class _Rules:
             )
         return same
 
-    def _shape(self, name: str, leaf: Tensor, spec: P) -> tuple[int, ...]:
-        both = [axis for axis in spec.axes if axis in self.strategy.axes]
+    def _shapes(self, name: str, leaf: Tensor, spec: P) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of this rank's value, and of the whole parameter."""
+        if self.inputs == "global":
+            return local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
+        return tuple(leaf.shape), global_shape(leaf.shape, spec, self.mesh, name)
+
+    def _placement(self, name: str, shape: tuple[int, ...], spec: P) -> Placement:
+        found = self.strategy if isinstance(self.strategy, Placement) else self._known(self.strategy(name, shape), name)
+        both = [axis for axis in spec.axes if axis in found.gradients]
         if both:
             raise ValueError(f"{name}: {spec} cuts over {both[0]!r}, but the strategy cuts the buffer over it already")
-        if self.inputs == "global":
-            return local_shape(leaf.shape, spec, self.mesh, name)
-        global_shape(leaf.shape, spec, self.mesh, name)
-        return tuple(leaf.shape)
+        return found
+
+    def _known(self, found: Any, name: str = "") -> Placement:
+        """A strategy's answer, looked at once."""
+        if not isinstance(found, Placement):
+            raise TypeError(f"{name}: the strategy is a function that returned {found!r}, not a Placement")
+        if found not in self.placements:
+            check_axes(found.axes + found.replicas, self.mesh, "the strategy" + (f" of {name}" if name else ""))
+            self.placements.add(found)
+        return found
 
     def _spec(self, name: str) -> P:
         if isinstance(self.specs, P):
@@ -392,6 +392,18 @@ class _Rules:
         return bool(found)
 
 
+def _keys(kinds: list[tuple[torch.dtype, bool, Placement]]) -> list[str]:
+    """What the buffers of one stage are called: by what tells them apart."""
+    found: list[str] = []
+    several = len({placement for *_, placement in kinds}) > 1
+    for dtype, trainable, placement in kinds:
+        where = f" over {' x '.join(placement.axes)}" if placement.axes else " whole"
+        key = str(dtype).removeprefix("torch.") + ("" if trainable else " frozen") + (where if several else "")
+        same = sum(one.split(", ")[0] == key for one in found)
+        found.append(f"{key}, {same + 1}" if same else key)
+    return found
+
+
 def _agreed(rules: _Rules, name: str, run: Callable[[], Any]) -> Any:
     """Runs on every rank, and fails on all of them if it does on one, or if they were given different values."""
     try:
@@ -405,6 +417,8 @@ def _agreed(rules: _Rules, name: str, run: Callable[[], Any]) -> Any:
         agree([str(error)], rules.mesh, name, mine=error)
         raise
     agree(sorted(rules.told), rules.mesh, name, subject=_PARAMETERS)
+    if rules.inputs == "local":  # whole values were compared already, and more of them than a rank keeps
+        assert_replicated(result, rules.mesh)
     return result
 
 
@@ -455,25 +469,6 @@ def _patterns(patterns: Iterable[str], name: str) -> list[re.Pattern[str]]:
     if isinstance(patterns, str):
         raise TypeError(f"{name} is a list of regular expressions; write [{patterns!r}]")
     return [re.compile(pattern) for pattern in patterns]
-
-
-def _checksum(value: Tensor) -> int:
-    """The same for the same bytes; what differs between ranks differs here, but for odds of 1 in 2^64."""
-    if value.numel() == 0:
-        return 0
-    data = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    odd = torch.arange(1, 2 * _WORDS, 2, device=data.device)  # so that the order counts
-    words = data[: len(data) // 8 * 8].view(torch.int64)
-    parts = [*words.split(_WORDS), data[len(data) // 8 * 8 :].long()]
-    total = 0
-    for part in parts:
-        total = (total * 0x9E3779B97F4A7C15 + int((part * odd[: len(part)]).sum())) % 2**64
-    return total
-
-
-_WORDS = 2**16  # summed at a time, so that little memory is needed
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardfn.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
 from shardfn.mesh import Grid
+from shardfn.strategy import Keep
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Wire:
         stop: end of its bytes.
         moves: whether it needs the slot at all: on one rank, in its own dtype, the shard is the parameters.
         tag: the end of its last piece, where no parameter is: says what is gathered.
+        whole: whether this rank's own piece has to be in the slot too.
     """
 
     layout: Layout
@@ -54,6 +56,7 @@ class Wire:
     stop: int
     moves: bool
     tag: Tensor
+    whole: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,13 @@ class Wires:
 
     each: tuple[Wire, ...]
     nbytes: int
+
+    @functools.cached_property
+    def near(self) -> Wires | None:
+        """The same slot, filled from copies that are cut less; None if there are none such."""
+        if all(wire.layout.near is None for wire in self.each):
+            return None
+        return Wires(tuple(_near(wire) for wire in self.each), self.nbytes)
 
     @functools.cached_property
     def stage(self) -> str:
@@ -103,6 +113,14 @@ class Signature:
     def code(self) -> Any:
         """The same for functions that are made again and again from the same lines."""
         return getattr(inspect.unwrap(self.function), "__code__", self.name)
+
+    @functools.cached_property
+    def keep(self) -> Keep:
+        """What calls keep from forward to backward: the most that any of their layouts asks for."""
+        if self.options.reshard is not None:
+            return not self.options.reshard
+        asked = [layout.placement.keep for layout in self.layouts]
+        return "step" if "step" in asked else True if True in asked else max(asked, key=bool)
 
     @property
     def grid(self) -> Grid:
@@ -183,9 +201,18 @@ def _wires_of(gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dty
         moves = layout.size > 1 or dtype != own
         stop = at + layout.padded * dtype.itemsize * moves
         tail = (layout.padded - layout.total) * dtype.itemsize
-        made.append(Wire(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT))))
+        whole = layout.near is not None or layout.placement.hops
+        made.append(Wire(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT)), whole))
         at = -(-stop // 512) * 512
     return Wires(tuple(made), at)
+
+
+def _near(wire: Wire) -> Wire:
+    layout = wire.layout.near
+    if layout is None:
+        return wire
+    tag = _tag(layout, wire.dtype, len(wire.tag))
+    return replace(wire, layout=layout, tag=tag, whole=True)
 
 
 def _tag(layout: Layout, dtype: torch.dtype, length: int) -> Tensor:
