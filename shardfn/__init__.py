@@ -26,6 +26,7 @@ from shardfn.layout import FlatShard, Layout, local_parameters
 from shardfn.ledger import Ledger, Record, ledger
 from shardfn.link import transports
 from shardfn.mesh import make_mesh
+from shardfn.partition import combine, partition
 from shardfn.pattern import redistribute
 from shardfn.random import fold_in
 from shardfn.replicated import assert_replicated
@@ -64,6 +65,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "by_path",
+    "combine",
     "ddp",
     "fold_in",
     "full_shard",
@@ -83,6 +85,7 @@ __all__ = [
     "make_mesh",
     "mics",
     "optim",
+    "partition",
     "pmax",
     "pmean",
     "pmin",

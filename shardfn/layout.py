@@ -124,8 +124,11 @@ class Layout:
 
     @cached_property
     def piece(self) -> int:
-        """Elements of one rank's piece. The last piece ends in at least 64 unused bytes."""
-        step, finest = aligned(1, self.dtype), self.grid.size(self.placement.gradients)
+        """Elements of one rank's piece. The last piece ends in at least 64 unused bytes.
+
+        It can be cut over the replicas too, so that the buffer is as large however it is placed on these axes.
+        """
+        step, finest = aligned(1, self.dtype), self.grid.size(self.placement.axes + self.placement.replicas)
         return aligned(-(-(self.total + step) // finest), self.dtype) * (finest // self.size)
 
     @property
@@ -224,6 +227,12 @@ class Layout:
             if low < high or (entry.numel == 0 and start <= entry.offset < start + self.piece):
                 found.append(Range(entry.path, low, high, entry.shape, self._corner(entry, rank)))
         return found
+
+    def whole_shape(self, number: int) -> tuple[int, ...]:
+        """Of a parameter, of whose value ranks may have parts."""
+        entry = self.entries[number]
+        cuts = [self.grid.size(names) if names else 1 for names in entry.spec.by_dim()]
+        return tuple(n * k for n, k in zip(entry.shape, cuts + [1] * len(entry.shape), strict=False))
 
     def _corner(self, entry: Entry, rank: int) -> tuple[int, ...]:
         cuts = [self.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]

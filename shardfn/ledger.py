@@ -88,7 +88,7 @@ class serving:  # a class, since a generator takes four times as long, ten times
 
     __slots__ = ("backward", "before", "stage")
 
-    def __init__(self, stage: str, backward: bool) -> None:
+    def __init__(self, stage: str, backward: bool | None) -> None:
         self.stage, self.backward = stage, backward
 
     def __enter__(self) -> None:

@@ -71,6 +71,11 @@ class Placement:
             return self
         return Placement(self.gradients, tuple(name for name in self.replicas if name not in self.gradients))
 
+    def dividing(self, axis: AxisName) -> Placement:
+        """The same, with gradients and optimizer state cut along more of the replicas."""
+        more = [name for name in as_names(axis) if name not in self.gradients]
+        return replace(self, gradients=(*self.gradients, *more))
+
     @property
     def near(self) -> Placement | None:
         """Of the copy that backward gathers from, if that is cut less than the parameters."""

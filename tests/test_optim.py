@@ -82,10 +82,14 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
 }
 STRATEGIES: dict[str, Callable[[], sf.Placement]] = {
     "ddp": lambda: sf.ddp(("replica", "shard")),
+    "zero1": lambda: sf.zero1(("replica", "shard")),
     "zero2": lambda: sf.zero2(("replica", "shard")),
     "full_shard": lambda: sf.full_shard(("replica", "shard")),
     "hybrid_shard": lambda: sf.hybrid_shard("shard", "replica"),
     "hybrid_shard_zero2": lambda: sf.hybrid_shard_zero2("shard", "replica"),
+    "hfsdp": lambda: sf.hfsdp("shard", "replica"),
+    "hpz": lambda: sf.hpz("shard", "replica"),
+    "mics": lambda: sf.mics(("shard", "replica")),
 }
 
 
@@ -139,7 +143,7 @@ def compare(strategy: str, names: list[str], n: int) -> Any:
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_every_optimizer_with_every_strategy_trains_as_one_process(world: World, strategy: str) -> None:
     for found in world.within(120).run(compare, strategy, list(OPTIMIZERS), world.size):
-        assert worst(found.values()) < 1e-10, found
+        assert not {name: d for name, d in found.items() if not d < 1e-10}
 
 
 def torch_of(name: str, leaves: list[Tensor]) -> torch.optim.Optimizer:

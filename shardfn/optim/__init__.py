@@ -1,7 +1,7 @@
 """Optimizers on local shards: pure functions whose state is a pytree like the parameters."""
 
 from shardfn.optim.adafactor import adafactor
-from shardfn.optim.core import Optimizer, Piece, Transform, chain
+from shardfn.optim.core import Optimizer, Piece, Transform, chain, shard_state
 from shardfn.optim.elementwise import adam, adamw, lion, sgd
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms
@@ -33,6 +33,7 @@ __all__ = [
     "muon",
     "norms",
     "sgd",
+    "shard_state",
     "skip_nonfinite",
     "warmup_cosine",
     "wsd",

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from shardfn import compat
 from shardfn.layout import FlatShard, Layout, is_flat
+from shardfn.mesh import AxisName, as_names
+from shardfn.optim.division import divides_init, divides_step
 from shardfn.spec import dotted
 
 Rule = Callable[[str, tuple[int, ...]], Any]
@@ -27,6 +29,9 @@ Rule = Callable[[str, tuple[int, ...]], Any]
 class Optimizer:
     """Two functions; neither has a memory of its own.
 
+    Where a strategy cuts optimizer state further than parameters, they meet this rank's part only, and new parameters
+    are gathered.
+
     Attributes:
         init: `params -> state`.
         step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters; None, or a
@@ -35,6 +40,10 @@ class Optimizer:
 
     init: Callable[[Any], Any]
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "init", divides_init(self.init))
+        object.__setattr__(self, "step", divides_step(self.step))
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,37 @@ class Transform:
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
+    """The optimizer with its state cut along `axis` too, over which parameters are the same; ZeRO-1 for any strategy.
+
+    A rank updates its part of each parameter with its part of the gradient, which is sliced if every rank has all of
+    it, and the parts are gathered, those of all stages at once. `zero1` and `hfsdp` do this by themselves, and their
+    gradients are scattered in the first place. Plain tensors are updated everywhere.
+
+    Args:
+        optimizer: any.
+        axis: one or several of each strategy's replicas.
+
+    Raises:
+        ValueError: an axis over which a parameter is not the same.
+
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), 5.1.
+    """
+    names = as_names(axis)
+
+    def finer(layout: Layout) -> Layout:
+        placement = layout.placement
+        wrong = [name for name in names if name not in placement.replicas + placement.axes]
+        if wrong:
+            raise ValueError(
+                f"shard_state: stage {layout.stage!r} is not the same over {wrong[0]!r}, but over "
+                f"{' and '.join(map(repr, placement.replicas)) or 'no axis'}: pass one of those, or another strategy"
+            )
+        return layout.placed(placement.dividing(names)).divided
+
+    return Optimizer(divides_init(optimizer.init, finer), divides_step(optimizer.step, finer))
 
 
 def chain(*parts: Any) -> Optimizer:
@@ -248,15 +288,8 @@ def _segments(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -
         entry = layout.entries[number]
         if number in entries and start <= at and at + high - low <= stop:
             place = low, at - start, at + high - low - start
-            found.append(Segment(entry.path, whole_shape(layout, number), entry.shape, corners[entry.path], *place))
+            found.append(Segment(entry.path, layout.whole_shape(number), entry.shape, corners[entry.path], *place))
     return tuple(found)
-
-
-def whole_shape(layout: Layout, number: int) -> tuple[int, ...]:
-    """Of a parameter, of which ranks may compute with parts."""
-    entry = layout.entries[number]
-    cuts = [layout.grid.size(names) if names else 1 for names in entry.spec.by_dim()]
-    return tuple(n * k for n, k in zip(entry.shape, cuts + [1] * len(entry.shape), strict=False))
 
 
 def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]]:

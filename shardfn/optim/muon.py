@@ -20,7 +20,7 @@ from shardfn import collectives, compat
 from shardfn.layout import Layout, Range
 from shardfn.ledger import record
 from shardfn.mesh import Grid, axis_of, mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, Unit, at_step, of_rule, pairs, units, whole_shape, zeros_like
+from shardfn.optim.core import Optimizer, Rule, Unit, at_step, of_rule, pairs, units, zeros_like
 from shardfn.optim.elementwise import Schedule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -180,7 +180,7 @@ class Matrix:
 def _of_layout(layout: Layout, entries: tuple[int, ...]) -> tuple[Matrix, ...]:
     found = []
     for number in entries:
-        rows, columns = whole_shape(layout, number)
+        rows, columns = layout.whole_shape(number)
         found.append(Matrix(layout.entries[number].path, (rows, columns), layout, number))
     return tuple(found)
 

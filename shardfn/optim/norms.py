@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Transform, Unit, Units, units, whole_shape
+from shardfn.optim.core import Transform, Unit, Units, units
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
     for number in unit.entries:
         cut = {*layout.placement.axes, *layout.entries[number].spec.axes}
         axes = tuple(name for name, _ in layout.grid.sizes if name in cut)
-        found.append((axes, layout.entries[number].path, whole_shape(layout, number)))
+        found.append((axes, layout.entries[number].path, layout.whole_shape(number)))
     return found
 
 

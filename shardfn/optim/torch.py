@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Unit, at_step, is_unit, pairs, runs, units, whole_shape
+from shardfn.optim.core import Optimizer, Unit, at_step, is_unit, pairs, runs, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Optimizer:
@@ -85,7 +85,7 @@ def _key(rules: dict[str, Any], path: str, whole: tuple[int, ...]) -> tuple[tupl
 
 def _named(unit: Unit, number: int) -> tuple[str, tuple[int, ...]]:
     assert unit.layout is not None, "only a flat shard has numbers"
-    return unit.layout.entries[number].path, whole_shape(unit.layout, number)
+    return unit.layout.entries[number].path, unit.layout.whole_shape(number)
 
 
 def _cut(x: Tensor, start: int, stop: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, Units, joined, pairs, runs, units, whole_shape, zeros_like
+from shardfn.optim.core import Optimizer, Rule, Units, joined, pairs, runs, units, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
@@ -74,7 +74,7 @@ def _part(
                 tree[unit.name], places[unit.name] = x, (i, spans)
             continue
         entries = tuple(
-            n for n in unit.entries if bool(rule(unit.layout.entries[n].path, whole_shape(unit.layout, n))) is yes
+            n for n in unit.entries if bool(rule(unit.layout.entries[n].path, unit.layout.whole_shape(n))) is yes
         )
         if entries:  # an empty part where this rank holds nothing of them: all ranks have the same nodes
             spans = spans or [(0, 0)]
