@@ -1,10 +1,11 @@
 """Trains a byte-level language model on the sources of Python's standard library, sharded over a hybrid mesh.
 
-    torchrun --standalone --nproc-per-node 4 examples/train_lm.py --mesh replica=2,shard=2
+    torchrun --standalone --nproc-per-node 4 examples/train_lm.py --mesh replica=2,shard=2 --strategy hybrid_shard
 
 Math, memory and communication are all on this page. Every layer's parameters are one flat shard, cut over `shard`; a
 stage gathers them just before its function runs, and brings its gradient back: reduce-scattered over `shard`, then
-summed over `replica` on the shard only. AdamW touches this rank's shards and nothing else.
+summed over `replica` on the shard only. AdamW touches this rank's shards and nothing else. Another `--strategy` cuts
+and gathers otherwise; nothing else on this page changes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
+import shardfn.optim as so
 from shardfn import P
 
 DATA = ("replica", "shard")  # the batch is cut over both
@@ -124,48 +125,14 @@ def loss_fn(params: Params, tokens: Tensor, config: Config) -> Tensor:
 # --- the optimizer: on this rank's shards ---
 
 
-def global_norm(grads: Params) -> Tensor:
-    squares = torch.stack([g.square().sum() for g in optree.tree_leaves(grads)]).sum()
-    return sf.psum(squares, "shard").sqrt()
+def optimizer(config: Config, steps: int) -> so.Optimizer:
+    """AdamW, clipped; a cosine after a linear warm-up, down to a tenth. Matrices decay, vectors do not."""
+    rate = so.warmup_cosine(config.rate, warmup=min(config.warmup, steps), steps=steps, end=config.rate / 10)
 
+    def decay(path: str, shape: tuple[int, ...]) -> float:
+        return config.decay if len(shape) > 1 else 0.0
 
-def decayed(params: Params) -> Params:
-    """How much each element of the shards decays: matrices do, vectors do not."""
-
-    def mask(shard: sf.FlatShard) -> sf.FlatShard:
-        made = sf.FlatShard(torch.zeros_like(shard.values), shard.layout)
-        shapes = {entry.path: entry.shape for entry in shard.layout.entries}
-        for path, piece in sf.local_parameters(made).items():
-            piece.fill_(len(shapes[path]) > 1)
-        return made
-
-    return optree.tree_map(mask, params, is_leaf=lambda node: isinstance(node, sf.FlatShard))
-
-
-def adamw(params: Params, grads: Params, state: Params, config: Config, rate: Tensor | float) -> tuple[Params, Params]:
-    """One step of AdamW (Loshchilov and Hutter, 2019, algorithm 2), clipped to a global norm."""
-    b1, b2, step = 0.9, 0.98, state["step"] + 1
-    scale = (config.clip / (global_norm(grads) + 1e-6)).clamp(max=1)
-
-    def moment(m: Tensor, g: Tensor) -> Tensor:
-        return torch.lerp(m, g * scale, 1 - b1)
-
-    def second(v: Tensor, g: Tensor) -> Tensor:
-        return torch.lerp(v, (g * scale).square(), 1 - b2)
-
-    def update(p: Tensor, m: Tensor, v: Tensor, decays: Tensor) -> Tensor:
-        direction = (m / (1 - b1**step)) / ((v / (1 - b2**step)).sqrt() + 1e-8)
-        return p - rate * (direction + config.decay * decays * p)
-
-    m = optree.tree_map(moment, state["m"], grads)
-    v = optree.tree_map(second, state["v"], grads)
-    return optree.tree_map(update, params, m, v, state["decays"]), {**state, "step": step, "m": m, "v": v}
-
-
-def learning_rate(step: int, steps: int, config: Config) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
-    warm = min(1.0, (step + 1) / config.warmup)
-    return config.rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    return so.chain(so.clip_by_global_norm(config.clip), so.adamw(rate, b2=0.98, weight_decay=decay))
 
 
 # --- the run ---
@@ -207,16 +174,18 @@ def train(
     data: tuple[Tensor, Tensor],
     steps: int,
     seed: int,
+    strategy: sf.Strategy,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> Run:
-    """Trains from scratch. The same seed gives the same losses on any mesh, up to rounding."""
+    """Trains from scratch. The same seed gives the same losses on any mesh, by any strategy, up to rounding."""
+    opt = optimizer(config, steps)
     training, held_out = (part.to(mesh.device_type) for part in data)
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
     def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
         tokens = draw(training, config, sf.fold_in(seed, step))
         loss, grads = sf.value_and_grad(loss_fn)(params, tokens, config)
-        params, state = adamw(params, grads, state, config, learning_rate(step, steps, config))
+        params, state = opt.step(params, grads, state)
         return params, state, loss
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
@@ -225,18 +194,14 @@ def train(
             batches = [draw(held_out, config, sf.fold_in(seed, 0, i)) for i in range(16)]
             return torch.stack([loss_fn(params, tokens, config) for tokens in batches]).mean()
 
-    params = sf.shard(init(config, seed), mesh, sf.hybrid_shard("shard", "replica"))
-    state = {"step": 0, "m": zeros_like(params), "v": zeros_like(params), "decays": decayed(params)}
+    params = sf.shard(init(config, seed), mesh, strategy)
+    state = opt.init(params)
     losses = []
     for step in range(steps):
         params, state, loss = train_step(params, state, step)
         losses.append(loss.item())
         report(step, losses[-1])
     return Run(sf.unshard(params), losses, validate(params).item())
-
-
-def zeros_like(params: Params) -> Params:
-    return optree.tree_map(torch.zeros_like, params)
 
 
 def complete(params: Params, config: Config, prompt: bytes, length: int, seed: int) -> bytes:
@@ -277,9 +242,21 @@ def arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"axes are {' and '.join(DATA)}, as in replica=2,shard=2; got {text}")
         return {name: int(pairs.get(name, 1)) for name in DATA}
 
+    def strategy(name: str) -> sf.Placement:
+        try:
+            return sf.strategy(name, shard="shard", replica="replica")
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
     parser = argparse.ArgumentParser(description="Train a byte-level language model, sharded over a mesh.")
     parser.add_argument(
         "--mesh", type=mesh, default="shard=-1", help="replica=R,shard=S; one may be -1 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--strategy",
+        type=strategy,
+        default="hybrid_shard",
+        help="ddp, FULL_SHARD, zero1, hpz, ... (default: %(default)s)",
     )
     parser.add_argument("--steps", type=int, default=600, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -305,7 +282,7 @@ def main() -> None:
             told = [f"loss {loss:.3f}", f"{loss / math.log(2):.3f} bits/byte", f"{speed / 1e3:.1f}k tokens/s"]
             bar.update(task, advance=1, description="  ".join([*told, memory(mesh.device_type)]))
 
-        run = train(config, mesh, corpus(), args.steps, args.seed, report)
+        run = train(config, mesh, corpus(), args.steps, args.seed, args.strategy, report)
     if first:
         args.out.mkdir(parents=True, exist_ok=True)
         plot(run.losses, run.validation, args.out / "loss.png")

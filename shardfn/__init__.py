@@ -36,6 +36,7 @@ from shardfn.spec import P, by_path, global_shape, local_shape
 from shardfn.stage import layers, stage
 from shardfn.strategy import (
     Placement,
+    Strategy,
     ddp,
     full_shard,
     hfsdp,
@@ -58,6 +59,7 @@ __all__ = [
     "P",
     "Placement",
     "Record",
+    "Strategy",
     "accumulate",
     "all_gather",
     "all_to_all",

@@ -17,16 +17,23 @@ TINY = train_lm.Config(
 STEPS = 6
 
 
-def losses(sizes: dict[str, int], seed: int) -> list[float]:
+STRATEGIES = ["ddp", "zero1", "zero2", "full_shard", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", "mics"]
+
+
+def losses(sizes: dict[str, int], seed: int, strategy: str) -> list[float]:
     text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", **sizes)
-    run = train_lm.train(TINY, mesh, (text, text.flip(0)), STEPS, seed)
+    run = train_lm.train(TINY, mesh, (text, text.flip(0)), STEPS, seed, placement(strategy))
     return [*run.losses, run.validation]
 
 
-def on(sizes: dict[str, int], seed: int = 0) -> list[float]:
+def placement(strategy: str) -> sf.Placement:
+    return sf.strategy(strategy, shard="shard", replica="replica")
+
+
+def on(sizes: dict[str, int], seed: int = 0, strategy: str = "hybrid_shard") -> list[float]:
     ranks = sizes["replica"] * sizes["shard"]
-    first, *others = world(ranks).run(losses, sizes, seed)
+    first, *others = world(ranks).run(losses, sizes, seed, strategy)
     assert all(other == first for other in others), "an invariant loss is the same bits on every rank"
     return first
 
@@ -36,6 +43,13 @@ def test_the_curve_does_not_depend_on_the_mesh(replica: int, shard: int) -> None
     alone = torch.tensor(on({"replica": 1, "shard": 1}), dtype=torch.float64)
     cut = torch.tensor(on({"replica": replica, "shard": shard}), dtype=torch.float64)
     assert alone[STEPS - 1] < alone[0] - 0.1, "nothing was learnt"
+    assert ((cut - alone).abs() / alone).max() < 1e-12
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_curve_does_not_depend_on_the_strategy(strategy: str) -> None:
+    alone = torch.tensor(on({"replica": 1, "shard": 1}), dtype=torch.float64)
+    cut = torch.tensor(on({"replica": 2, "shard": 2}, strategy=strategy), dtype=torch.float64)
     assert ((cut - alone).abs() / alone).max() < 1e-12
 
 
@@ -70,7 +84,7 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank() -> Non
     def body() -> None:
         mesh = sf.make_mesh(replica=1, shard=2, device="cpu")
         text = torch.zeros(500, dtype=torch.uint8)
-        train_lm.train(replace(TINY, batch=3), mesh, (text, text), 1, 0)
+        train_lm.train(replace(TINY, batch=3), mesh, (text, text), 1, 0, placement("hybrid_shard"))
 
     for error in world(2).errors(body):
         assert isinstance(error, ValueError)
