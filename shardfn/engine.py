@@ -30,7 +30,7 @@ from shardfn.call import (
     writes,
 )
 from shardfn.layout import Layout
-from shardfn.ledger import here, serving
+from shardfn.ledger import here, record_buffers, recording, serving
 from shardfn.link import Link, link
 from shardfn.mesh import scope, sizes
 from shardfn.reduction import Dtypes, Links, Reductions, Step, numbered
@@ -200,7 +200,7 @@ class Engine:
                 call.differentiable = [y.requires_grad for y in made.outputs]
             else:
                 call.differentiable = [records and (y.is_floating_point() or y.is_complex()) for y in made.outputs]
-            if not records and place.turn.slot is not None:
+            if not records and place.turn.slot is not None and not place.turn.kept:
                 place.turn.slot.forget()
             if place.tape is not None and isinstance(call.signature.keep, tuple) and (place.turn.reads or not keeps):
                 self._leave(place.tape, place.turn)
@@ -278,8 +278,8 @@ class Engine:
         if wires not in self.compared:
             self._meet(signature, wires)
         tape = self._tape(call, wires, shards) if any(call.needs) else None
-        kept = _kept(tape, signature)
-        key = _key(tape, kept, wires, shards)
+        kept = _kept(tape, call)
+        key = _key(tape, call.step, kept, wires, shards)
         turn = Turn(signature, wires, shards, key, tuple(call.needs), kept=kept, collected=call.collected)
         if tape is not None:
             turn.copies = tape.copies.get(key)
@@ -312,7 +312,7 @@ class Engine:
 
     def _take(self, tape: Tape | None, turn: Turn, slots: int, busy: Slot | None = None) -> bool:
         """Finds the slot that holds what a turn needs, or else fills one; False if that one is busy."""
-        if turn.kept and tape is not None:
+        if turn.kept:
             store = self.kept if turn.kept is True else self.lasting
             turn.slot = store.get(turn.key)
             if turn.slot is None:
@@ -348,6 +348,9 @@ class Engine:
     def _fill(self, turn: Turn) -> None:
         assert turn.slot is not None, "a turn that moves bytes has a slot"
         with serving(turn.wires.stage, here.backward or False):
+            if recording():
+                held = {id(copy): copy for turn in self.tape.turns if turn.copies for copy in turn.copies.shards}
+                record_buffers(self.ring.nbytes() + sum(copy.nbytes for copy in held.values()))
             if turn.copies is None:
                 turn.slot.fill(turn.key, turn.wires, turn.shards, self.link)
             else:
@@ -376,7 +379,7 @@ class Engine:
         for layouts, shards in found or ():
             habit = self.habits.get(layouts)
             if habit is not None and habit.wires.nbytes and habit.taped == (place.tape is not None):
-                key = _key(place.tape, habit.kept, habit.wires, shards)
+                key = _key(place.tape, call.step, habit.kept, habit.wires, shards)
                 coming = Turn(habit.signature, habit.wires, shards, key, kept=habit.kept)
                 if not self._take(place.tape, coming, prefetch + 1, busy=turn.slot):
                     return
@@ -547,17 +550,19 @@ def engine_of(mesh: DeviceMesh) -> Engine:
     return found
 
 
-def _kept(tape: Tape | None, signature: Signature) -> Keep:
+def _kept(tape: Tape | None, call: Call) -> Keep:
     """What a call keeps of its slot."""
-    if tape is None or isinstance(signature.keep, tuple):
-        return False
-    return True if signature.keep and tape.step is None else signature.keep
+    keep = call.signature.keep
+    if keep == "step" and call.step is not None:
+        call.step.meet(call.engine)
+        return keep
+    return tape is not None and keep in (True, "step")
 
 
-def _key(tape: Tape | None, kept: Keep, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
+def _key(tape: Tape | None, step: Step | None, kept: Keep, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
     """By the tape's number, or what all tapes of a step have in common."""
-    number: Any = 0 if tape is None else tape.step.number if kept == "step" and tape.step else tape.number
-    return (number, wires, _identities(shards))
+    one = step if kept == "step" else tape
+    return (0 if one is None else one.number, wires, _identities(shards))
 
 
 def _identities(shards: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:

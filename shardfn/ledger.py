@@ -40,9 +40,15 @@ class Record:
 
 @dataclass
 class Ledger:
-    """The collectives of the code under `with ledger() as log:`, in the order in which they were issued."""
+    """The collectives of the code under `with ledger() as log:`, in the order in which they were issued.
+
+    Attributes:
+        records: one for each.
+        gathered: the most bytes of the buffers into which stages gathered parameters, when one of them was filled.
+    """
 
     records: list[Record] = field(default_factory=list)
+    gathered: int = 0
 
     def select(self, **wanted: object) -> list[Record]:
         """The records whose attributes are as given: `log.select(op="all_gather", backward=True)`."""
@@ -125,6 +131,17 @@ def recording() -> bool:
     return bool(_open)
 
 
+def record_buffers(nbytes: int) -> None:
+    """Enters the size of the buffers for gathered parameters."""
+    for each in _heard():
+        each.gathered = max(each.gathered, nbytes)
+
+
+def _heard() -> list[Ledger]:
+    """The ledgers that are open on this thread, or where autograd runs one for another, on that."""
+    return here.open or (_open[0] if len(_open) == 1 and compat.autograd_thread() else [])
+
+
 def record(
     op: str,
     group: str,
@@ -134,7 +151,7 @@ def record(
     axis: tuple[str, ...] | None = None,
 ) -> None:
     """Enters a collective, on the group of this name, in the ledgers that are open here."""
-    open_here = here.open or (_open[0] if len(_open) == 1 and compat.autograd_thread() else [])
+    open_here = _heard()
     if not open_here or torch.compiler.is_compiling():
         return
     if axis is None:

@@ -132,10 +132,14 @@ class Step:
             self.pass_ = now
         return self.pass_ == now
 
-    def join(self, engine: Member, tape: Any) -> None:
-        """The calls on one more tape take part."""
+    def meet(self, engine: Member) -> None:
+        """Tells it when the step is over."""
         if engine not in self.engines:
             self.engines.append(engine)
+
+    def join(self, engine: Member, tape: Any) -> None:
+        """The calls on one more tape take part."""
+        self.meet(engine)
         self.tapes.append((engine, tape))
 
     def finish(self) -> dict[int, Tensor]:

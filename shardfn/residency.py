@@ -241,6 +241,7 @@ class Ring:
         self.device = device
         self.slots: list[Slot] = []
         self.spare: list[Slot] = []
+        self.lent = 0  # bytes of the slots that are kept
         self.largest = 0
 
     def at(self, turn: int, slots: int, nbytes: int) -> Slot:
@@ -264,16 +265,21 @@ class Ring:
     def keep(self, nbytes: int) -> Slot:
         """A slot outside the ring, until it is given back."""
         fitting = [slot for slot in self.spare if slot.buffer.numel() >= nbytes]
-        if not fitting:
-            return Slot(nbytes, self.device)
-        best = min(fitting, key=lambda slot: slot.buffer.numel())
-        self.spare.remove(best)
+        best = min(fitting, key=lambda slot: slot.buffer.numel(), default=None) or Slot(nbytes, self.device)
+        if fitting:
+            self.spare.remove(best)
+        self.lent += best.buffer.numel()
         return best
 
     def give_back(self, slot: Slot) -> None:
         """The end of `keep`."""
         slot.forget()
+        self.lent -= slot.buffer.numel()
         self.spare.append(slot)
+
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self.lent + sum(slot.buffer.numel() for slot in (*self.slots, *self.spare))
 
     def reserve(self, nbytes: int) -> None:
         """Stages of this size are to be expected: the slots are made large enough at once."""

@@ -1,0 +1,215 @@
+"""Adapts a frozen language model to other text by low-rank adapters (LoRA): adapters sharded, the base as you like.
+
+    torchrun --standalone --nproc-per-node 4 -m examples.lora --base once
+
+First the model of `examples/train_lm.py` learns Python; then adapters teach it the prose of Python's manual. The base
+is frozen: it moves no gradients and has no optimizer state. `--base` says where it lives:
+
+    sharded   cut over all ranks, gathered for each use
+    once      cut over all ranks, gathered once a step for all its micro-batches
+    whole     whole on every rank, never gathered
+
+At the end stand the bytes that a rank sent in a step and the memory for gathered parameters, from the ledger, beside
+what the formula says. Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2022), section 4.1.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+import shardfn.optim as so
+from examples import train_lm
+from examples.train_lm import DATA, Config, Params
+from shardfn import P
+
+BASES = {
+    "sharded": sf.full_shard(DATA),
+    "once": sf.full_shard(DATA).keeping("step"),
+    "whole": sf.ddp(DATA),
+}
+ADAPTED = ("qkv", "out", "up", "down")
+RANK = 4
+SCALE = 2.0
+MICROBATCHES = 2
+RATE = 3e-3
+
+
+# --- the model: each block's matrices w become w + s a b ---
+
+
+def init_adapters(base: Params, seed: int) -> Params:
+    """Whole adapters for whole parameters; the product is zero at first."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def adapter(w: Tensor) -> Params:
+        a = torch.randn(w.shape[0], RANK, generator=generator, dtype=torch.float64) / w.shape[0] ** 0.5
+        return {"a": a.to(w.dtype), "b": torch.zeros(RANK, w.shape[1], dtype=w.dtype)}
+
+    return {"blocks": [{name: adapter(p[name]) for name in ADAPTED} for p in base["blocks"]]}
+
+
+@sf.stage
+def block(base: Params, adapters: Params, x: Tensor, heads: int) -> Tensor:
+    adapted = {name: base[name] + SCALE * (p["a"] @ p["b"]) for name, p in adapters.items()}
+    return train_lm.block(base | adapted, x, heads)
+
+
+def model(adapters: Params, base: Params, tokens: Tensor, config: Config) -> Tensor:
+    """Logits `[b, t, vocabulary]` for tokens `[b, t]`."""
+    pairs = zip(base["blocks"], adapters["blocks"], strict=True)
+    first, *ordered, last = sf.layers([base["embed"], *pairs, base["head"]])
+    x = train_lm.embed(first, tokens)
+    for p, adapter in ordered:
+        x = block(p, adapter, x, config.heads)
+    return train_lm.head(last, x)
+
+
+def loss_fn(adapters: Params, base: Params, tokens: Tensor, config: Config) -> Tensor:
+    """The sum of cross-entropies, in nats, over the tokens of all ranks."""
+    logits = model(adapters, base, tokens[:, :-1], config)
+    return sf.psum(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"), DATA)
+
+
+# --- what a step costs ---
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step, for one rank.
+
+    Attributes:
+        sent: bytes.
+        gathered: the most bytes of the buffers that parameters are gathered into.
+        held: bytes of shards, of the base and of the adapters, and of optimizer state.
+    """
+
+    sent: int
+    gathered: int
+    held: int
+
+
+def formula(adapters: Params, base: Params, where: str) -> Cost:
+    """What a step costs, from the sizes of the stages alone.
+
+    With n ranks, a gather or scatter of B bytes sends (n - 1) / n B from each. A forward gathers every stage, and a
+    backward again all but the last two, which are still in the ring; it scatters the adapters' gradients.
+    """
+    flats = optree.tree_leaves({"base": base, "adapters": adapters}, is_leaf=lambda x: isinstance(x, sf.FlatShard))
+    own, small = stages(base), stages(adapters)["blocks"]
+    n = flats[0].layout.grid.size(DATA)
+    blocks = [b * (where != "whole") + a for b, a in zip(own["blocks"], small, strict=True)]
+    ends = [own["embed"], own["head"]] if where != "whole" else []
+    again = blocks[: len(blocks) - (1 if ends else 2)]
+    forward, scattered = sum(blocks) + sum(ends), sum(small)
+    if where == "once":
+        moved, gathered = forward + MICROBATCHES * scattered, forward
+    else:
+        moved, gathered = MICROBATCHES * (forward + sum(again) + scattered), 2 * max(blocks + ends)
+    held = sum(flat.values.nbytes for flat in flats) + 2 * sum(
+        flat.values.nbytes for flat in flats if flat.layout.trainable
+    )
+    return Cost(moved * (n - 1) // n, gathered if n > 1 else 0, held)
+
+
+def stages(params: Params) -> Any:
+    """Bytes of each stage, whole."""
+    return optree.tree_map(
+        lambda flat: flat.layout.padded * flat.values.itemsize, params, is_leaf=lambda x: isinstance(x, sf.FlatShard)
+    )
+
+
+# --- the run ---
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run leaves behind."""
+
+    adapters: Params  # whole
+    base: Params  # whole, as it was
+    losses: list[float]  # nats a token, one for each step
+    measured: Cost  # of the last step
+    expected: Cost
+
+
+def adapt(config: Config, mesh: DeviceMesh, base: Params, text: Tensor, steps: int, seed: int, where: str) -> Run:
+    """Trains adapters for a whole base model on a text."""
+    text = text.to(mesh.device_type)
+    optimizer = so.adamw(so.warmup_cosine(RATE, warmup=min(10, steps), steps=steps))
+    frozen = sf.shard(base, mesh, BASES[where], frozen=[".*"])
+    adapters = sf.shard(
+        {"adapters": init_adapters(base, seed)}, mesh, sf.full_shard(DATA), stages=[r"adapters\.blocks\.\d+"]
+    )
+    adapters = adapters["adapters"]
+    state = optimizer.init(adapters)
+
+    def batches(step: int) -> Iterator[Tensor]:
+        for i in range(MICROBATCHES):
+            yield train_lm.draw(text, config, sf.fold_in(seed, step, i))
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., ..., P()), out_specs=(..., ..., P()))
+    def train_step(adapters: Params, frozen: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
+        tokens = config.batch * config.context * MICROBATCHES
+
+        def loss(adapters: Params, rows: Tensor) -> Tensor:
+            return loss_fn(adapters, frozen, rows, config) / tokens
+
+        value, grads = sf.accumulate(loss, batches(step))(adapters)
+        adapters, state = optimizer.step(adapters, grads, state)
+        return adapters, state, value
+
+    losses = []
+    for step in range(steps):
+        with sf.ledger() as log:
+            adapters, state, value = train_step(adapters, frozen, state, step)
+        losses.append(value.item())
+    held = [leaf.nbytes for leaf in optree.tree_leaves((adapters, frozen, state)) if isinstance(leaf, Tensor)]
+    measured = Cost(log.bytes(scheduled=True), log.gathered, sum(held))
+    return Run(sf.unshard(adapters), sf.unshard(frozen), losses, measured, formula(adapters, frozen, where))
+
+
+def corpus() -> Tensor:
+    """The prose of Python's manual, as bytes."""
+    return torch.frombuffer(bytearray("\n".join(topics[name] for name in sorted(topics)).encode()), dtype=torch.uint8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Adapt a frozen language model by low-rank adapters.")
+    parser.add_argument("--base", choices=BASES, default="once", help="where the frozen model lives (default: once)")
+    parser.add_argument("--steps", type=int, default=60, help="for the adapters (default: %(default)s)")
+    parser.add_argument("--base-steps", type=int, default=60, help="for the base before (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
+    args = parser.parse_args()
+    mesh = sf.make_mesh(device=args.device, replica=1, shard=-1)
+    config = Config()
+    learnt = train_lm.train(config, mesh, train_lm.corpus(), args.base_steps, args.seed, sf.full_shard(DATA))
+    own = sf.make_mesh(device=args.device, replica=1, shard=-1)
+    run = adapt(config, own, learnt.params, corpus(), args.steps, args.seed, args.base)
+    if mesh.get_rank() == 0:
+        print(f"nats a token: {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at the end")
+        table = Table("of one rank", "measured kB", "formula kB")
+        for name, label in (
+            ("sent", "sent in a step"),
+            ("gathered", "buffers for gathered parameters"),
+            ("held", "shards and optimizer state"),
+        ):
+            table.add_row(label, *(f"{getattr(cost, name) / 1e3:.1f}" for cost in (run.measured, run.expected)))
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
