@@ -19,7 +19,7 @@ D, STEPS = 6, 5
 
 
 def layer(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["v"]
+    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["a"]
 
 
 def embed(p: Any, x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def params() -> Any:
     return {
         "embed": {"e": normal(11, D, seed=1)},
         "blocks": [
-            {"w": normal(D, 5, seed=10 + i), "b": normal(5, seed=20 + i), "v": normal(5, D, seed=30 + i)}
+            {"w": normal(D, 5, seed=10 + i), "b": normal(5, seed=20 + i), "a": normal(5, D, seed=30 + i)}
             for i in range(3)
         ],
         "scale": normal(D, seed=3),

@@ -42,7 +42,7 @@ class Optimizer:
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "init", divides_init(self.init))
+        object.__setattr__(self, "init", divides_init(_apart(self.init)))
         object.__setattr__(self, "step", divides_step(self.step))
 
 
@@ -57,6 +57,24 @@ class Transform:
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def _apart(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`init`, but not for a tree that has one tensor at two places: each would be moved by a gradient of its own."""
+
+    @functools.wraps(init)
+    def checked(params: Any) -> Any:
+        seen: set[int] = set()
+        for unit in units(params).each:
+            if unit.trainable and id(unit.values) in seen:
+                raise ValueError(
+                    f"{unit.name} is at two places of the tree, and each would be moved by a gradient of its own: keep "
+                    f"it at one, and pass it to both functions from there"
+                )
+            seen.add(id(unit.values))
+        return init(params)
+
+    return checked
 
 
 def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
@@ -206,19 +224,9 @@ class Unit:
         """The stage's path, or the plain tensor's."""
         return self.layout.stage if self.layout else self.segments[0].path
 
-    def part(self, entries: tuple[int, ...], start: int, stop: int, values: Any, whole: bool = True) -> Any:
-        """A node for these parameters, of which elements `start` to `stop` are here.
-
-        Args:
-            entries: their numbers.
-            start: the first element.
-            stop: behind the last.
-            values: of the whole unit, or without `whole`, of this stretch.
-            whole: which of these.
-        """
+    def part(self, entries: tuple[int, ...], start: int, stop: int, values: Any) -> Any:
+        """A node for these parameters, of which elements `start` to `stop` are here, with these values."""
         assert self.layout is not None, "a plain tensor has no parts"
-        if whole and values is not None and (start, stop) != (0, values.numel()):
-            values = values[start:stop]
         if entries == self.entries and (start, stop) == (0, self.values.numel()):
             return self.like(values)
         return Piece(values, self.layout, entries, self.start + start, self.start + stop)
@@ -260,11 +268,14 @@ class Units(NamedTuple):
 
 def units(tree: Any) -> Units:
     """A tree of flat shards and plain tensors as an optimizer sees it."""
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_unit)
-    return Units([_unit(accessor, leaf) for accessor, leaf in zip(accessors, leaves, strict=True)], spec)
+    leaves, spec = optree.tree_flatten(tree, is_leaf=is_unit)
+    if all(map(is_unit, leaves)):  # these know their names
+        return Units([_unit("", leaf) for leaf in leaves], spec)
+    paths = [dotted(accessor) for accessor in optree.tree_accessors(tree, is_leaf=is_unit)]
+    return Units([_unit(path, leaf) for path, leaf in zip(paths, leaves, strict=True)], spec)
 
 
-def _unit(accessor: Any, leaf: Any) -> Unit:
+def _unit(path: str, leaf: Any) -> Unit:
     if type(leaf) is Piece:
         segments = _segments(leaf.layout, leaf.entries, leaf.start, leaf.stop)
         return Unit(leaf.values, segments, leaf.layout, leaf.entries, leaf.start, leaf.layout.trainable)
@@ -273,9 +284,9 @@ def _unit(accessor: Any, leaf: Any) -> Unit:
         every = tuple(range(len(layout.entries)))
         return Unit(leaf.values, _segments(layout, every, 0, layout.piece), layout, every, 0, layout.trainable)
     if not isinstance(leaf, Tensor):
-        raise TypeError(f"{dotted(accessor) or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
+        raise TypeError(f"{path or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
     shape = tuple(leaf.shape)
-    whole = Segment(dotted(accessor), shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
+    whole = Segment(path, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
     return Unit(leaf, (whole,), None, (), 0, leaf.is_floating_point() or leaf.is_complex())
 
 
@@ -304,6 +315,34 @@ def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]
     if len(found) == 1:
         return [(found[0][0], 0, unit.values.numel())]  # and what lies between them
     return found
+
+
+def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tuple[Any, tuple[int, ...], int, int]]:
+    """The fewest runs of parameters with the same key: `(key, entries, start, stop)`, the same runs on every rank.
+
+    Elements `start` to `stop` of the unit are here; none, where this rank holds nothing of them.
+    """
+    layout, n = unit.layout, unit.values.numel()
+    assert layout is not None, "a plain tensor has no parts"
+    found: list[tuple[Any, list[int]]] = []
+    for number in unit.entries:
+        k = key(layout.entries[number].path, layout.whole_shape(number))
+        if found and found[-1][0] == k:
+            found[-1][1].append(number)
+        else:
+            found.append((k, [number]))
+    if len(found) == 1:
+        return [(found[0][0], unit.entries, 0, n)]  # and what lies between them
+    begin = layout.grid.index(compat.global_rank(), layout.placement.axes) * layout.piece + unit.start
+
+    def here(offset: int) -> int:
+        return min(max(offset - begin, 0), n)
+
+    runs = []
+    for k, numbers in found:
+        first, last = layout.entries[numbers[0]], layout.entries[numbers[-1]]
+        runs.append((k, tuple(numbers), here(first.offset), here(last.offset + last.numel)))
+    return runs
 
 
 def of_rule(value: Any, segment: Segment) -> Any:

@@ -77,6 +77,8 @@ Span = tuple[tuple[tuple[str, Any], ...], int, int]
 
 def _spans(unit: Unit, varying: dict[str, Rule]) -> list[Span]:
     """Stretches with the same numbers."""
+    if not varying:
+        return [((), 0, unit.values.numel())]
     return runs(unit, lambda one: tuple((name, of_rule(rule, one)) for name, rule in varying.items()))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Unit, at_step, is_unit, pairs, runs, units
+from shardfn.optim.core import Optimizer, Unit, at_step, is_unit, pairs, stretches, units
 
 
-def from_torch(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Optimizer:
+def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:
     """An elementwise optimizer in torch's manner, as an `Optimizer` on the shards.
 
     Its state is a pytree: for each leaf of the parameters what the optimizer remembers of it, by name. Parameters are
@@ -19,15 +20,20 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Op
 
     Args:
         make: its class, such as `torch.optim.RMSprop` or `bitsandbytes.optim.AdamW8bit`.
+        block: stretches of so many elements are handed over together, and what remains of a shard by itself: 256 for
+            `torchao.optim.AdamW8bit`, which otherwise does not compress.
         **options: what the class takes. `lr` may be a function of the step, any other number a rule
             `(path, shape) -> number`.
 
     Raises:
-        ValueError: an optimizer that treats elements of one parameter together, for which a shard is not enough.
+        ValueError: a block of less than 1; an optimizer that treats elements of one parameter together, for which a
+            shard is not enough.
 
     Example:
         ``from_torch(torch.optim.RMSprop, lr=1e-3, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1))``
     """
+    if block < 1:
+        raise ValueError(f"from_torch: block={block!r}; it is 1 or more")
     _refuse_coupled(make, options)
     rules = {name: value for name, value in options.items() if callable(value) and name != "lr"}
     constant = {name: value for name, value in options.items() if not callable(value)}
@@ -43,29 +49,27 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Op
         if callable(options.get("lr")):
             now["lr"] = at_step(options["lr"], count)
         groups: dict[Any, list[Tensor]] = {}
-        stretches: list[tuple[Tensor, Unit, dict[str, Any], tuple[Any, int, int]]] = []
+        work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
         memory = [dict(one) for one in state["memory"]]
         for i, (unit, grad) in enumerate(pairs(known, grads)):
             if grad is None:
                 continue
-            for span in _spans(unit, rules):
-                key, start, stop = span
-                variable = _cut(unit.values, start, stop).detach().requires_grad_()
-                variable.grad = _cut(grad, start, stop).detach()
-                groups.setdefault(key, []).append(variable)
-                stretches.append((variable, unit, memory[i], span))
+            for one in _stretches(unit, rules, block):
+                variable = _cut(unit.values, one.start, one.stop).detach().requires_grad_()
+                variable.grad = _cut(grad, one.start, one.stop).detach()
+                groups.setdefault(one.options, []).append(variable)
+                work.append((variable, unit, memory[i], one))
         if not groups:
             return params, state | {"step": count}
         optimizer = make([{"params": members, **dict(key)} for key, members in groups.items()], **now)
-        for variable, _, known_of, (_, start, stop) in stretches:
-            if f"{start}:{stop}" in known_of:
-                kept = known_of[f"{start}:{stop}"]
+        for variable, _, known_of, one in work:
+            if one.name in known_of:
+                kept = known_of[one.name]
                 optimizer.state[variable] = {name: x.values if is_unit(x) else x for name, x in kept.items()}
         optimizer.step()
-        for variable, unit, known_of, (key, start, stop) in stretches:
-            entries = tuple(n for n in unit.entries if _key(rules, *_named(unit, n)) == key)
-            known_of[f"{start}:{stop}"] = {
-                name: unit.part(entries, start, stop, x, whole=False)
+        for variable, unit, known_of, one in work:
+            known_of[one.name] = {
+                name: unit.part(one.entries, one.start, one.stop, x)
                 if unit.layout and isinstance(x, Tensor) and x.shape == variable.shape
                 else x
                 for name, x in optimizer.state[variable].items()
@@ -75,17 +79,34 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Op
     return Optimizer(init, step)
 
 
-def _spans(unit: Unit, rules: dict[str, Any]) -> list[tuple[Any, int, int]]:
-    return runs(unit, lambda one: _key(rules, one.path, one.whole))
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements `start` to `stop` of a unit, which an optimizer gets as one tensor."""
+
+    options: Any
+    entries: tuple[int, ...]
+    start: int
+    stop: int
+    name: str
 
 
-def _key(rules: dict[str, Any], path: str, whole: tuple[int, ...]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, rule(path, whole)) for name, rule in rules.items())
+def _stretches(unit: Unit, rules: dict[str, Any], block: int) -> list[_Stretch]:
+    """Those with the same options, each in whole blocks and a rest."""
 
+    def options(path: str, whole: tuple[int, ...]) -> Any:
+        return tuple((name, rule(path, whole)) for name, rule in rules.items())
 
-def _named(unit: Unit, number: int) -> tuple[str, tuple[int, ...]]:
-    assert unit.layout is not None, "only a flat shard has numbers"
-    return unit.layout.entries[number].path, unit.layout.whole_shape(number)
+    if unit.layout is None:
+        (one,) = unit.segments
+        runs: Any = [(options(one.path, one.whole), (), 0, unit.values.numel())]
+    else:
+        runs = stretches(unit, options)
+    found = []
+    for number, (key, entries, start, stop) in enumerate(runs):
+        middle = start + (stop - start) // block * block if unit.layout else stop
+        found.append(_Stretch(key, entries, start, middle, str(number)))
+        found.append(_Stretch(key, entries, middle, stop, f"{number}, rest"))
+    return [one for one in found if one.start < one.stop]
 
 
 def _cut(x: Tensor, start: int, stop: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, Units, joined, pairs, runs, units, zeros_like
+from shardfn.optim.core import Optimizer, Rule, Units, joined, pairs, stretches, units, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
@@ -67,19 +67,16 @@ def _part(
     for i, (unit, x) in enumerate(zip(known.each, values, strict=True)):
         if not unit.trainable:
             continue
-        found = runs(unit, lambda one: bool(rule(one.path, one.whole)))
-        spans = [(start, stop) for key, start, stop in found if key is yes]
         if unit.layout is None:
-            if spans:
-                tree[unit.name], places[unit.name] = x, (i, spans)
+            (one,) = unit.segments
+            if bool(rule(one.path, one.whole)) is yes:
+                tree[unit.name], places[unit.name] = x, (i, [(0, unit.values.numel())])
             continue
-        entries = tuple(
-            n for n in unit.entries if bool(rule(unit.layout.entries[n].path, unit.layout.whole_shape(n))) is yes
-        )
-        if entries:  # an empty part where this rank holds nothing of them: all ranks have the same nodes
-            spans = spans or [(0, 0)]
+        chosen = [run[1:] for run in stretches(unit, lambda path, shape: bool(rule(path, shape))) if run[0] is yes]
+        if chosen:
             key = f"{i:06d}"  # in the order of the leaves
-            places[key], tree[key] = (i, spans), [unit.part(entries, *span, x) for span in spans]
+            tree[key] = [unit.part(*run, x if x is None else x.reshape(-1)[run[1] : run[2]]) for run in chosen]
+            places[key] = i, [(start, stop) for _, start, stop in chosen]
     return tree, places
 
 

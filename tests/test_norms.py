@@ -1,0 +1,215 @@
+"""Norms, clipping and loss scaling: each element counts once, and all ranks decide alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn import P
+from shardfn.testing import World
+from tests.reference import worst
+
+SHAPES = {"w": (8, 6), "v": (6, 4), "b": (4,), "s": ()}
+
+
+def tree(seed: int = 0) -> Any:
+    g = torch.Generator().manual_seed(seed)
+    layers: list[dict[str, Tensor]] = [
+        {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()} for _ in range(2)
+    ]
+    layers[1]["v as well"] = layers[1]["v"]
+    return {"layers": layers, "head": torch.randn(5, generator=g, dtype=torch.float64)}
+
+
+SPECS = sf.by_path([(r".*\.w", P(None, "tensor")), (r".*\.v.*", P("tensor")), (".*", P())])
+
+CASES: dict[str, tuple[dict[str, int], sf.Strategy, Any]] = {
+    "full_shard": ({"shard": 4}, sf.full_shard("shard"), P()),
+    "ddp": ({"data": 4}, sf.ddp("data"), P()),
+    "zero1": ({"data": 4}, sf.zero1("data"), P()),
+    "hybrid_shard": ({"replica": 2, "shard": 2}, sf.hybrid_shard("shard", "replica"), P()),
+    "hfsdp": ({"replica": 2, "shard": 2}, sf.hfsdp("shard", "replica"), P()),
+    "uncut": ({"shard": 4}, sf.uncut(sf.full_shard("shard"), below=20), P()),
+    "full_shard x tensor": ({"shard": 2, "tensor": 2}, sf.full_shard("shard"), SPECS),
+    "ddp x tensor": ({"data": 2, "tensor": 2}, sf.ddp("data"), SPECS),
+    "tensor": ({"data": 1, "tensor": 4}, sf.full_shard("data"), sf.by_path([(r".*\.w", P("tensor"))], strict=False)),
+}
+
+
+def alone(params: Any) -> so.Norms:
+    """By torch, of whole parameters; what is tied counts once."""
+    each: dict[str, float] = {}
+    for i, layer in enumerate(params["layers"]):
+        each |= {f"layers.{i}.{name}": x.norm().item() for name, x in layer.items() if name in SHAPES}
+    each["head"] = params["head"].norm().item()
+    stages = {stage: sum(v**2 for k, v in each.items() if k.startswith(stage)) ** 0.5 for stage in
+              ("layers.0", "layers.1", "head")}  # fmt: skip
+    return so.Norms(sum(v**2 for v in each.values()) ** 0.5, stages, each)
+
+
+def compared(case: str) -> float:
+    sizes, strategy, specs = CASES[case]
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    flat = sf.shard(tree(), mesh, strategy, specs=specs)
+    got, want = so.norms(flat), alone(tree())
+    assert type(got.total) is float
+    assert all(type(x) is float for x in (*got.stages.values(), *got.parameters.values()))
+    assert got.stages.keys() == want.stages.keys()
+    assert got.parameters.keys() == want.parameters.keys()
+    pairs = [(got.total, want.total), *((got.stages[k], v) for k, v in want.stages.items())]
+    pairs += [(got.parameters[k], v) for k, v in want.parameters.items()]
+    pairs.append((so.global_norm(flat).item(), want.total))
+    return worst(abs(a - b) / b for a, b in pairs)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("case", list(CASES))
+def test_every_element_counts_once(world: World, case: str) -> None:
+    assert worst(world.run(compared, case)) < 1e-12
+
+
+@pytest.mark.world(4)
+def test_a_replicated_tensor_beside_shards_counts_once(world: World) -> None:
+    def body() -> float:
+        mesh = sf.make_mesh(shard=4, device="cpu")
+        flat = sf.shard({"w": torch.ones(16)}, mesh, sf.full_shard("shard"))
+        return so.norms(flat | {"scale": torch.full((4,), 2.0)}).total
+
+    assert world.run(body) == [32**0.5] * 4
+
+
+def clipped(case: str, donate: bool) -> tuple[float, float, float]:
+    sizes, strategy, specs = CASES[case]
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    whole = tree()
+    scale = 0.7 / alone(whole).total
+    flat = sf.shard(whole, mesh, strategy, specs=specs)
+    before = optree.tree_map(torch.clone, flat)
+    clip = so.clip_by_global_norm(0.7, donate=donate)
+    grads, state = clip.update(flat, clip.init(flat), flat)
+    got = sf.unshard(grads)
+    d = worst(
+        (a - b * scale).abs().max().item()
+        for a, b in zip(optree.tree_leaves(got), optree.tree_leaves(whole), strict=True)
+    )
+    unchanged = worst(
+        (a - b).abs().max().item() for a, b in zip(optree.tree_leaves(flat), optree.tree_leaves(before), strict=True)
+    )
+    again, _ = so.clip_by_global_norm(1e3).update(grads, state, flat)
+    assert abs(so.global_norm(again).item() - 0.7) < 1e-12
+    return d, unchanged, abs(state["norm"].item() - alone(whole).total)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("case", ["hybrid_shard", "full_shard x tensor", "zero1"])
+def test_clipping_scales_by_the_norm_of_the_whole(world: World, case: str) -> None:
+    for d, _, norm in world.run(clipped, case, True):
+        assert max(d, norm) < 1e-12
+    for d, unchanged, norm in world.run(clipped, case, False):
+        assert max(d, norm) < 1e-12
+        assert unchanged == 0
+
+
+@pytest.mark.world(2)
+def test_norms_have_gradients(world: World) -> None:
+    def body() -> float:
+        mesh = sf.make_mesh(shard=2, device="cpu")
+        whole = {"w": tree()["head"]}
+        flat = sf.shard(whole, mesh, sf.full_shard("shard"))
+        norm = sf.shard_map(sf.grad(lambda p: so.global_norm(p) ** 3), mesh=mesh, in_specs=..., out_specs=...)
+        got = sf.unshard(norm(flat))
+        want = torch.func.grad(lambda p: p["w"].norm() ** 3)(whole)
+        return (got["w"] - want["w"]).abs().max().item()
+
+    assert worst(world.run(body)) < 1e-12
+
+
+@pytest.mark.world(4)
+def test_a_gradient_that_is_not_finite_gives_a_norm_that_is_not(world: World) -> None:
+    def body() -> tuple[float, bool]:
+        mesh = sf.make_mesh(shard=4, device="cpu")
+        flat = sf.shard({"w": torch.ones(64)}, mesh, sf.full_shard("shard"))
+        if mesh.get_rank() == 1:
+            flat["w"].values[0] = torch.inf
+        grads, state = so.clip_by_global_norm(1.0).update(flat, {}, flat)
+        return state["norm"].item(), bool(grads["w"].values.isfinite().any())
+
+    for norm, any_finite in world.run(body):
+        assert norm == torch.inf
+        assert not any_finite
+
+
+# --- loss scaling ---
+
+
+def scaled_run(strategy: sf.Placement) -> Any:
+    """Six steps, in the third of which one rank's data overflow."""
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    whole = {"w": tree()["head"]}
+    opt, plain = so.loss_scaled(so.adamw(0.1), scale=8.0, every=2), so.adamw(0.1)
+    params, single = sf.shard(whole, mesh, strategy), optree.tree_map(torch.clone, whole)
+    state, single_state = opt.init(params), plain.init(single)
+    scales = [state["scale"]]
+    f = sf.stage(lambda w, x: (w * x).sum())
+    for number in range(6):
+        x = single["w"] / 2  # four ranks: the gradient is twice the parameter
+        if number == 2:
+            x = x * torch.inf if mesh.get_rank() == 1 else x
+        else:
+            single, single_state = plain.step(single, {"w": 2 * single["w"]}, single_state)
+        grads = sf.grad(lambda p, x=x, state=state: f(p["w"], x) * state["scale"])(params)
+        params, state = opt.step(params, grads, state)
+        scales.append(state["scale"])
+    return scales, state["skipped"], (sf.unshard(params)["w"] - single["w"]).abs().max().item()
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    "strategy",
+    [sf.hybrid_shard("shard", "replica"), sf.ddp(("replica", "shard")), sf.zero1(("replica", "shard"))],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_is_skipped_by_all(world: World, strategy: sf.Placement) -> None:
+    for scales, skipped, d in world.run(scaled_run, strategy):
+        assert scales == [8, 8, 16, 8, 8, 16, 16]
+        assert skipped == 1
+        assert d < 1e-12
+
+
+def vanishing(scale: float) -> float:
+    """How far a step moves, whose gradient is smaller than float16 can say."""
+    mesh = sf.make_mesh(shard=2, device="cpu")
+    params = sf.shard({"w": torch.ones(32)}, mesh, sf.full_shard("shard"))
+    f = sf.stage(lambda w, x: (w * x).sum(), gather_dtype=torch.float16, reduce_dtype=torch.float16)
+    opt = so.loss_scaled(so.sgd(1e6), scale=scale)
+    state = opt.init(params)
+    x = torch.full((32,), 1e-4, dtype=torch.float16)
+    grads = sf.grad(lambda p: f(p["w"], x) * (state["scale"] * 1e-4))(params)
+    params, state = opt.step(params, grads, state)
+    return (sf.unshard(params)["w"] - 1).mean().item()
+
+
+@pytest.mark.world(2)
+def test_a_scale_saves_gradients_that_float16_would_lose(world: World) -> None:
+    assert world.run(vanishing, 1.0) == [0.0] * 2
+    for moved in world.run(vanishing, 2.0**14):
+        assert abs(moved + 0.02) < 1e-4
+
+
+@pytest.mark.world(2)
+def test_finite_is_agreed_by_all_ranks(world: World) -> None:
+    def body() -> tuple[bool, bool]:
+        mesh = sf.make_mesh(shard=2, device="cpu")
+        flat = sf.shard({"w": torch.ones(64), "n": torch.arange(3)}, mesh, sf.full_shard("shard"))
+        before = so.finite(flat)
+        if mesh.get_rank() == 0:
+            flat["w"].values[3] = torch.nan
+        return before, so.finite(flat)
+
+    assert world.run(body) == [(True, False)] * 2
