@@ -66,12 +66,14 @@ wheel: $(VENV)/.dev ## build the wheel and import it from an empty environment
 smoke: $(VENV)/.examples ## a short sharded training run
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(TRAIN) --steps 20 --out "$$out" $(ARGS)
 
-benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about 20 minutes)
+benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about 25 minutes)
 	$(RUN) -m benchmarks.collectives $(ARGS)
 	$(RUN) -m benchmarks.train_step --ranks 2 $(ARGS)
 	$(RUN) -m benchmarks.train_step --ranks 4 $(ARGS)
 	$(RUN) -m benchmarks.stage_overhead $(ARGS)
-	$(RUN) -m benchmarks.optimizer_step $(ARGS)
+	$(RUN) -m benchmarks.optimizer $(ARGS)
+	$(RUN) -m benchmarks.muon $(ARGS)
+	$(RUN) -m benchmarks.strategies $(ARGS)
 	$(RUN) -m benchmarks.parameter_memory $(ARGS)
 	$(RUN) -m benchmarks.gpu $(ARGS)
 

@@ -14,10 +14,10 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -64,11 +64,17 @@ class Crew:
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        answers = [end.recv() for end in self._ends]
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
+        answers: dict[Connection, Any] = {}
+        while len(answers) < len(self._ends):
+            waiting = [end for end in self._ends if end not in answers]
+            for end in cast("list[Connection]", wait(waiting)):
+                try:
+                    answers[end] = end.recv()
+                except EOFError:
+                    raise RuntimeError(f"rank {self._ends.index(end)} died") from None
+                if isinstance(answers[end], BaseException):
+                    raise answers[end]
+        return [answers[end] for end in self._ends]
 
     def __enter__(self) -> Self:
         return self

@@ -177,3 +177,22 @@ def test_optimizers_are_those_of_torch(name: str, donate: bool) -> None:
             x.grad = g.detach()
         optimizer.step()
     assert distance(got, optree.tree_unflatten(tree, [x.detach() for x in leaves])) < 1e-12
+
+
+def moved(name: str, strategy: str) -> bool:
+    """Whether a donated step left the memory of parameters of which this rank has some."""
+    mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
+    flat = sf.shard(params(), mesh, STRATEGIES[strategy]())
+    before = [x.data_ptr() for x in optree.tree_leaves(flat["blocks"])]
+    optimizer = OPTIMIZERS[name](donate=True)
+    state = optimizer.init(flat)
+    for _ in range(2):
+        flat, state = optimizer.step(flat, optree.tree_map(torch.ones_like, flat), state)
+    return before != [x.data_ptr() for x in optree.tree_leaves(flat["blocks"])]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+def test_a_donated_step_stays_in_the_memory_of_the_parameters(world: World, strategy: str) -> None:
+    for name in OPTIMIZERS.keys() - {"everything"}:  # which rests at every other step
+        assert world.run(moved, name, strategy) == [False, False], name

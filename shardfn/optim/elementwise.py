@@ -94,6 +94,7 @@ def _overwrite(rule: Elementwise, every: list[tuple[_Work, list[Span]]], count: 
                     into.append(x if whole else x[start:stop])
         for (key, *_), (ps, gs, slots) in groups.items():
             rule.in_place(ps, gs, slots, count, now | dict(key))
+            torch.autograd.graph.increment_version([*ps, *(x for slot in slots for x in slot)])  # fused kernels do not
 
 
 def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: dict[str, Any]) -> None:

@@ -67,6 +67,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
                 kept = known_of[one.name]
                 optimizer.state[variable] = {name: x.values if is_unit(x) else x for name, x in kept.items()}
         optimizer.step()
+        torch.autograd.graph.increment_version([variable for variable, *_ in work])  # fused kernels do not
         for variable, unit, known_of, one in work:
             known_of[one.name] = {
                 name: unit.part(one.entries, one.start, one.stop, x)

@@ -1,0 +1,185 @@
+"""A training step by every strategy, on 4 ranks: time, memory and bytes, as a table and as a picture.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.strategies --picture strategies.png
+
+A GPT of 21 million parameters, replica=2 x shard=2, AdamW on the shards; only the strategy differs. Each has
+processes of its own, all alive at once, which take turns. Beside the figures stand those that Lightning's guide to FSDP
+gives for a model of a billion parameters on two A100, relative to their DDP as ours are to ours. How much memory a
+strategy saves depends on what activations take, which no strategy cuts; their DDP also holds gradients twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from benchmarks.crew import Crew, Usage
+from benchmarks.model import SEED, Config, Params, block, embed, head, makers, tokens
+from benchmarks.report import Goal, parser, publish
+from benchmarks.train_step import KEEPS_MEMORY, RATE, Step, timed
+from shardfn import P
+
+RANKS = 4
+DATA = ("replica", "shard")
+STRATEGIES = {
+    "ddp": sf.ddp(DATA),
+    "zero1": sf.zero1(DATA),
+    "zero2": sf.zero2(DATA),
+    "full_shard": sf.full_shard(DATA),
+    "hybrid_shard": sf.hybrid_shard("shard", "replica"),
+    "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),
+    "hfsdp": sf.hfsdp("shard", "replica"),
+    "hpz": sf.hpz("shard", "replica"),
+    "mics": sf.mics(("shard", "replica")),
+}
+# MB and steps a second: DDP, and FSDP's NO_SHARD, SHARD_GRAD_OP and FULL_SHARD.
+DDP = (23125, 4.31)
+PUBLISHED = {"NO_SHARD": (19296, 3.04), "zero2": (11772, 3.61), "full_shard": (9627, 3.19)}
+
+
+def step_by(config: Config, strategy: sf.Placement) -> Step:
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    params = sf.init_sharded(makers(config), SEED, mesh, strategy)
+    first, layer, last = sf.stage(embed), sf.stage(block), sf.stage(head)
+    optimizer = so.adamw(RATE)
+    state = optimizer.init(params)
+    rows = tokens(config, dist.get_rank())
+
+    def loss_fn(params: Params, rows: Tensor) -> Tensor:
+        ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
+        x = first(ordered[0], rows[:, :-1])
+        for p in ordered[1:-1]:
+            x = layer(p, x, config.heads)
+        return last(ordered[-1], x, rows[:, 1:]) / RANKS
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(DATA)), out_specs=(..., ..., ...))
+    def trained(params: Params, state: Any, rows: Tensor) -> Any:
+        loss, grads = sf.value_and_grad(loss_fn)(params, rows)
+        return loss, *optimizer.step(params, grads, state)
+
+    def step() -> Tensor:
+        nonlocal params, state
+        loss, params, state = trained(params, state, rows)
+        return loss * RANKS
+
+    return step
+
+
+def built(usage: Usage, strategy: sf.Placement, config: Config) -> dict[str, Any]:
+    step = step_by(config, strategy)
+    return {"train": functools.partial(timed, step), "moved": lambda: moved(step), "peak": lambda: usage.peak() / 1e6}
+
+
+def moved(step: Step) -> float:
+    """MB that this rank sends in a step."""
+    with sf.ledger() as log:
+        step()
+    return log.bytes(scheduled=True) / 1e6
+
+
+def measured(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, Any]]:
+    seconds: dict[str, list[float]] = {name: [] for name in crews}
+    losses = dict.fromkeys(crews, 0.0)
+    for number in range(rounds + 1):
+        for name, crew in crews.items():
+            by_rank = crew.turn("train", steps)
+            if number:  # the first turn warms up
+                seconds[name] += map(max, *(times for times, _ in by_rank))
+            else:
+                losses[name] = statistics.fmean(found[0] for _, found in by_rank)
+    peaks = {name: max(crew.turn("peak")) for name, crew in crews.items()}
+    took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+    rows = []
+    for name, crew in crews.items():
+        mb, speed = PUBLISHED.get(name, (0, 0))
+        rows.append(
+            {
+                "strategy": name,
+                "step ms": took[name],
+                "peak MB": peaks[name],
+                "MB sent a step": max(crew.turn("moved")),
+                "time / ddp": took[name] / took["ddp"],
+                "published time": f"{DDP[1] / speed:.2f}" if speed else "",
+                "memory / ddp": peaks[name] / peaks["ddp"],
+                "published memory": f"{mb / DDP[0]:.2f}" if mb else "",
+                "first loss": f"{losses[name]:.7f}",
+            }
+        )
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Memory against time, relative to DDP."""
+    figure = Figure(figsize=(7, 5))
+    axes = figure.subplots()
+    ours = {row["strategy"]: (row["memory / ddp"], row["time / ddp"]) for row in rows}
+    theirs = {name: (mb / DDP[0], DDP[1] / speed) for name, (mb, speed) in PUBLISHED.items()}
+    for label, points, marker in (("shardfn, 4 CPU ranks", ours, "o"), ("FSDP, published, 2 GPUs", theirs, "x")):
+        axes.scatter(*zip(*points.values(), strict=True), marker=marker, label=label)
+        for name, point in points.items():
+            axes.annotate(name, point, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="peak memory / DDP", ylabel="step time / DDP", xlim=(0, 1.15))
+    axes.legend()
+    figure.savefig(file, dpi=120, bbox_inches="tight")
+
+
+def goals_of(rows: list[dict[str, Any]], config: Config) -> list[Goal]:
+    by_name = {row["strategy"]: row for row in rows}
+    goals = []
+    for name, (_, speed) in PUBLISHED.items():
+        if name in by_name:
+            goals.append(Goal(f"{name}: time / ddp, at most as published", by_name[name]["time / ddp"], DDP[1] / speed))
+    # What is not parameters, gradients and state is activations, as with ddp, and buffers for two stages.
+    rest = {name: row["peak MB"] - held(name, config) for name, row in by_name.items()}
+    buffers = 6 * config.vocabulary * config.width * 4 / 1e6
+    most = max(rest[name] for name in rest)
+    goals.append(
+        Goal("memory beside parameters, gradients and state / ddp's and buffers", most / (rest["ddp"] + buffers), 1.0)
+    )
+    losses = [float(row["first loss"]) for row in rows]
+    return [*goals, Goal("first loss, relative difference between all", max(losses) / min(losses) - 1, 1e-6)]
+
+
+def held(name: str, config: Config) -> float:
+    """MB of parameters, what is kept of them for backward, gradients and AdamW's state."""
+    whole = 4 * (config.numel + config.width * config.vocabulary) / 1e6
+    placement = STRATEGIES[name]
+    near = whole / 2 ** len(placement.keep) if isinstance(placement.keep, tuple) else whole * bool(placement.keep)
+    return whole / 2 ** len(placement.axes) + near + 3 * whole / 2 ** len(placement.gradients)
+
+
+def main() -> None:
+    options = parser("A training step by every strategy, 4 ranks.")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--steps", type=int, default=3, help="in a turn")
+    options.add_argument("--picture", type=Path, default=Path("runs/strategies.png"), help="default: %(default)s")
+    options.add_argument("--tiny", action="store_true", help="a model of no size, to try the command")
+    args = options.parse_args()
+    config = (
+        Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8)
+        if args.tiny
+        else Config(width=384, hidden=1056)
+    )
+    with ExitStack() as stack:
+        crews = {
+            name: stack.enter_context(Crew(RANKS, built, strategy, config, environment=KEEPS_MEMORY))
+            for name, strategy in STRATEGIES.items()
+        }
+        rows = measured(crews, args.rounds, args.steps)
+    args.picture.parent.mkdir(parents=True, exist_ok=True)
+    draw(rows, args.picture)
+    publish(f"one training step by each strategy, {RANKS} ranks", rows, goals_of(rows, config), args.json)
+    print(f"memory against time: {args.picture}")
+
+
+if __name__ == "__main__":
+    main()
