@@ -77,7 +77,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
     "everything": lambda **k: so.chain(
         so.clip_by_value(3.0, **k),
         so.clip_by_global_norm(0.7, **k),
-        so.accumulate(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9), 2),
+        so.accumulate(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
     ),
 }
 STRATEGIES: dict[str, Callable[[], sf.Placement]] = {
@@ -196,3 +196,188 @@ def moved(name: str, strategy: str) -> bool:
 def test_a_donated_step_stays_in_the_memory_of_the_parameters(world: World, strategy: str) -> None:
     for name in OPTIMIZERS.keys() - {"everything"}:  # which rests at every other step
         assert world.run(moved, name, strategy) == [False, False], name
+
+
+# --- state cut further ---
+
+
+def cut_further(name: str, replicated: bool) -> tuple[float, float]:
+    """The distance from one process, and the state's elements over the parameters'."""
+    mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
+    strategy, axis = (sf.ddp(("replica", "shard")), ("replica", "shard")) if replicated else (
+        sf.hybrid_shard("shard", "replica"), "replica")  # fmt: skip
+    rows = tokens(12)
+    mine = rows.tensor_split(4)[mesh.get_rank()]
+    want, _ = trained(
+        OPTIMIZERS[name](donate=True),
+        optree.tree_map(torch.clone, params()),
+        lambda ps, number: sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps),
+    )
+    flat = sf.shard(params(), mesh, strategy)
+    got, state = trained(
+        so.shard_state(OPTIMIZERS[name](donate=True), axis),
+        flat,
+        lambda ps, number: sf.grad(lambda p: model(sf.stage, p, (mine + number) % 11) / rows.numel())(ps),
+    )
+    assert optree.tree_structure(got) == optree.tree_structure(flat)
+    elements = sum(x.numel() for x in optree.tree_leaves(state) if isinstance(x, Tensor) and x.ndim)
+    return distance(sf.unshard(got), want), elements / sum(x.numel() for x in optree.tree_leaves(flat))
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("replicated", [True, False], ids=["ddp", "hybrid_shard"])
+@pytest.mark.parametrize("name", ["adamw-masked", "adafactor", "muon", "rmsprop of torch", "everything"])
+def test_shard_state_cuts_the_state_of_any_optimizer(world: World, name: str, replicated: bool) -> None:
+    for d, share in world.within(60).run(cut_further, name, replicated):
+        assert d < 1e-10
+        slots = {"adamw-masked": 2, "everything": 4}.get(name)
+        assert slots is None or share == slots / (4 if replicated else 2)
+
+
+@pytest.mark.world(2)
+def test_shard_state_needs_an_axis_over_which_parameters_are_the_same(world: World) -> None:
+    def body() -> None:
+        mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
+        flat = sf.shard(params(), mesh, sf.ddp("shard"))
+        so.shard_state(so.adamw(0.1), "replica").init(flat)
+
+    for error in world.errors(body):
+        assert "stage 'blocks.0' is not the same over 'replica', but over 'shard'" in str(error)
+
+
+# --- gradients through updates ---
+
+
+META: dict[str, Callable[[Any], so.Optimizer]] = {
+    "adamw": lambda lr: so.adamw(lr, eps=1e-3, weight_decay=0.1, donate=False),
+    "clipped": lambda lr: so.chain(
+        so.clip_by_global_norm(0.1, donate=False), so.adamw(lr, eps=1e-3, weight_decay=decay, donate=False)
+    ),
+    "sgd": lambda lr: so.ema(so.sgd(lr, momentum=0.9, weight_decay=decay, donate=False), 0.9, donate=False),
+    "adafactor": lambda lr: so.adafactor(lr, weight_decay=0.1, donate=False),
+    "muon": lambda lr: so.masked(
+        so.muon(lr, dtype=None, weight_decay=0.1, donate=False), is_matrix, so.adamw(lr, eps=1e-3, donate=False)
+    ),
+}
+DATA = ("replica", "shard")
+
+
+def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
+    """Derivatives of the loss after two steps: by the parameters, the rate, and a scale of the gradient."""
+    mesh = sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+    rows = tokens(12)
+
+    def after(ps: Any, rate: Tensor, scale: Tensor, stage: Any, x: Tensor, varying: Any, total: Any) -> Tensor:
+        optimizer = META[name](rate)
+        state = optimizer.init(ps)
+        for _ in range(2):
+            _, grads = sf.value_and_grad(lambda p: model(stage, p, x) * varying(scale) / rows.numel())(ps)
+            ps, state = optimizer.step(ps, grads, state)
+        return total(model(stage, ps, x)) / rows.numel()
+
+    rate, scale = torch.tensor(0.05, dtype=torch.float64), torch.tensor(1.3, dtype=torch.float64)
+    want = sf.grad(lambda p, r, s: after(p, r, s, plain, rows, plain, plain), (0, 1, 2))(params(), rate, scale)
+    mine = rows.tensor_split(n)[mesh.get_rank()]
+
+    def meta(p: Any, r: Tensor, s: Tensor) -> Any:
+        def loss(p: Any, r: Tensor, s: Tensor) -> Tensor:
+            return after(p, r, s, sf.stage, mine, lambda s: sf.pvary(s, DATA), lambda x: sf.psum(x, DATA))
+
+        return sf.grad(loss, (0, 1, 2))(p, r, s)
+
+    flat = sf.shard(params(), mesh, STRATEGIES[strategy]())
+    mapped = sf.shard_map(meta, mesh=mesh, in_specs=(..., sf.P(), sf.P()), out_specs=(..., sf.P(), sf.P()))
+    by_params, by_rate, by_scale = mapped(flat, rate, scale)
+    largest = max(1.0, *(x.abs().max().item() for x in optree.tree_leaves(want[0])))
+    return {
+        "parameters": distance(sf.unshard(by_params), want[0]) / largest,
+        "rate": (by_rate / want[1] - 1).abs().item(),
+        "scale": abs(by_scale - want[2]).item(),
+    }
+
+
+@pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "ddp", "zero1", "hfsdp"])
+@pytest.mark.parametrize("name", list(META))
+def test_a_meta_gradient_goes_through_two_steps(world: World, name: str, strategy: str) -> None:
+    for found in world.within(60).run(through_updates, name, strategy, world.size):
+        assert worst(found.values()) < 1e-11, found
+
+
+# --- what users change, and what they get wrong ---
+
+
+RATED: dict[str, Callable[[float], so.Optimizer]] = {
+    "sgd": so.sgd,
+    "adamw": so.adamw,
+    "lion": so.lion,
+    "adafactor": so.adafactor,
+    "torch": lambda lr: so.from_torch(torch.optim.Adam, lr=lr),
+}
+
+
+def changed(name: str) -> float:
+    """The same as an optimizer made with the new number."""
+    mesh = sf.make_mesh(device="cpu", shard=2)
+    make = RATED[name]
+    found = []
+    for first in (0.1, 0.01):
+        ps = sf.shard(params(), mesh, sf.full_shard("shard"))
+        optimizer = make(first)
+        state = optimizer.init(ps)
+        for part in [state] if "numbers" in state else state.values():
+            part["numbers"]["lr"] = 0.01
+        ps, state = optimizer.step(ps, optree.tree_map(torch.ones_like, ps), state)
+        found.append(sf.unshard(ps))
+    return distance(*found)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", list(RATED))
+def test_a_rate_can_be_changed_in_the_state(world: World, name: str) -> None:
+    assert world.run(changed, name) == [0.0, 0.0]
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a gradient of another shape": (
+        lambda: so.sgd(0.1).step({"w": torch.ones(3)}, {"w": torch.ones(2)}, so.sgd(0.1).init({"w": torch.ones(3)})),
+        "w: the gradient has shape (2,), the parameter (3,)",
+    ),
+    "no tensor": (lambda: so.adamw(0.1).init({"w": 3}), "w is int; parameters are tensors"),
+    "a chain of two optimizers": (lambda: so.chain(so.sgd(0.1), so.adamw(0.1)), "any number of Transform, then one"),
+    "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
+    "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit=-1.0"),
+    "a decay above 1": (lambda: so.ema(so.sgd(0.1), 1.5), "decay=1.5"),
+    "no steps": (lambda: so.accumulate(so.sgd(0.1), 0), "every=0"),
+    "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "backoff=0.0"),
+    "a long warmup": (lambda: so.warmup_cosine(0.1, warmup=20, steps=10), "do not fit into steps=10"),
+    "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by what"),
+    "a tensor that is no rate": (
+        lambda: so.muon(0.1, momentum=torch.ones(())),  # type: ignore[arg-type]
+        "momentum is a tensor",
+    ),
+    "no block": (lambda: so.from_torch(torch.optim.SGD, lr=0.1, block=0), "block=0"),
+    "one tensor twice": (lambda: so.sgd(0.1).init((lambda x: {"a": x, "b": x})(torch.ones(2))), "at two places"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+def test_what_makes_no_sense_is_refused(case: str) -> None:
+    act, says = WRONG[case]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        act()
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("module", "name"), [("torchao.optim", "AdamW8bit"), ("bitsandbytes.optim", "AdamW8bit")])
+def test_optimizers_of_other_libraries_where_installed(module: str, name: str) -> None:
+    make = getattr(pytest.importorskip(module), name)
+    ps = {"w": normal(4096, seed=0).float() * 10}
+    optimizer, plain_one = so.from_torch(make, lr=1e-2, block=256), so.adamw(1e-2)
+    state, other = optimizer.init(ps), plain_one.init(ps)
+    theirs = ps = optree.tree_map(torch.clone, ps)
+    theirs = optree.tree_map(torch.clone, ps)
+    for _ in range(3):
+        ps, state = optimizer.step(ps, optree.tree_map(torch.sin, ps), state)
+        theirs, other = plain_one.step(theirs, optree.tree_map(torch.sin, theirs), other)
+    assert (ps["w"] - theirs["w"]).abs().max() < 5e-3

@@ -9,14 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Rule, Segment, Unit, Units, at_step, of_rule, pairs, units
+from shardfn.optim.core import (
+    Optimizer,
+    Rule,
+    Segment,
+    Unit,
+    Units,
+    at_step,
+    lent,
+    numbered,
+    of_rule,
+    pairs,
+    plain_but_rate,
+    spread,
+    tied,
+    units,
+)
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.norms import spread, squares, totals, wide
+from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.wrappers import masked
 
 
 def adafactor(
-    lr: float | Schedule,
+    lr: float | Tensor | Schedule,
     *,
     decay: float = -0.8,
     clip: float = 1.0,
@@ -47,6 +62,7 @@ def adafactor(
     Sources: Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost (2018), algorithms 4, 6.
     """
     numbers = {"lr": lr, "decay": decay, "clip": clip, "least": least, "weight_decay": weight_decay}
+    plain_but_rate("adafactor", numbers)
     matrices, vectors = (_optimizer(kind, numbers, eps, donate) for kind in (_Factored(), _Whole()))
     return masked(matrices, lambda path, shape: len(shape) > 1, vectors)
 
@@ -86,16 +102,17 @@ class _Factored:
             for one in unit.segments
         }
         shapes = {path: whole for unit in known.each for _, path, whole in spread(unit)}
-        found = totals(known, here, _length)
+        found = totals(known, here, _length, [grad for grad in grads if grad is not None])
         return {path: old.lerp(found[path] / _counts(shapes[path], old), mixed) for path, old in state.items()}
 
     def of(self, known: Units, state: Any, i: int, least: float) -> Tensor:
         unit = known.each[i]
         flat, rows, last = unit.values.new_ones(unit.values.numel()), [], 0
+        means, ties = lent(state, unit)
         for one in unit.segments:
-            rows += [flat[last : one.start], _estimate(one, state[one.path], least).to(flat.dtype)]
+            rows += [flat[last : one.start], _estimate(one, means[one.path], least).to(flat.dtype)]
             last = one.stop
-        return torch.cat([*rows, flat[last:]]).view(unit.values.shape)
+        return tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), ties)
 
 
 def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bool) -> Optimizer:
@@ -134,17 +151,22 @@ def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bo
 
 def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: int) -> Tensor:
     """A unit's values after the step, each parameter's by its own sizes."""
-    of_params, of_updates = sizes
+    (of_params, some), (of_updates, more), (rates, others) = (
+        *(lent(known, unit) for known in sizes),
+        numbered(now["lr"], unit),
+    )
     flat, rows, last = unit.values.reshape(-1), [], 0
     for one in unit.segments:
         n, p = math.prod(one.whole), flat[one.start : one.stop]
-        rate = (of_params[one.path] / n).sqrt().clamp(min=now["least"]) * min(now["lr"], count**-0.5)
+        lr = rates[one.path]
+        rate = (of_params[one.path] / n).sqrt().clamp(min=now["least"]) * min(lr, count**-0.5)
         rate = rate / ((of_updates[one.path] / n).sqrt() / now["clip"]).clamp(min=1.0)
-        keep = 1 - now["lr"] * of_rule(now["weight_decay"], one)
+        keep = 1 - lr * of_rule(now["weight_decay"], one)
         moved = p * keep - rate.to(p.dtype) * update.reshape(-1)[one.start : one.stop]
         rows += [flat[last : one.start], moved]
         last = one.stop
-    return torch.cat([*rows, flat[last:]]).view(unit.values.shape)
+    made = torch.cat([*rows, flat[last:]]).view(unit.values.shape)
+    return tied(made, [update, *some, *more, *others])
 
 
 # --- rows and columns of a matrix, or of a stack of them, of which a stretch of elements is here ---

@@ -14,7 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Rule, Unit, at_step, joined, of_rule, pairs, runs, units, zeros_like
+from shardfn.optim.core import (
+    Optimizer,
+    Rule,
+    Unit,
+    at_step,
+    joined,
+    of_rule,
+    pairs,
+    runs,
+    tied,
+    units,
+    varied,
+    zeros_like,
+)
 
 Number = float | Tensor
 Schedule = Callable[[int], Any]
@@ -99,16 +112,19 @@ def _overwrite(rule: Elementwise, every: list[tuple[_Work, list[Span]]], count: 
 
 def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: dict[str, Any]) -> None:
     assert one.grad is not None
+    now = {name: varied(number, one.unit) for name, number in now.items()}
     made: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     for key, start, stop in spans:
         whole = (start, stop) == (0, one.unit.values.numel())
         p, g, *slots = (x if whole else x[start:stop] for x in (one.unit.values, one.grad, *one.slots))
-        made.append(rule.pure(p, g, tuple(slots), count, now | dict(key)))
+        own = {name: x[start:stop] if isinstance(x, Tensor) and x.ndim and not whole else x for name, x in now.items()}
+        made.append(rule.pure(p, g, tuple(slots), count, own | dict(key)))
     where = [(start, stop) for _, start, stop in spans]
-    one.values = joined([p for p, _ in made], one.unit, where)
+    inputs = [one.unit.values, one.grad, *one.slots, *(x for x in now.values() if isinstance(x, Tensor))]
+    one.values = tied(joined([p for p, _ in made], one.unit, where), inputs)
     for i, old in enumerate(one.slots):
         stand = replace(one.unit, values=old)
-        one.slots[i] = joined([slots[i] for _, slots in made], stand, where)
+        one.slots[i] = tied(joined([slots[i] for _, slots in made], stand, where), inputs)
 
 
 # --- the rules ---
@@ -197,7 +213,7 @@ def _lion_pure(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) -
 
 
 def sgd(
-    lr: float | Schedule,
+    lr: float | Tensor | Schedule,
     *,
     momentum: float = 0.0,
     nesterov: bool = False,
@@ -231,7 +247,7 @@ def sgd(
 
 
 def adam(
-    lr: float | Schedule,
+    lr: float | Tensor | Schedule,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -255,7 +271,7 @@ def adam(
 
 
 def adamw(
-    lr: float | Schedule,
+    lr: float | Tensor | Schedule,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -275,7 +291,7 @@ def adamw(
 
 
 def lion(
-    lr: float | Schedule,
+    lr: float | Tensor | Schedule,
     *,
     b1: float = 0.9,
     b2: float = 0.99,

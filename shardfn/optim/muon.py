@@ -20,14 +20,26 @@ from shardfn import collectives, compat
 from shardfn.layout import Layout, Range
 from shardfn.ledger import record
 from shardfn.mesh import Grid, axis_of, mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, Unit, at_step, of_rule, pairs, units, zeros_like
+from shardfn.optim.core import (
+    Optimizer,
+    Rule,
+    Unit,
+    at_step,
+    numbered,
+    of_rule,
+    pairs,
+    plain_but_rate,
+    tied,
+    units,
+    zeros_like,
+)
 from shardfn.optim.elementwise import Schedule
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def muon(
-    lr: float | Schedule,
+    lr: float | Tensor | Schedule,
     *,
     momentum: float = 0.95,
     nesterov: bool = True,
@@ -63,6 +75,7 @@ def muon(
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
     """
     numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    plain_but_rate("muon", numbers)
     constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def init(params: Any) -> Any:
@@ -102,16 +115,18 @@ def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
     flat = unit.values.reshape(-1)
     rows: list[Tensor] = []
     last = 0
+    rates, ties = numbered(now["lr"], unit)
     for one in unit.segments:
-        scale = now["lr"] * max(1.0, one.whole[0] / one.whole[1]) ** 0.5
-        keep = 1 - now["lr"] * of_rule(now["weight_decay"], one)
+        lr = rates[one.path]
+        scale = lr * max(1.0, one.whole[0] / one.whole[1]) ** 0.5
+        keep = 1 - lr * of_rule(now["weight_decay"], one)
         p, direction = flat[one.start : one.stop], o.reshape(-1)[one.start : one.stop].to(flat.dtype)
         if donate:
             p.mul_(keep).add_(direction, alpha=-scale)
         else:
             rows += [flat[last : one.start], p * keep - scale * direction]
             last = one.stop
-    return unit.values if donate else torch.cat([*rows, flat[last:]]).view(unit.values.shape)
+    return unit.values if donate else tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), [o, *ties])
 
 
 def _refuse(unit: Unit) -> None:
@@ -355,9 +370,11 @@ def together(
     for unit, update in zip(chosen, updates, strict=True):
         here = {one.path: one for one in unit.segments}
         rows: dict[str, Tensor] = {}
+        every = [update]
         for matrix in _matrices(unit):
             whole = update.reshape(matrix.shape) if matrix.layout is None else _whole(matrix, here, update)
             o = orthogonalised(whole, iterations, dtype).to(update.dtype)
+            every.append(o)
             if matrix.path in here:
                 one = here[matrix.path]
                 part = None if matrix.layout is None else matrix.part(compat.global_rank())
@@ -367,7 +384,7 @@ def together(
         for one in unit.segments:
             filled += [flat[last : one.start], rows[one.path]]
             last = one.stop
-        made.append(torch.cat([*filled, flat[last:]]).view(update.shape))
+        made.append(tied(torch.cat([*filled, flat[last:]]).view(update.shape), every))
     return made
 
 
@@ -389,4 +406,4 @@ def _whole(matrix: Matrix, here: dict[str, Any], update: Tensor) -> Tensor:
     if not cut:
         return whole
     with scope(mesh_of(matrix.layout.grid, "muon: a tree")):
-        return collectives.pvary(collectives.psum(whole, cut), cut)
+        return collectives.pvary(collectives.psum(tied(whole, [update]), cut), cut)

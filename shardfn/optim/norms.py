@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Transform, Unit, Units, units
+from shardfn.optim.core import Transform, Units, spread, tied, units, varied
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def scaled(tree: Any, factor: Tensor, donate: bool) -> Any:
                     unit.values.mul_(factor.to(unit.values.device))
         return tree
     return known.like(
-        (u.values * factor).to(u.values.dtype) if u.trainable and u.values is not None else u.values for u in known.each
+        (u.values * varied(factor, u)).to(u.values.dtype) if u.trainable and u.values is not None else u.values
+        for u in known.each
     )
 
 
@@ -129,16 +130,20 @@ def squares(known: Units) -> dict[str, Tensor]:
     for (dtype, _), paths in kinds.items():
         each = torch._foreach_norm([parts[path] for path in paths], 2.0, dtype=dtype)
         found |= {path: norm.square().reshape(1) for path, norm in zip(paths, each, strict=True)}
-    return {path: total[0] for path, total in totals(known, found, lambda whole: 1).items()}
+    sources = [unit.values for unit in known.each if unit.trainable]
+    return {path: total[0] for path, total in totals(known, found, lambda whole: 1, sources).items()}
 
 
-def totals(known: Units, here: dict[str, Tensor], length: Callable[[tuple[int, ...]], int]) -> dict[str, Tensor]:
+def totals(
+    known: Units, here: dict[str, Tensor], length: Callable[[tuple[int, ...]], int], sources: list[Tensor]
+) -> dict[str, Tensor]:
     """Sums, over the ranks among which each trained parameter is cut, of a vector that they have of it.
 
     Args:
         known: the parameters.
         here: by path, this rank's vectors; zeros where there is none.
         length: of the vectors, from the parameter's whole shape.
+        sources: what the vectors were made from, on every rank.
     """
     found: dict[str, Tensor] = {}
     groups: dict[tuple[Any, ...], dict[str, int]] = {}
@@ -152,7 +157,7 @@ def totals(known: Units, here: dict[str, Tensor], length: Callable[[tuple[int, .
             here[path].to(dtype) if path in here else torch.zeros(n, dtype=dtype, device=device)
             for path, n in lengths.items()
         ]
-        total = torch.cat(rows)
+        total = tied(torch.cat(rows), sources)
         if axes:
             with scope(mesh_of(grid, "a tree")):
                 total = collectives.psum(total, axes)
@@ -163,19 +168,6 @@ def totals(known: Units, here: dict[str, Tensor], length: Callable[[tuple[int, .
 def wide(x: Tensor) -> torch.dtype:
     """What numbers of this dtype are added up in."""
     return torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
-
-
-def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
-    """Each parameter of a unit, wherever it is: the axes that cut it, its path, and its whole shape."""
-    if unit.layout is None:
-        (one,) = unit.segments
-        return [((), one.path, one.whole)]
-    layout, found = unit.layout, []
-    for number in unit.entries:
-        cut = {*layout.placement.axes, *layout.entries[number].spec.axes}
-        axes = tuple(name for name, _ in layout.grid.sizes if name in cut)
-        found.append((axes, layout.entries[number].path, layout.whole_shape(number)))
-    return found
 
 
 def _names(known: Units) -> dict[str, str]:

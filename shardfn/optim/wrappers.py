@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, Units, joined, pairs, stretches, units, zeros_like
+from shardfn.optim.core import Optimizer, Rule, Units, differentiable, joined, pairs, stretches, units, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
@@ -42,12 +42,13 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
                 nodes = [made[key]] if known.each[i].layout is None else made[key]
                 for (start, stop), node in zip(spans, nodes, strict=True):
                     new = node if known.each[i].layout is None else node.values
-                    if start < stop:
+                    if start < stop or differentiable(new):
                         changed.setdefault(i, []).append((start, stop, new))
         values = _values(known)
         for i, found in changed.items():
-            found.sort(key=lambda one: one[0])
-            if any(new.data_ptr() != values[i].reshape(-1)[start:].data_ptr() for start, _, new in found):
+            found.sort(key=lambda one: one[:2])
+            there = [values[i].reshape(-1)[start:].data_ptr() for start, *_ in found]
+            if any(differentiable(new) or new.data_ptr() != at for (*_, new), at in zip(found, there, strict=True)):
                 values[i] = joined([new for *_, new in found], known.each[i], [(a, b) for a, b, _ in found])
         return known.like(values), state
 
@@ -80,7 +81,7 @@ def _part(
     return tree, places
 
 
-def ema(optimizer: Optimizer, decay: float) -> Optimizer:
+def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer:
     r"""The optimizer, with an exponential moving average of its parameters in the state, under `"average"`.
 
     :math:`a \leftarrow d a + (1 - d) p`, from the first parameters on. The average is a tree like the parameters: it
@@ -91,6 +92,7 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
     Args:
         optimizer: any.
         decay: :math:`d`, from 0 to 1.
+        donate: the average is overwritten.
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"ema: decay={decay!r}; it is from 0 to 1")
@@ -105,10 +107,15 @@ def ema(optimizer: Optimizer, decay: float) -> Optimizer:
         known = units(params)
         averages = known.beside(state["average"])
         moving = [i for i, unit in enumerate(known.each) if unit.trainable]
-        with torch.no_grad():
-            now = [known.each[i].values.to(averages[i].dtype) for i in moving]
-            torch._foreach_lerp_([averages[i] for i in moving], now, 1 - state["decay"])
-        return params, state | {"optimizer": inner}
+        with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
+            old = [averages[i] for i in moving]
+            now = [known.each[i].values.to(average.dtype) for i, average in zip(moving, old, strict=True)]
+            new = old if donate else torch._foreach_lerp(old, now, 1 - state["decay"])
+            if donate:
+                torch._foreach_lerp_(old, now, 1 - state["decay"])
+        for i, average in zip(moving, new, strict=True):
+            averages[i] = average
+        return params, state | {"optimizer": inner, "average": known.like(averages)}
 
     return Optimizer(init, step)
 
