@@ -9,24 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import (
-    Optimizer,
-    Rule,
-    Segment,
-    Unit,
-    Units,
-    at_step,
-    lent,
-    numbered,
-    of_rule,
-    pairs,
-    plain_but_rate,
-    spread,
-    tied,
-    units,
-)
+from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
 from shardfn.optim.elementwise import Schedule
+from shardfn.optim.meta import lent, numbered, plain_but_rate, tied
 from shardfn.optim.norms import squares, totals, wide
+from shardfn.optim.units import Segment, Unit, Units, pairs, spread, units
 from shardfn.optim.wrappers import masked
 
 

@@ -19,6 +19,7 @@ from shardfn.layout import FlatShard, Layout, is_flat
 from shardfn.ledger import serving
 from shardfn.link import Handle, all_gather, link
 from shardfn.mesh import mesh_of, scope
+from shardfn.optim.meta import differentiable
 
 Init = Callable[[Any], Any]
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -91,7 +92,7 @@ def _part(node: FlatShard, fine: Layout) -> FlatShard:
     layout, values = node.layout, node.values
     if fine == layout or not layout.trainable or not isinstance(values, Tensor):
         return node
-    if _differentiable(values):
+    if differentiable(values):
         with scope(mesh_of(layout.grid, f"stage {layout.stage!r}")):
             return FlatShard(collectives.local_slice(values, _more(layout, fine)), fine)
     start = _start(layout, fine)
@@ -121,7 +122,7 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
     """A parameter from all ranks' new parts; in its own memory, if this rank's part was updated in place."""
     layout = node.layout
     mesh, names = mesh_of(layout.grid, f"stage {layout.stage!r}"), _more(layout, fine)
-    if _differentiable(new) and not donated:
+    if differentiable(new) and not donated:
         with scope(mesh):
             return collectives.all_gather(new, names, to="invariant")
     values, start = node.values, _start(layout, fine)
@@ -133,10 +134,6 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
         if layout.grid.size(names) > 1:
             handles.append(all_gather(whole.view(torch.uint8), link(mesh, names), whole.dtype))
     return values if donated else whole
-
-
-def _differentiable(x: Tensor) -> bool:
-    return compat.inside_transform() or compat.inside_forward_mode() or (torch.is_grad_enabled() and x.requires_grad)
 
 
 def _version(node: Any) -> int:

@@ -14,20 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import (
-    Optimizer,
-    Rule,
-    Unit,
-    at_step,
-    joined,
-    of_rule,
-    pairs,
-    runs,
-    tied,
-    units,
-    varied,
-    zeros_like,
-)
+from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
+from shardfn.optim.meta import tied, varied
+from shardfn.optim.units import Unit, joined, pairs, runs, units, zeros_like
 
 Number = float | Tensor
 Schedule = Callable[[int], Any]

@@ -20,20 +20,10 @@ from shardfn import collectives, compat
 from shardfn.layout import Layout, Range
 from shardfn.ledger import record
 from shardfn.mesh import Grid, axis_of, mesh_of, scope
-from shardfn.optim.core import (
-    Optimizer,
-    Rule,
-    Unit,
-    at_step,
-    numbered,
-    of_rule,
-    pairs,
-    plain_but_rate,
-    tied,
-    units,
-    zeros_like,
-)
+from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
 from shardfn.optim.elementwise import Schedule
+from shardfn.optim.meta import numbered, plain_but_rate, tied
+from shardfn.optim.units import Unit, pairs, units, zeros_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

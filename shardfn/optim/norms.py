@@ -15,7 +15,9 @@ from torch import Tensor
 
 from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Transform, Units, spread, tied, units, varied
+from shardfn.optim.core import Transform
+from shardfn.optim.meta import tied, varied
+from shardfn.optim.units import Units, spread, units
 
 
 @dataclass(frozen=True)

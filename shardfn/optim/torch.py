@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Unit, at_step, is_unit, pairs, stretches, units
+from shardfn.optim.core import Optimizer, at_step
+from shardfn.optim.units import Unit, is_unit, pairs, stretches, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, Units, differentiable, joined, pairs, stretches, units, zeros_like
+from shardfn.optim.core import Optimizer, Rule
+from shardfn.optim.meta import differentiable
+from shardfn.optim.units import Units, joined, pairs, stretches, units, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
