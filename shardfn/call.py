@@ -24,7 +24,8 @@ from shardfn.signature import Signature
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardfn.engine import Engine, Place
+    from shardfn.engine import Engine
+    from shardfn.tape import Place
 
 _TENSOR: Any = object()
 

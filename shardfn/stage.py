@@ -21,11 +21,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardfn import collectives, compat
 from shardfn.call import Call, cast, enter, refuse_inside, running
-from shardfn.engine import Order, engine_of
+from shardfn.engine import engine_of
 from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.ledger import here
 from shardfn.mesh import current_mesh, known_axes, mesh_of, scope
 from shardfn.signature import Options, Signature, signature_of
+from shardfn.tape import Order
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
