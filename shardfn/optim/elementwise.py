@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
-from shardfn.optim.meta import tied, varied
+from shardfn.optim.meta import plain_but_rate, tied, varied
 from shardfn.optim.units import Unit, joined, pairs, runs, units, zeros_like
 
 Number = float | Tensor
@@ -37,8 +37,9 @@ class Elementwise:
     pure: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
 
-def optimizer(rule: Elementwise, numbers: dict[str, Any], donate: bool) -> Optimizer:
+def optimizer(name: str, rule: Elementwise, numbers: dict[str, Any], donate: bool) -> Optimizer:
     """An optimizer by a rule. A number may be a schedule, if it is the learning rate, or else a rule for parameters."""
+    plain_but_rate(name, numbers)
     constant = {name: value for name, value in numbers.items() if not callable(value)}
     varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
 
@@ -232,7 +233,7 @@ def sgd(
     if momentum:
         numbers |= {"momentum": momentum, "nesterov": nesterov}
     rule = Elementwise(("momentum",) if momentum else (), _sgd_in_place, _sgd_pure)
-    return optimizer(rule, numbers, donate)
+    return optimizer("sgd", rule, numbers, donate)
 
 
 def adam(
@@ -256,7 +257,7 @@ def adam(
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_), _adam_pure(decoupled=False))
-    return optimizer(rule, numbers, donate)
+    return optimizer("adam", rule, numbers, donate)
 
 
 def adamw(
@@ -276,7 +277,7 @@ def adamw(
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
-    return optimizer(rule, numbers, donate)
+    return optimizer("adamw", rule, numbers, donate)
 
 
 def lion(
@@ -295,4 +296,4 @@ def lion(
     Sources: Chen et al., Symbolic discovery of optimization algorithms (2023), algorithm 2.
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}
-    return optimizer(Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate)
+    return optimizer("lion", Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate)
