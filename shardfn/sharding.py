@@ -75,7 +75,8 @@ def shard(
 def unshard(tree: Any, mesh: DeviceMesh | None = None) -> Any:
     """The whole parameters of a tree with flat shards, on every rank: the inverse of `shard`.
 
-    Other leaves are left as they are. Linear, and differentiable as `all_gather(to="invariant")` is: `V -> I`.
+    Of a gradient, what has none is None. Other leaves are left as they are. Linear, and differentiable as
+    `all_gather(to="invariant")` is: `V -> I`.
 
     Args:
         tree: any pytree.
@@ -422,15 +423,17 @@ def _agreed(rules: _Rules, name: str, run: Callable[[], Any]) -> Any:
     return result
 
 
-def _whole(flat: FlatShard, mesh: DeviceMesh | None) -> list[Tensor]:
+def _whole(flat: FlatShard, mesh: DeviceMesh | None) -> list[Tensor | None]:
     layout: Layout = flat.layout
+    if flat.values is None:  # as in a gradient, of what is frozen
+        return [None] * len(layout.entries)
     where = mesh_of(layout.grid, f"unshard: stage {layout.stage!r}") if mesh is None else mesh
     with scope(where):
         mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
         buffer = flat.values
         if layout.size > 1:
             buffer = collectives.all_gather(buffer, layout.placement.axes, to="invariant")
-        found = []
+        found: list[Tensor | None] = []
         for entry, view in zip(layout.entries, layout.views(buffer), strict=True):
             for dim, names in enumerate(entry.spec.by_dim()):
                 if names:

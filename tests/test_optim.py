@@ -198,6 +198,17 @@ def test_a_donated_step_stays_in_the_memory_of_the_parameters(world: World, stra
         assert world.run(moved, name, strategy) == [False, False], name
 
 
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam", "adamw", "lion"])
+def test_complex_parameters_move_as_pairs_of_real_ones(name: str, donate: bool) -> None:
+    pair = {"w": normal(4, 2, seed=0)}
+    complex_one = {"w": torch.view_as_complex(pair["w"].clone())}
+    got, _ = trained(OPTIMIZERS[name](donate=donate), complex_one, lambda p, n: {"w": p["w"] * (n + 1)})
+    optimizer = OPTIMIZERS[name](donate=True)
+    flat, _ = trained(optimizer, {"w": pair["w"].flatten()}, lambda p, n: {"w": p["w"] * (n + 1)})
+    assert (torch.view_as_real(got["w"]).flatten() - flat["w"]).abs().max() < 1e-12
+
+
 # --- state cut further ---
 
 
@@ -357,6 +368,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "momentum is a tensor",
     ),
     "no block": (lambda: so.from_torch(torch.optim.SGD, lr=0.1, block=0), "block=0"),
+    "complex matrices": (lambda: so.muon(0.1).init({"w": torch.ones(2, 2) * 1j}), "muon: w is torch.complex64"),
+    "complex parameters": (lambda: so.adafactor(0.1).init({"w": torch.ones(2) * 1j}), "adafactor: w is torch.complex64"),
     "one tensor twice": (lambda: so.sgd(0.1).init((lambda x: {"a": x, "b": x})(torch.ones(2))), "at two places"),
 }  # fmt: skip
 

@@ -361,6 +361,10 @@ def frozen_run(way: str) -> Any:
         grads = sf.grad(loss)(trained)
     state = so.adamw(0.1).init(trained)
     moments = [x for x in optree.tree_leaves(state) if isinstance(x, Tensor)]
+    if way == "patterns":
+        whole = sf.unshard(grads)
+        assert whole["scale"] is None
+        assert whole["blocks"][0] == {"w": None, "b": None, "v": None}
     return (
         distance(sf.unshard(grads["blocks"][3]), want),
         sorted({one.stage for one in log.select(op="reduce_scatter")}),

@@ -13,7 +13,7 @@ from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.meta import lent, numbered, plain_but_rate, tied
 from shardfn.optim.norms import squares, totals, wide
-from shardfn.optim.units import Segment, Unit, Units, pairs, spread, units
+from shardfn.optim.units import Segment, Unit, Units, pairs, refuse_complex, spread, units
 from shardfn.optim.wrappers import masked
 
 
@@ -106,7 +106,9 @@ def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bo
     constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def init(params: Any) -> Any:
-        return {"step": 0, "numbers": constant, "square": kind.init(units(params))}
+        known = units(params)
+        refuse_complex(known, "adafactor")
+        return {"step": 0, "numbers": constant, "square": kind.init(known)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)

@@ -94,7 +94,7 @@ def _overwrite(rule: Elementwise, every: list[tuple[_Work, list[Span]]], count: 
                 ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in rule.slots]))
                 whole = (start, stop) == (0, one.unit.values.numel())
                 for into, x in zip((ps, gs, *slots), (one.unit.values, one.grad, *one.slots), strict=True):
-                    into.append(x if whole else x[start:stop])
+                    into.append(_real(x if whole else x[start:stop]))
         for (key, *_), (ps, gs, slots) in groups.items():
             rule.in_place(ps, gs, slots, count, now | dict(key))
             torch.autograd.graph.increment_version([*ps, *(x for slot in slots for x in slot)])  # fused kernels do not
@@ -106,15 +106,26 @@ def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: 
     made: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     for key, start, stop in spans:
         whole = (start, stop) == (0, one.unit.values.numel())
-        p, g, *slots = (x if whole else x[start:stop] for x in (one.unit.values, one.grad, *one.slots))
-        own = {name: x[start:stop] if isinstance(x, Tensor) and x.ndim and not whole else x for name, x in now.items()}
-        made.append(rule.pure(p, g, tuple(slots), count, own | dict(key)))
+        p, g, *slots = (_real(x if whole else x[start:stop]) for x in (one.unit.values, one.grad, *one.slots))
+        own = {
+            name: x[start:stop].view(-1, *(1,) * (p.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
+            for name, x in now.items()
+        }
+        new, after = rule.pure(p, g, tuple(slots), count, own | dict(key))
+        if one.unit.values.is_complex():
+            new, after = torch.view_as_complex(new), tuple(map(torch.view_as_complex, after))
+        made.append((new, after))
     where = [(start, stop) for _, start, stop in spans]
     inputs = [one.unit.values, one.grad, *one.slots, *(x for x in now.values() if isinstance(x, Tensor))]
     one.values = tied(joined([p for p, _ in made], one.unit, where), inputs)
     for i, old in enumerate(one.slots):
         stand = replace(one.unit, values=old)
         one.slots[i] = tied(joined([slots[i] for _, slots in made], stand, where), inputs)
+
+
+def _real(x: Tensor) -> Tensor:
+    """Complex numbers as pairs, each of which moves by itself."""
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
 # --- the rules ---

@@ -23,7 +23,7 @@ from shardfn.mesh import Grid, axis_of, mesh_of, scope
 from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.meta import numbered, plain_but_rate, tied
-from shardfn.optim.units import Unit, pairs, units, zeros_like
+from shardfn.optim.units import Unit, pairs, refuse_complex, units, zeros_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -69,6 +69,7 @@ def muon(
     constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def init(params: Any) -> Any:
+        refuse_complex(units(params), "muon")
         for unit in units(params).each:
             _refuse(unit)
         return {"step": 0, "numbers": constant, "momentum": zeros_like(params)}

@@ -238,6 +238,13 @@ def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
     return found
 
 
+def refuse_complex(known: Units, name: str) -> None:
+    """Raises TypeError for a parameter of complex numbers."""
+    for unit in known.each:
+        if unit.trainable and unit.values.is_complex():
+            raise TypeError(f"{name}: {unit.name} is {unit.values.dtype}; train complex parameters by adamw, say")
+
+
 def zeros_like(tree: Any) -> Any:
     """Zeros for every trained parameter, None for the others."""
     known = units(tree)
