@@ -209,6 +209,37 @@ def test_complex_parameters_move_as_pairs_of_real_ones(name: str, donate: bool) 
     assert (torch.view_as_real(got["w"]).flatten() - flat["w"]).abs().max() < 1e-12
 
 
+def by_backward(name: str, strategy: str) -> float:
+    """As users of `loss.backward()` write it: parameters are leaves of autograd, and stay that."""
+    mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
+    rows = tokens(12)
+    mine = rows.tensor_split(4)[mesh.get_rank()]
+    want, _ = trained(
+        OPTIMIZERS[name](donate=True),
+        optree.tree_map(torch.clone, params()),
+        lambda ps, number: sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps),
+    )
+    flat = optree.tree_map(torch.Tensor.requires_grad_, sf.shard(params(), mesh, STRATEGIES[strategy]()))
+    optimizer = OPTIMIZERS[name](donate=True)
+    state = optimizer.init(flat)
+    for number in range(STEPS):
+        (model(sf.stage, flat, (mine + number) % 11) / rows.numel()).backward()
+        grads = optree.tree_map(lambda x: x.grad, flat)
+        flat, state = optimizer.step(flat, grads, state)
+        for x in optree.tree_leaves(flat):
+            assert x.is_leaf
+            assert x.requires_grad
+            x.grad = None
+    return distance(sf.unshard(optree.tree_map(torch.Tensor.detach, flat)), want)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hfsdp"])
+@pytest.mark.parametrize("name", ["adamw-masked", "muon", "adafactor", "rmsprop of torch"])
+def test_parameters_may_be_leaves_of_autograd(world: World, name: str, strategy: str) -> None:
+    assert worst(world.within(60).run(by_backward, name, strategy)) < 1e-10
+
+
 # --- state cut further ---
 
 

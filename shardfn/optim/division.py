@@ -101,7 +101,7 @@ def _part(node: FlatShard, fine: Layout) -> FlatShard:
 
 def _gathered(params: Any, parts: Any, before: list[int], made: Any, finer: Finer) -> Any:
     leaves, tree = optree.tree_flatten(params, is_leaf=is_flat)
-    handles: list[Handle] = []
+    handles: list[tuple[str, Handle]] = []
     whole = []
     every = zip(leaves, tree.flatten_up_to(parts), before, tree.flatten_up_to(made), strict=True)
     for node, part, version, new in every:
@@ -111,28 +111,33 @@ def _gathered(params: Any, parts: Any, before: list[int], made: Any, finer: Fine
             whole.append(FlatShard(new.values, node.layout))
         else:
             same = compat.storage_of(new.values) == compat.storage_of(part.values)
-            donated = same and _version(part) != version  # a rank may have nothing to update, and return it as it was
+            # A rank may have nothing to update, and return it as it was: also one that overwrites nothing.
+            donated = same and (_version(part) != version or differentiable(new.values))
             whole.append(FlatShard(_whole(node, new.values, donated, finer(node.layout), handles), node.layout))
-    for handle in handles:
-        handle.wait()
+    for stage, handle in handles:
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"stage {stage!r}: gathering its new parameters failed on this rank: {error}") from error
     return optree.tree_unflatten(tree, whole)
 
 
-def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[Handle]) -> Tensor:
+def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, Handle]]) -> Tensor:
     """A parameter from all ranks' new parts; in its own memory, if this rank's part was updated in place."""
     layout = node.layout
     mesh, names = mesh_of(layout.grid, f"stage {layout.stage!r}"), _more(layout, fine)
-    if differentiable(new) and not donated:
-        with scope(mesh):
-            return collectives.all_gather(new, names, to="invariant")
     values, start = node.values, _start(layout, fine)
+    if differentiable(new):
+        with scope(mesh), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
+            every = collectives.all_gather(new, names, to="invariant")
+            return values.copy_(every) if donated else every
     with torch.no_grad(), serving(layout.stage, None):
         whole = values.detach() if donated else torch.empty_like(values)
         own = whole[start : start + fine.piece]
         if compat.storage_of(whole) != compat.storage_of(new):
             own.copy_(new)
         if layout.grid.size(names) > 1:
-            handles.append(all_gather(whole.view(torch.uint8), link(mesh, names), whole.dtype))
+            handles.append((layout.stage, all_gather(whole.view(torch.uint8), link(mesh, names), whole.dtype)))
     return values if donated else whole
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn import collectives
+from shardfn import collectives, compat
 from shardfn.mesh import mesh_of, scope
 from shardfn.optim.core import Optimizer, Rule
 from shardfn.optim.meta import differentiable
@@ -49,8 +49,7 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
         values = _values(known)
         for i, found in changed.items():
             found.sort(key=lambda one: one[:2])
-            there = [values[i].reshape(-1)[start:].data_ptr() for start, *_ in found]
-            if any(differentiable(new) or new.data_ptr() != at for (*_, new), at in zip(found, there, strict=True)):
+            if any(compat.storage_of(new) != compat.storage_of(values[i]) for *_, new in found):  # else in place
                 values[i] = joined([new for *_, new in found], known.each[i], [(a, b) for a, b, _ in found])
         return known.like(values), state
 
