@@ -200,7 +200,7 @@ def _wires_of(gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dty
         dtype = gather_dtype if gather_dtype and own.is_floating_point else own
         moves = layout.size > 1 or dtype != own
         stop = at + layout.padded * dtype.itemsize * moves
-        tail = (layout.padded - layout.total) * dtype.itemsize
+        tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
         whole = layout.near is not None or layout.placement.hops
         made.append(Wire(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT)), whole))
         at = -(-stop // 512) * 512

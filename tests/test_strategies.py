@@ -156,6 +156,25 @@ def test_hops_go_by_every_transport(world: World, strategy: str, gather: str) ->
     assert worst(world.within(60).run(with_transport, TABLE[strategy], gather)) < 1e-12
 
 
+def lower() -> dict[str, float]:
+    """Gradients of float32 parameters that are gathered as bfloat16, beside those of ddp."""
+    mesh = mesh_of(4)
+    mine = rows().tensor_split(4)[mesh.get_rank()]
+    low, high = torch.bfloat16, torch.float32
+    options: Any = {"gather_dtype": low, "input_dtype": low, "output_dtype": high, "reduce_dtype": high}
+    found = {}
+    for name, strategy in (TABLE | OWN).items():
+        flat = sf.shard(optree.tree_map(torch.Tensor.float, params()), mesh, strategy)
+        found[name] = sf.unshard(sf.grad(lambda p: total(lambda f, **_: sf.stage(f, **options), p, mine))(flat))
+    return {name: distance(got, found["ddp"]) for name, got in found.items()}
+
+
+@pytest.mark.world(4)
+def test_parameters_travel_in_another_dtype_by_every_strategy(world: World) -> None:
+    for found in world.within(60).run(lower):
+        assert not {name: d for name, d in found.items() if not d < 1e-6}
+
+
 # --- the ledger against the table of the docs ---
 
 
