@@ -144,13 +144,22 @@ def mics(shard: AxisName, replica: AxisName = ()) -> Placement:
     return Placement(axes=as_names(shard), replicas=as_names(replica), hops=True)
 
 
-def uncut(strategy: Placement, below: int) -> Callable[[str, tuple[int, ...]], Placement]:
+def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Placement]:
     """A strategy, but parameters of fewer elements than `below` stay whole on every rank, as under `ddp`.
 
     In each stage they make a buffer of their own, which is never gathered, and whose gradient is summed.
+
+    Raises:
+        TypeError: something else than a strategy.
     """
-    whole = Placement(replicas=strategy.axes + strategy.replicas)
-    return lambda path, shape: whole if math.prod(shape) < below else strategy
+    if not isinstance(strategy, Placement) and not callable(strategy):
+        raise TypeError(f'uncut: {strategy!r} is no strategy; write uncut(full_shard("shard"), below={below})')
+
+    def rule(path: str, shape: tuple[int, ...]) -> Placement:
+        own = strategy if isinstance(strategy, Placement) else strategy(path, shape)
+        return Placement(replicas=own.axes + own.replicas) if math.prod(shape) < below else own
+
+    return rule
 
 
 _NAMES: dict[str, tuple[Callable[..., Placement], str]] = {

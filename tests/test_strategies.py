@@ -312,6 +312,14 @@ def test_a_rule_that_is_wrong_is_refused_on_every_rank(world: World) -> None:
         assert "data" in str(error)
 
 
+def test_uncut_takes_a_strategy() -> None:
+    rule = sf.uncut(lambda path, shape: sf.full_shard(path), below=5)
+    assert rule("a", (2, 3)) == sf.full_shard("a")
+    assert rule("a", (2, 2)) == sf.ddp("a")
+    with pytest.raises(TypeError, match="'full_shard' is no strategy"):
+        sf.uncut("full_shard", below=5)  # type: ignore[arg-type]
+
+
 # --- names ---
 
 
