@@ -209,16 +209,19 @@ def test_complex_parameters_move_as_pairs_of_real_ones(name: str, donate: bool) 
     assert (torch.view_as_real(got["w"]).flatten() - flat["w"]).abs().max() < 1e-12
 
 
+def by_one_process(name: str, rows: Tensor) -> Any:
+    def gradient(ps: Any, number: int) -> Any:
+        return sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps)
+
+    return trained(OPTIMIZERS[name](donate=True), optree.tree_map(torch.clone, params()), gradient)[0]
+
+
 def by_backward(name: str, strategy: str) -> float:
     """As users of `loss.backward()` write it: parameters are leaves of autograd, and stay that."""
     mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
     rows = tokens(12)
     mine = rows.tensor_split(4)[mesh.get_rank()]
-    want, _ = trained(
-        OPTIMIZERS[name](donate=True),
-        optree.tree_map(torch.clone, params()),
-        lambda ps, number: sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps),
-    )
+    want = by_one_process(name, rows)
     flat = optree.tree_map(torch.Tensor.requires_grad_, sf.shard(params(), mesh, STRATEGIES[strategy]()))
     optimizer = OPTIMIZERS[name](donate=True)
     state = optimizer.init(flat)
@@ -250,11 +253,7 @@ def cut_further(name: str, replicated: bool) -> tuple[float, float]:
         sf.hybrid_shard("shard", "replica"), "replica")  # fmt: skip
     rows = tokens(12)
     mine = rows.tensor_split(4)[mesh.get_rank()]
-    want, _ = trained(
-        OPTIMIZERS[name](donate=True),
-        optree.tree_map(torch.clone, params()),
-        lambda ps, number: sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps),
-    )
+    want = by_one_process(name, rows)
     flat = sf.shard(params(), mesh, strategy)
     got, state = trained(
         so.shard_state(OPTIMIZERS[name](donate=True), axis),
@@ -315,6 +314,8 @@ def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
         for _ in range(2):
             _, grads = sf.value_and_grad(lambda p: model(stage, p, x) * varying(scale) / rows.numel())(ps)
             ps, state = optimizer.step(ps, grads, state)
+        if "average" in state:
+            ps = state["average"]
         return total(model(stage, ps, x)) / rows.numel()
 
     rate, scale = torch.tensor(0.05, dtype=torch.float64), torch.tensor(1.3, dtype=torch.float64)
@@ -344,6 +345,17 @@ def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
 def test_a_meta_gradient_goes_through_two_steps(world: World, name: str, strategy: str) -> None:
     for found in world.within(60).run(through_updates, name, strategy, world.size):
         assert worst(found.values()) < 1e-11, found
+
+
+def test_a_pure_average_depends_on_the_first_parameters() -> None:
+    optimizer = so.ema(so.sgd(0.0, donate=False), 0.9, donate=False)
+
+    def average(w: Tensor) -> Tensor:
+        _, state = optimizer.step({"w": w}, {"w": torch.ones(3)}, optimizer.init({"w": w}))
+        total: Tensor = state["average"]["w"].sum()
+        return total
+
+    assert torch.allclose(torch.func.grad(average)(torch.arange(3.0)), torch.ones(3))
 
 
 # --- what users change, and what they get wrong ---

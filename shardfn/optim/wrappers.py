@@ -100,7 +100,7 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
 
     def init(params: Any) -> Any:
         known = units(params)
-        copies = (u.values.detach().clone() if u.trainable else u.values for u in known.each)
+        copies = ((u.values.detach() if donate else u.values).clone() if u.trainable else u.values for u in known.each)
         return {"optimizer": optimizer.init(params), "decay": decay, "average": known.like(copies)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
