@@ -34,6 +34,7 @@ def agree(
     name: str,
     mine: Exception | None = None,
     subject: tuple[str, str] = ARGUMENTS,
+    axes: tuple[str, ...] | None = None,
 ) -> None:
     """Raises ValueError on every rank of the mesh unless all of them say the same.
 
@@ -45,13 +46,13 @@ def agree(
         name: who asks.
         mine: what is wrong with this rank's own arguments, to raise in place of a difference.
         subject: what is compared, and what to do about a difference.
+        axes: only the ranks along these compare.
 
     Raises:
         ValueError: the ranks differ; the message says which and in what.
         RuntimeError: some rank did not come to compare before the process group's timeout.
     """
-    whole = axis_of(mesh, tuple(sizes(mesh)))
-    if whole.size == 1:
+    if axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes).size == 1:
         return
     text = "\n".join([name, *(" ".join(line.split()) for line in told)]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
@@ -64,7 +65,7 @@ def agree(
     alarm = threading.Timer(PATIENCE, _log.warning, [alone])
     alarm.start()
     try:
-        digests, lengths = gathered(torch.tensor([digest, len(text)]), mesh).T.tolist()
+        digests, lengths = gathered(torch.tensor([digest, len(text)]), mesh, axes).T.tolist()
     except RuntimeError as error:
         raise RuntimeError(alone) from error
     finally:
@@ -73,7 +74,7 @@ def agree(
         return
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = gathered(padded, mesh)
+    rows = gathered(padded, mesh, axes)
     lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
     rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
     only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]][:3]
@@ -83,9 +84,9 @@ def agree(
     raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
 
 
-def gathered(row: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Every rank's row, on the CPU: `[ranks, *row.shape]`."""
-    whole = axis_of(mesh, tuple(sizes(mesh)))
+def gathered(row: Tensor, mesh: DeviceMesh, axes: tuple[str, ...] | None = None) -> Tensor:
+    """Every rank's row, or that of the ranks along some axes, on the CPU: `[ranks, *row.shape]`."""
+    whole = axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
     return row[None] if whole.size == 1 else transport.all_gather(row[None], 0, whole.size, _group(mesh, whole.group))
 
 
@@ -93,8 +94,8 @@ def _group(mesh: DeviceMesh, whole: str) -> str:
     """A group of its own where backends allow, so that a rank which does not compare cannot answer with other data."""
     if dist.get_backend() not in ("gloo", "nccl", "undefined"):
         return whole
-    found: str | None = mesh.__dict__.get("_shardfn_comparing")
-    if found is None:
-        found = compat.new_group(sorted(mesh.mesh.flatten().tolist()), backend="gloo").group_name
-        mesh.__dict__["_shardfn_comparing"] = found
-    return found
+    groups: dict[str, str] = mesh.__dict__.setdefault("_shardfn_comparing", {})
+    if whole not in groups:
+        ranks = sorted(dist.get_process_group_ranks(compat.group_of(whole)))
+        groups[whole] = compat.new_group(ranks, backend="gloo").group_name
+    return groups[whole]

@@ -371,7 +371,7 @@ class Engine:
             here.scheduled = False
             with scope(self.mesh), torch.no_grad():
                 flag = torch.tensor(float(reads), device=self.device)
-                self.reads[kind] = bool(collectives.psum(flag, tuple(sizes(self.mesh))))
+                self.reads[kind] = bool(collectives.psum(flag, self._callers(turn.signature)))
             here.scheduled = True
         turn.reads = self.reads[kind]
         if reads and not turn.reads and turn.slot is not None:
@@ -427,16 +427,24 @@ class Engine:
         expected: dict[str, list[Layout]] = self.mesh.__dict__.get("_shardfn_stages", {})
         lower = signature.options.gather_dtype
         for layouts in expected.values():
-            sizes = [one.padded * (lower or one.dtype).itemsize for one in layouts if one.size > 1 or lower]
+            sizes = [
+                one.padded * (lower or one.dtype).itemsize
+                for one in layouts
+                if (one.size > 1 or lower) and one.here(compat.global_rank())
+            ]
             self.ring.reserve(sum(-(-size // 512) * 512 for size in sizes))
         told = [
             f"{signature.name} on {wire.layout}, gathered as {wire.dtype}, layout {bytes(wire.tag[:8].tolist()).hex()}"
             for wire in wires.each
         ]
         here.scheduled = False
-        agree(told, self.mesh, "stage", subject=_STAGES)
+        agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))
         here.scheduled = True
         self.compared.add(wires)
+
+    def _callers(self, signature: Signature) -> tuple[str, ...]:
+        """The axes along which all ranks call a stage: not those of which one position has its parameters."""
+        return tuple(name for name in sizes(self.mesh) if name not in signature.away)
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:

@@ -131,6 +131,14 @@ class Layout:
         step, finest = aligned(1, self.dtype), self.grid.size(self.placement.axes + self.placement.replicas)
         return aligned(-(-(self.total + step) // finest), self.dtype) * (finest // self.size)
 
+    def here(self, rank: int) -> bool:
+        """Whether a rank is where the parameters live; others hold nothing of them."""
+        return all(self.grid.index(rank, name) == position for name, position in self.placement.home)
+
+    def held(self, rank: int) -> int:
+        """Elements that a rank holds: a piece, or none where the parameters do not live."""
+        return self.piece if self.here(rank) else 0
+
     @property
     def padded(self) -> int:
         """Elements of the whole buffer."""
@@ -219,6 +227,8 @@ class Layout:
 
     def ranges(self, rank: int) -> list[Range]:
         """Which elements of which parameters the global rank `rank` holds."""
+        if not self.here(rank):
+            return []
         start = self.grid.index(rank, self.placement.axes) * self.piece
         found = []
         for entry in self.entries:
@@ -242,6 +252,7 @@ class Layout:
     def __str__(self) -> str:
         spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"
         more = f", the same over {' x '.join(self.placement.replicas)}" if self.placement.replicas else ""
+        more += "".join(f", only at {name}={position}" for name, position in self.placement.home)
         if self.divided is not self:
             more += f", gradients 1/{self.divided.size} over {' x '.join(self.placement.gradients)}"
         here = self.piece * self.dtype.itemsize
@@ -258,7 +269,7 @@ class FlatShard:
     stage. What a node holds is not checked until a stage, or `unshard`, uses it.
 
     Attributes:
-        values: `[layout.piece]`, contiguous.
+        values: `[layout.piece]`, contiguous; `[0]` on ranks where the parameters do not live.
         layout: what the numbers are.
     """
 

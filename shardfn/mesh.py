@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AxisName = str | tuple[str, ...]
-"""One mesh axis, or several as their product, major to minor."""
+"""One mesh axis, or several as their product, major to minor; `()` is none: this rank alone, on a mesh or without."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class Axis:
     size: int
     index: int
     group: str
+
+
+ALONE = Axis(1, 0, "")  # the product of no axes
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,9 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
     """
     if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
         told = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
-        raise TypeError(f"{where}: an axis is a name or a non-empty tuple of names, not {told}")
+        raise TypeError(f"{where}: an axis is a name or a tuple of names, not {told}")
+    if not axis:
+        return ALONE
     axes = _scope.axes or _elsewhere()
     if axes is None:
         raise NameError(
@@ -295,7 +300,7 @@ def known_axes(mesh: DeviceMesh) -> Axes:
 
 def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
     if not names:
-        raise TypeError(f"{where}: an axis is a name or a non-empty tuple of names, not ()")
+        return ALONE
     check_axes(names, mesh, where)
     order = list(sizes(mesh))
     dims = [order.index(name) for name in names]

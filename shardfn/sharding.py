@@ -224,7 +224,7 @@ class _Rules:
             raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
         if not isinstance(specs, (P, ByPath)):
             raise TypeError(f"specs is a P for all parameters, or by_path([...]), not {specs!r}")
-        self.mesh, self.grid, self.strategy = mesh, grid_of(mesh), strategy
+        self.mesh, self.grid, self.strategy, self.rank = mesh, grid_of(mesh), strategy, compat.global_rank()
         self.placements: set[Placement] = set()
         if isinstance(strategy, Placement):
             self._known(strategy)
@@ -303,7 +303,8 @@ class _Rules:
     ) -> FlatShard:
         entries = [(name, tuple(leaves), shape, spec) for name, leaves, shape, spec, _ in parts]
         layout = lay(path, tree, entries, dtype, trainable, placement, self.grid)
-        flat = FlatShard(torch.zeros(layout.piece, dtype=dtype, device=self.mesh.device_type), layout)
+        held = layout.held(self.rank)
+        flat = FlatShard(torch.zeros(held, dtype=dtype, device=self.mesh.device_type), layout)
         self.told.append(str(layout))
         for number, (name, _, shape, _, leaf) in enumerate(parts):
             self.places[name] = (flat, number, leaf.shape)
@@ -322,6 +323,8 @@ class _Rules:
         entry, layout = flat.layout.entries[number], flat.layout
         digest = f" sum {checksum(value)}" if self.inputs == "global" or not entry.spec.axes else ""
         self.told.append(f"{name}: {tuple(value.shape)}{digest}")
+        if not layout.here(self.rank):
+            return
         local = sliced(value.detach(), entry.spec, self.mesh) if self.inputs == "global" else value.detach()
         start = axis_of(self.mesh, layout.placement.axes).index * layout.piece if layout.placement.axes else 0
         low = min(max(start - entry.offset, 0), entry.numel)
@@ -362,9 +365,10 @@ class _Rules:
 
     def _placement(self, name: str, shape: tuple[int, ...], spec: P) -> Placement:
         found = self.strategy if isinstance(self.strategy, Placement) else self._known(self.strategy(name, shape), name)
-        both = [axis for axis in spec.axes if axis in found.gradients]
+        both = [axis for axis in spec.axes if axis in (*found.gradients, *found.away)]
         if both:
-            raise ValueError(f"{name}: {spec} cuts over {both[0]!r}, but the strategy cuts the buffer over it already")
+            verb = "puts it at one place of" if both[0] in found.away else "cuts the buffer over"
+            raise ValueError(f"{name}: {spec} cuts over {both[0]!r}, but the strategy {verb} that axis already")
         return found
 
     def _known(self, found: Any, name: str = "") -> Placement:
@@ -372,7 +376,12 @@ class _Rules:
         if not isinstance(found, Placement):
             raise TypeError(f"{name}: the strategy is a function that returned {found!r}, not a Placement")
         if found not in self.placements:
-            check_axes(found.axes + found.replicas, self.mesh, "the strategy" + (f" of {name}" if name else ""))
+            where = "the strategy" + (f" of {name}" if name else "")
+            check_axes(found.axes + found.replicas + found.away, self.mesh, where)
+            for axis, position in found.home:
+                size = self.grid.size(axis)
+                if not 0 <= position < size:
+                    raise ValueError(f"{where}: at {axis}={position}, but positions run from 0 to {size - 1}")
             self.placements.add(found)
         return found
 
@@ -431,6 +440,8 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None) -> list[Tensor | None]:
     with scope(where):
         mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
         buffer = flat.values
+        for name, position in layout.placement.home:
+            buffer = _spread(buffer, layout, name, position)
         if layout.size > 1:
             buffer = collectives.all_gather(buffer, layout.placement.axes, to="invariant")
         found: list[Tensor | None] = []
@@ -440,6 +451,14 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None) -> list[Tensor | None]:
                     view = collectives.all_gather(view, names, dim=dim, to="invariant")
             found.append(view.clone(memory_format=torch.contiguous_format))
         return found
+
+
+def _spread(buffer: Tensor, layout: Layout, name: str, position: int) -> Tensor:
+    """What one position of an axis holds, on all of them: `V -> I`."""
+    if buffer.shape[-1] == 0:  # of a piece that lives elsewhere; its derivative goes there
+        buffer = torch.nn.functional.pad(buffer, (0, layout.piece))
+    every = collectives.all_gather(buffer, name, to="invariant")
+    return every.narrow(0, position * layout.piece, layout.piece)
 
 
 def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:

@@ -122,6 +122,11 @@ class Signature:
         asked = [layout.placement.keep for layout in self.layouts]
         return "step" if "step" in asked else True if True in asked else max(asked, key=bool)
 
+    @functools.cached_property
+    def away(self) -> tuple[str, ...]:
+        """Axes along which some ranks have none of the parameters, and do not call."""
+        return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.away))
+
     @property
     def grid(self) -> Grid:
         """The mesh of the shards."""

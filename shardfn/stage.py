@@ -182,6 +182,8 @@ def _flats(part: Any) -> list[FlatShard]:
 def _called(signature: Signature, leaves: list[Any]) -> Any:
     """A call with shards among its arguments."""
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
+    if signature.away:
+        _refuse_away(signature)
     if torch.compiler.is_compiling() or compat.inside_batching_or_forward():
         return _composed(signature, leaves, mesh)
     refuse_inside(signature)
@@ -391,6 +393,17 @@ def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
             )
         shards.append(values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values)
     return tuple(shards)
+
+
+def _refuse_away(signature: Signature) -> None:
+    """Raises ValueError on a rank that holds nothing of the parameters, which live elsewhere."""
+    for layout in signature.layouts:
+        if not layout.here(compat.global_rank()):
+            home = ", ".join(f"{axis}={position}" for axis, position in layout.placement.home)
+            raise ValueError(
+                f"stage {signature.name}: {layout.stage!r} lives at {home}, and this rank is elsewhere and holds nothing "
+                f"of it: call a stage where its parameters are, as in `if axis_index(...) == ...`"
+            )
 
 
 def _policy(remat: Remat) -> Any:

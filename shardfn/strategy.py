@@ -28,6 +28,7 @@ class Placement:
         gradients: what `value_and_grad` gives, and optimizer state, are cut along these: `axes` first, and then some
             of `replicas`. Default: `axes`.
         hops: axes are gathered one after another, the last, with the slowest links, first.
+        home: only ranks at these positions of these axes hold anything of it, `(("pipe", 1),)`; see `at`.
 
     Raises:
         ValueError: an axis twice; `gradients` or `keep` that do not fit `axes`.
@@ -38,15 +39,17 @@ class Placement:
     keep: Keep = False
     gradients: tuple[str, ...] = cast("tuple[str, ...]", None)
     hops: bool = False
+    home: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.gradients is None:
             object.__setattr__(self, "gradients", self.axes)
-        every = self.axes + self.replicas
+        every = (*self.axes, *self.replicas, *self.away)
         twice = [name for name in every if every.count(name) > 1]
         if twice:
             raise ValueError(
                 f"a strategy names the axis {twice[0]!r} twice: axes={self.axes}, replicas={self.replicas}"
+                + (f", home={dict(self.home)}" if self.home else "")
             )
         begin, more = self.gradients[: len(self.axes)], self.gradients[len(self.axes) :]
         if begin != self.axes or not set(more) <= set(self.replicas) or len(set(more)) < len(more):
@@ -69,7 +72,21 @@ class Placement:
         """Of gradients and optimizer state."""
         if self.gradients == self.axes:
             return self
-        return Placement(self.gradients, tuple(name for name in self.replicas if name not in self.gradients))
+        left = tuple(name for name in self.replicas if name not in self.gradients)
+        return Placement(self.gradients, left, home=self.home)
+
+    def at(self, **positions: int) -> Placement:
+        """The same, but only on the ranks at these positions: `full_shard("shard").at(pipe=1)`.
+
+        The others hold nothing of it, and do not call its stage. So pipelined models keep their parameters' names and
+        shapes, and every rank the same tree.
+        """
+        return replace(self, home=(*self.home, *positions.items()))
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        """Axes of which one position only holds the parameters."""
+        return tuple(name for name, _ in self.home)
 
     def dividing(self, axis: AxisName) -> Placement:
         """The same, with gradients and optimizer state cut along more of the replicas."""
@@ -81,7 +98,8 @@ class Placement:
         """Of the copy that backward gathers from, if that is cut less than the parameters."""
         if not isinstance(self.keep, tuple):
             return None
-        return Placement(self.keep, self.replicas + self.axes[len(self.keep) :], gradients=self.axes)
+        rest = self.replicas + self.axes[len(self.keep) :]
+        return Placement(self.keep, rest, gradients=self.axes, home=self.home)
 
 
 Strategy = Placement | Callable[[str, tuple[int, ...]], Placement]
@@ -157,7 +175,7 @@ def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Pl
 
     def rule(path: str, shape: tuple[int, ...]) -> Placement:
         own = strategy if isinstance(strategy, Placement) else strategy(path, shape)
-        return Placement(replicas=own.axes + own.replicas) if math.prod(shape) < below else own
+        return Placement(replicas=own.axes + own.replicas, home=own.home) if math.prod(shape) < below else own
 
     return rule
 
@@ -189,7 +207,7 @@ def strategy(name: str, shard: AxisName = "shard", replica: AxisName = ()) -> Pl
 
     Example:
         >>> strategy("HYBRID_SHARD", shard="shard", replica="replica")
-        Placement(axes=('shard',), replicas=('replica',), keep=False, gradients=('shard',), hops=False)
+        Placement(axes=('shard',), replicas=('replica',), keep=False, gradients=('shard',), hops=False, home=())
     """
     wanted = _plain(name)
     known = next((own for own, (_, others) in _NAMES.items() if wanted in map(_plain, (own, *others.split()))), None)

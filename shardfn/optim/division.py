@@ -78,7 +78,7 @@ def _gradients(params: Any, grads: Any, finer: Finer) -> Any:
         fine = finer(node.layout)
         if (
             isinstance(values, Tensor)
-            and values.shape == (node.layout.piece,)
+            and values.shape == node.values.shape
             and not (is_flat(grad) and grad.layout == fine)
         ):
             return _part(FlatShard(values, node.layout), fine)
@@ -136,7 +136,7 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
         own = whole[start : start + fine.piece]
         if compat.storage_of(whole) != compat.storage_of(new):
             own.copy_(new)
-        if layout.grid.size(names) > 1:
+        if layout.grid.size(names) > 1 and layout.here(compat.global_rank()):
             handles.append((layout.stage, all_gather(whole.view(torch.uint8), link(mesh, names), whole.dtype)))
     return values if donated else whole
 

@@ -116,7 +116,8 @@ class Unit:
         if self.layout is None:
             return values
         n = self.values.numel()
-        if (self.start, n, len(self.entries)) == (0, self.layout.piece, len(self.layout.entries)):
+        held = self.layout.held(compat.global_rank())
+        if (self.start, n, len(self.entries)) == (0, held, len(self.layout.entries)):
             return FlatShard(values, self.layout)
         return Piece(values, self.layout, self.entries, self.start, self.start + n)
 
@@ -162,7 +163,8 @@ def _unit(path: str, leaf: Any) -> Unit:
     if is_flat(leaf):
         layout = leaf.layout
         every = tuple(range(len(layout.entries)))
-        return Unit(leaf.values, _segments(layout, every, 0, layout.piece), layout, every, 0, layout.trainable)
+        held = layout.held(compat.global_rank())
+        return Unit(leaf.values, _segments(layout, every, 0, held), layout, every, 0, layout.trainable)
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{path or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
     shape = tuple(leaf.shape)
@@ -174,7 +176,9 @@ def _unit(path: str, leaf: Any) -> Unit:
 def _segments(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
     rank = compat.global_rank()
     corners = {one.path: one.corner for one in layout.ranges(rank)}
-    found = []
+    found: list[Segment] = []
+    if not layout.here(rank):
+        return ()
     for number, low, high, at in layout.cuts[layout.grid.index(rank, layout.placement.axes)]:
         entry = layout.entries[number]
         if number in entries and start <= at and at + high - low <= stop:
@@ -232,7 +236,7 @@ def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
         return [((), one.path, one.whole)]
     layout, found = unit.layout, []
     for number in unit.entries:
-        cut = {*layout.placement.axes, *layout.entries[number].spec.axes}
+        cut = {*layout.placement.axes, *layout.placement.away, *layout.entries[number].spec.axes}
         axes = tuple(name for name, _ in layout.grid.sizes if name in cut)
         found.append((axes, layout.entries[number].path, layout.whole_shape(number)))
     return found
