@@ -5,7 +5,7 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under every torch.func transform.
 """
 
-from shardfn import optim
+from shardfn import optim, parallel
 from shardfn.autodiff import accumulate, grad, value_and_grad
 from shardfn.collectives import (
     all_gather,
@@ -20,6 +20,7 @@ from shardfn.collectives import (
     psum,
     psum_scatter,
     pvary,
+    ragged_all_to_all,
     reduce_scatter,
 )
 from shardfn.layout import FlatShard, Layout, local_parameters
@@ -87,6 +88,7 @@ __all__ = [
     "make_mesh",
     "mics",
     "optim",
+    "parallel",
     "partition",
     "pmax",
     "pmean",
@@ -95,6 +97,7 @@ __all__ = [
     "psum",
     "psum_scatter",
     "pvary",
+    "ragged_all_to_all",
     "redistribute",
     "reduce_scatter",
     "shard",

@@ -61,7 +61,7 @@ def value_and_grad(
             raise ValueError(f"value_and_grad: argnums={argnums} names an argument of {_name(f)} twice")
         whole: Any = tuple(args[i] for i in chosen)
         leaves, treedef = optree.tree_flatten(whole)
-        layouts = _layouts(whole)
+        layouts = layouts_of(whole)
         moving = [i for i, leaf in enumerate(leaves) if _moves(leaf, layouts[i])]
 
         def loss(*variables: Tensor) -> tuple[Tensor, Any]:
@@ -160,7 +160,7 @@ def accumulate(
 
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
     leaves, treedef = optree.tree_flatten(params)
-    layouts = _layouts(params)
+    layouts = layouts_of(params)
     moving = [i for i, leaf in enumerate(leaves) if _moves(leaf, layouts[i])]
     variables = [leaves[i].detach().requires_grad_() for i in moving]
     mixed = list(leaves)
@@ -256,8 +256,8 @@ def _placed(gradients: Any, layouts: Sequence[Layout | None]) -> Any:
     )
 
 
-def _layouts(tree: Any) -> list[Layout | None]:
-    """Of each leaf, if it is a flat shard's."""
+def layouts_of(tree: Any) -> list[Layout | None]:
+    """The layout of each leaf of a tree, if it is a flat shard's."""
     nodes = [node for node in optree.tree_leaves(tree, is_leaf=is_flat) if not (is_flat(node) and node.values is None)]
     return [node.layout if is_flat(node) else None for node in nodes]
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfn import compat
+from shardfn.ledger import in_place
 from shardfn.mesh import current_mesh, known_axes, scope
 from shardfn.reduction import current_step
 from shardfn.signature import Signature
@@ -166,7 +167,8 @@ def run(
 def _run(signature: Signature, leaves: Sequence[Any], parameters: Sequence[Sequence[Tensor]]) -> Any:
     enter(signature)
     try:
-        result = signature.call(leaves, parameters)
+        with in_place():
+            result = signature.call(leaves, parameters)
     except RuntimeError as error:
         if "leaf Variable that requires grad" in str(error):
             raise RuntimeError(writes(signature)) from error
@@ -190,7 +192,8 @@ def differentiated(
     found = [None] * len(asked)
     if pairs and asked:
         ys, cts = zip(*pairs, strict=True)
-        found = list(torch.autograd.grad(ys, asked, cts, allow_unused=True))
+        with in_place():
+            found = list(torch.autograd.grad(ys, asked, cts, allow_unused=True))
     if len(asked) < len(wanted):
         rest = iter(found)
         found = [next(rest) if x.requires_grad else None for x in wanted]

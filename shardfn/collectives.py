@@ -11,6 +11,7 @@ hold the same one. A collective's type says what it takes and gives, and its tra
     reduce_scatter       V -> V    transpose: all_gather
     ppermute             V -> V    transpose: the inverse permutation
     all_to_all           V -> V    transpose: the two dims swapped
+    ragged_all_to_all    V -> V    transpose: what is sent and what is received swapped
     pmax, pmin           V -> I    none: an error
 
 Each works over one axis or a tuple of them (major to minor), on a tensor or a pytree, under every torch.func transform
@@ -279,6 +280,60 @@ def all_to_all(x: T, axis: AxisName, *, split_dim: int, concat_dim: int) -> T:
         return ops.all_to_all, split, _dim(t, concat_dim, "all_to_all", "concat_dim"), a.size, a.group
 
     return _over(x, axis, "all_to_all", exchange)
+
+
+def ragged_all_to_all(
+    x: T, axis: AxisName, send: Sequence[int], receive: Sequence[int] | None = None, *, dim: int = 0
+) -> T:
+    """As `all_to_all` along one dimension, in pieces of any lengths: `send[j]` places go to rank `j`: `V -> V`.
+
+    Shapes: `[..., sum(send), ...] -> [..., sum(receive), ...]`.
+
+    Args:
+        x: tensors of `sum(send)` places along `dim`, any dtype; the other dimensions agree between ranks.
+        axis: one axis name, or several as their product.
+        send: lengths of the pieces, one for each rank along the axis; 0 is one.
+        receive: lengths of the pieces that come, by rank: `receive[j]` here is `send[here]` on rank `j`. Default: the
+            ranks tell each other first, which takes one more exchange and a wait for it.
+        dim: the dimension that is cut, and along which what comes is concatenated.
+
+    Spec:
+        >>> def ragged_all_to_all(xs, sends, dim=0):
+        ...     pieces = [x.split(send, dim) for x, send in zip(xs, sends)]
+        ...     return [torch.cat([p[rank] for p in pieces], dim) for rank in range(len(xs))]
+
+        rank 0: a0 a1 a1     send [1, 2]            rank 0: a0 b0 b0 b0
+        rank 1: b0 b0 b0     send [3, 0]     ->     rank 1: a1 a1
+
+    Transpose: `ragged_all_to_all` with `send` and `receive` swapped.
+
+    Raises:
+        ValueError: lengths that are negative, not one for each rank, or do not add up to the dimension.
+    """
+    size = bound_axis(axis, "ragged_all_to_all").size
+    lengths = {"send": [int(n) for n in send]}
+    if receive is None:
+        counts = torch.tensor(lengths["send"])
+        mesh = current_mesh()
+        told = all_to_all(counts.to(mesh.device_type) if mesh else counts, axis, split_dim=0, concat_dim=0)
+        receive = told.tolist()
+    lengths["receive"] = [int(n) for n in receive]
+    for name, some in lengths.items():
+        if len(some) != size or min(some) < 0:
+            raise ValueError(
+                f"ragged_all_to_all over {axis!r}: {name}={some}; it is {size} lengths, one for each rank, none negative"
+            )
+
+    def exchange(t: Tensor, a: Axis) -> Call:
+        d = _dim(t, dim, "ragged_all_to_all", "dim")
+        if t.shape[d] != sum(lengths["send"]):
+            raise ValueError(
+                f"ragged_all_to_all over {axis!r}: send={lengths['send']} adds up to {sum(lengths['send'])}, but "
+                f"dimension {d} of shape {tuple(t.shape)} is {t.shape[d]}"
+            )
+        return ops.ragged_all_to_all, d, lengths["send"], lengths["receive"], a.index, a.group
+
+    return _over(x, axis, "ragged_all_to_all", exchange)
 
 
 def axis_index(axis: AxisName) -> int:

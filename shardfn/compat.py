@@ -146,6 +146,12 @@ def inside_batching_or_forward() -> bool:
     return stack is not None and any(level.key() not in _REVERSE for level in stack)
 
 
+def batching() -> bool:
+    """Whether a vmap is running here."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack is not None and any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
 _REVERSE = (torch._C._functorch.TransformType.Grad,)
 
 
@@ -340,3 +346,66 @@ def backward_pass() -> int:
     """The number of the backward pass that runs on this thread; -1 for none."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+_fused_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_fused_cpu_backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_fused_cuda = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
+_fused_cuda_backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention `[b, h, t, d], [b, h, s, d], ... -> [b, h, t, d]` and the logarithm of its sums `[b, h, t]`.
+
+    No autograd. By torch's fused kernels where they take such tensors.
+    """
+    if _fused_cpu is not None and _fits_cpu(q, k):
+        return _fused_cpu(q, k, v, 0.0, causal, scale=scale)
+    if _fused_cuda is not None and _fits_cuda(q):
+        return _fused_cuda(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse[..., None]).exp().to(v.dtype) @ v), lse
+
+
+def attention_backward(
+    ct: torch.Tensor,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients by `q`, `k` and `v`, where `out` and `lse` are of attention to these keys and maybe to others too."""
+    if _fused_cpu_backward is not None and _fits_cpu(q, k):
+        return _fused_cpu_backward(ct, q, k, v, out, lse, 0.0, causal, scale=scale)
+    if _fused_cuda_backward is not None and _fits_cuda(q):
+        nothing = torch.zeros((), dtype=torch.int64, device=q.device)
+        lengths = q.shape[2], k.shape[2]
+        return _fused_cuda_backward(
+            ct, q, k, v, out, lse, None, None, *lengths, 0.0, causal, nothing, nothing, scale=scale
+        )
+    p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
+    d = (ct * out).sum(-1, keepdim=True).to(p.dtype)
+    ds = (p * ((ct @ v.mT).to(p.dtype) - d) * scale).to(q.dtype)
+    return ds @ k, ds.mT @ q, p.to(ct.dtype).mT @ ct
+
+
+def _fits_cpu(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return q.device.type == "cpu" and min(q.numel(), k.numel()) > 0
+
+
+def _fits_cuda(q: torch.Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+    return scores

@@ -29,7 +29,7 @@ from shardfn.call import (
     writes,
 )
 from shardfn.layout import Layout
-from shardfn.ledger import here, record_buffers, recording, serving
+from shardfn.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.link import Link, link
 from shardfn.mesh import scope, sizes
 from shardfn.reduction import Dtypes, Links, Reductions, Step
@@ -368,11 +368,9 @@ class Engine:
         """Whether a call's backward will gather, which all ranks must do or none: they agree once."""
         kind = turn.kind
         if kind not in self.reads:
-            here.scheduled = False
-            with scope(self.mesh), torch.no_grad():
+            with in_place(), scope(self.mesh), torch.no_grad():
                 flag = torch.tensor(float(reads), device=self.device)
                 self.reads[kind] = bool(collectives.psum(flag, self._callers(turn.signature)))
-            here.scheduled = True
         turn.reads = self.reads[kind]
         if reads and not turn.reads and turn.slot is not None:
             turn.saved = turn.slot.save()
@@ -437,9 +435,8 @@ class Engine:
             f"{signature.name} on {wire.layout}, gathered as {wire.dtype}, layout {bytes(wire.tag[:8].tolist()).hex()}"
             for wire in wires.each
         ]
-        here.scheduled = False
-        agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))
-        here.scheduled = True
+        with in_place():
+            agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))
         self.compared.add(wires)
 
     def _callers(self, signature: Signature) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ class Record:
         dtype: on the wire.
         bytes: that this rank sent, where each piece travels once.
         how: the transport.
-        scheduled: issued by the stage engine, ahead of need or behind it; otherwise at its place in the program.
+        scheduled: issued ahead of need or waited for behind it, by a stage, a ring or a pipeline, so that compute may
+            run meanwhile; otherwise at its place in the program.
         backward: whether it belongs to a backward pass.
     """
 
@@ -105,6 +106,18 @@ class serving:  # a class, since a generator takes four times as long, ten times
         here.stage, here.backward, here.scheduled = self.before
 
 
+class in_place:
+    """A context: what moves inside is entered as standing at its place in the program, a stage's function say."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before, here.scheduled = here.scheduled, False
+
+    def __exit__(self, *_: object) -> None:
+        here.scheduled = self.before
+
+
 @contextlib.contextmanager
 def ledger() -> Iterator[Ledger]:
     """Records every collective of the code inside, on this rank.
@@ -149,6 +162,8 @@ def record(
     sent: int,
     how: str,
     axis: tuple[str, ...] | None = None,
+    scheduled: bool | None = None,
+    backward: bool | None = None,
 ) -> None:
     """Enters a collective, on the group of this name, in the ledgers that are open here."""
     open_here = _heard()
@@ -158,7 +173,9 @@ def record(
         mesh = current_mesh()
         used = known_axes(mesh).used if mesh is not None else {}
         axis = next((as_names(names) for names, known in used.items() if known.group == group), ())
-    backward = compat.inside_backward() if here.backward is None else here.backward
-    one = Record(op, axis, here.stage, dtype, sent, how, here.scheduled, backward)
+    if backward is None:
+        backward = compat.inside_backward() if here.backward is None else here.backward
+    ahead = here.scheduled if scheduled is None else scheduled
+    one = Record(op, axis, here.stage, dtype, sent, how, ahead, backward)
     for each in open_here:
         each.records.append(one)

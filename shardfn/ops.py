@@ -55,3 +55,9 @@ all_to_all: Op = primitive(
     kernel=transport.all_to_all,
     transpose=lambda ct, split, concat, size, group: all_to_all(ct, concat, split, size, group),
 )
+ragged_all_to_all: Op = primitive(
+    "ragged_all_to_all",
+    "int dim, int[] send, int[] receive, int index, str group",
+    kernel=transport.ragged_all_to_all,
+    transpose=lambda ct, dim, send, receive, index, group: ragged_all_to_all(ct, dim, receive, send, index, group),
+)

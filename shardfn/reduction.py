@@ -82,10 +82,12 @@ class Step:
         sums: gradients by the identity of their variable.
         defer: what is left undone until `finish`: `"replicas"`, the sums over replicas; `"everything"`, those and the
             scatter; `"nothing"`.
+        ordered: whether backward passes come in the reverse order of the forward passes. Only then a rank can take part
+            in the backward of stages that its own loss does not use.
     """
 
-    def __init__(self, variables: Sequence[Tensor], defer: Defer = "nothing") -> None:
-        self.number = numbered()
+    def __init__(self, variables: Sequence[Tensor], defer: Defer = "nothing", ordered: bool = True) -> None:
+        self.number, self.ordered = numbered(), ordered
         self.variables = {id(variable): variable for variable in variables}
         self.sums: dict[int, Sum] = {}
         self.defer = defer
@@ -118,7 +120,7 @@ class Step:
 
     def catch_up(self, tape: Any = None, index: int = -1) -> None:
         """This rank's part in the backward of calls that came after that one, if its own loss does not use them."""
-        for engine, other in reversed(self.tapes):
+        for engine, other in reversed(self.tapes if self.ordered else []):
             engine.catch_up(other, index + 1 if other is tape else 0)
             if other is tape:
                 break

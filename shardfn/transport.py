@@ -6,6 +6,7 @@ Everything here is a functional collective, so that a compiled graph holds the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -100,11 +101,33 @@ def permute(x: Tensor, receive: list[int], send: list[int], index: int, group: s
     return copy(came.view([1] * x.ndim).expand(x.shape))
 
 
-def _told(op: str, x: Tensor, share: float, group: str, how: str) -> None:
+def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
+    """Begins to send `x` to the next rank of a ring; the function returned waits for what comes from the one before."""
+    _told("ppermute", x, 1, group, "exchange", scheduled=True)
+    receive, send = ([len(x.flatten()) * (rank == (index + way) % size) for rank in range(size)] for way in (-1, 1))
+    flat = x.contiguous().flatten()
+    carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
+    started = WIRE.all_to_all_single(flat.view(carrier), receive, send, group)
+    return lambda: _wait(started).view(x.dtype).view(x.shape)
+
+
+@_kernel
+def ragged_all_to_all(x: Tensor, dim: int, send: list[int], receive: list[int], index: int, group: str) -> Tensor:
+    """`send[j]` places of `x` along `dim` go to rank `j`, in order, and `receive[j]` come from it; this is `index`."""
+    share = 1 - send[index] / max(1, sum(send))
+    _told("all_to_all", x, share, group, "native")
+    rows = x.movedim(dim, 0).contiguous()
+    width = math.prod(rows.shape[1:])
+    lengths = [[count * width for count in counts] for counts in (receive, send)]
+    came = _move(rows, WIRE.all_to_all_single, *lengths, group).view(sum(receive), *rows.shape[1:])
+    return came.movedim(0, dim).contiguous()
+
+
+def _told(op: str, x: Tensor, share: float, group: str, how: str, scheduled: bool | None = None) -> None:
     if recording():
         size = compat.group_of(group).size() if op == "all_reduce" else 0
         share = share * (1 - 1 / size) if size else share
-        record(op, group, x.dtype, round(x.numel() * x.element_size() * share), how)
+        record(op, group, x.dtype, round(x.numel() * x.element_size() * share), how, scheduled=scheduled)
 
 
 def piece(x: Tensor, dim: int, index: int, size: int) -> Tensor:

@@ -396,17 +396,17 @@ def inside_a_stage() -> Any:
     run(flat)
     with sf.ledger() as log:
         run(flat)
-    return [(one.op, one.axis, one.stage, one.backward) for one in log.records]
+    return [(one.op, one.axis, one.stage, one.scheduled, one.backward) for one in log.records]
 
 
 @pytest.mark.world(4, "threads")
 def test_a_collective_inside_a_stage_stands_in_its_name(world: World) -> None:
     for found in world.run(inside_a_stage):
         assert found == [
-            ("all_gather", ("shard",), "0", False),
-            ("all_gather", ("tensor",), "0", False),
-            ("reduce_scatter", ("tensor",), "0", True),
-            ("reduce_scatter", ("shard",), "0", True),
+            ("all_gather", ("shard",), "0", True, False),
+            ("all_gather", ("tensor",), "0", False, False),
+            ("reduce_scatter", ("tensor",), "0", False, True),
+            ("reduce_scatter", ("shard",), "0", True, True),
         ]
 
 

@@ -1,0 +1,321 @@
+"""Trains a language model on a mesh of any of six axes: replica, shard, tensor, context, expert, pipe.
+
+    torchrun --standalone --nproc-per-node 4 -m examples.train_nd --mesh shard=2,tensor=2
+    torchrun --standalone --nproc-per-node 4 -m examples.train_nd --mesh pipe=2,expert=2 --experts 4
+
+One model, a pure function; what each axis does to it is a collective at one place:
+
+    replica, shard, expert   cut the rows of a batch; parameters are the same over `replica`, cut over the others
+    context                  cuts sequences; attention passes keys and values around
+    tensor                   cuts heads, hidden units and the vocabulary
+    expert                   cuts the experts, to which tokens travel
+    pipe                     cuts the list of layers; activations go from rank to rank
+
+On one process it is the ordinary model, and the loss and its gradient are the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+import shardfn.optim as so
+from examples.train_lm import corpus, memory
+from shardfn import P, parallel
+
+AXES = ("replica", "shard", "tensor", "context", "expert", "pipe")
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Which axes of the mesh play which part; none by default, as on one process."""
+
+    rows: sf.AxisName = ()  # cut the batch
+    tensor: sf.AxisName = ()
+    context: sf.AxisName = ()
+    expert: sf.AxisName = ()
+    pipe: sf.AxisName = ()
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """Along which ranks have other tokens."""
+        return (*self.rows, *((self.context,) if isinstance(self.context, str) else self.context))
+
+
+ALONE = Axes()
+SIX = Axes(("replica", "shard", "expert"), "tensor", "context", "expert", "pipe")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model, and of the run."""
+
+    vocabulary: int = 256
+    width: int = 128
+    heads: int = 4
+    layers: int = 4
+    hidden: int = 352
+    experts: int = 0  # in every second block; none: all blocks are dense
+    chosen: int = 2  # experts a token
+    capacity: int | None = None  # tokens of a group that an expert takes; None: all that come
+    group: int = 8  # tokens
+    balance: float = 0.01
+    context: int = 128
+    batch: int = 16  # sequences a step, over all ranks
+    micro: int = 2  # batches that the step's is cut into
+    ring: bool = True  # or Ulysses
+    sequence: bool = False  # whether `tensor` cuts sequences between layers too; in dense models
+    rate: float = 6e-3
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    def mixed(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts > 0 and layer % 2 == 1
+
+
+# --- the model ---
+
+
+def init(config: Config) -> Params:
+    """Makers of each stage's parameters."""
+    d, f, v = config.width, config.hidden, config.vocabulary
+
+    def normal(g: torch.Generator, *shape: int, fan_in: int) -> Tensor:
+        return (torch.randn(*shape, generator=g, dtype=torch.float64) / fan_in**0.5).to(config.dtype)
+
+    def ones() -> Tensor:
+        return torch.ones(d, dtype=config.dtype)
+
+    def embed(g: torch.Generator) -> Params:
+        return {"tokens": normal(g, v, d, fan_in=d)}
+
+    def block(layer: int) -> Any:
+        def made(g: torch.Generator) -> Params:
+            few = d * 2 * config.layers
+            attention = {name: normal(g, d, d, fan_in=d) for name in ("q", "k", "v")}
+            p = {"norm1": ones(), **attention, "out": normal(g, d, d, fan_in=few), "norm2": ones()}
+            e = (config.experts,) if config.mixed(layer) else ()
+            mlp = {
+                "gate": normal(g, *e, d, f, fan_in=d),
+                "up": normal(g, *e, d, f, fan_in=d),
+                "down": normal(g, *e, f, d, fan_in=f * 2 * config.layers),
+            }
+            return p | ({"router": normal(g, d, *e, fan_in=d), "experts": mlp} if e else mlp)
+
+        return made
+
+    def head(g: torch.Generator) -> Params:
+        return {"norm": ones(), "out": normal(g, d, v, fan_in=d)}
+
+    return {"embed": embed, "blocks": [block(i) for i in range(config.layers)], "head": head}
+
+
+SPECS = sf.by_path(
+    [
+        (r"embed\.tokens", P("tensor")),
+        (r".*\.experts\.(gate|up)", P("expert", None, "tensor")),
+        (r".*\.experts\.down", P("expert", "tensor")),
+        (r".*\.(q|k|v|gate|up)", P(None, "tensor")),
+        (r"blocks\..*\.(out|down)", P("tensor")),
+        (r"head\.out", P(None, "tensor")),
+        (r".*\.(norm.?|router)", P()),
+    ],
+    strict=False,
+)
+
+
+def strategy(config: Config, mesh: DeviceMesh) -> sf.Strategy:
+    """Parameters are cut over all ranks that have other tokens, and live where their layer is."""
+    stages = parallel.split_layers(config.layers, mesh["pipe"].size())
+
+    def placed(path: str, shape: tuple[int, ...]) -> sf.Placement:
+        first, layer, *_ = path.split(".")
+        places = {"embed": 0, "head": len(stages) - 1}
+        at = places[first] if first in places else next(i for i, own in enumerate(stages) if int(layer) in own)
+        over = ("shard", "context") if ".experts." in path else ("shard", "context", "expert")
+        return sf.hybrid_shard(over, "replica").at(pipe=at)
+
+    return placed
+
+
+@sf.stage
+def embed(p: Params, tokens: Tensor, axes: Axes, sequence: int | None) -> Tensor:
+    return parallel.embedding(tokens, p["tokens"], axes.tensor, sequence=sequence)
+
+
+@sf.stage
+def block(p: Params, x: Tensor, places: Tensor, config: Config, axes: Axes) -> tuple[Tensor, Tensor]:
+    """Activations `[b, t, d]`, and how unevenly the layer's experts are used."""
+    sequence = 1 if config.sequence else None
+    x = x + attended(p, normed(x, p["norm1"], config, axes), places, config, axes)
+    h = normed(x, p["norm2"], config, axes)
+    if "experts" in p:
+        y, uneven = mixed(p, h, config, axes)
+    else:
+        y, uneven = mlp(p, parallel.to_parallel(h, axes.tensor, sequence=sequence)), x.new_zeros(())
+    return x + parallel.from_parallel(y, axes.tensor, sequence=sequence), uneven
+
+
+def normed(x: Tensor, weight: Tensor, config: Config, axes: Axes) -> Tensor:
+    if config.sequence:  # each rank has other places then
+        weight = sf.pvary(weight, axes.tensor)
+    return F.rms_norm(x, x.shape[-1:], weight)
+
+
+def attended(p: Params, h: Tensor, places: Tensor, config: Config, axes: Axes) -> Tensor:
+    sequence = 1 if config.sequence else None
+    h = parallel.to_parallel(h, axes.tensor, sequence=sequence)
+    heads = config.heads // sf.axis_size(axes.tensor)
+    q, k, v = (rearrange(h @ p[name], "b t (h d) -> b h t d", h=heads) for name in ("q", "k", "v"))
+    q, k = rotated(q, places), rotated(k, places)
+    attention = parallel.ring_attention if config.ring else parallel.ulysses_attention
+    found = rearrange(attention(q, k, v, axes.context), "b h t d -> b t (h d)")
+    return parallel.from_parallel(found @ p["out"], axes.tensor, sequence=sequence)
+
+
+def rotated(x: Tensor, places: Tensor) -> Tensor:
+    """Rotary positions."""
+    half = x.shape[-1] // 2
+    rates = 10000.0 ** -(torch.arange(half, dtype=x.dtype, device=x.device) / half)
+    angles = places.to(x.dtype)[:, None] * rates
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+
+
+def mlp(p: Params, h: Tensor) -> Tensor:
+    return (F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+def mixed(p: Params, x: Tensor, config: Config, axes: Axes) -> tuple[Tensor, Tensor]:
+    tokens = rearrange(x, "b (n g) d -> (b n) g d", g=config.group)
+    routing = parallel.route(tokens, p["router"], config.chosen)
+    # The experts' hidden units are cut over `tensor`: each rank has a part of every result.
+    parts = parallel.Routing(routing.experts, sf.pvary(routing.weights, axes.tensor), routing.logits)
+    h = sf.pvary(tokens, axes.tensor)
+    y = parallel.mixture(mlp, p["experts"], h, parts, axes.expert, capacity=config.capacity)
+    y = rearrange(y, "(b n) g d -> b (n g) d", b=len(x))
+    return y, parallel.balance_loss(routing, axes.data)
+
+
+@sf.stage
+def head(p: Params, x: Tensor, targets: Tensor, config: Config, axes: Axes) -> Tensor:
+    """The sum of this rank's losses."""
+    x = normed(x, p["norm"], config, axes)
+    if config.sequence:
+        x = sf.all_gather(x, axes.tensor, dim=1, to="invariant")
+    return parallel.cross_entropy(x, p["out"], targets, axes.tensor).sum()
+
+
+def part(params: Params, x: Any, rows: Tensor, config: Config, axes: Axes) -> Any:
+    """What this rank along `pipe` does with a micro-batch, rows `[b, context + 1]`: from what came, what goes on."""
+    own, last = stages_of(config, axes), sf.axis_size(axes.pipe) - 1
+    index = sf.axis_index(axes.pipe)
+    places = parallel.positions(rows.shape[1] - 1, axes.context, balanced=config.ring, device=rows.device)
+    first = [params["embed"]] * (index == 0)
+    final = [params["head"]] * (index == last)
+    ordered = sf.layers([*first, *(params["blocks"][i] for i in own), *final])
+    if index == 0:
+        sequence = 1 if config.sequence else None
+        x = embed(ordered[0], rows[:, places], axes, sequence), rows.new_zeros((), dtype=config.dtype)
+    x, uneven = x
+    for p in ordered[len(first) : len(first) + len(own)]:
+        x, more = block(p, x, places, config, axes)
+        uneven = uneven + more
+    if index < last:
+        return x, uneven
+    total = sf.psum(head(ordered[-1], x, rows[:, places + 1], config, axes), axes.data)
+    count = config.batch * config.context
+    return total / count + config.balance * uneven / config.micro
+
+
+def stages_of(config: Config, axes: Axes) -> range:
+    return parallel.split_layers(config.layers, sf.axis_size(axes.pipe))[sf.axis_index(axes.pipe)]
+
+
+def loss_fn(params: Params, tokens: Tensor, config: Config, axes: Axes = ALONE) -> Tensor:
+    """Mean cross-entropy, in nats, of the whole batch, and the balance of its experts. Tokens `[micro, rows, places]`."""
+
+    def own(params: Params, x: Any, rows: Tensor) -> Any:
+        return part(params, x, rows, config, axes)
+
+    return parallel.pipeline(own, params, list(tokens), axes.pipe)
+
+
+# --- the run ---
+
+
+def optimizer(config: Config, steps: int) -> so.Optimizer:
+    """AdamW, clipped; matrices decay."""
+    rate = so.warmup_cosine(config.rate, warmup=min(40, steps), steps=steps, end=config.rate / 10)
+    adamw = so.adamw(rate, b2=0.98, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0)
+    return so.chain(so.clip_by_global_norm(1.0), adamw)
+
+
+def draw(data: Tensor, config: Config, generator: torch.Generator) -> Tensor:
+    """This rank's rows of one batch, `[micro, rows, context + 1]`; all ranks draw the same places."""
+    starts = torch.randint(len(data) - config.context, (config.micro, config.batch // config.micro), generator=generator)
+    own = sf.local_slice(starts, SIX.rows, dim=1)
+    return data[own[..., None] + torch.arange(config.context + 1)].long()
+
+
+def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Any = lambda step, loss: None) -> Any:
+    """Trains from scratch; the losses, and the parameters, whole."""
+    opt = optimizer(config, steps)
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
+    def train_step(params: Params, state: Any, step: int) -> Any:
+        tokens = draw(data, config, sf.fold_in(config.seed, step)).to(mesh.device_type)
+        loss, grads = sf.value_and_grad(loss_fn)(params, tokens, config, SIX)
+        return *opt.step(params, grads, state), loss
+
+    params = sf.init_sharded(init(config), config.seed, mesh, strategy(config, mesh), specs=SPECS)
+    state = opt.init(params)
+    losses = []
+    for step in range(steps):
+        params, state, loss = train_step(params, state, step)
+        losses.append(loss.item())
+        report(step, losses[-1])
+    return losses, sf.unshard(params)
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    pairs = dict(pair.split("=") for pair in text.split(","))
+    if not set(pairs) <= set(AXES):
+        raise argparse.ArgumentTypeError(f"axes are {', '.join(AXES)}, as in shard=2,tensor=2; got {text}")
+    return {name: int(pairs.get(name, 1)) for name in AXES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a language model on a mesh of any of six axes.")
+    parser.add_argument("--mesh", type=mesh_of, default="shard=-1", help="such as shard=2,tensor=2; one may be -1")
+    parser.add_argument("--experts", type=int, default=0, help="in every second block (default: none)")
+    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
+    args = parser.parse_args()
+    config = Config(experts=args.experts)
+    mesh = sf.make_mesh(device=args.device, **args.mesh)
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, disable=mesh.get_rank() != 0, refresh_per_second=4) as bar:
+        task = bar.add_task("starting", total=args.steps)
+
+        def report(step: int, loss: float) -> None:
+            told = f"loss {loss / math.log(2):.3f} bits/byte  {memory(mesh.device_type)}"
+            bar.update(task, advance=1, description=told)
+
+        train(config, mesh, corpus()[0], args.steps, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""What mesh axes other than those of the data mean: pure functions of local tensors, exact under every transform.
+
+Tensor, sequence and vocabulary parallelism (`to_parallel`, `from_parallel`, `embedding`, `cross_entropy`), context
+parallelism (`ring_attention`, `ulysses_attention`), expert parallelism (`route`, `mixture`) and pipelines (`pipeline`).
+Each takes the name of its axis, and `()` for none: then it is the ordinary function, on one process too.
+"""
+
+from shardfn.parallel.attention import attention, positions, ring_attention, ulysses_attention
+from shardfn.parallel.linear import embedding, from_parallel, to_parallel
+from shardfn.parallel.losses import cross_entropy
+from shardfn.parallel.moe import Routing, balance_loss, dropped, mixture, route, router_loss
+from shardfn.parallel.pipeline import pipeline, split_layers
+
+__all__ = [
+    "Routing",
+    "attention",
+    "balance_loss",
+    "cross_entropy",
+    "dropped",
+    "embedding",
+    "from_parallel",
+    "mixture",
+    "pipeline",
+    "positions",
+    "ring_attention",
+    "route",
+    "router_loss",
+    "split_layers",
+    "to_parallel",
+    "ulysses_attention",
+]

@@ -1,0 +1,247 @@
+"""Context parallelism: attention over a sequence that is cut over an axis, as a ring or by exchanging heads.
+
+In the ring each rank keeps its queries, and keys and values go around. With causal attention a rank that holds the
+beginning would have little to do and the last one much, so sequences are cut *balanced*: into two pieces for each
+rank, of which the first rank has the first and the last, and so on inwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardfn import compat, transport
+from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
+from shardfn.firstorder import Rule
+from shardfn.mesh import AxisName, bound_axis
+
+Part = tuple[slice, slice, bool]  # queries and keys that meet, and whether causally
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
+    """Softmax attention: `[b, h, t, d], [b, g, s, d], [b, g, s, d] -> [b, h, t, d]`.
+
+    By torch's fused kernels for itself and its first derivative; under every transform.
+
+    Args:
+        q: queries.
+        k: keys; `g` heads, of which `h` is a multiple: each serves `h / g` heads of queries, one after another.
+        v: values.
+        causal: a query sees the keys up to its own place; `t` and `s` are the same then.
+        scale: of the scores; default: `d ** -0.5`.
+    """
+    return ring_attention(q, k, v, (), causal=causal, scale=scale)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: AxisName,
+    *,
+    causal: bool = True,
+    balanced: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention over a sequence that is cut over `axis`: `[b, h, t / c, d], [b, g, t / c, d], ... -> [b, h, t / c, d]`.
+
+    Keys and values go around the ring, `c - 1` times one step; in backward they do again, and their gradients `c` times.
+    While they travel, the rank computes with those that it has. A second derivative, a tangent or a batch gathers keys
+    and values instead.
+
+    Args:
+        q: this rank's queries.
+        k: its keys, as for `attention`.
+        v: its values.
+        axis: that cuts the sequence; `()` where nothing does.
+        causal: a query sees the keys up to its own place.
+        balanced: the sequence is cut as `positions` says, so that with `causal` all ranks have as much to do; otherwise
+            it is cut in order.
+        scale: of the scores; default: `d ** -0.5`.
+
+    Raises:
+        ValueError: shapes that do not fit.
+
+    Sources: Liu et al., Ring Attention with Blockwise Transformers (2023), algorithm 1; Brandon et al., Striped
+    Attention (2023), for the imbalance; the cut into two pieces a rank is that of Llama 3 (2024), section 3.3.2.
+    """
+    _check(q, k, v, causal)
+    size = axis_size(axis)
+    balanced = balanced and causal and size > 1
+    if balanced and q.shape[2] % 2:
+        raise ValueError(
+            f"ring_attention: this rank has {q.shape[2]} places; cut in a balanced way they are two equal pieces: make "
+            f"the sequence a multiple of {2 * size}, or pass balanced=False"
+        )
+    rule = _ring(axis, causal, balanced, q.shape[-1] ** -0.5 if scale is None else scale)
+    out: Tensor = rule(q, k, v)[0]
+    return out
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: AxisName, *, causal: bool = True, scale: float | None = None
+) -> Tensor:
+    """As `ring_attention` on a sequence that is cut in order, by exchanging heads: each rank attends with some of them.
+
+    Four all-to-alls bring queries, keys and values to the ranks of their heads, and the results back.
+
+    Raises:
+        ValueError: heads that `axis` does not divide.
+
+    Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
+    """
+    size = axis_size(axis)
+    for name, x in (("q", q), ("k and v", k)):
+        if x.shape[1] % size:
+            raise ValueError(
+                f"ulysses_attention: {name} have {x.shape[1]} heads, which the {size} ranks along {axis!r} cannot "
+                f"share: use ring_attention, or an axis whose size divides {x.shape[1]}"
+            )
+    q, k, v = (all_to_all(x, axis, split_dim=1, concat_dim=2) for x in (q, k, v))
+    return all_to_all(attention(q, k, v, causal=causal, scale=scale), axis, split_dim=2, concat_dim=1)
+
+
+def positions(length: int, axis: AxisName, *, balanced: bool = True, device: torch.device | None = None) -> Tensor:
+    """Which places of a sequence of `length` this rank has, in the order in which it holds them: `[length / size]`.
+
+    Balanced, rank `i` of `c` has pieces `i` and `2 c - 1 - i` of `2 c` equal ones; otherwise piece `i` of `c`.
+
+    Raises:
+        ValueError: a length that does not divide.
+    """
+    size = axis_size(axis)
+    _divides(length, size, balanced, axis)
+    return _places(length // size, axis_index(axis), size, balanced).to(device)
+
+
+def _divides(length: int, size: int, balanced: bool, axis: AxisName) -> None:
+    pieces = 2 * size if balanced and size > 1 else size
+    if length % pieces:
+        raise ValueError(
+            f"positions: a sequence of {length} does not divide into {pieces} pieces"
+            + (f" (two for each of the {size} ranks along {axis!r})" if pieces > size else f" along {axis!r}")
+            + f": pad it to {-(-length // pieces) * pieces}"
+        )
+
+
+def _places(own: int, index: int, size: int, balanced: bool) -> Tensor:
+    if not balanced or size == 1:
+        return torch.arange(index * own, (index + 1) * own)
+    half = own // 2
+    first, second = index * half, (2 * size - 1 - index) * half
+    return torch.cat((torch.arange(first, first + half), torch.arange(second, second + half)))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+        raise ValueError(f"attention: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"attention: {shapes}: {q.shape[1]} heads of queries are no multiple of {k.shape[1]} of keys")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(f"attention: {shapes}: causal=True, but {q.shape[2]} queries and {k.shape[2]} keys")
+
+
+@functools.lru_cache(maxsize=256)
+def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
+    def pure(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        size = axis_size(axis)
+        k, v = (_repeated(all_gather(x, axis, dim=2), q.shape[1] // x.shape[1]) for x in (k, v))
+        scores = q @ k.mT * scale
+        if causal:
+            own = q.shape[2]
+            mine = _places(own, axis_index(axis), size, balanced)
+            every = torch.cat([_places(own, index, size, balanced) for index in range(size)])
+            unseen = (every[None, :] > mine[:, None]).to(q.device)
+            scores = scores.masked_fill(unseen, -torch.inf)
+        return (scores.softmax(-1) @ v,)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
+        out = torch.zeros_like(q, dtype=_wide(q))
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
+        travelling = torch.stack((k, v)) if size > 1 else (k, v)
+        for step in range(size):
+            coming = _sent(travelling, axis) if step + 1 < size else None
+            for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
+                keys, values = (_repeated(x[:, :, columns], more) for x in travelling)
+                new, logs = compat.attention(q[:, :, rows], keys, values, masked, scale)
+                if size == 1:
+                    return (new,), (logs,)
+                _merge(out[:, :, rows], lse[:, :, rows], new, logs)
+            if coming is not None:
+                travelling = coming()
+        return (out.to(q.dtype),), (lse,)
+
+    def backward(
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        cotangents: Sequence[Tensor | None],
+        needs: Sequence[bool],
+    ) -> list[Tensor | None]:
+        (q, k, v), (out,), (lse,), (ct,) = inputs, outputs, kept, cotangents
+        size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
+        ct = torch.zeros_like(out) if ct is None else ct  # other ranks' keys and values come by all the same
+        dq = torch.zeros_like(q, dtype=_wide(q))
+        travelling = torch.stack((k, v))
+        arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
+        for step in range(size):
+            coming = _sent(travelling, axis) if step + 1 < size else None
+            own = torch.zeros_like(travelling, dtype=_wide(q))
+            for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
+                keys, values = (_repeated(x[:, :, columns], more) for x in travelling)
+                some = (x[:, :, rows] for x in (ct, q, out, lse))
+                new_q, new_k, new_v = compat.attention_backward(*some, keys, values, masked, scale)
+                dq[:, :, rows] += new_q
+                own[0, :, :, columns] += _summed(new_k, more)
+                own[1, :, :, columns] += _summed(new_v, more)
+            arriving = _sent(own if step == 0 else arriving() + own, axis)
+            if coming is not None:
+                travelling = coming()
+        dk, dv = arriving().to(k.dtype).unbind(0)
+        return [dq.to(q.dtype), dk, dv]
+
+    return Rule(pure, forward, backward)
+
+
+def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Part]:
+    """Which of a rank's queries meet which of the keys that came from `source`."""
+    every, half = slice(None), length // 2
+    if not causal:
+        return [(every, every, False)]
+    if index == source:
+        return [(every, every, True)]
+    if not balanced:
+        return [(every, every, False)] if source < index else []
+    return [(every, slice(0, half), False)] if source < index else [(slice(half, None), every, False)]
+
+
+def _sent(x: Tensor, axis: AxisName) -> Callable[[], Tensor]:
+    """Begins to send `x` to the next rank of the ring; the function returned waits for what comes."""
+    bound = bound_axis(axis, "ring_attention")
+    if bound.size == 1:
+        return lambda: x
+    return transport.shifted(x, bound.index, bound.size, bound.group)
+
+
+def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:
+    """Adds attention to other keys, in place, by the logarithms of both sums of exponentials."""
+    both = torch.logaddexp(lse, logs)
+    out.mul_((lse - both).exp()[..., None].to(out.dtype)).add_(new * (logs - both).exp()[..., None].to(out.dtype))
+    lse.copy_(both)
+
+
+def _repeated(x: Tensor, more: int) -> Tensor:
+    return x if more == 1 else x.repeat_interleave(more, 1)
+
+
+def _summed(x: Tensor, more: int) -> Tensor:
+    return x if more == 1 else x.unflatten(1, (-1, more)).sum(2)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,65 @@
+"""Tensor parallelism: layers whose matrices are cut over an axis, by columns going in and by rows coming out.
+
+Between the two, each rank computes with its own columns. `to_parallel` and `from_parallel` are Megatron's `f` and `g`:
+with `sequence=` they are those of its sequence parallelism, where what lies between layers is cut too.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfn.collectives import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
+from shardfn.mesh import AxisName
+
+
+def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
+    """What all ranks have, for use with matrices that are cut by columns: `x @ w`, `w: [d, f / size]`.
+
+    `pvary`, `I -> V`, whose transpose sums the gradients. With `sequence`, the dimension along which `x` is cut between
+    layers, `all_gather` along it; and whatever is computed on such pieces, with a norm's weights say, needs
+    `pvary(weights, axis)`.
+
+    Bytes a rank sends for `n` bytes of the whole `x`: none forward and `2 n (s - 1) / s` backward; with `sequence`
+    `n (s - 1) / s` each.
+
+    Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation in Large
+    Transformer Models (2022), section 4.2.2.
+    """
+    return pvary(x, axis) if sequence is None else all_gather(x, axis, dim=sequence)
+
+
+def from_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
+    """The sum of what ranks computed with matrices that are cut by rows: `h @ w`, `w: [f / size, d]`.
+
+    `psum`, `V -> I`; with `sequence`, the dimension along which the result is cut, `reduce_scatter` along it.
+
+    Bytes a rank sends for `n` bytes of the whole sum: `2 n (s - 1) / s` forward and none backward; with `sequence`
+    `n (s - 1) / s` each.
+
+    Source: as `to_parallel`.
+    """
+    return psum(x, axis) if sequence is None else reduce_scatter(x, axis, dim=sequence)
+
+
+def embedding(tokens: Tensor, table: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
+    """Rows of a table that is cut by rows over `axis`: `[...], [v / size, d] -> [..., d]`.
+
+    Args:
+        tokens: integers from 0 to `v - 1`, the same on all ranks along `axis`.
+        table: this rank's rows.
+        axis: that cuts it.
+        sequence: the dimension along which the result shall be cut; else it is the same on all ranks, `V -> I`.
+
+    Raises:
+        IndexError: a token outside of the table.
+    """
+    size = axis_size(axis)
+    if size == 1:
+        return F.embedding(tokens, table)
+    rows = table.shape[0]
+    own = tokens - axis_index(axis) * rows
+    here = (own >= 0) & (own < rows)
+    outside = (tokens < 0) | (tokens >= rows * size)
+    found = F.embedding(own.where(here | outside, 0).where(~outside, rows), table)
+    return from_parallel(found * here[..., None], axis, sequence=sequence)

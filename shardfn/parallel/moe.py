@@ -1,0 +1,216 @@
+"""Expert parallelism: mixtures of experts whose experts are cut over an axis, to which tokens travel and come back.
+
+A router chooses `k` experts for each token. With a *capacity* each expert takes that many tokens of every group and
+the rest are dropped, so all sizes are known beforehand; without one nothing is dropped, and pieces have any length.
+Groups are the user's: as long as no group is cut, no mesh changes which tokens are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfn import compat
+from shardfn.collectives import all_to_all, axis_size, psum, ragged_all_to_all
+from shardfn.mesh import AxisName
+
+Expert = Callable[[Any, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts each token goes to.
+
+    Attributes:
+        experts: their numbers, the best first: `[g, t, k]` integers.
+        weights: of their results: `[g, t, k]`.
+        logits: of all experts: `[g, t, e]`.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    logits: Tensor
+
+
+optree.register_pytree_node(
+    Routing,
+    lambda r: ((r.experts, r.weights, r.logits), None, ("experts", "weights", "logits")),
+    lambda _, children: Routing(*children),
+    path_entry_type=optree.GetAttrEntry,
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
+)
+
+
+def route(x: Tensor, gate: Tensor, k: int, *, normalize: bool = True) -> Routing:
+    """The `k` experts of the largest probability: `[g, t, d], [d, e] -> Routing`.
+
+    Args:
+        x: groups of tokens.
+        gate: the router's matrix.
+        k: experts a token, from 1 to `e`.
+        normalize: weights are the probabilities divided by their sum over the `k`; otherwise as they are.
+
+    Raises:
+        ValueError: more experts a token than there are; shapes that do not fit.
+
+    Sources: Shazeer et al., Outrageously Large Neural Networks (2017), section 2.1; Fedus et al., Switch Transformers
+    (2021), section 2.1, for `k` of 1, where `normalize=False` is what trains the router.
+    """
+    if x.ndim != 3 or gate.ndim != 2 or gate.shape[0] != x.shape[-1]:
+        raise ValueError(f"route: x {tuple(x.shape)}, gate {tuple(gate.shape)}; they are [g, t, d] and [d, e]")
+    if not 1 <= k <= gate.shape[1]:
+        raise ValueError(f"route: k={k}, but there are {gate.shape[1]} experts")
+    logits = (x @ gate).to(torch.promote_types(x.dtype, torch.float32))
+    weights, experts = logits.softmax(-1).topk(k)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(experts, weights.to(x.dtype), logits)
+
+
+def mixture(
+    expert: Expert,
+    params: Any,
+    x: Tensor,
+    routing: Routing,
+    axis: AxisName = (),
+    *,
+    capacity: int | None = None,
+    overflow: Literal["drop", "error"] = "drop",
+) -> Tensor:
+    """The weighted results of each token's experts: `[g, t, d] -> [g, t, d]`.
+
+    With a capacity, two all-to-alls of `[e, g * capacity, d]`; without, two of the chosen tokens, and one of how many
+    they are, which the host waits for.
+
+    Args:
+        expert: `(params, x) -> y`, `[n, d] -> [n, d]`: one expert, on any number of its tokens.
+        params: a pytree with this rank's experts, `[e / size, ...]` each.
+        x: groups of tokens.
+        routing: as `route` gives it, of the same tokens.
+        axis: over which the experts are cut, in order; `()` where a rank has them all.
+        capacity: tokens that an expert takes of one group, first choices first, then in order; the others get nothing
+            from it. None for as many as come.
+        overflow: `"error"` to refuse, on all ranks along `axis`, tokens beyond the capacity.
+
+    Raises:
+        ValueError: sizes that do not fit; tokens beyond the capacity; a batch of vmap's without a capacity.
+
+    Sources: Lepikhin et al., GShard (2020), algorithm 1, for groups and capacity; Gale et al., MegaBlocks (2022), for
+    none dropped.
+    """
+    groups, length, width = x.shape
+    if routing.experts.shape[:2] != (groups, length):
+        raise ValueError(f"mixture: x {tuple(x.shape)}, but the routing is of {tuple(routing.experts.shape[:2])} tokens")
+    count = routing.logits.shape[-1]
+    own = {leaf.shape[0] for leaf in optree.tree_leaves(params)}
+    if own != {count // axis_size(axis)} or count % axis_size(axis):
+        raise ValueError(
+            f"mixture: {count} experts over {axis!r}, of {axis_size(axis)} ranks, but this rank's parameters have leading "
+            f"dimensions {sorted(own)}: cut the experts with a spec, P({axis!r}), and make their number divide"
+        )
+    if capacity is None:
+        return _dropless(expert, params, x, routing, axis)
+    if not 1 <= capacity:
+        raise ValueError(f"mixture: capacity={capacity}; it is 1 or more tokens of a group for each expert")
+    slots, kept = _slots(routing, capacity)
+    if overflow == "error":
+        _refuse(kept, capacity, count, axis)
+    full = count * capacity
+    token = torch.arange(length, device=x.device).repeat_interleave(routing.experts.shape[-1])
+    source = torch.full((groups, full + 1), length, device=x.device)  # an empty slot holds the row of zeros
+    source = source.scatter(1, slots.flatten(1), token.expand(groups, -1))[:, :full]
+    padded = F.pad(x, (0, 0, 0, 1))
+    sent = padded.gather(1, source[..., None].expand(-1, -1, width))
+    sent = sent.view(groups, count, capacity, width).transpose(0, 1).reshape(count, groups * capacity, width)
+    there = all_to_all(sent, axis, split_dim=0, concat_dim=1)
+    made = torch.func.vmap(expert)(params, there)
+    back = all_to_all(made, axis, split_dim=1, concat_dim=0)
+    back = back.view(count, groups, capacity, width).transpose(0, 1).reshape(groups, full, width)
+    chosen = F.pad(back, (0, 0, 0, 1)).gather(1, slots.flatten(1)[..., None].expand(-1, -1, width))
+    return (chosen.view(groups, length, -1, width) * routing.weights[..., None]).sum(2)
+
+
+def dropped(routing: Routing, capacity: int) -> Tensor:
+    """How many choices of this rank's tokens are beyond the capacity: 0-d, an integer."""
+    return (~_slots(routing, capacity)[1]).sum()
+
+
+def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
+    """How unevenly experts are used: 1 if evenly, up to `e`: 0-d, the same on all ranks along `axes`, `V -> I`.
+
+    `e` times the sum over experts of the share of choices and the mean probability; the shares have no derivative.
+
+    Args:
+        routing: of this rank's tokens.
+        axes: along which ranks have other tokens: those that cut the batch.
+
+    Source: Fedus et al., Switch Transformers (2021), equations 4 to 6.
+    """
+    count = routing.logits.shape[-1]
+    shares = F.one_hot(routing.experts, count).to(routing.logits.dtype).mean((0, 1, 2))
+    means = routing.logits.softmax(-1).mean((0, 1))
+    shares, means = psum(torch.stack((shares, means)), axes) / axis_size(axes)
+    return count * (shares * means).sum()
+
+
+def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
+    """The mean of the squared logarithm of the router's sums, which keeps its logits small: 0-d, `V -> I`.
+
+    Args:
+        routing: of this rank's tokens.
+        axes: as for `balance_loss`.
+
+    Source: Zoph et al., ST-MoE (2022), equation 5.
+    """
+    return psum(routing.logits.logsumexp(-1).square().mean(), axes) / axis_size(axes)
+
+
+def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
+    """Where each choice goes, `[g, t, k]`: to `expert * capacity + place`, or behind all where there is no place."""
+    count = routing.logits.shape[-1]
+    hot = F.one_hot(routing.experts.transpose(1, 2).flatten(1), count)  # first choices first
+    place = ((hot.cumsum(1) - 1) * hot).sum(-1)
+    place = place.unflatten(1, (-1, routing.experts.shape[1])).transpose(1, 2)
+    kept = place < capacity
+    return (routing.experts * capacity + place).where(kept, count * capacity), kept
+
+
+def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
+    if compat.inside_batching_or_forward():
+        raise ValueError('mixture: overflow="error" reads numbers, which vmap and jvp have no single ones of: use "drop"')
+    lost = int(psum((~kept).sum(), axis))
+    if lost:
+        raise ValueError(
+            f"mixture: {lost} choices of tokens are beyond the capacity of {capacity} a group for each of {count} experts: "
+            f'raise it (of {kept.shape[1]} tokens in a group none can be lost), or pass overflow="drop" or capacity=None'
+        )
+
+
+def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: AxisName) -> Tensor:
+    if compat.batching():
+        raise ValueError("mixture: without a capacity sizes depend on numbers, which vmap cannot batch: pass capacity=")
+    size, count, k = axis_size(axis), routing.logits.shape[-1], routing.experts.shape[-1]
+    choices = routing.experts.flatten()
+    order = choices.argsort(stable=True)  # by expert
+    counts = torch.bincount(choices, minlength=count).view(size, -1)
+    coming = all_to_all(counts, axis, split_dim=0, concat_dim=0)  # from each rank, for each expert here
+    lengths, send, receive = coming.tolist(), counts.sum(1).tolist(), coming.sum(1).tolist()
+    rows = x.flatten(0, 1)[order // k]
+    there = ragged_all_to_all(rows, axis, send, receive)
+    pieces = there.split([n for row in lengths for n in row])
+    own = count // size
+    made = []
+    for number in range(own):
+        p = optree.tree_map(lambda leaf: leaf[number], params)  # noqa: B023  # called at once
+        made.append(expert(p, torch.cat(pieces[number::own])))
+    split = [y.split([row[number] for row in lengths]) for number, y in enumerate(made)]
+    back = torch.cat([split[number][rank] for rank in range(size) for number in range(own)])
+    chosen = ragged_all_to_all(back, axis, receive, send)
+    weighted = chosen * routing.weights.flatten()[order][:, None]
+    return torch.zeros_like(x.flatten(0, 1)).index_add(0, order // k, weighted).view(x.shape)

@@ -1,0 +1,118 @@
+"""Attention over a cut sequence is attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P, parallel
+from shardfn.testing import World
+
+HEADS, LENGTH, WIDTH = 8, 16, 6
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def drawn(groups: int, seed: int = 0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, HEADS, LENGTH, WIDTH), (2, groups, LENGTH, WIDTH), (2, groups, LENGTH, WIDTH)]
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+WAYS: dict[str, Any] = {
+    "ring, balanced": (parallel.ring_attention, {"balanced": True}),
+    "ring, in order": (parallel.ring_attention, {"balanced": False}),
+    "ulysses": (parallel.ulysses_attention, {"balanced": False}),
+}
+
+
+def cells(size: int) -> list[tuple[str, bool, int]]:
+    return [(way, causal, groups) for way in WAYS for causal in (True, False) for groups in (HEADS, size)]
+
+
+def called(way: str, causal: bool, axis: Any) -> Any:
+    function, options = WAYS[way]
+    more = options if function is parallel.ring_attention else {}
+    return lambda q, k, v: function(q, k, v, axis, causal=causal, **more)
+
+
+def differences() -> dict[Any, float]:
+    size = torch.distributed.get_world_size()
+    mesh = sf.make_mesh(context=size, device="cpu")
+    found: dict[Any, float] = {}
+    for way, causal, groups in cells(size):
+        whole, tangent = drawn(groups), drawn(groups, 1)
+        f = called(way, causal, "context")
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+        def run(
+            whole: Any, tangent: Any, f: Any = f, way: str = way, causal: bool = causal
+        ) -> dict[str, tuple[Any, Any]]:
+            own = parallel.positions(LENGTH, "context", balanced=WAYS[way][1]["balanced"] and causal)
+            local, moves = (tuple(x[:, :, own] for x in xs) for xs in (whole, tangent))
+
+            def loss(*args: Tensor) -> Tensor:
+                return sf.psum(f(*args).square().sum(), "context")
+
+            def reference(*args: Tensor) -> Tensor:
+                return plain(*args, causal).square().sum()  # type: ignore[misc]
+
+            every = (0, 1, 2)
+            grads = torch.func.grad(reference, every)(*whole)
+            return {
+                "value": (f(*local), plain(*whole, causal)),
+                "grad": (sf.grad(loss, every)(*local), grads),
+                "func.grad": (torch.func.grad(loss, every)(*local), grads),
+                "hvp": (
+                    torch.func.jvp(sf.grad(loss, every), local, moves)[1],
+                    torch.func.jvp(torch.func.grad(reference, every), whole, tangent)[1],
+                ),
+                "reverse over reverse": (
+                    sf.grad(lambda *xs: sum((g * t).sum() for g, t in zip(sf.grad(loss, every)(*xs), moves)), every)(
+                        *local
+                    ),
+                    torch.func.grad(
+                        lambda *xs: sum(
+                            (g * t).sum() for g, t in zip(torch.func.grad(reference, every)(*xs), tangent)
+                        ),
+                        every,
+                    )(*whole),
+                ),
+                "vmap of grad": (
+                    torch.func.vmap(lambda *xs: sf.grad(loss, every)(*(x[None] for x in xs)))(*local),
+                    tuple(g[:, None] for g in grads),
+                ),
+            }
+
+        with torch.no_grad():
+            own = sf.shard_map(
+                lambda way=way, causal=causal: parallel.positions(
+                    LENGTH, "context", balanced=WAYS[way][1]["balanced"] and causal
+                ),
+                mesh=mesh,
+                in_specs=(),
+                out_specs=...,
+            )()
+            for name, (got, wanted) in run(whole, tangent).items():
+                pairs = [(got, wanted)] if isinstance(got, Tensor) else list(zip(got, wanted, strict=True))
+                worst = max(((a - b[..., own, :]).abs().max() / b.abs().max()).item() for a, b in pairs)
+                found[way, causal, groups, name] = worst
+    return found
+
+
+@pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
+def test_every_derivative_is_that_of_one_process(world: World) -> None:
+    for found in world.within(100).run(differences):
+        assert len(found) == 6 * 12
+        wrong = {cell: worst for cell, worst in found.items() if not worst < 1e-12}
+        assert not wrong
