@@ -265,7 +265,9 @@ def optimizer(config: Config, steps: int) -> so.Optimizer:
 
 def draw(data: Tensor, config: Config, generator: torch.Generator) -> Tensor:
     """This rank's rows of one batch, `[micro, rows, context + 1]`; all ranks draw the same places."""
-    starts = torch.randint(len(data) - config.context, (config.micro, config.batch // config.micro), generator=generator)
+    starts = torch.randint(
+        len(data) - config.context, (config.micro, config.batch // config.micro), generator=generator
+    )
     own = sf.local_slice(starts, SIX.rows, dim=1)
     return data[own[..., None] + torch.arange(config.context + 1)].long()
 

@@ -26,7 +26,7 @@ from shardfn.collectives import (
 from shardfn.layout import FlatShard, Layout, local_parameters
 from shardfn.ledger import Ledger, Record, ledger
 from shardfn.link import transports
-from shardfn.mesh import make_mesh
+from shardfn.mesh import AxisName, make_mesh
 from shardfn.partition import combine, partition
 from shardfn.pattern import redistribute
 from shardfn.random import fold_in
@@ -54,6 +54,7 @@ from shardfn.strategy import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AxisName",
     "FlatShard",
     "Layout",
     "Ledger",

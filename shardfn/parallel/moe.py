@@ -106,7 +106,9 @@ def mixture(
     """
     groups, length, width = x.shape
     if routing.experts.shape[:2] != (groups, length):
-        raise ValueError(f"mixture: x {tuple(x.shape)}, but the routing is of {tuple(routing.experts.shape[:2])} tokens")
+        raise ValueError(
+            f"mixture: x {tuple(x.shape)}, but the routing is of {tuple(routing.experts.shape[:2])} tokens"
+        )
     count = routing.logits.shape[-1]
     own = {leaf.shape[0] for leaf in optree.tree_leaves(params)}
     if own != {count // axis_size(axis)} or count % axis_size(axis):
@@ -116,7 +118,7 @@ def mixture(
         )
     if capacity is None:
         return _dropless(expert, params, x, routing, axis)
-    if not 1 <= capacity:
+    if not capacity >= 1:
         raise ValueError(f"mixture: capacity={capacity}; it is 1 or more tokens of a group for each expert")
     slots, kept = _slots(routing, capacity)
     if overflow == "error":
@@ -153,7 +155,7 @@ def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
     Source: Fedus et al., Switch Transformers (2021), equations 4 to 6.
     """
     count = routing.logits.shape[-1]
-    shares = F.one_hot(routing.experts, count).to(routing.logits.dtype).mean((0, 1, 2))
+    shares = _hot(routing.experts, count).to(routing.logits.dtype).mean((0, 1, 2))
     means = routing.logits.softmax(-1).mean((0, 1))
     shares, means = psum(torch.stack((shares, means)), axes) / axis_size(axes)
     return count * (shares * means).sum()
@@ -171,10 +173,15 @@ def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
     return psum(routing.logits.logsumexp(-1).square().mean(), axes) / axis_size(axes)
 
 
+def _hot(experts: Tensor, count: int) -> Tensor:
+    """Whether a choice is each expert; torch's own reads the numbers, which vmap cannot."""
+    return experts[..., None] == torch.arange(count, device=experts.device)
+
+
 def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
     """Where each choice goes, `[g, t, k]`: to `expert * capacity + place`, or behind all where there is no place."""
     count = routing.logits.shape[-1]
-    hot = F.one_hot(routing.experts.transpose(1, 2).flatten(1), count)  # first choices first
+    hot = _hot(routing.experts.transpose(1, 2).flatten(1), count).long()  # first choices first
     place = ((hot.cumsum(1) - 1) * hot).sum(-1)
     place = place.unflatten(1, (-1, routing.experts.shape[1])).transpose(1, 2)
     kept = place < capacity
@@ -183,7 +190,9 @@ def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
 
 def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
     if compat.inside_batching_or_forward():
-        raise ValueError('mixture: overflow="error" reads numbers, which vmap and jvp have no single ones of: use "drop"')
+        raise ValueError(
+            'mixture: overflow="error" reads numbers, which vmap and jvp have no single ones of: use "drop"'
+        )
     lost = int(psum((~kept).sum(), axis))
     if lost:
         raise ValueError(

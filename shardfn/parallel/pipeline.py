@@ -8,8 +8,10 @@ by reverse mode come from the schedule, others from the same passes in step, wit
 from __future__ import annotations
 
 import functools
+import itertools
+import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import optree
@@ -23,8 +25,7 @@ from shardfn.collectives import axis_index, axis_size, ppermute, psum
 from shardfn.firstorder import Rule
 from shardfn.ledger import record
 from shardfn.link import Link, link
-from shardfn.mesh import AxisName, as_names, current_mesh
-from shardfn.optim.meta import tied
+from shardfn.mesh import AxisName, as_names, current_mesh, known_axes
 from shardfn.reduction import Step
 
 Part = Callable[[Any, Any, Any], Any]
@@ -114,11 +115,14 @@ def passes(schedule: Schedule, index: int, size: int, count: int) -> list[tuple[
 
 @dataclass(frozen=True)
 class _Between:
-    """What passes from rank to rank."""
+    """What passes from rank to rank: a pytree of tensors of these shapes and dtypes; and the dtype of the loss."""
 
     tree: Any
     kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    loss: torch.dtype | None = None
+    loss: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        return ", ".join(f"{str(dtype).removeprefix('torch.')} {shape}" for shape, dtype in self.kinds)
 
     def empty(self, device: torch.device) -> list[Tensor]:
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.kinds]
@@ -150,7 +154,8 @@ class _Job:
         params, batches = self.rebuilt(tensors)
         size, index, device = axis_size(self.axis), axis_index(self.axis), _device(tensors)
         # Everything hangs on one chain, so that all ranks take part in each exchange of a derivative, in order.
-        coming = [tied(x.zero_(), tensors) if x.is_floating_point() else x.zero_() for x in self.between.empty(device)]
+        nothing = _nothing([x for x in (*tensors, *self.leaves) if isinstance(x, Tensor)])
+        coming = [_hung_on(x.zero_(), [], nothing) for x in self.between.empty(device)]
         losses: list[Tensor] = []
         chain = [(rank, rank + 1) for rank in range(size - 1)]
         for tick in range(len(batches) + size - 1):
@@ -162,16 +167,16 @@ class _Job:
                     losses.append(_loss(made))
                 else:
                     going = optree.tree_leaves(made)
-            links = [x for x in coming if x.is_floating_point()]
-            going = [tied(x, links) if x.is_floating_point() else x for x in going]
-            coming = [ppermute(x, self.axis, chain) for x in going]
+            coming = [ppermute(_hung_on(x, coming, nothing), self.axis, chain) for x in going]
         own = torch.stack(losses).sum() if losses else torch.zeros((), dtype=self.between.loss, device=device)
-        return (psum(tied(own, [x for x in coming if x.is_floating_point()]), self.axis),)
+        return (psum(_hung_on(own, coming, nothing), self.axis),)
 
     def forward(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The loss, and where anybody asks, its gradients."""
         variables = [x.detach().requires_grad_(need) for x, need in zip(tensors, self.needs, strict=True)]
-        steps = [v for v, i, need in zip(variables, self.moving, self.needs, strict=True) if i in self.collected and need]
+        steps = [
+            v for v, i, need in zip(variables, self.moving, self.needs, strict=True) if i in self.collected and need
+        ]
         with Step(steps, "replicas", ordered=False) as step:
             work = _Work(self, variables, _link(self.axis), step)
             work.run()
@@ -303,37 +308,59 @@ def _surveyed(part: Part, params: Any, batches: list[Any], axis: AxisName) -> _B
     if key in known:
         return known[key]
     size, index = axis_size(axis), axis_index(axis)
-    group = compat.group_of(_link(axis).axis.group)
-    ranks = dist.get_process_group_ranks(group)
+    store, place = compat.default_store(), _place(mesh, axis)  # no tensors: a transform may be running
     device = _device([x for x in leaves if isinstance(x, Tensor)])
     between: _Between | None = None
-    for turn in range(size):
-        told: list[Any] = [None]
-        error: Exception | None = None
+    problem: Exception | None = None
+    for turn in range(size):  # each tells what it found, or what is wrong, and hears of it from all
         if turn == index:
-            try:
-                told = [_tried(part, params, batches, between, index, size, device)]
-            except Exception as failure:
-                error, told = failure, [f"{type(failure).__name__}: {failure}"]
-        dist.broadcast_object_list(told, ranks[turn], group=group, device=None)
-        (found,) = told
-        if isinstance(found, str):
-            if error is not None:
-                raise error
-            raise RuntimeError(f"pipeline: the part of rank {turn} along {axis!r} failed: {found}")
-        count, made = found
-        if count != len(batches):
-            raise ValueError(f"pipeline: {count} micro-batches on one rank along {axis!r}, {len(batches)} on another")
-        between = made if turn == 0 else between
-        if turn == size - 1:
-            between = _Between(between.tree, between.kinds, made)
-        elif made != between:
-            raise ValueError(
-                f"pipeline: rank {turn} along {axis!r} returns {made}, but the rank before {between}: all return the same "
-                f"structure, shapes and dtypes"
-            )
+            found: Any = None
+            if problem is None:
+                try:
+                    found = _tried(part, params, batches, between, index, size, device)
+                except Exception as failure:
+                    problem = failure
+            told = found if problem is None else f"{type(problem).__name__}: {problem}"
+            store.set(f"{place}/{turn}", pickle.dumps(told))
+        else:
+            found = pickle.loads(store.get(f"{place}/{turn}"))
+            if isinstance(found, str):
+                problem = problem or RuntimeError(f"pipeline: the part of rank {turn} along {axis!r} failed: {found}")
+        if problem is None:
+            between, problem = _joined(between, found, turn, size, len(batches), axis)
+    if problem is not None:
+        raise problem
+    assert between is not None, "the last rank returned a loss"
     known[key] = between
     return between
+
+
+def _joined(
+    between: _Between | None, found: Any, turn: int, size: int, own: int, axis: AxisName
+) -> tuple[_Between | None, Exception | None]:
+    """What passes between ranks after one more told what it returns, or what is wrong with that."""
+    count, made = found
+    if count != own:
+        return between, ValueError(
+            f"pipeline: rank {turn} along {axis!r} has {count} micro-batches, and this one {own}: all have as many"
+        )
+    if between is None:
+        return made, None
+    if turn == size - 1:
+        return replace(between, loss=made), None
+    if made != between:
+        return between, ValueError(
+            f"pipeline: rank {turn} along {axis!r} returns {made}, but those before {between}: all return the same "
+            f"structure, shapes and dtypes"
+        )
+    return between, None
+
+
+def _place(mesh: Any, axis: AxisName) -> str:
+    """A place in the store for one survey by the ranks along an axis."""
+    ranks = dist.get_process_group_ranks(compat.group_of(_link(axis).axis.group))
+    number = next(mesh.__dict__.setdefault("_shardfn_surveys", itertools.count()))
+    return f"shardfn/pipeline/{known_axes(mesh).number}/{'-'.join(map(str, ranks))}/{number}"
 
 
 def _tried(
@@ -351,6 +378,18 @@ def _tried(
         kinds = ", ".join(type(y).__name__ for y in leaves)
         raise TypeError(f"pipeline: a part returns a pytree of tensors to the next rank, not of ({kinds})")
     return len(batches), _Between(tree, tuple((tuple(y.shape), y.dtype) for y in leaves))
+
+
+def _nothing(tensors: Sequence[Tensor]) -> Tensor:
+    """0, as a result of all of these: a batch, or with a tangent, if one of them is or has."""
+    return torch.stack([(x.real if x.is_complex() else x).reshape(-1)[:0].double().sum() for x in tensors]).sum()
+
+
+def _hung_on(x: Tensor, others: Sequence[Tensor], nothing: Tensor) -> Tensor:
+    """`x`, as a result of the others too; what their cotangents are made of depends on `nothing`, on every rank."""
+    for other in others:
+        x = x + (other.reshape(-1)[:0] * nothing.to(other.dtype)).sum().to(x.dtype)
+    return x + nothing.to(x.dtype)
 
 
 def _loss(made: Any) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import P, parallel
+from shardfn import parallel
 from shardfn.testing import World
 
 HEADS, LENGTH, WIDTH = 8, 16, 6
@@ -82,9 +82,7 @@ def differences() -> dict[Any, float]:
                         *local
                     ),
                     torch.func.grad(
-                        lambda *xs: sum(
-                            (g * t).sum() for g, t in zip(torch.func.grad(reference, every)(*xs), tangent)
-                        ),
+                        lambda *xs: sum((g * t).sum() for g, t in zip(torch.func.grad(reference, every)(*xs), tangent)),
                         every,
                     )(*whole),
                 ),

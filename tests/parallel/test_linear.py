@@ -1,0 +1,176 @@
+"""Matrices, tables and logits that are cut over an axis give what whole ones give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P, parallel
+from shardfn.testing import World
+
+WIDTH, HIDDEN, VOCABULARY, REAL, LENGTH = 6, 8, 16, 13, 8
+CUT = {"norm": P(), "up": P(None, "tensor"), "down": P("tensor"), "table": P("tensor"), "out": P(None, "tensor")}
+either = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
+
+
+def parameters(seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    shapes = {
+        "norm": (WIDTH,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "table": (VOCABULARY, WIDTH),
+        "out": (WIDTH, VOCABULARY),
+    }  # fmt: skip
+    return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def plain(p: Any, tokens: Tensor) -> Tensor:
+    x = F.embedding(tokens, p["table"])
+    x = x + torch.tanh(F.rms_norm(x, (WIDTH,), p["norm"]) @ p["up"]) @ p["down"]
+    logits = (x @ p["out"])[..., :REAL]
+    targets = tokens.roll(1, 1) % REAL
+    return F.cross_entropy(logits.flatten(0, 1), targets.where(targets != 3, -100).flatten(), reduction="sum")
+
+
+def cut(p: Any, tokens: Tensor, sequence: int | None, chunk: int | None) -> Tensor:
+    x = parallel.embedding(tokens, p["table"], "tensor", sequence=sequence)
+    norm = p["norm"] if sequence is None else sf.pvary(p["norm"], "tensor")
+    h = parallel.to_parallel(F.rms_norm(x, (WIDTH,), norm), "tensor", sequence=sequence)
+    x = x + parallel.from_parallel(torch.tanh(h @ p["up"]) @ p["down"], "tensor", sequence=sequence)
+    if sequence is not None:
+        x = sf.all_gather(x, "tensor", dim=sequence, to="invariant")
+    targets = tokens.roll(1, 1) % REAL
+    losses = parallel.cross_entropy(
+        x, p["out"], targets.where(targets != 3, -100), "tensor", vocabulary=REAL, chunk=chunk
+    )
+    assert losses.shape == tokens.shape
+    return losses.sum()
+
+
+def every_derivative() -> dict[str, float]:
+    mesh = sf.make_mesh(tensor=torch.distributed.get_world_size(), device="cpu")
+    place = sf.shard_map(lambda p: p, mesh=mesh, in_specs=(CUT,), out_specs=CUT, inputs="global")
+    whole, along = parameters(), parameters(1)
+    local, moves = place(whole), place(along)
+    tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(2))
+    found = {}
+    for name, sequence, chunk in [("plain", None, None), ("sequence", 1, None), ("chunks", None, 5), ("both", 1, 7)]:
+
+        @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+        def run(p: Any, v: Any, sequence: Any = sequence, chunk: Any = chunk) -> Any:
+            def loss(p: Any, tokens: Tensor = tokens) -> Tensor:
+                return cut(p, tokens, sequence, chunk)
+
+            return {
+                "value": loss(p),
+                "grad": sf.grad(loss)(p),
+                "hvp": torch.func.jvp(sf.grad(loss), (p,), (v,))[1],
+                "each": torch.func.vmap(lambda row: sf.grad(loss)(p, row[None]))(tokens),
+            }
+
+        got = run(local, moves)
+        gradient = torch.func.grad(plain)
+        wanted = {
+            "grad": gradient(whole, tokens),
+            "hvp": torch.func.jvp(lambda p: gradient(p, tokens), (whole,), (along,))[1],
+            "each": {key: torch.stack([gradient(whole, row[None])[key] for row in tokens]) for key in whole},
+        }
+        found[name, "value"] = abs(got["value"] / plain(whole, tokens) - 1).item()
+        for kind, tree in wanted.items():
+            specs = CUT if kind != "each" else {key: P(None, *spec.entries) for key, spec in CUT.items()}
+            mine = sf.shard_map(lambda p: p, mesh=mesh, in_specs=(specs,), out_specs=specs, inputs="global")(tree)
+            found[name, kind] = max(
+                ((got[kind][key] - mine[key]).abs().max() / tree[key].abs().max()).item() for key in whole
+            )
+    return found
+
+
+@either
+def test_cut_matrices_have_the_derivatives_of_whole_ones(world: World) -> None:
+    for found in world.within(100).run(every_derivative):
+        assert len(found) == 16
+        assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
+
+
+def memory(chunk: int | None) -> int:
+    """The largest tensor that the cross-entropy of 512 places over 4096 words makes, in elements."""
+    mesh = sf.make_mesh(tensor=2, device="cpu")
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, (list, tuple)) else [out]:
+                if isinstance(x, Tensor):
+                    largest = max(largest, x.numel())
+            return out
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return parallel.cross_entropy(x, w, torch.zeros(512, dtype=torch.long), "tensor", chunk=chunk).sum()
+
+    with Watch():
+        sf.shard_map(sf.grad(loss, (0, 1)), mesh=mesh, in_specs=..., out_specs=...)(
+            torch.randn(512, 8), torch.randn(8, 2048)
+        )
+    return largest
+
+
+@pytest.mark.world(2)
+def test_only_a_few_rows_of_logits_exist_at_a_time(world: World) -> None:
+    assert world.run(memory, None) == [512 * 2048] * 2
+    assert world.run(memory, 16) == [8 * 2048] * 2 or world.run(memory, 16) == [16 * 2048] * 2
+
+
+BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
+    "a token beyond the table": (lambda w: parallel.embedding(torch.tensor([8]), w, "tensor"), IndexError, ["range"]),
+    "a negative token": (lambda w: parallel.embedding(torch.tensor([-1]), w, "tensor"), IndexError, ["range"]),
+    "a target beyond the vocabulary": (
+        lambda w: parallel.cross_entropy(w[:, :1], w[:1], torch.tensor([0, 1, 2, 7]), "tensor", vocabulary=7),
+        IndexError, ["range"],
+    ),
+    "a vocabulary beyond the matrix": (
+        lambda w: parallel.cross_entropy(w[:, :1], w[:1], torch.tensor([0, 1, 2, 3]), "tensor", vocabulary=9),
+        ValueError, ["vocabulary=9", "4 columns", "2 ranks"],
+    ),
+    "targets of another shape": (
+        lambda w: parallel.cross_entropy(w, w, torch.tensor([0, 1]), "tensor"), ValueError, ["(4, 4)", "(2,)", "[..., d]"]
+    ),
+    "no rows": (
+        lambda w: parallel.cross_entropy(w, w, torch.tensor([0] * 4), "tensor", chunk=0), ValueError, ["chunk=0"]
+    ),
+}  # fmt: skip
+
+
+def refusals() -> dict[str, Any]:
+    mesh, found = sf.make_mesh(tensor=2, device="cpu"), {}
+    for name, (call, *_) in BAD.items():
+        try:
+            sf.shard_map(call, mesh=mesh, in_specs=..., out_specs=...)(torch.randn(4, 4, dtype=torch.float64))
+        except (ValueError, IndexError) as error:
+            found[name] = type(error), str(error)
+    heads = {"q": torch.randn(4, 6)}
+    try:
+        sf.shard(
+            heads, sf.make_mesh(shard=1, tensor=2, device="cpu"), sf.full_shard("shard"), specs=P("shard", "shard")
+        )
+    except ValueError as error:
+        found["an axis twice"] = type(error), str(error)
+    try:
+        sf.shard({"q": torch.randn(4, 3)}, mesh, sf.full_shard(()), specs=P(None, "tensor"))
+    except ValueError as error:
+        found["heads that do not divide"] = type(error), str(error)
+    return found
+
+
+@pytest.mark.world(2)
+def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
+    for found in world.run(refusals):
+        for name, (_, kind, words) in BAD.items():
+            assert found[name][0] is kind, name
+            assert all(word in found[name][1] for word in words), (name, found[name][1])
+        assert "3 does not divide by 2: pad it to 4" in found["heads that do not divide"][1]
+        assert "an axis twice" in found

@@ -1,0 +1,197 @@
+"""Pipelines: what passes when, what is held, and what happens when something fails."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import parallel
+from shardfn.parallel.pipeline import passes
+from shardfn.testing import World
+
+either = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
+
+
+def matrices(size: int, seed: int = 0) -> list[Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(3, 3, generator=g, dtype=torch.float64) for _ in range(size)]
+
+
+def batches(count: int) -> Tensor:
+    return torch.randn(count, 5, 3, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def part(w: Tensor, x: Any, b: Tensor) -> Any:
+    index, last = sf.axis_index("pipe"), sf.axis_size("pipe") - 1
+    x, number = (b, torch.zeros(2, dtype=torch.long)) if index == 0 else x
+    y = torch.tanh(x @ w)
+    return y.square().sum() + 0.1 * number.double().sum() if index == last else (y, number + 1)
+
+
+def plain(ws: list[Tensor], xs: Tensor) -> Tensor:
+    total = xs.new_zeros(())
+    for x in xs:
+        for w in ws:
+            x = torch.tanh(x @ w)
+        total = total + x.square().sum() + 0.1 * 2 * (len(ws) - 1)
+    return total
+
+
+def differences() -> dict[Any, float]:
+    size = torch.distributed.get_world_size()
+    mesh = sf.make_mesh(pipe=size, device="cpu")
+    index, ws, vs = mesh.get_rank(), matrices(size), matrices(size, 1)
+    found = {}
+    for schedule in ("1f1b", "gpipe"):
+        for count in (1, 2, 6):
+            xs = batches(count)
+
+            @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+            def run(w: Tensor, v: Tensor, xs: Tensor = xs, schedule: Any = schedule) -> dict[str, Any]:
+                def f(w: Tensor, xs: Tensor = xs) -> Tensor:
+                    return parallel.pipeline(part, w, list(xs), "pipe", schedule=schedule)
+
+                leaf = w.clone().requires_grad_()
+                (3 * f(leaf)).backward()
+                return {
+                    "value": f(w), "grad": sf.grad(f)(w), "torch.func": torch.func.grad(f)(w), "backward": leaf.grad / 3,
+                    "of batches": sf.grad(f, 1)(w, xs), "jvp": torch.func.jvp(f, (w,), (v,))[1],
+                    "hvp": torch.func.jvp(sf.grad(f), (w,), (v,))[1],
+                    "twice": sf.grad(lambda w: (sf.grad(f)(w) * v).sum())(w),
+                    "each": torch.func.vmap(lambda x: sf.grad(f)(w, x[:, None]), in_dims=1)(xs),
+                    "tied": sf.grad(lambda w: f(sf.pvary(w, "pipe")))(ws[0]),
+                }  # fmt: skip
+
+            every = tuple(ws)
+            gradient = torch.func.grad(lambda *ws, xs=xs: plain(list(ws), xs), tuple(range(size)))
+            product = torch.func.jvp(gradient, every, tuple(vs))[1]
+            wanted = {
+                "value": plain(ws, xs), "grad": gradient(*every)[index], "hvp": product[index],
+                "jvp": torch.func.jvp(lambda *ws, xs=xs: plain(list(ws), xs), every, tuple(vs))[1],
+                "each": torch.stack([gradient(*every, xs=xs[:, i : i + 1])[index] for i in range(5)]),
+                "tied": torch.func.grad(lambda w, xs=xs: plain([w] * size, xs))(ws[0]),
+            }  # fmt: skip
+            wanted |= {"torch.func": wanted["grad"], "backward": wanted["grad"], "twice": wanted["hvp"]}
+            of_batches = torch.func.grad(lambda xs: plain(ws, xs))(xs)
+            wanted["of batches"] = of_batches if index == 0 else torch.zeros_like(of_batches)
+            for name, got in run(ws[index], vs[index]).items():
+                found[schedule, count, name] = (got - wanted[name]).abs().max().item()
+    return found
+
+
+@either
+def test_every_derivative_is_that_of_one_process(world: World) -> None:
+    for found in world.within(100).run(differences):
+        assert len(found) == 60
+        assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_schedules_do_every_pass_once_and_never_wait_for_each_other(schedule: Any, size: int, count: int) -> None:
+    lists = [passes(schedule, index, size, count) for index in range(size)]
+    for own in lists:
+        assert sorted(own) == sorted((kind, m) for kind in ("forward", "backward") for m in range(count))
+    done: set[tuple[str, int, int]] = set()
+    while any(lists):
+        before = len(done)
+        for index, own in enumerate(lists):
+            while own:
+                kind, m = own[0]
+                needs = ("forward", m, index - 1) if kind == "forward" else ("backward", m, index + 1)
+                if 0 <= needs[2] < size and needs not in done:
+                    break
+                done.add((kind, m, index))
+                own.pop(0)
+        assert len(done) > before, "a deadlock"
+    held = {"1f1b": min(count, size), "gpipe": count}[schedule]
+    assert max_held(passes(schedule, 0, size, count)) == held
+
+
+def max_held(own: list[tuple[str, int]]) -> int:
+    held = most = 0
+    for kind, _ in own:
+        held += 1 if kind == "forward" else -1
+        most = max(most, held)
+    return most
+
+
+def activations(schedule: Any) -> int:
+    """The most micro-batches whose activations a rank holds at once."""
+    mesh = sf.make_mesh(pipe=2, device="cpu")
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+
+    def counting(w: Tensor, x: Any, b: Tensor) -> Any:
+        nonlocal most
+        kept = (b if sf.axis_index("pipe") == 0 else x) @ w
+        alive.add(kept)
+        most = max(most, len(alive))
+        y = kept.exp()  # whose backward needs what it returns
+        alive.add(y)
+        return y.sum() if sf.axis_index("pipe") == 1 else y
+
+    def loss(w: Tensor) -> Tensor:
+        return parallel.pipeline(counting, w, list(batches(8)), "pipe", schedule=schedule)
+
+    sf.shard_map(sf.grad(loss), mesh=mesh, in_specs=..., out_specs=...)(matrices(1)[0] / 10)
+    return most
+
+
+@pytest.mark.world(2)
+def test_1f1b_holds_the_activations_of_few_micro_batches(world: World) -> None:
+    first, last = world.run(activations, "1f1b")
+    assert first < max(world.run(activations, "gpipe"))
+    assert last <= first <= 4
+
+
+def failing(where: str) -> Any:
+    index = torch.distributed.get_rank()
+    mesh = sf.make_mesh(pipe=4, device="cpu")
+    many = list(batches(3 - (where == "count" and index == 2)))
+
+    def bad(w: Tensor, x: Any, b: Tensor) -> Any:
+        if where == "raises" and index == 2:
+            raise KeyError("no such layer")
+        if where == "shape" and index == 1:
+            return x[:, :2]
+        if where == "loss" and index == 3:
+            return x
+        if where == "not a tensor" and index == 0:
+            return 3
+        return x.sum() if index == 3 else b @ w if index == 0 else x @ w
+
+    def run(w: Tensor) -> Any:
+        if where == "schedule":
+            return parallel.pipeline(bad, w, many, "pipe", schedule="zero")  # type: ignore[arg-type]
+        return parallel.pipeline(bad, w, [] if where == "none" else many, "pipe")
+
+    return sf.shard_map(run, mesh=mesh, in_specs=..., out_specs=...)(matrices(1)[0])
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("raises", ["no such layer"]), ("shape", ["(5, 2)", "(5, 3)", "same structure"]),
+        ("loss", ["scalar", "(5, 3)"]), ("not a tensor", ["pytree of tensors", "int"]),
+        ("count", ["micro-batches", "2", "3"]), ("schedule", ["'zero'", "'1f1b', 'gpipe'"]),
+        ("none", ["no micro-batches"]),
+    ],
+)  # fmt: skip
+def test_what_fails_on_one_rank_is_an_error_on_all(world: World, where: str, words: list[str]) -> None:
+    for error in world.within(20).errors(failing, where):
+        assert isinstance(error, (ValueError, TypeError, KeyError, RuntimeError))
+        assert all(word in str(error) for word in words), str(error)
+
+
+def test_layers_are_shared_evenly_and_each_rank_has_one() -> None:
+    assert parallel.split_layers(7, 3) == [range(3), range(3, 5), range(5, 7)]
+    with pytest.raises(ValueError, match="3 layers cannot be shared by 4 ranks"):
+        parallel.split_layers(3, 4)
