@@ -245,7 +245,7 @@ def stages_of(config: Config, axes: Axes) -> range:
 
 
 def loss_fn(params: Params, tokens: Tensor, config: Config, axes: Axes = ALONE) -> Tensor:
-    """Mean cross-entropy, in nats, of the whole batch, and the balance of its experts. Tokens `[micro, rows, places]`."""
+    """Mean cross-entropy of the whole batch, in nats, and the balance of experts. Tokens `[micro, rows, places]`."""
 
     def own(params: Params, x: Any, rows: Tensor) -> Any:
         return part(params, x, rows, config, axes)

@@ -62,7 +62,7 @@ def value_and_grad(
         whole: Any = tuple(args[i] for i in chosen)
         leaves, treedef = optree.tree_flatten(whole)
         layouts = layouts_of(whole)
-        moving = [i for i, leaf in enumerate(leaves) if _moves(leaf, layouts[i])]
+        moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
 
         def loss(*variables: Tensor) -> tuple[Tensor, Any]:
             mixed = list(leaves)
@@ -161,7 +161,7 @@ def accumulate(
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
     leaves, treedef = optree.tree_flatten(params)
     layouts = layouts_of(params)
-    moving = [i for i, leaf in enumerate(leaves) if _moves(leaf, layouts[i])]
+    moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
     variables = [leaves[i].detach().requires_grad_() for i in moving]
     mixed = list(leaves)
     for i, variable in zip(moving, variables, strict=True):
@@ -262,7 +262,8 @@ def layouts_of(tree: Any) -> list[Layout | None]:
     return [node.layout if is_flat(node) else None for node in nodes]
 
 
-def _moves(leaf: Any, layout: Layout | None) -> bool:
+def moves(leaf: Any, layout: Layout | None) -> bool:
+    """Whether a leaf has a gradient."""
     return _differentiable(leaf) and (layout is None or layout.trainable)
 
 

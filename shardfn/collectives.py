@@ -321,7 +321,7 @@ def ragged_all_to_all(
     for name, some in lengths.items():
         if len(some) != size or min(some) < 0:
             raise ValueError(
-                f"ragged_all_to_all over {axis!r}: {name}={some}; it is {size} lengths, one for each rank, none negative"
+                f"ragged_all_to_all over {axis!r}: {name}={some}; it is {size} lengths, one for each rank, from 0"
             )
 
     def exchange(t: Tensor, a: Axis) -> Call:

@@ -401,8 +401,8 @@ def _refuse_away(signature: Signature) -> None:
         if not layout.here(compat.global_rank()):
             home = ", ".join(f"{axis}={position}" for axis, position in layout.placement.home)
             raise ValueError(
-                f"stage {signature.name}: {layout.stage!r} lives at {home}, and this rank is elsewhere and holds nothing "
-                f"of it: call a stage where its parameters are, as in `if axis_index(...) == ...`"
+                f"stage {signature.name}: {layout.stage!r} lives at {home}, and this rank is elsewhere and holds "
+                f"nothing of it: call a stage where its parameters are, as in `if axis_index(...) == ...`"
             )
 
 

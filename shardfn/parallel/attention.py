@@ -48,9 +48,9 @@ def ring_attention(
 ) -> Tensor:
     """Attention over a sequence that is cut over `axis`: `[b, h, t / c, d], [b, g, t / c, d], ... -> [b, h, t / c, d]`.
 
-    Keys and values go around the ring, `c - 1` times one step; in backward they do again, and their gradients `c` times.
-    While they travel, the rank computes with those that it has. A second derivative, a tangent or a batch gathers keys
-    and values instead.
+    Keys and values go around the ring, `c - 1` times one step; in backward they do again, and their gradients `c`
+    times. While they travel, the rank computes with those that it has. A second derivative, a tangent or a batch
+    gathers keys and values instead.
 
     Args:
         q: this rank's queries.
@@ -163,14 +163,15 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
         size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
         out = torch.zeros_like(q, dtype=_wide(q))
         lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
-        travelling = torch.stack((k, v)) if size > 1 else (k, v)
+        if size == 1:
+            out, lse = compat.attention(q, _repeated(k, more), _repeated(v, more), causal, scale)
+            return (out,), (lse,)
+        travelling = torch.stack((k, v))
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
                 keys, values = (_repeated(x[:, :, columns], more) for x in travelling)
                 new, logs = compat.attention(q[:, :, rows], keys, values, masked, scale)
-                if size == 1:
-                    return (new,), (logs,)
                 _merge(out[:, :, rows], lse[:, :, rows], new, logs)
             if coming is not None:
                 travelling = coming()
@@ -194,8 +195,10 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
             own = torch.zeros_like(travelling, dtype=_wide(q))
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
                 keys, values = (_repeated(x[:, :, columns], more) for x in travelling)
-                some = (x[:, :, rows] for x in (ct, q, out, lse))
-                new_q, new_k, new_v = compat.attention_backward(*some, keys, values, masked, scale)
+                own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
+                new_q, new_k, new_v = compat.attention_backward(
+                    own_ct, own_q, own_out, own_lse, keys, values, masked, scale
+                )
                 dq[:, :, rows] += new_q
                 own[0, :, :, columns] += _summed(new_k, more)
                 own[1, :, :, columns] += _summed(new_v, more)

@@ -23,8 +23,8 @@ def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Te
     Bytes a rank sends for `n` bytes of the whole `x`: none forward and `2 n (s - 1) / s` backward; with `sequence`
     `n (s - 1) / s` each.
 
-    Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation in Large
-    Transformer Models (2022), section 4.2.2.
+    Sources: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing Activation Recomputation in
+    Large Transformer Models (2022), section 4.2.2.
     """
     return pvary(x, axis) if sequence is None else all_gather(x, axis, dim=sequence)
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that nobody has whole: their columns are cut over an axis, their rows made a few at a time."""
+"""Cross-entropy of logits that nobody has whole: columns are cut over an axis, and rows made a few at a time."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def cross_entropy(
     """
     if x.shape[:-1] != targets.shape or w.ndim != 2 or w.shape[0] != x.shape[-1]:
         raise ValueError(
-            f"cross_entropy: x {tuple(x.shape)}, w {tuple(w.shape)}, targets {tuple(targets.shape)}; they are [..., d], "
-            f"[d, v] and [...]"
+            f"cross_entropy: x {tuple(x.shape)}, w {tuple(w.shape)}, targets {tuple(targets.shape)}; they are "
+            f"[..., d], [d, v] and [...]"
         )
     size = axis_size(axis)
     columns = w.shape[1] * size if vocabulary is None else vocabulary

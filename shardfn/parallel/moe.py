@@ -113,8 +113,8 @@ def mixture(
     own = {leaf.shape[0] for leaf in optree.tree_leaves(params)}
     if own != {count // axis_size(axis)} or count % axis_size(axis):
         raise ValueError(
-            f"mixture: {count} experts over {axis!r}, of {axis_size(axis)} ranks, but this rank's parameters have leading "
-            f"dimensions {sorted(own)}: cut the experts with a spec, P({axis!r}), and make their number divide"
+            f"mixture: {count} experts over {axis!r}, of {axis_size(axis)} ranks, but this rank's parameters have "
+            f"leading dimensions {sorted(own)}: cut the experts with a spec, P({axis!r}), and make their number divide"
         )
     if capacity is None:
         return _dropless(expert, params, x, routing, axis)
@@ -196,8 +196,9 @@ def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
     lost = int(psum((~kept).sum(), axis))
     if lost:
         raise ValueError(
-            f"mixture: {lost} choices of tokens are beyond the capacity of {capacity} a group for each of {count} experts: "
-            f'raise it (of {kept.shape[1]} tokens in a group none can be lost), or pass overflow="drop" or capacity=None'
+            f"mixture: {lost} choices of tokens are beyond the capacity of {capacity} a group for each of {count} "
+            f"experts: raise it (with {kept.shape[1]}, the tokens of a group, none is lost), or pass "
+            f'overflow="drop" or capacity=None'
         )
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn import compat
-from shardfn.autodiff import layouts_of
+from shardfn.autodiff import layouts_of, moves
 from shardfn.collectives import axis_index, axis_size, ppermute, psum
 from shardfn.firstorder import Rule
 from shardfn.ledger import record
@@ -41,8 +41,8 @@ def pipeline(
     batch's. Parameters that all ranks along the axis have, and use differently, go through `pvary` first.
 
     Args:
-        part: `(params, x, batch) -> y`. On the first rank `x` is None; on the others what the rank before returned; what
-            the last one returns is the micro-batch's loss, a scalar. In between goes a pytree of tensors, of one
+        part: `(params, x, batch) -> y`. On the first rank `x` is None, on the others what the rank before returned;
+            what the last one returns is the micro-batch's loss, a scalar. In between goes a pytree of tensors, of one
             structure and shape everywhere. `axis_index(axis)` says which rank it is; with one rank it is both.
         params: a pytree.
         batches: micro-batches, as many on every rank, each a pytree.
@@ -51,7 +51,7 @@ def pipeline(
             activations of `size - index` micro-batches at most; `"gpipe"`: all forward passes first.
 
     Returns:
-        The sum, the same on all ranks along `axis`. What a rank waits is `(size - 1) / (batches + size - 1)` of the time.
+        The sum, the same on all ranks along `axis`. Ranks wait for `(size - 1) / (batches + size - 1)` of the time.
 
     Raises:
         ValueError: on all ranks along `axis`: no micro-batches; another number of them, or other shapes, than other
@@ -73,17 +73,12 @@ def pipeline(
     between = _surveyed(part, params, many, axis)
     leaves, tree = optree.tree_flatten((params, many))
     layouts = layouts_of((params, many))
-    moving = [
-        i
-        for i, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor)
-        and (leaf.is_floating_point() or leaf.is_complex())
-        and (layouts[i] is None or layouts[i].trainable)
-    ]
+    moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
     inside = compat.inside_transform()
     needs = [inside or (torch.is_grad_enabled() and leaves[i].requires_grad) for i in moving]
-    collected = [i for i in moving if layouts[i] is not None and layouts[i].divided is layouts[i]]
-    job = _Job(part, leaves, tree, moving, needs, set(collected), axis, between, schedule)
+    flat = [(i, layouts[i]) for i in moving]
+    collected = {i for i, layout in flat if layout is not None and layout.divided is layout}
+    job = _Job(part, leaves, tree, moving, needs, collected, axis, between, schedule)
     return Rule(job.pure, job.forward, job.backward)(*[leaves[i] for i in moving])[0]
 
 
@@ -101,7 +96,7 @@ def split_layers(count: int, size: int) -> list[range]:
         raise ValueError(f"split_layers: {count} layers cannot be shared by {size} ranks: each needs one")
     each, more = divmod(count, size)
     starts = [index * each + min(index, more) for index in range(size + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def passes(schedule: Schedule, index: int, size: int, count: int) -> list[tuple[str, int]]:
@@ -283,7 +278,8 @@ class _Work:
     def _received(self, source: int, way: str, floating: bool = False) -> list[Tensor]:
         group, peer = self._peer(source, way)
         found = [x for x in self.job.between.empty(self.device) if x.is_floating_point() or not floating]
-        for work in [dist.irecv(x, peer, group=group) for x in found]:
+        coming: list[Any] = [dist.irecv(x, peer, group=group) for x in found]
+        for work in coming:
             work.wait()
         return found
 

@@ -15,12 +15,16 @@ from shardfn.testing import World
 HEADS, LENGTH, WIDTH = 8, 16, 6
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if causal:
         scores = scores.masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
     return scores.softmax(-1) @ v
+
+
+def along(gs: Any, ts: Any) -> Any:
+    return sum((g * t).sum() for g, t in zip(gs, ts, strict=True))
 
 
 def drawn(groups: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -65,12 +69,12 @@ def differences() -> dict[Any, float]:
                 return sf.psum(f(*args).square().sum(), "context")
 
             def reference(*args: Tensor) -> Tensor:
-                return plain(*args, causal).square().sum()  # type: ignore[misc]
+                return plain(*args, causal=causal).square().sum()
 
             every = (0, 1, 2)
             grads = torch.func.grad(reference, every)(*whole)
             return {
-                "value": (f(*local), plain(*whole, causal)),
+                "value": (f(*local), plain(*whole, causal=causal)),
                 "grad": (sf.grad(loss, every)(*local), grads),
                 "func.grad": (torch.func.grad(loss, every)(*local), grads),
                 "hvp": (
@@ -78,13 +82,8 @@ def differences() -> dict[Any, float]:
                     torch.func.jvp(torch.func.grad(reference, every), whole, tangent)[1],
                 ),
                 "reverse over reverse": (
-                    sf.grad(lambda *xs: sum((g * t).sum() for g, t in zip(sf.grad(loss, every)(*xs), moves)), every)(
-                        *local
-                    ),
-                    torch.func.grad(
-                        lambda *xs: sum((g * t).sum() for g, t in zip(torch.func.grad(reference, every)(*xs), tangent)),
-                        every,
-                    )(*whole),
+                    sf.grad(lambda *xs: along(sf.grad(loss, every)(*xs), moves), every)(*local),
+                    torch.func.grad(lambda *xs: along(torch.func.grad(reference, every)(*xs), tangent), every)(*whole),
                 ),
                 "vmap of grad": (
                     torch.func.vmap(lambda *xs: sf.grad(loss, every)(*(x[None] for x in xs)))(*local),

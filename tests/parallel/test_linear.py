@@ -50,13 +50,14 @@ def cut(p: Any, tokens: Tensor, sequence: int | None, chunk: int | None) -> Tens
     return losses.sum()
 
 
-def every_derivative() -> dict[str, float]:
+def every_derivative() -> dict[Any, float]:
     mesh = sf.make_mesh(tensor=torch.distributed.get_world_size(), device="cpu")
     place = sf.shard_map(lambda p: p, mesh=mesh, in_specs=(CUT,), out_specs=CUT, inputs="global")
     whole, along = parameters(), parameters(1)
     local, moves = place(whole), place(along)
     tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(2))
-    found = {}
+    found: dict[Any, float] = {}
+    gradient = torch.func.grad(plain)
     for name, sequence, chunk in [("plain", None, None), ("sequence", 1, None), ("chunks", None, 5), ("both", 1, 7)]:
 
         @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
@@ -68,11 +69,10 @@ def every_derivative() -> dict[str, float]:
                 "value": loss(p),
                 "grad": sf.grad(loss)(p),
                 "hvp": torch.func.jvp(sf.grad(loss), (p,), (v,))[1],
-                "each": torch.func.vmap(lambda row: sf.grad(loss)(p, row[None]))(tokens),
+                "each": torch.func.vmap(sf.grad(loss), (None, 0))(p, tokens[:, None]),
             }
 
         got = run(local, moves)
-        gradient = torch.func.grad(plain)
         wanted = {
             "grad": gradient(whole, tokens),
             "hvp": torch.func.jvp(lambda p: gradient(p, tokens), (whole,), (along,))[1],
@@ -137,7 +137,7 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
         ValueError, ["vocabulary=9", "4 columns", "2 ranks"],
     ),
     "targets of another shape": (
-        lambda w: parallel.cross_entropy(w, w, torch.tensor([0, 1]), "tensor"), ValueError, ["(4, 4)", "(2,)", "[..., d]"]
+        lambda w: parallel.cross_entropy(w, w, torch.tensor([0, 1]), "tensor"), ValueError, ["(4, 4)", "(2,)", "[d, v]"]
     ),
     "no rows": (
         lambda w: parallel.cross_entropy(w, w, torch.tensor([0] * 4), "tensor", chunk=0), ValueError, ["chunk=0"]
@@ -152,13 +152,6 @@ def refusals() -> dict[str, Any]:
             sf.shard_map(call, mesh=mesh, in_specs=..., out_specs=...)(torch.randn(4, 4, dtype=torch.float64))
         except (ValueError, IndexError) as error:
             found[name] = type(error), str(error)
-    heads = {"q": torch.randn(4, 6)}
-    try:
-        sf.shard(
-            heads, sf.make_mesh(shard=1, tensor=2, device="cpu"), sf.full_shard("shard"), specs=P("shard", "shard")
-        )
-    except ValueError as error:
-        found["an axis twice"] = type(error), str(error)
     try:
         sf.shard({"q": torch.randn(4, 3)}, mesh, sf.full_shard(()), specs=P(None, "tensor"))
     except ValueError as error:
@@ -173,4 +166,3 @@ def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
             assert found[name][0] is kind, name
             assert all(word in found[name][1] for word in words), (name, found[name][1])
         assert "3 does not divide by 2: pad it to 4" in found["heads that do not divide"][1]
-        assert "an axis twice" in found

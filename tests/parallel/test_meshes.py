@@ -75,7 +75,8 @@ def from_mesh_to_mesh(ranks: int) -> dict[str, tuple[float, ...]]:
     """
     opt = so.chain(so.clip_by_global_norm(0.5), so.adamw(1e-2, weight_decay=0.1))
     params, tokens = sf.init(train_nd.init(CONFIG), 0), batch(CONFIG)
-    state, found = opt.init(params), {}
+    state: Any = opt.init(params)
+    found: dict[str, tuple[float, ...]] = {}
     for sizes in meshes(ranks):
         grads, loss = torch.func.grad_and_value(loss_fn)(params, tokens, CONFIG)
         mesh = sf.make_mesh(device="cpu", **sizes)
@@ -86,7 +87,7 @@ def from_mesh_to_mesh(ranks: int) -> dict[str, tuple[float, ...]]:
         same = all(map(torch.equal, *map(tensors, (came, (params, state[1])))))
         value, gradient = mapped(lambda p, t: sf.value_and_grad(loss_here)(p, t, CONFIG), mesh)(local, tokens)
         difference = furthest(sf.unshard(gradient), grads)
-        wanted = opt.step(*optree.tree_map(copied, (params, grads)), optree.tree_map(copied, state))
+        wanted = opt.step(*(optree.tree_map(copied, tree) for tree in (params, grads, state)))
         params, state = sf.unshard(opt.step(local, gradient, (clip, adam)))
         found[str(sizes)] = (
             float(not same),
@@ -119,9 +120,7 @@ def gradients(config: Config, every: list[Sizes]) -> dict[str, float]:
     found = {}
     for sizes in every:
         mesh = sf.make_mesh(device="cpu", **sizes)
-        gradient = mapped(lambda p, t: sf.grad(loss_here)(p, t, config), mesh)(
-            placed(whole, config, mesh), batch(config)
-        )
+        gradient = mapped(lambda p: sf.grad(loss_here)(p, batch(config), config), mesh)(placed(whole, config, mesh))
         found[str(sizes)] = furthest(sf.unshard(gradient), wanted)
     return found
 

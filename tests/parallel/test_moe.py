@@ -63,7 +63,7 @@ def differences() -> dict[Any, float]:
     size = torch.distributed.get_world_size()
     mesh = sf.make_mesh(expert=size, device="cpu")
     (whole, x), (along, _) = drawn(), drawn(1)
-    found = {}
+    found: dict[Any, float] = {}
     for capacity in (None, TOKENS * K, 2, 1):
 
         @sf.shard_map(mesh=mesh, in_specs=(CUT, CUT, P("expert")), out_specs=..., inputs="global")

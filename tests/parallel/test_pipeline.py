@@ -58,9 +58,11 @@ def differences() -> dict[Any, float]:
 
                 leaf = w.clone().requires_grad_()
                 (3 * f(leaf)).backward()
+                assert leaf.grad is not None
                 return {
-                    "value": f(w), "grad": sf.grad(f)(w), "torch.func": torch.func.grad(f)(w), "backward": leaf.grad / 3,
-                    "of batches": sf.grad(f, 1)(w, xs), "jvp": torch.func.jvp(f, (w,), (v,))[1],
+                    "value": f(w), "grad": sf.grad(f)(w), "torch.func": torch.func.grad(f)(w),
+                    "backward": leaf.grad / 3, "of batches": sf.grad(f, 1)(w, xs),
+                    "jvp": torch.func.jvp(f, (w,), (v,))[1],
                     "hvp": torch.func.jvp(sf.grad(f), (w,), (v,))[1],
                     "twice": sf.grad(lambda w: (sf.grad(f)(w) * v).sum())(w),
                     "each": torch.func.vmap(lambda x: sf.grad(f)(w, x[:, None]), in_dims=1)(xs),
