@@ -74,6 +74,7 @@ benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about 25 minut
 	$(RUN) -m benchmarks.optimizer $(ARGS)
 	$(RUN) -m benchmarks.muon $(ARGS)
 	$(RUN) -m benchmarks.strategies $(ARGS)
+	$(RUN) -m benchmarks.parallel $(ARGS)
 	$(RUN) -m benchmarks.parameter_memory $(ARGS)
 	$(RUN) -m benchmarks.gpu $(ARGS)
 
