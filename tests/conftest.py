@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 from hypothesis import settings
 
@@ -7,3 +9,5 @@ pytest_plugins = ["shardfn.testing.plugin"]
 def pytest_sessionstart(session: pytest.Session) -> None:
     """An example may start a world; hanging is for the world's own deadline to catch."""
     settings.load_profile("shardfn")
+    # torch loads it at the first torch.func transform: worlds get from here what each of their ranks would load.
+    importlib.import_module("torch._dynamo")

@@ -32,7 +32,7 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from shardfn.testing.zygote import main; main(int(sys.argv[1]), sys.argv[3:])"
 )
-_HEAVY = ("pytest", "hypothesis", "optree", "numpy")
+_HEAVY = ("pytest", "hypothesis", "optree", "numpy", "torch._dynamo")
 
 
 @dataclass(frozen=True)
