@@ -1,0 +1,183 @@
+"""Trains a language model whose MLPs are mixtures of experts, over two axes: data, and experts besides.
+
+    torchrun --standalone --nproc-per-node 4 -m examples.moe --expert 2 --capacity 10
+
+Both axes cut the rows of a batch. Attention's parameters are flat shards over both. Each rank along `expert` has some
+experts, which are cut over `data` only: tokens travel to their experts and back, by an all-to-all each way, and so do
+their gradients. With a capacity an expert takes so many tokens of each group and no more, and what travels is known
+beforehand; with `--capacity none` every token finds its experts, and what travels depends on what they chose.
+
+Two more losses keep experts evenly used and the router's logits small. At the end stand how many choices were dropped,
+how evenly experts were used, and what a rank sent to experts and back, beside a formula. Sources: Lepikhin et al.,
+GShard (2020); Fedus et al., Switch Transformers (2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from examples import train_lm
+from examples.train_2d import Report, draw, options, ranks, silent, watched
+from examples.train_lm import Params
+from shardfn import P, parallel
+
+ROWS = ("data", "expert")
+SPECS = sf.by_path([(r"blocks\.\d+\.experts\..*", P("expert"))], strict=False)
+
+
+@dataclass(frozen=True)
+class Config(train_lm.Config):
+    """The sizes of an expert, and how tokens choose."""
+
+    layers: int = 2
+    hidden: int = 128
+    experts: int = 8
+    chosen: int = 2  # experts a token
+    group: int = 32  # tokens that a capacity counts for
+    capacity: int | None = 10
+    overflow: Literal["drop", "error"] = "drop"
+    balance: float = 0.1  # ten times what long runs take
+    router: float = 0.001
+
+
+def init(config: Config, seed: int) -> Params:
+    """The parameters of `train_lm`, with a router and experts in the place of each MLP."""
+    params, generator = train_lm.init(config, seed), torch.Generator().manual_seed(seed + 1)
+    d, f, e = config.width, config.hidden, config.experts
+
+    def normal(*shape: int) -> Tensor:
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return (drawn / shape[-2] ** 0.5).to(config.dtype)
+
+    for p in params["blocks"]:
+        del p["up"], p["down"]
+        p["router"] = normal(d, e)
+        p["experts"] = {"up": normal(e, d, 2 * f), "down": normal(e, f, d) / (2 * config.layers) ** 0.5}
+    return params
+
+
+def strategy(path: str, shape: tuple[int, ...]) -> sf.Placement:
+    return sf.full_shard("data" if ".experts." in path else ROWS)
+
+
+# --- the model ---
+
+
+def expert(p: Params, x: Tensor) -> Tensor:
+    """One expert, on any number of tokens: `[n, d] -> [n, d]`."""
+    gate, value = (x @ p["up"]).chunk(2, -1)
+    return (F.silu(gate) * value) @ p["down"]
+
+
+@sf.stage
+def block(p: Params, x: Tensor, config: Config) -> tuple[Tensor, Tensor, Tensor]:
+    """Activations, the losses besides, and how many choices fell on each expert here, and how many were dropped."""
+    h = F.rms_norm(x, x.shape[-1:], p["norm1"]) @ p["qkv"]
+    q, k, v = rearrange(h, "b t (three head d) -> three b head t d", three=3, head=config.heads)
+    x = x + rearrange(parallel.attention(q, k, v), "b head t d -> b t (head d)") @ p["out"]
+    h = rearrange(F.rms_norm(x, x.shape[-1:], p["norm2"]), "b (n g) d -> (b n) g d", g=config.group)
+    routing = parallel.route(h, p["router"], config.chosen)
+    y = parallel.mixture(expert, p["experts"], h, routing, "expert", capacity=config.capacity, overflow=config.overflow)
+    besides = config.balance * parallel.balance_loss(routing, ROWS)
+    besides = besides + config.router * parallel.router_loss(routing, ROWS)
+    lost = x.new_zeros((), dtype=torch.long)
+    if config.capacity is not None:
+        lost = parallel.dropped(routing, config.capacity)
+    used = torch.bincount(routing.experts.flatten(), minlength=config.experts)
+    return x + rearrange(y, "(b n) g d -> b (n g) d", b=len(x)), besides, torch.cat((used, lost[None]))
+
+
+def loss_fn(params: Params, tokens: Tensor, config: Config) -> tuple[Tensor, Tensor]:
+    """The loss over all ranks' tokens, and of all layers' choices the share of each expert, and of dropped ones."""
+    first, *blocks, last = sf.layers([params["embed"], *params["blocks"], params["head"]])
+    x, besides, counts = train_lm.embed(first, tokens[:, :-1]), [], []
+    for p in blocks:
+        x, more, count = block(p, x, config)
+        besides.append(more)
+        counts.append(count)
+    logits = train_lm.head(last, x)
+    total = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    loss = sf.psum(total, ROWS) / (config.batch * config.context) + torch.stack(besides).mean()
+    every = sf.psum(torch.stack(counts).sum(0), ROWS)
+    return loss, every / every[:-1].sum()
+
+
+# --- the run ---
+
+
+def formula(config: Config, data: int, size: int) -> tuple[int, int]:
+    """Bytes that a rank sends to experts and back in a step, forward and backward: of each buffer (s - 1) / s.
+
+    A layer has two all-to-alls each way, of `e * g * capacity * d` numbers for g groups. Without a capacity they are as
+    many as there are choices, if experts are evenly used, and before them go the numbers of tokens for each expert.
+    """
+    tokens = config.batch * config.context // (data * size)
+    places = tokens * config.chosen
+    if config.capacity is not None:
+        places = config.experts * config.capacity * tokens // config.group
+    numbers = config.layers * 2 * places * config.width * config.dtype.itemsize
+    lengths = config.layers * config.experts * torch.int64.itemsize if config.capacity is None else 0
+    return (numbers + lengths) * (size - 1) // size, numbers * (size - 1) // size
+
+
+def travelled(log: sf.Ledger) -> tuple[int, int]:
+    """What a rank has sent to experts and back, forward and backward."""
+    return log.bytes(op="all_to_all", backward=False), log.bytes(op="all_to_all", backward=True)
+
+
+def train(
+    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Report = silent
+) -> tuple[list[float], Tensor, sf.Ledger]:
+    """Trains from scratch; the losses, and of the last step the shares as in `loss_fn`, and what it moved."""
+    opt, data = train_lm.optimizer(config, steps), data.to(mesh.device_type)
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P(), P()))
+    def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor, Tensor]:
+        tokens = draw(data, config, sf.fold_in(seed, step), ROWS)
+        (loss, shares), grads = sf.value_and_grad(loss_fn, has_aux=True)(params, tokens, config)
+        return *opt.step(params, grads, state), loss, shares
+
+    params = sf.shard(init(config, seed), mesh, strategy, specs=SPECS)
+    state, losses = opt.init(params), []
+    for step in range(steps):
+        with sf.ledger() as log:
+            params, state, loss, shares = train_step(params, state, step)
+        losses.append(loss.item())
+        report(losses[-1])
+    return losses, shares, log
+
+
+def main() -> None:
+    parser = options("Train a language model with mixtures of experts.", steps=40)
+    parser.add_argument(
+        "--expert", type=int, default=ranks(2), help="that share the experts (default: %(default)s ranks)"
+    )
+    parser.add_argument(
+        "--capacity", type=lambda text: None if text == "none" else int(text), default=10,
+        help="tokens of a group of 32 that an expert takes, or none for all that come (default: 10)",
+    )  # fmt: skip
+    args = parser.parse_args()
+    mesh, config = sf.make_mesh(device=args.device, data=-1, expert=args.expert), Config(capacity=args.capacity)
+    with watched(mesh, args.steps) as report:
+        losses, shares, log = train(config, mesh, train_lm.corpus()[0], args.steps, args.seed, report)
+    if mesh.get_rank() == 0:
+        *used, lost = (shares * config.experts).tolist()
+        print(f"loss {losses[-1]:.3f}; {lost / config.experts:.1%} of choices dropped")
+        print("choices of each expert, of 1.00 if evenly:", *(f"{share:.2f}" for share in used))
+        print(log)
+        evenly = "" if config.capacity else " (if evenly used)"
+        ways, expected = ("forward", "backward"), formula(config, mesh["data"].size(), args.expert)
+        for way, sent, numbers in zip(ways, travelled(log), expected, strict=True):
+            print(f"to experts and back, {way}: {sent / 1e3:.1f} kB, formula{evenly} {numbers / 1e3:.1f} kB")
+
+
+if __name__ == "__main__":
+    main()

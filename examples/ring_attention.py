@@ -1,0 +1,156 @@
+"""Trains a byte-level language model on long sequences, each of them cut over all ranks.
+
+    torchrun --standalone --nproc-per-node 4 -m examples.ring_attention --method ring
+
+Ranks along `context` have other places of the same few sequences. All but attention works on each place by itself. For
+attention either keys and values go around a ring, and a rank computes with those that it has while the next ones come;
+or (`--method ulysses`) four all-to-alls exchange places for heads and back. Parameters are flat shards over the same
+axis: gradients of ranks with other places are summed as those of ranks with other sequences are.
+
+In causal attention a place sees those before it, so cut `--in-order` the last of c ranks has 2 c - 1 times the first
+one's work. By default a rank has a piece of the beginning and one of the end, and all have as much to do.
+
+At the end stand the time of a step and what a rank sent for attention, beside a formula. Sources: Liu et al., Ring
+Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+from examples import train_lm
+from examples.train_2d import Report, descend, draw, options, silent, watched
+from examples.train_lm import Params
+from shardfn import parallel
+
+
+@dataclass(frozen=True)
+class Config(train_lm.Config):
+    """Few, long sequences."""
+
+    layers: int = 2
+    context: int = 1024
+    batch: int = 1
+    warmup: int = 10
+    method: str = "ring"  # or "ulysses"
+    in_order: bool = False  # the ring's places; Ulysses' always are
+
+    @property
+    def balanced(self) -> bool:
+        return self.method == "ring" and not self.in_order
+
+
+# --- the model: each rank has its places of every sequence ---
+
+
+@sf.stage
+def embed(p: Params, tokens: Tensor, places: Tensor) -> Tensor:
+    return p["tokens"][tokens] + p["places"][places]
+
+
+@sf.stage
+def block(p: Params, x: Tensor, config: Config) -> Tensor:
+    h = F.rms_norm(x, x.shape[-1:], p["norm1"]) @ p["qkv"]
+    q, k, v = rearrange(h, "b t (three head d) -> three b head t d", three=3, head=config.heads)
+    x = x + rearrange(attended(q, k, v, config), "b head t d -> b t (head d)") @ p["out"]
+    gate, value = (F.rms_norm(x, x.shape[-1:], p["norm2"]) @ p["up"]).chunk(2, -1)
+    return x + (F.silu(gate) * value) @ p["down"]
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, config: Config) -> Tensor:
+    """Of this rank's queries to the keys of all, `[b, head, t / c, d]`."""
+    if config.method == "ring":
+        return parallel.ring_attention(q, k, v, "context", balanced=config.balanced)
+    return parallel.ulysses_attention(q, k, v, "context")
+
+
+def loss_fn(params: Params, rows: Tensor, config: Config) -> Tensor:
+    """Mean cross-entropy, in nats, over the places of all ranks. Rows `[batch, context + 1]`, whole on every rank."""
+    own = parallel.positions(config.context, "context", balanced=config.balanced, device=rows.device)
+    first, *blocks, last = sf.layers([params["embed"], *params["blocks"], params["head"]])
+    x = embed(first, rows[:, own], own)
+    for p in blocks:
+        x = block(p, x, config)
+    logits, targets = train_lm.head(last, x), rows[:, own + 1]
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return sf.psum(total, "context") / targets.numel() / sf.axis_size("context")
+
+
+# --- the run ---
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank moves for attention in a step."""
+
+    op: str  # that it is done by
+    calls: int
+    forward: int  # bytes sent
+    backward: int
+
+
+def formula(config: Config, size: int) -> Cost:
+    """A ring sends keys and values c - 1 times in forward and again in backward, and their gradients c times.
+
+    Ulysses has four all-to-alls each way, of queries, keys, values and results; of each a rank keeps its c-th part.
+    """
+    one = config.batch * config.context * config.width // size * config.dtype.itemsize  # of this rank's keys, say
+    if config.method == "ulysses":
+        each = config.layers * 4 * one * (size - 1) // size
+        return Cost("all_to_all", config.layers * 8 if size > 1 else 0, each, each)
+    there, back = config.layers * (size - 1), config.layers * size if size > 1 else 0
+    return Cost("ppermute", 2 * there + back, there * 2 * one, (there + back) * 2 * one)
+
+
+def measured(log: sf.Ledger, config: Config) -> Cost:
+    """Those of a ring were begun before what came was needed."""
+    ring = config.method == "ring"
+    op = "ppermute" if ring else "all_to_all"
+    ways = (log.bytes(op=op, scheduled=ring, backward=way) for way in (False, True))
+    return Cost(op, log.count(op=op, scheduled=ring), *ways)
+
+
+def train(
+    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Report = silent
+) -> tuple[list[float], sf.Ledger]:
+    """Trains from scratch; the losses, and what the last step moved."""
+    data = data.to(mesh.device_type)
+
+    def loss(params: Params, step: int) -> Tensor:
+        return loss_fn(params, draw(data, config, sf.fold_in(seed, step), ()), config)  # rows are not cut
+
+    params = sf.shard(train_lm.init(config, seed), mesh, sf.full_shard("context"))
+    return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
+
+
+def main() -> None:
+    parser = options("Train a language model on sequences that are cut over all ranks.", steps=25)
+    parser.add_argument("--method", choices=("ring", "ulysses"), default="ring", help="default: %(default)s")
+    parser.add_argument("--in-order", action="store_true", help="the ring's ranks have one piece each, unbalanced")
+    parser.add_argument("--context", type=int, default=1024, help="places of a sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a step (default: %(default)s)")
+    args = parser.parse_args()
+    mesh = sf.make_mesh(device=args.device, context=-1)
+    config = Config(context=args.context, batch=args.batch, method=args.method, in_order=args.in_order)
+    with watched(mesh, args.steps) as report:
+        began = time.perf_counter()
+        losses, log = train(config, mesh, train_lm.corpus()[0], args.steps, args.seed, report)
+        took = (time.perf_counter() - began) / args.steps
+    if mesh.get_rank() == 0:
+        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {train_lm.memory(mesh.device_type)}")
+        print(log)
+        for name, cost in (("measured", measured(log, config)), ("formula", formula(config, mesh.size()))):
+            kilobytes = f"{cost.forward / 1e3:.1f} kB forward, {cost.backward / 1e3:.1f} kB backward"
+            ahead = " issued ahead" if config.method == "ring" else ""
+            print(f"{name:9} {cost.calls} {cost.op}{ahead}: a rank sends {kilobytes}")
+
+
+if __name__ == "__main__":
+    main()

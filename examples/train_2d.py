@@ -1,0 +1,217 @@
+"""Trains the model of `examples/train_lm.py` on two axes: matrices cut over `tensor`, and what is left over `shard`.
+
+    torchrun --standalone --nproc-per-node 4 -m examples.train_2d --tensor 2 --sequence
+
+Each rank along `tensor` has some heads, some hidden units and some of the 256 bytes. A matrix that goes in is cut by
+columns and one that comes out by rows, so a block adds up what ranks found twice: after attention and after the MLP.
+With `--sequence` each rank keeps its part of the sequence in between, and activations there take a part of the memory.
+Along `shard` the rows of a batch are cut, and every stage's parameters are one flat shard, gathered for its use.
+
+The curve is that of `train_lm`. At the end stand one step's ledger and, beside a formula, what a rank sent along
+`tensor`. Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022), section 4.2.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardfn as sf
+import shardfn.optim as so
+from examples import train_lm
+from examples.train_lm import Config, Params
+from shardfn import P, parallel
+
+Loss = Callable[[Params, int], Tensor]  # of parameters and a step's number, whose batch is drawn inside
+Report = Callable[[float], None]  # of a step's loss
+
+SPECS = sf.by_path(
+    [
+        (r"embed\.tokens", P("tensor")),
+        (r"blocks\.\d+\.(q|k|v|gate|up)", P(None, "tensor")),  # whole heads, and hidden units
+        (r"blocks\.\d+\.(out|down)", P("tensor")),  # the rows that meet them
+        (r"head\.out", P(None, "tensor")),
+        (r"embed\.places|.*norm.?", P()),
+    ]
+)
+
+
+def init(config: Config, seed: int) -> Params:
+    """The parameters of `train_lm`; matrices side by side are taken apart, so that a cut leaves heads whole."""
+    params = train_lm.init(config, seed)
+    for p in params["blocks"]:
+        p["q"], p["k"], p["v"] = p.pop("qkv").chunk(3, 1)
+        p["gate"], p["up"] = p["up"].chunk(2, 1)
+    return params
+
+
+# --- the model: `sequence` is the dimension of activations that `tensor` cuts between matrices, or None ---
+
+
+@sf.stage
+def embed(p: Params, tokens: Tensor, sequence: int | None) -> Tensor:
+    places = p["places"][: tokens.shape[1]]
+    if sequence is not None:
+        places = sf.local_slice(places, "tensor")
+    return parallel.embedding(tokens, p["tokens"], "tensor", sequence=sequence) + places
+
+
+@sf.stage
+def block(p: Params, x: Tensor, config: Config, sequence: int | None) -> Tensor:
+    h = parallel.to_parallel(normed(x, p["norm1"], sequence), "tensor", sequence=sequence)
+    size = config.width // config.heads
+    q, k, v = (rearrange(h @ p[name], "b t (head d) -> b head t d", d=size) for name in ("q", "k", "v"))
+    attended = rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "b head t d -> b t (head d)")
+    x = x + parallel.from_parallel(attended @ p["out"], "tensor", sequence=sequence)
+    h = parallel.to_parallel(normed(x, p["norm2"], sequence), "tensor", sequence=sequence)
+    return x + parallel.from_parallel((F.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"], "tensor", sequence=sequence)
+
+
+@sf.stage
+def head(p: Params, x: Tensor, targets: Tensor, sequence: int | None) -> Tensor:
+    x = normed(x, p["norm"], sequence)
+    if sequence is not None:
+        x = sf.all_gather(x, "tensor", dim=sequence, to="invariant")
+    return parallel.cross_entropy(x, p["out"], targets, "tensor").sum()
+
+
+def normed(x: Tensor, weight: Tensor, sequence: int | None) -> Tensor:
+    if sequence is not None:  # one weight for all ranks, each of which has other places
+        weight = sf.pvary(weight, "tensor")
+    return F.rms_norm(x, x.shape[-1:], weight)
+
+
+def loss_fn(params: Params, tokens: Tensor, config: Config, sequence: int | None) -> Tensor:
+    """Mean cross-entropy, in nats, over the whole batch. Tokens `[batch / shard, context + 1]`."""
+    first, *blocks, last = sf.layers([params["embed"], *params["blocks"], params["head"]])
+    x = embed(first, tokens[:, :-1], sequence)
+    for p in blocks:
+        x = block(p, x, config, sequence)
+    return sf.psum(head(last, x, tokens[:, 1:], sequence), "shard") / (config.batch * config.context)
+
+
+# --- the run ---
+
+
+def formula(config: Config, shard: int, tensor: int, sequence: bool) -> tuple[int, int]:
+    """Bytes that a rank sends along `tensor` in a step, forward and backward.
+
+    Of n bytes a gather or a scatter sends n (s - 1) / s, an all-reduce twice that. A block has two all-reduces each way
+    and the embedding one forward, the head one backward; besides, each place sums three numbers for its cross-entropy.
+    With `sequence` a gather and a scatter are in the place of an all-reduce, only the head has one backward still; and
+    gradients of norms and of positions are summed and gathered, since each rank has a part of them.
+    """
+    places = config.batch // shard * config.context
+    norms = 2 * config.layers + 1
+    activations = norms * places * config.width
+    forward, backward = 2 * activations + 2 * 3 * places, 2 * activations
+    if sequence:
+        backward += places * config.width + 2 * norms * config.width + config.context * config.width
+    share = config.dtype.itemsize * (tensor - 1) / tensor
+    return round(forward * share), round(backward * share)
+
+
+def sent(log: sf.Ledger) -> tuple[int, int]:
+    """What stages sent along `tensor`; clipping, which sums over all ranks, is outside of them."""
+    forward, backward = (log.select(axis=("tensor",), backward=way) for way in (False, True))
+    return sum(one.bytes for one in forward if one.stage), sum(one.bytes for one in backward if one.stage)
+
+
+def draw(data: Tensor, config: Config, generator: torch.Generator, axis: sf.AxisName) -> Tensor:
+    """This rank's rows, `[rows, context + 1]`, of one batch that `axis` cuts; along others ranks have the same."""
+    starts = torch.randint(len(data) - config.context, (config.batch,), generator=generator, device=data.device)
+    own = sf.local_slice(starts, axis)
+    return data[own[:, None] + torch.arange(config.context + 1, device=data.device)].long()
+
+
+def silent(loss: float) -> None:
+    pass
+
+
+def train(
+    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, sequence: bool, report: Report = silent
+) -> tuple[list[float], sf.Ledger]:
+    """Trains from scratch; the losses, and what the last step moved."""
+    data = data.to(mesh.device_type)
+
+    def loss(params: Params, step: int) -> Tensor:
+        return loss_fn(params, draw(data, config, sf.fold_in(seed, step), "shard"), config, 1 if sequence else None)
+
+    params = sf.shard(init(config, seed), mesh, sf.full_shard("shard"), specs=SPECS)
+    return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
+
+
+def descend(
+    loss: Loss, params: Params, mesh: DeviceMesh, optimizer: so.Optimizer, steps: int, report: Report
+) -> tuple[list[float], sf.Ledger]:
+    """Trains by the loss of a step's batch."""
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
+    def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
+        value, grads = sf.value_and_grad(loss)(params, step)
+        return *optimizer.step(params, grads, state), value
+
+    state, losses = optimizer.init(params), []
+    for step in range(steps):
+        with sf.ledger() as log:
+            params, state, value = train_step(params, state, step)
+        losses.append(value.item())
+        report(losses[-1])
+    return losses, log
+
+
+@contextlib.contextmanager
+def watched(mesh: DeviceMesh, steps: int) -> Iterator[Report]:
+    """A progress bar on the first rank, and the function that tells it a step's loss."""
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, disable=mesh.get_rank() != 0, refresh_per_second=4) as bar:
+        task = bar.add_task("starting", total=steps)
+
+        def report(loss: float) -> None:
+            told = f"loss {loss:.3f}  {loss / math.log(2):.3f} bits/byte  {train_lm.memory(mesh.device_type)}"
+            bar.update(task, advance=1, description=told)
+
+        yield report
+
+
+def options(description: str, steps: int) -> argparse.ArgumentParser:
+    """Those that every run has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
+    return parser
+
+
+def ranks(most: int) -> int:
+    """Of those that torchrun has started as many as can stand along one axis, up to `most`."""
+    return math.gcd(most, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def main() -> None:
+    parser = options("Train a byte-level language model on two axes, shard and tensor.", steps=25)
+    parser.add_argument("--tensor", type=int, default=ranks(2), help="that share a matrix (default: %(default)s ranks)")
+    parser.add_argument("--sequence", action="store_true", help="cut activations between matrices too")
+    args = parser.parse_args()
+    mesh, config = sf.make_mesh(device=args.device, shard=-1, tensor=args.tensor), Config()
+    with watched(mesh, args.steps) as report:
+        _, log = train(config, mesh, train_lm.corpus()[0], args.steps, args.seed, args.sequence, report)
+    if mesh.get_rank() == 0:
+        print(log)
+        expected = formula(config, mesh["shard"].size(), args.tensor, args.sequence)
+        for way, *both in zip(("forward", "backward"), sent(log), expected, strict=True):
+            print("a rank sent along tensor, {}: {:.1f} kB, formula {:.1f} kB".format(way, *(n / 1e3 for n in both)))
+
+
+if __name__ == "__main__":
+    main()
