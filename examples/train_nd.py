@@ -156,10 +156,10 @@ def embed(p: Params, tokens: Tensor, axes: Axes, sequence: int | None) -> Tensor
 
 
 @sf.stage
-def block(p: Params, x: Tensor, places: Tensor, config: Config, axes: Axes) -> tuple[Tensor, Tensor]:
+def block(p: Params, x: Tensor, rope: Tensor, config: Config, axes: Axes) -> tuple[Tensor, Tensor]:
     """Activations `[b, t, d]`, and how unevenly the layer's experts are used."""
     sequence = 1 if config.sequence else None
-    x = x + attended(p, normed(x, p["norm1"], config, axes), places, config, axes)
+    x = x + attended(p, normed(x, p["norm1"], config, axes), rope, config, axes)
     h = normed(x, p["norm2"], config, axes)
     if "experts" in p:
         y, uneven = mixed(p, h, config, axes)
@@ -174,24 +174,28 @@ def normed(x: Tensor, weight: Tensor, config: Config, axes: Axes) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight)
 
 
-def attended(p: Params, h: Tensor, places: Tensor, config: Config, axes: Axes) -> Tensor:
+def attended(p: Params, h: Tensor, rope: Tensor, config: Config, axes: Axes) -> Tensor:
     sequence = 1 if config.sequence else None
     h = parallel.to_parallel(h, axes.tensor, sequence=sequence)
     heads = config.heads // sf.axis_size(axes.tensor)
     q, k, v = (rearrange(h @ p[name], "b t (h d) -> b h t d", h=heads) for name in ("q", "k", "v"))
-    q, k = rotated(q, places), rotated(k, places)
+    q, k = rotated(q, rope), rotated(k, rope)
     attention = parallel.ring_attention if config.ring else parallel.ulysses_attention
     found = rearrange(attention(q, k, v, axes.context), "b h t d -> b t (h d)")
     return parallel.from_parallel(found @ p["out"], axes.tensor, sequence=sequence)
 
 
-def rotated(x: Tensor, places: Tensor) -> Tensor:
-    """Rotary positions."""
-    half = x.shape[-1] // 2
-    rates = 10000.0 ** -(torch.arange(half, dtype=x.dtype, device=x.device) / half)
-    angles = places.to(x.dtype)[:, None] * rates
+def angles(places: Tensor, config: Config) -> Tensor:
+    """Of rotary positions: cosines and sines, `[2, t, d / heads / 2]`."""
+    half = config.width // config.heads // 2
+    rates = 10000.0 ** -(torch.arange(half, dtype=config.dtype, device=places.device) / half)
+    found = places.to(config.dtype)[:, None] * rates
+    return torch.stack((found.cos(), found.sin()))
+
+
+def rotated(x: Tensor, rope: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
-    return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+    return torch.cat((a * rope[0] - b * rope[1], a * rope[1] + b * rope[0]), -1)
 
 
 def mlp(p: Params, h: Tensor) -> Tensor:
@@ -229,9 +233,9 @@ def part(params: Params, x: Any, rows: Tensor, config: Config, axes: Axes) -> An
     if index == 0:
         sequence = 1 if config.sequence else None
         x = embed(ordered[0], rows[:, places], axes, sequence), rows.new_zeros((), dtype=config.dtype)
-    x, uneven = x
+    (x, uneven), rope = x, angles(places, config)
     for p in ordered[len(first) : len(first) + len(own)]:
-        x, more = block(p, x, places, config, axes)
+        x, more = block(p, x, rope, config, axes)
         uneven = uneven + more
     if index < last:
         return x, uneven
