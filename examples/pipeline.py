@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.train_2d import Report, descend, draw, options, ranks, silent, watched
+from examples.run import Report, descend, draw, options, ranks, silent, watched
 from examples.train_lm import Params
 from shardfn import P, parallel
 from shardfn.parallel.pipeline import Schedule, passes

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.train_2d import Report, descend, draw, options, silent, watched
+from examples.run import Report, descend, draw, options, silent, watched
 from examples.train_lm import Params
 from shardfn import parallel
 

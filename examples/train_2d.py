@@ -13,27 +13,16 @@ The curve is that of `train_lm`. At the end stand one step's ledger and, beside 
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import math
-import os
-from collections.abc import Callable, Iterator
-
-import torch
 import torch.nn.functional as F
 from einops import rearrange
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-import shardfn.optim as so
 from examples import train_lm
+from examples.run import Report, descend, draw, options, ranks, silent, watched
 from examples.train_lm import Config, Params
 from shardfn import P, parallel
-
-Loss = Callable[[Params, int], Tensor]  # of parameters and a step's number, whose batch is drawn inside
-Report = Callable[[float], None]  # of a step's loss
 
 SPECS = sf.by_path(
     [
@@ -80,9 +69,7 @@ def block(p: Params, x: Tensor, config: Config, sequence: int | None) -> Tensor:
 @sf.stage
 def head(p: Params, x: Tensor, targets: Tensor, sequence: int | None) -> Tensor:
     x = normed(x, p["norm"], sequence)
-    if sequence is not None:
-        x = sf.all_gather(x, "tensor", dim=sequence, to="invariant")
-    return parallel.cross_entropy(x, p["out"], targets, "tensor").sum()
+    return parallel.cross_entropy(x, p["out"], targets, "tensor", sequence=sequence).sum()
 
 
 def normed(x: Tensor, weight: Tensor, sequence: int | None) -> Tensor:
@@ -108,15 +95,15 @@ def formula(config: Config, shard: int, tensor: int, sequence: bool) -> tuple[in
 
     Of n bytes a gather or a scatter sends n (s - 1) / s, an all-reduce twice that. A block has two all-reduces each way
     and the embedding one forward, the head one backward; besides, each place sums three numbers for its cross-entropy.
-    With `sequence` a gather and a scatter are in the place of an all-reduce, only the head has one backward still; and
-    gradients of norms and of positions are summed and gathered, since each rank has a part of them.
+    With `sequence` a gather and a scatter are in the place of an all-reduce; and gradients of norms and of positions
+    are summed and gathered, since each rank has a part of them.
     """
     places = config.batch // shard * config.context
     norms = 2 * config.layers + 1
     activations = norms * places * config.width
     forward, backward = 2 * activations + 2 * 3 * places, 2 * activations
     if sequence:
-        backward += places * config.width + 2 * norms * config.width + config.context * config.width
+        backward += 2 * norms * config.width + config.context * config.width
     share = config.dtype.itemsize * (tensor - 1) / tensor
     return round(forward * share), round(backward * share)
 
@@ -125,17 +112,6 @@ def sent(log: sf.Ledger) -> tuple[int, int]:
     """What stages sent along `tensor`; clipping, which sums over all ranks, is outside of them."""
     forward, backward = (log.select(axis=("tensor",), backward=way) for way in (False, True))
     return sum(one.bytes for one in forward if one.stage), sum(one.bytes for one in backward if one.stage)
-
-
-def draw(data: Tensor, config: Config, generator: torch.Generator, axis: sf.AxisName) -> Tensor:
-    """This rank's rows, `[rows, context + 1]`, of one batch that `axis` cuts; along others ranks have the same."""
-    starts = torch.randint(len(data) - config.context, (config.batch,), generator=generator, device=data.device)
-    own = sf.local_slice(starts, axis)
-    return data[own[:, None] + torch.arange(config.context + 1, device=data.device)].long()
-
-
-def silent(loss: float) -> None:
-    pass
 
 
 def train(
@@ -149,53 +125,6 @@ def train(
 
     params = sf.shard(init(config, seed), mesh, sf.full_shard("shard"), specs=SPECS)
     return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
-
-
-def descend(
-    loss: Loss, params: Params, mesh: DeviceMesh, optimizer: so.Optimizer, steps: int, report: Report
-) -> tuple[list[float], sf.Ledger]:
-    """Trains by the loss of a step's batch."""
-
-    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
-    def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
-        value, grads = sf.value_and_grad(loss)(params, step)
-        return *optimizer.step(params, grads, state), value
-
-    state, losses = optimizer.init(params), []
-    for step in range(steps):
-        with sf.ledger() as log:
-            params, state, value = train_step(params, state, step)
-        losses.append(value.item())
-        report(losses[-1])
-    return losses, log
-
-
-@contextlib.contextmanager
-def watched(mesh: DeviceMesh, steps: int) -> Iterator[Report]:
-    """A progress bar on the first rank, and the function that tells it a step's loss."""
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, disable=mesh.get_rank() != 0, refresh_per_second=4) as bar:
-        task = bar.add_task("starting", total=steps)
-
-        def report(loss: float) -> None:
-            told = f"loss {loss:.3f}  {loss / math.log(2):.3f} bits/byte  {train_lm.memory(mesh.device_type)}"
-            bar.update(task, advance=1, description=told)
-
-        yield report
-
-
-def options(description: str, steps: int) -> argparse.ArgumentParser:
-    """Those that every run has."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--steps", type=int, default=steps, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
-    return parser
-
-
-def ranks(most: int) -> int:
-    """Of those that torchrun has started as many as can stand along one axis, up to `most`."""
-    return math.gcd(most, int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def main() -> None:

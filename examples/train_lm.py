@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from matplotlib.figure import Figure
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -226,6 +225,8 @@ def memory(device: str) -> str:
 
 def plot(losses: list[float], validation: float, file: Path) -> None:
     """The loss curve, in bits per byte, as a picture."""
+    from matplotlib.figure import Figure  # which takes a second to load
+
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     axes.plot([loss / math.log(2) for loss in losses], linewidth=0.8, label="training batch")

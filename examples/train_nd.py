@@ -17,20 +17,19 @@ On one process it is the ordinary model, and the loss and its gradient are the s
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 import shardfn.optim as so
-from examples.train_lm import corpus, memory
+from examples.run import Report, options, silent, watched
+from examples.train_lm import corpus
 from shardfn import P, parallel
 
 AXES = ("replica", "shard", "tensor", "context", "expert", "pipe")
@@ -217,9 +216,8 @@ def mixed(p: Params, x: Tensor, config: Config, axes: Axes) -> tuple[Tensor, Ten
 def head(p: Params, x: Tensor, targets: Tensor, config: Config, axes: Axes) -> Tensor:
     """The sum of this rank's losses."""
     x = normed(x, p["norm"], config, axes)
-    if config.sequence:
-        x = sf.all_gather(x, axes.tensor, dim=1, to="invariant")
-    return parallel.cross_entropy(x, p["out"], targets, axes.tensor).sum()
+    sequence = 1 if config.sequence else None
+    return parallel.cross_entropy(x, p["out"], targets, axes.tensor, sequence=sequence).sum()
 
 
 def part(params: Params, x: Any, rows: Tensor, config: Config, axes: Axes) -> Any:
@@ -276,7 +274,7 @@ def draw(data: Tensor, config: Config, generator: torch.Generator) -> Tensor:
     return data[own[..., None] + torch.arange(config.context + 1)].long()
 
 
-def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Any = lambda step, loss: None) -> Any:
+def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Report = silent) -> Any:
     """Trains from scratch; the losses, and the parameters, whole."""
     opt = optimizer(config, steps)
 
@@ -292,7 +290,7 @@ def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: An
     for step in range(steps):
         params, state, loss = train_step(params, state, step)
         losses.append(loss.item())
-        report(step, losses[-1])
+        report(losses[-1])
     return losses, sf.unshard(params)
 
 
@@ -304,22 +302,13 @@ def mesh_of(text: str) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a language model on a mesh of any of six axes.")
+    parser = options("Train a language model on a mesh of any of six axes.", steps=50)
     parser.add_argument("--mesh", type=mesh_of, default="shard=-1", help="such as shard=2,tensor=2; one may be -1")
     parser.add_argument("--experts", type=int, default=0, help="in every second block (default: none)")
-    parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
     args = parser.parse_args()
-    config = Config(experts=args.experts)
+    config = Config(experts=args.experts, seed=args.seed)
     mesh = sf.make_mesh(device=args.device, **args.mesh)
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, disable=mesh.get_rank() != 0, refresh_per_second=4) as bar:
-        task = bar.add_task("starting", total=args.steps)
-
-        def report(step: int, loss: float) -> None:
-            told = f"loss {loss / math.log(2):.3f} bits/byte  {memory(mesh.device_type)}"
-            bar.update(task, advance=1, description=told)
-
+    with watched(mesh, args.steps) as report:
         train(config, mesh, corpus()[0], args.steps, report)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardfn import compat
-from shardfn.mesh import as_names, current_mesh, known_axes
+from shardfn.mesh import as_names, current_mesh, known_axes, sizes
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,8 @@ def record(
         mesh = current_mesh()
         used = known_axes(mesh).used if mesh is not None else {}
         axis = next((as_names(names) for names, known in used.items() if known.group == group), ())
+        if mesh is not None:  # the same name, whoever used the group first
+            axis = tuple(name for name in axis if sizes(mesh)[name] > 1)
     if backward is None:
         backward = compat.inside_backward() if here.backward is None else here.backward
     ahead = here.scheduled if scheduled is None else scheduled

@@ -9,7 +9,7 @@ from shardfn.parallel.attention import attention, positions, ring_attention, uly
 from shardfn.parallel.linear import embedding, from_parallel, to_parallel
 from shardfn.parallel.losses import cross_entropy
 from shardfn.parallel.moe import Routing, balance_loss, dropped, mixture, route, router_loss
-from shardfn.parallel.pipeline import pipeline, split_layers
+from shardfn.parallel.pipeline import passes, pipeline, split_layers
 
 __all__ = [
     "Routing",
@@ -20,6 +20,7 @@ __all__ = [
     "embedding",
     "from_parallel",
     "mixture",
+    "passes",
     "pipeline",
     "positions",
     "ring_attention",

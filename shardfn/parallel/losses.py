@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.collectives import axis_index, axis_size, pmax, psum, pvary
+from shardfn.collectives import axis_index, axis_size, pmax, psum
 from shardfn.firstorder import Rule
 from shardfn.mesh import AxisName
+from shardfn.parallel.linear import to_parallel
 
 LOGITS = 2**23  # that are made at a time, unless told otherwise
 
@@ -25,6 +26,7 @@ def cross_entropy(
     vocabulary: int | None = None,
     ignore: int = -100,
     chunk: int | None = None,
+    sequence: int | None = None,
 ) -> Tensor:
     """The cross-entropy of `x @ w` at each place: `[..., d], [d, v / size], [...] -> [...]`, in nats.
 
@@ -32,14 +34,15 @@ def cross_entropy(
     Ranks exchange three numbers a row.
 
     Args:
-        x: the same on all ranks along `axis` (`pvary` is in here), in any floating dtype; the loss of one narrower than
-            float32 is float32.
+        x: the same on all ranks along `axis` (`to_parallel` is in here), in any floating dtype; the loss of one
+            narrower than float32 is float32.
         w: this rank's columns.
         targets: integers from 0 to `vocabulary - 1`, or `ignore`.
         axis: that cuts `w` by columns; `()` where nothing does.
         vocabulary: how many columns of the whole `w` are meant, where it is padded; those behind have no probability.
         ignore: a target with no loss and no gradient.
         chunk: rows; default: as many as make 8 million logits.
+        sequence: the dimension along which `axis` cuts `x`, as `to_parallel` says; targets are whole.
 
     Returns:
         Losses, the same on all ranks along `axis`; 0 at ignored targets. Nothing is averaged.
@@ -50,6 +53,7 @@ def cross_entropy(
 
     Source: Shoeybi et al., Megatron-LM (2019), section 3, for the cut; the chunks are checkpointing.
     """
+    x = to_parallel(x, axis, sequence=sequence)
     if x.shape[:-1] != targets.shape or w.ndim != 2 or w.shape[0] != x.shape[-1]:
         raise ValueError(
             f"cross_entropy: x {tuple(x.shape)}, w {tuple(w.shape)}, targets {tuple(targets.shape)}; they are "
@@ -66,7 +70,7 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
     flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     F.embedding((wanted.where(wanted != ignore, 0)), w.new_empty(()).expand(columns, 1).detach())  # refuses others
-    losses = _rule(axis, columns, ignore, rows)(pvary(flat, axis), w, wanted)[0]
+    losses = _rule(axis, columns, ignore, rows)(flat, w, wanted)[0]
     return losses.view(targets.shape)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn import compat
 from shardfn.collectives import all_to_all, axis_size, psum, ragged_all_to_all
-from shardfn.mesh import AxisName
+from shardfn.mesh import AxisName, as_names
 
 Expert = Callable[[Any, Tensor], Tensor]
 
@@ -82,6 +82,7 @@ def mixture(
     *,
     capacity: int | None = None,
     overflow: Literal["drop", "error"] = "drop",
+    axes: AxisName = (),
 ) -> Tensor:
     """The weighted results of each token's experts: `[g, t, d] -> [g, t, d]`.
 
@@ -96,7 +97,8 @@ def mixture(
         axis: over which the experts are cut, in order; `()` where a rank has them all.
         capacity: tokens that an expert takes of one group, first choices first, then in order; the others get nothing
             from it. None for as many as come.
-        overflow: `"error"` to refuse, on all ranks along `axis`, tokens beyond the capacity.
+        overflow: `"error"` to refuse, on all ranks along `axis` and `axes`, tokens beyond the capacity.
+        axes: other axes along which ranks have other tokens: those that cut the batch.
 
     Raises:
         ValueError: sizes that do not fit; tokens beyond the capacity; a batch of vmap's without a capacity.
@@ -122,7 +124,7 @@ def mixture(
         raise ValueError(f"mixture: capacity={capacity}; it is 1 or more tokens of a group for each expert")
     slots, kept = _slots(routing, capacity)
     if overflow == "error":
-        _refuse(kept, capacity, count, axis)
+        _refuse(kept, capacity, count, tuple(dict.fromkeys((*as_names(axis), *as_names(axes)))))
     full = count * capacity
     token = torch.arange(length, device=x.device).repeat_interleave(routing.experts.shape[-1])
     source = torch.full((groups, full + 1), length, device=x.device)  # an empty slot holds the row of zeros

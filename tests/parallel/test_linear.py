@@ -40,11 +40,9 @@ def cut(p: Any, tokens: Tensor, sequence: int | None, chunk: int | None) -> Tens
     norm = p["norm"] if sequence is None else sf.pvary(p["norm"], "tensor")
     h = parallel.to_parallel(F.rms_norm(x, (WIDTH,), norm), "tensor", sequence=sequence)
     x = x + parallel.from_parallel(torch.tanh(h @ p["up"]) @ p["down"], "tensor", sequence=sequence)
-    if sequence is not None:
-        x = sf.all_gather(x, "tensor", dim=sequence, to="invariant")
     targets = tokens.roll(1, 1) % REAL
     losses = parallel.cross_entropy(
-        x, p["out"], targets.where(targets != 3, -100), "tensor", vocabulary=REAL, chunk=chunk
+        x, p["out"], targets.where(targets != 3, -100), "tensor", vocabulary=REAL, chunk=chunk, sequence=sequence
     )
     assert losses.shape == tokens.shape
     return losses.sum()

@@ -48,7 +48,7 @@ def differences() -> dict[Any, float]:
     index, ws, vs = mesh.get_rank(), matrices(size), matrices(size, 1)
     found = {}
     for schedule in ("1f1b", "gpipe"):
-        for count in (1, 2, 6):
+        for count in (1, 5):
             xs = batches(count)
 
             @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
@@ -59,15 +59,19 @@ def differences() -> dict[Any, float]:
                 leaf = w.clone().requires_grad_()
                 (3 * f(leaf)).backward()
                 assert leaf.grad is not None
-                return {
+                first = {
                     "value": f(w), "grad": sf.grad(f)(w), "torch.func": torch.func.grad(f)(w),
                     "backward": leaf.grad / 3, "of batches": sf.grad(f, 1)(w, xs),
+                    "tied": sf.grad(lambda w: f(sf.pvary(w, "pipe")))(ws[0]),
+                }  # fmt: skip
+                if schedule == "gpipe":  # further derivatives know no schedule
+                    return first
+                return first | {
                     "jvp": torch.func.jvp(f, (w,), (v,))[1],
                     "hvp": torch.func.jvp(sf.grad(f), (w,), (v,))[1],
                     "twice": sf.grad(lambda w: (sf.grad(f)(w) * v).sum())(w),
                     "each": torch.func.vmap(lambda x: sf.grad(f)(w, x[:, None]), in_dims=1)(xs),
-                    "tied": sf.grad(lambda w: f(sf.pvary(w, "pipe")))(ws[0]),
-                }  # fmt: skip
+                }
 
             every = tuple(ws)
             gradient = torch.func.grad(lambda *ws, xs=xs: plain(list(ws), xs), tuple(range(size)))
@@ -89,7 +93,7 @@ def differences() -> dict[Any, float]:
 @either
 def test_every_derivative_is_that_of_one_process(world: World) -> None:
     for found in world.within(100).run(differences):
-        assert len(found) == 60
+        assert len(found) == 2 * (10 + 6)
         assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
 
