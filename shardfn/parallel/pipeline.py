@@ -365,8 +365,14 @@ def _tried(
     x = None
     if between is not None:
         x = optree.tree_unflatten(between.tree, [y.zero_() for y in between.empty(device)])
-    with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        made = part(params, x, batches[0])
+    given = optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (params, x, batches[0]))
+    with torch.enable_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        made = part(*given)
+    if any(y.requires_grad for y in optree.tree_leaves(made) if isinstance(y, Tensor)):
+        raise RuntimeError(
+            "pipeline: a part uses a tensor that needs a gradient and is not among its arguments: the gradient would "
+            "be lost. Pass it with params, or detach it"
+        )
     if index == size - 1:
         return len(batches), _loss(made).dtype
     leaves, tree = optree.tree_flatten(made)

@@ -162,6 +162,8 @@ def failing(where: str) -> Any:
     mesh = sf.make_mesh(pipe=4, device="cpu")
     many = list(batches(3 - (where == "count" and index == 2)))
 
+    outside = torch.ones((), dtype=torch.float64, requires_grad=True)
+
     def bad(w: Tensor, x: Any, b: Tensor) -> Any:
         if where == "raises" and index == 2:
             raise KeyError("no such layer")
@@ -171,6 +173,8 @@ def failing(where: str) -> Any:
             return x
         if where == "not a tensor" and index == 0:
             return 3
+        if where == "closure" and index == 1:
+            return x * outside
         return x.sum() if index == 3 else b @ w if index == 0 else x @ w
 
     def run(w: Tensor) -> Any:
@@ -188,7 +192,7 @@ def failing(where: str) -> Any:
         ("raises", ["no such layer"]), ("shape", ["(5, 2)", "(5, 3)", "same structure"]),
         ("loss", ["scalar", "(5, 3)"]), ("not a tensor", ["pytree of tensors", "int"]),
         ("count", ["micro-batches", "2", "3"]), ("schedule", ["'zero'", "'1f1b', 'gpipe'"]),
-        ("none", ["no micro-batches"]),
+        ("none", ["no micro-batches"]), ("closure", ["not among its arguments", "Pass it with params"]),
     ],
 )  # fmt: skip
 def test_what_fails_on_one_rank_is_an_error_on_all(world: World, where: str, words: list[str]) -> None:
