@@ -345,7 +345,7 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
         Goal(f"{first['mesh']}: time / FSDP2 + DTensor", 1 / fastest, 0.70),
         Goal(f"{first['mesh']}: peak memory / FSDP2 + DTensor", first["peak MB"] / smallest, 1.0),
     ]
-    for model in FIRST:
+    for model in dict.fromkeys(row["model"] for row in rows):
         losses = [float(row["first loss"]) for row in rows if row["model"] == model]
         goals.append(Goal(f"{model}: first loss, relative difference between all", max(losses) / min(losses) - 1, 1e-5))
     return goals
@@ -355,6 +355,7 @@ def main() -> None:
     options = parser("A training step on every mesh of 4 ranks, beside FSDP2 with DTensor's tensor parallelism.")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--steps", type=int, default=1, help="in a turn")
+    options.add_argument("--peers", action="store_true", help="only the mesh that torch runs too, and torch's")
     options.add_argument("--tiny", action="store_true", help="a model of no size, few meshes and processes: to try it")
     args = options.parse_args()
     config, every = (TINY, meshes()[::4]) if args.tiny else (SIZES, meshes())
@@ -366,6 +367,8 @@ def main() -> None:
         for name, between in PEERS.items()
     ]
     models = {"dense": [first, *peers, *others], "4 experts": [ours(mixed(config), sizes) for sizes in sparse]}
+    if args.peers:
+        models = {"dense": [first, *peers]}
     with ExitStack() as stack:
         start: Start = apart
         if args.tiny:
