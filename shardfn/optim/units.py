@@ -175,10 +175,10 @@ def _unit(path: str, leaf: Any) -> Unit:
 @functools.lru_cache(maxsize=4096)
 def _segments(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
     rank = compat.global_rank()
-    corners = {one.path: one.corner for one in layout.ranges(rank)}
-    found: list[Segment] = []
     if not layout.here(rank):
         return ()
+    corners = {one.path: one.corner for one in layout.ranges(rank)}
+    found = []
     for number, low, high, at in layout.cuts[layout.grid.index(rank, layout.placement.axes)]:
         entry = layout.entries[number]
         if number in entries and start <= at and at + high - low <= stop:

@@ -120,7 +120,9 @@ def mixture(
         )
     if capacity is None:
         return _dropless(expert, params, x, routing, axis)
-    if not capacity >= 1:
+    if overflow not in ("drop", "error"):
+        raise ValueError(f'mixture: overflow={overflow!r}; it is "drop" or "error"')
+    if capacity < 1:
         raise ValueError(f"mixture: capacity={capacity}; it is 1 or more tokens of a group for each expert")
     slots, kept = _slots(routing, capacity)
     if overflow == "error":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import parallel
+from shardfn import compat, parallel
 from shardfn.testing import World
 
 HEADS, LENGTH, WIDTH = 8, 16, 6
@@ -113,3 +113,45 @@ def test_every_derivative_is_that_of_one_process(world: World) -> None:
         assert len(found) == 6 * 12
         wrong = {cell: worst for cell, worst in found.items() if not worst < 1e-12}
         assert not wrong
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_and_what_stands_in_for_them_are_attention(monkeypatch: pytest.MonkeyPatch, causal: bool) -> None:
+    q, k, v = drawn(HEADS)
+    wanted = torch.func.vjp(lambda *xs: plain(*xs, causal=causal), q, k, v)
+    ct = torch.cos(q)
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(compat, "_fits_cpu", lambda q, k: False)
+        out, lse = compat.attention(q, k, v, causal, WIDTH**-0.5)
+        found = (out, *compat.attention_backward(ct, q, out, lse, k, v, causal, WIDTH**-0.5))
+        for a, b in zip(found, (wanted[0], *wanted[1](ct)), strict=True):
+            assert (a - b).abs().max() < 1e-13, f"fused: {fused}"
+
+
+def refusals() -> list[str]:
+    mesh, found = sf.make_mesh(context=2, device="cpu"), []
+    q, k, v = (x[:, :, :7] for x in drawn(HEADS))
+    for call in (
+        lambda: parallel.ring_attention(q, k, v, "context"),
+        lambda: parallel.ring_attention(q, k[:, :3], v[:, :3], "context"),
+        lambda: parallel.ring_attention(q, k[:, :, :5], v[:, :, :5], "context"),
+        lambda: parallel.ulysses_attention(q, k[:, :1], v[:, :1], "context"),
+        lambda: parallel.positions(6, "context"),
+    ):
+        with pytest.raises(ValueError, match=r"attention|positions") as caught:
+            sf.shard_map(call, mesh=mesh, in_specs=(), out_specs=...)()
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.world(2)
+def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
+    for odd, heads, lengths, shared, positions in world.run(refusals):
+        assert "7 places" in odd
+        assert "multiple of 4" in odd
+        assert "8 heads of queries are no multiple of 3" in heads
+        assert "7 queries and 5 keys" in lengths
+        assert "1 heads" in shared
+        assert "use ring_attention" in shared
+        assert "pad it to 8" in positions

@@ -174,6 +174,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     ),
     "not this rank's experts": (with_experts(4), ["4 experts", "2 ranks", "[4]"]),
     "no capacity at all": (with_experts(2, capacity=0), ["capacity=0"]),
+    "an unknown overflow": (with_experts(2, capacity=1, overflow="raise"), ["'raise'", '"drop" or "error"']),
     "more choices than experts": (lambda: parallel.route(X, GATE, 5), ["k=5", "4 experts"]),
     "tokens without groups": (lambda: parallel.route(X[0], GATE, 1), ["(6, 5)", "[g, t, d]"]),
     "lengths that do not add up": (
