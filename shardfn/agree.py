@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn import compat, transport
-from shardfn.mesh import axis_of, sizes
+from shardfn.mesh import axis_of, group_over, sizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,15 +87,12 @@ def agree(
 def gathered(row: Tensor, mesh: DeviceMesh, axes: tuple[str, ...] | None = None) -> Tensor:
     """Every rank's row, or that of the ranks along some axes, on the CPU: `[ranks, *row.shape]`."""
     whole = axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
-    return row[None] if whole.size == 1 else transport.all_gather(row[None], 0, whole.size, _group(mesh, whole.group))
+    return row[None] if whole.size == 1 else transport.all_gather(row[None], 0, whole.size, _group(whole.group))
 
 
-def _group(mesh: DeviceMesh, whole: str) -> str:
+def _group(whole: str) -> str:
     """A group of its own where backends allow, so that a rank which does not compare cannot answer with other data."""
     if dist.get_backend() not in ("gloo", "nccl", "undefined"):
         return whole
-    groups: dict[str, str] = mesh.__dict__.setdefault("_shardfn_comparing", {})
-    if whole not in groups:
-        ranks = sorted(dist.get_process_group_ranks(compat.group_of(whole)))
-        groups[whole] = compat.new_group(ranks, backend="gloo").group_name
-    return groups[whole]
+    ranks = sorted(dist.get_process_group_ranks(compat.group_of(whole)))
+    return group_over(ranks, "compare", "gloo").group_name

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardfn import compat
 from shardfn.ledger import record, recording
-from shardfn.mesh import Axis, axis_of
+from shardfn.mesh import Axis, axis_of, group_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -122,7 +122,7 @@ def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
         group = compat.group_of(axis.group)
         backend = compat.backend_of(group, mesh.device_type)
         # NCCL runs the collectives of one communicator one after another; two of them overlap.
-        second = compat.new_group(dist.get_process_group_ranks(group)) if backend == "nccl" else group
+        second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
         found = links[names] = Link(names, axis, group, second, _defaults(backend), _overrides(mesh), backend != "fake")
     return found
 

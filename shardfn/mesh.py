@@ -103,9 +103,17 @@ class _Grids(threading.local):
         self.meshes: dict[Grid, list[weakref.ref[DeviceMesh]]] = {}
 
 
+class _Groups(threading.local):
+    """The groups of this rank by their members, in the world that has them."""
+
+    world: weakref.ref[dist.ProcessGroup] | None = None
+    made: dict[tuple[str | int, ...], dist.ProcessGroup]
+
+
 LEAVE_TOGETHER = timedelta(seconds=10)
 _scope = _Scope()
 _grids = _Grids()
+_groups = _Groups()
 _entered: list[int] = []  # numbers of the meshes in scope on any thread
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
 _numbers = itertools.count()
@@ -143,9 +151,12 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
             f"start it with torchrun --nproc-per-node {known}{fix}"
         )
     filled = {name: world // known if size == -1 else size for name, size in sizes.items()}
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    return init_device_mesh(device, tuple(filled.values()), mesh_dim_names=tuple(filled))
+    whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh  # it chooses this process's device, too
+    places = whole.view(tuple(filled.values()))
+    groups = [group_over(_row(places, [dim])) for dim in range(places.ndim)]
+    return DeviceMesh.from_group(groups, device, places, mesh_dim_names=tuple(filled))
 
 
 def sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -259,6 +270,26 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
     return mesh
 
 
+def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> dist.ProcessGroup:
+    """The group of these ranks, in this order, which all meshes share. Its members make it together, once a world.
+
+    Args:
+        ranks: global ranks, of which this is one.
+        use: groups of different uses are different, though their ranks are the same.
+        backend: of a group that is new; default: the world's.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if not use and ranks == list(range(world.size())):
+        return world
+    if _groups.world is None or _groups.world() is not world:
+        _groups.world, _groups.made = weakref.ref(world), {}
+    found = _groups.made.get((use, *ranks))
+    if found is None:
+        found = _groups.made[(use, *ranks)] = compat.new_group(ranks, backend)
+    return found
+
+
 @contextlib.contextmanager
 def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
     """Axis names inside mean those of `mesh`; `axes` is `known_axes(mesh)`, where the caller has it."""
@@ -304,27 +335,25 @@ def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
     check_axes(names, mesh, where)
     order = list(sizes(mesh))
     dims = [order.index(name) for name in names]
-    rest = [dim for dim in range(len(order)) if dim not in dims]
-    size = math.prod(mesh.shape[dim] for dim in dims)
-    rows = mesh.mesh.permute(*rest, *dims).reshape(-1, size)
-    rank = dist.get_rank()
-    ranks: list[int] = next((row for row in rows.tolist() if rank in row), [])
+    ranks, rank = _row(mesh.mesh, dims), dist.get_rank()
     if not ranks:
         raise ValueError(f"{where}: rank {rank} is in no row of the mesh, whose ranks are {mesh.mesh.tolist()}")
-    return Axis(size, ranks.index(rank), _group_name(mesh, names, ranks))
+    return Axis(len(ranks), ranks.index(rank), _group_name(mesh, names, ranks))
+
+
+def _row(places: torch.Tensor, dims: list[int]) -> list[int]:
+    """The ranks along these dims, the first of them major, with which this one shares its place in the others."""
+    rest = [dim for dim in range(places.ndim) if dim not in dims]
+    rows = places.permute(*rest, *dims).reshape(-1, math.prod(places.shape[dim] for dim in dims))
+    rank = dist.get_rank()
+    return next((row for row in rows.tolist() if rank in row), [])
 
 
 def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> str:
     if len(ranks) == 1:
         return ""  # nothing moves along it
-    if ranks == list(range(dist.get_world_size())):
-        group = dist.group.WORLD
-    elif len(names) == 1 and ranks == sorted(ranks):
-        group = mesh.get_group(names[0])
-    else:
-        group = compat.new_group(ranks)
-    assert group is not None
-    return group.group_name
+    own = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size()))
+    return (mesh.get_group(names[0]) if own else group_over(ranks)).group_name
 
 
 def _start_distributed() -> None:

@@ -109,36 +109,38 @@ def test_axes_in_any_order_on_any_mesh_are_major_to_minor(drawn: Any) -> None:
         assert total == sum(gathered)
 
 
-@pytest.mark.parametrize("axes", ["a", ("a",), ("b",), ("a", "b"), ("b", "a"), ("c", "a"), ("b", "c", "a")], ids=str)
-def test_a_group_is_made_once(axes: Any) -> None:
-    def body() -> list[int]:
-        ranks = torch.tensor([[[3, 1]], [[2, 0]]])  # no row in ascending order: torch's own groups do not serve
-        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b", "c"))
-        under(mesh, lambda: None)  # ranks compare their arguments in the group of the whole mesh
-        counts = []
-        for _ in range(3):
-            with counted() as new_group:
-                under(mesh, lambda: sf.psum(torch.ones(1), axes))
-                under(mesh, lambda: sf.psum(torch.ones(2), axes))
-            counts.append(new_group.call_count)
-        return counts
+def groups_made() -> list[int]:
+    """How many process groups each of several uses of meshes makes on this rank, in a world that has none yet."""
+    unordered = torch.tensor([[[3, 1]], [[2, 0]]])  # no row in ascending order: torch's own groups do not serve
+    own = DeviceMesh("cpu", unordered, mesh_dim_names=("a", "b", "c"))
+    under(own, lambda: None)  # ranks compare their arguments in the group of the whole mesh
+    made: list[int] = []
 
-    sizes = {"a": 2, "b": 1, "c": 2}
-    moves = math.prod(sizes[axis] for axis in (axes if isinstance(axes, tuple) else (axes,))) > 1
-    for first, *later in world(4).run(body):
-        assert first == moves
-        assert later == [0, 0]
-
-
-def test_a_mesh_in_order_reuses_the_groups_that_torch_made() -> None:
-    def body() -> int:
-        mesh = sf.make_mesh(a=2, b=2, device="cpu")
-        under(mesh, lambda: None)  # ranks compare their arguments in a group of its own
+    def count(use: Any) -> None:
         with counted() as new_group:
-            under(mesh, lambda: [sf.psum(torch.ones(1), axes) for axes in ("a", "b", ("a",), ("a", "b"))])
-        return new_group.call_count
+            use()
+        made.append(new_group.call_count)
 
-    assert world(4).run(body) == [0] * 4
+    def add(mesh: DeviceMesh, *axes: Any) -> None:
+        under(mesh, lambda: [sf.psum(torch.ones(1), axis) for axis in axes])
+
+    for axes in ("a", ("b",), ("b", "a"), ("c", "a"), ("b", "c", "a"), ("a", "c")):
+        count(lambda axes=axes: [add(own, axes), add(own, axes)])
+    count(lambda: sf.make_mesh(a=4))
+    count(lambda: sf.make_mesh(a=2, b=2))
+    count(lambda: sf.make_mesh(b=2, c=2))
+    count(lambda: sf.make_mesh(a=2, b=1, c=2, d=1))
+    count(lambda: add(sf.make_mesh(b=2, c=2), "b", "c", ("b", "c"), ("b",)))
+    count(lambda: add(sf.make_mesh(b=2, c=2), ("c", "b")))
+    count(lambda: add(sf.make_mesh(x=2, y=2), ("y", "x")))
+    return made
+
+
+def test_ranks_make_one_group_for_all_meshes_and_axes() -> None:
+    with World(4) as fresh:
+        made = fresh.run(groups_made)
+    # The first mesh: rows of `a` and of `c, a`, each once; its whole in order was made when ranks compared arguments.
+    assert made == [[1, 0, 0, 1, 0, 0, 0, 2, 0, 1, 0, 1, 0]] * 4
 
 
 @pytest.mark.parametrize(
