@@ -23,6 +23,9 @@ import torch
 import torch.distributed as dist
 
 
+_variables: dict[str, str] = {}  # with which the server of processes was started
+
+
 class Crew:
     """The processes of one system.
 
@@ -30,7 +33,7 @@ class Crew:
         ranks: how many.
         build: called in each of them, when its process group runs and no parameter exists; returns functions by name.
         *args: of `build`.
-        environment: variables that the processes start with.
+        environment: variables that the processes start with; all crews of a program have the same.
     """
 
     def __init__(
@@ -40,10 +43,15 @@ class Crew:
         *args: Any,
         environment: dict[str, str] | None = None,
     ) -> None:
+        # A server that has imported this program forks each process, so a crew starts in a second.
+        context = multiprocessing.get_context("forkserver")
+        variables = {"OMP_NUM_THREADS": "1"} | (environment or {})
+        if _variables and _variables != variables:
+            raise ValueError(f"all crews of a program start with the same variables: {_variables}, not {variables}")
+        _variables.update(variables)
         before = dict(os.environ)
-        os.environ.update({"OMP_NUM_THREADS": "1"} | (environment or {}))
+        os.environ.update(variables)
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
         self._ends, self._processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
