@@ -22,7 +22,6 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 
-
 _variables: dict[str, str] = {}  # with which the server of processes was started
 
 

@@ -170,7 +170,7 @@ def block(p: Params, x: Tensor, rope: Tensor, config: Config, axes: Axes) -> tup
 def normed(x: Tensor, weight: Tensor, config: Config, axes: Axes) -> Tensor:
     if config.sequence:  # each rank has other places then
         weight = sf.pvary(weight, axes.tensor)
-    return F.rms_norm(x, x.shape[-1:], weight)
+    return parallel.rms_norm(x, weight)
 
 
 def attended(p: Params, h: Tensor, rope: Tensor, config: Config, axes: Axes) -> Tensor:

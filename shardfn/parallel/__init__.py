@@ -1,7 +1,8 @@
 """What mesh axes other than those of the data mean: pure functions of local tensors, exact under every transform.
 
-Tensor, sequence and vocabulary parallelism (`to_parallel`, `from_parallel`, `embedding`, `cross_entropy`), context
-parallelism (`ring_attention`, `ulysses_attention`), expert parallelism (`route`, `mixture`) and pipelines (`pipeline`).
+Tensor, sequence and vocabulary parallelism (`to_parallel`, `from_parallel`, `embedding`, `rms_norm`, `cross_entropy`),
+context parallelism (`ring_attention`, `ulysses_attention`), expert parallelism (`route`, `mixture`) and pipelines
+(`pipeline`).
 Each takes the name of its axis, and `()` for none: then it is the ordinary function, on one process too.
 """
 
@@ -9,6 +10,7 @@ from shardfn.parallel.attention import attention, positions, ring_attention, uly
 from shardfn.parallel.linear import embedding, from_parallel, to_parallel
 from shardfn.parallel.losses import cross_entropy
 from shardfn.parallel.moe import Routing, balance_loss, dropped, mixture, route, router_loss
+from shardfn.parallel.norms import rms_norm
 from shardfn.parallel.pipeline import passes, pipeline, split_layers
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "pipeline",
     "positions",
     "ring_attention",
+    "rms_norm",
     "route",
     "router_loss",
     "split_layers",

@@ -161,11 +161,11 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
-        out = torch.zeros_like(q, dtype=_wide(q))
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
         if size == 1:
             out, lse = compat.attention(q, _repeated(k, more), _repeated(v, more), causal, scale)
             return (out,), (lse,)
+        out = torch.zeros_like(q, dtype=_wide(q))
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
         travelling = torch.stack((k, v))
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
@@ -187,6 +187,10 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
         (q, k, v), (out,), (lse,), (ct,) = inputs, outputs, kept, cotangents
         size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
         ct = torch.zeros_like(out) if ct is None else ct  # other ranks' keys and values come by all the same
+        if size == 1:
+            keys, values = _repeated(k, more), _repeated(v, more)
+            dq, dk, dv = compat.attention_backward(ct, q, out, lse, keys, values, causal, scale)
+            return [dq, _summed(dk, more), _summed(dv, more)]
         dq = torch.zeros_like(q, dtype=_wide(q))
         travelling = torch.stack((k, v))
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731

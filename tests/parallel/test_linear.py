@@ -14,22 +14,30 @@ from shardfn import P, parallel
 from shardfn.testing import World
 
 WIDTH, HIDDEN, VOCABULARY, REAL, LENGTH = 6, 8, 16, 13, 8
-CUT = {"norm": P(), "up": P(None, "tensor"), "down": P("tensor"), "table": P("tensor"), "out": P(None, "tensor")}
+CUT = {
+    "norm": P(),
+    "inner": P("tensor"),
+    "up": P(None, "tensor"),
+    "down": P("tensor"),
+    "table": P("tensor"),
+    "out": P(None, "tensor"),
+}
 either = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
 
 
 def parameters(seed: int = 0) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     shapes = {
-        "norm": (WIDTH,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "table": (VOCABULARY, WIDTH),
-        "out": (WIDTH, VOCABULARY),
+        "norm": (WIDTH,), "inner": (HIDDEN,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH),
+        "table": (VOCABULARY, WIDTH), "out": (WIDTH, VOCABULARY),
     }  # fmt: skip
     return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
 
 
 def plain(p: Any, tokens: Tensor) -> Tensor:
     x = F.embedding(tokens, p["table"])
-    x = x + torch.tanh(F.rms_norm(x, (WIDTH,), p["norm"]) @ p["up"]) @ p["down"]
+    h = F.rms_norm(F.rms_norm(x, (WIDTH,), p["norm"]) @ p["up"], (HIDDEN,), p["inner"], eps=0.1)
+    x = x + torch.tanh(h) @ p["down"]
     logits = (x @ p["out"])[..., :REAL]
     targets = tokens.roll(1, 1) % REAL
     return F.cross_entropy(logits.flatten(0, 1), targets.where(targets != 3, -100).flatten(), reduction="sum")
@@ -38,8 +46,9 @@ def plain(p: Any, tokens: Tensor) -> Tensor:
 def cut(p: Any, tokens: Tensor, sequence: int | None, chunk: int | None) -> Tensor:
     x = parallel.embedding(tokens, p["table"], "tensor", sequence=sequence)
     norm = p["norm"] if sequence is None else sf.pvary(p["norm"], "tensor")
-    h = parallel.to_parallel(F.rms_norm(x, (WIDTH,), norm), "tensor", sequence=sequence)
-    x = x + parallel.from_parallel(torch.tanh(h @ p["up"]) @ p["down"], "tensor", sequence=sequence)
+    h = parallel.to_parallel(parallel.rms_norm(x, norm), "tensor", sequence=sequence)
+    h = parallel.rms_norm(h @ p["up"], p["inner"], "tensor", eps=0.1)
+    x = x + parallel.from_parallel(torch.tanh(h) @ p["down"], "tensor", sequence=sequence)
     targets = tokens.roll(1, 1) % REAL
     losses = parallel.cross_entropy(
         x, p["out"], targets.where(targets != 3, -100), "tensor", vocabulary=REAL, chunk=chunk, sequence=sequence
@@ -123,6 +132,25 @@ def test_only_a_few_rows_of_logits_exist_at_a_time(world: World) -> None:
     assert world.run(memory, 16) == [16 * 2048] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 0, 7)], ids=str)
+def test_a_norm_of_whole_vectors_is_the_one_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, ct = (torch.randn(shape, generator=g).to(dtype) for _ in range(2))
+    w = torch.randn(7, generator=g).to(dtype)
+
+    def run(norm: Any) -> tuple[Tensor, ...]:
+        p, q = x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = norm(p, q)
+        return out, *torch.autograd.grad(out, (p, q), ct)
+
+    ours = run(parallel.rms_norm)
+    theirs = run(lambda x, w: F.rms_norm(x, (7,), w))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a, b, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
 BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "a token beyond the table": (lambda w: parallel.embedding(torch.tensor([8]), w, "tensor"), IndexError, ["range"]),
     "a negative token": (lambda w: parallel.embedding(torch.tensor([-1]), w, "tensor"), IndexError, ["range"]),
@@ -136,6 +164,9 @@ BAD: dict[str, tuple[Any, type[Exception], list[str]]] = {
     ),
     "targets of another shape": (
         lambda w: parallel.cross_entropy(w, w, torch.tensor([0, 1]), "tensor"), ValueError, ["(4, 4)", "(2,)", "[d, v]"]
+    ),
+    "a norm's weight that is whole": (
+        lambda w: parallel.rms_norm(w, torch.ones(8), "tensor"), ValueError, ["(4, 4)", "(8,)", "[d]"]
     ),
     "no rows": (
         lambda w: parallel.cross_entropy(w, w, torch.tensor([0] * 4), "tensor", chunk=0), ValueError, ["chunk=0"]
