@@ -155,6 +155,14 @@ def batching() -> bool:
 _REVERSE = (torch._C._functorch.TransformType.Grad,)
 
 
+def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, which binds the arguments to a signature anew at each call."""
+    if inside_transform():
+        return function.apply(*args)
+    plain = super(torch.autograd.Function, function)
+    return plain.apply(*(alive(x) if isinstance(x, torch.Tensor) else x for x in args))  # type: ignore[attr-defined]
+
+
 def alive(x: torch.Tensor) -> torch.Tensor:
     """A tensor without the wrapping of transforms that have ended."""
     return torch._C._functorch.unwrap_if_dead(x)

@@ -42,7 +42,7 @@ class Rule:
         if not asked and not compat.inside_transform():
             return self.forward(*inputs)[0]
         call = _Call(self)
-        found: Tensors = _Forward.apply(call, *inputs)  # type: ignore[no-untyped-call]
+        found: Tensors = compat.applied(_Forward, call, *inputs)
         return found[: call.outputs]
 
 
@@ -86,7 +86,7 @@ class _Forward(Function):
         given = [ct is not None for ct in cts]
         sizes = len(inputs), ctx.outputs
         present = [ct for ct in cts if ct is not None]
-        grads = iter(_Backward.apply(ctx.rule, needs, given, sizes, *present, *inputs, *made))  # type: ignore[no-untyped-call]
+        grads = iter(compat.applied(_Backward, ctx.rule, needs, given, sizes, *present, *inputs, *made))
         return (None, *(next(grads) if need else None for need in needs))
 
 

@@ -201,7 +201,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]
     function = _Forward if call.transformed else _Direct
-    return call.rebuilt(function.apply(call, *shards, *inputs))  # type: ignore[no-untyped-call]
+    return call.rebuilt(compat.applied(function, call, *shards, *inputs))
 
 
 class _Forward(Function):
@@ -238,7 +238,9 @@ class _Forward(Function):
         if not torch.is_grad_enabled():
             return (None, *call.engine.backward(call, needs, cotangents, tensors[n:], collect))
         given = [ct is not None for ct in cotangents]
-        found = iter(_Backward.apply(call, needs, given, *(ct for ct in cotangents if ct is not None), *tensors))  # type: ignore[no-untyped-call]
+        found = iter(
+            compat.applied(_Backward, call, needs, given, *(ct for ct in cotangents if ct is not None), *tensors)
+        )
         return (None, *(next(found) if need else None for need in needs))
 
 

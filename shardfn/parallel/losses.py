@@ -81,7 +81,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> Rule:
         first = axis_index(axis) * w.shape[1]
         if columns < first + w.shape[1]:
             behind = torch.arange(first, first + w.shape[1], device=w.device) >= columns
-            made = made.masked_fill(behind, -torch.inf)
+            made = made.masked_fill(behind, torch.finfo(made.dtype).min)  # a whole row of infinities has no softmax
         return made
 
     def own(targets: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -90,25 +90,32 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> Rule:
         here = (column >= 0) & (column < n)
         return column.where(here, 0), here
 
-    def of_rows(made: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses, and the logarithms of the sums."""
+    def of_rows(made: Tensor, sums: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses, and the logarithms of the sums of exponentials over all columns; `sums` is that of those here."""
         column, here = own(targets, made.shape[1])
-        top = pmax(made.detach().amax(1), axis)
+        top = pmax(sums.detach(), axis)
         picked = made.gather(1, column[:, None])[:, 0].where(here, 0)
-        sums, picked = psum(torch.stack(((made - top[:, None]).exp().sum(1), picked)), axis).unbind(0)
-        lse = sums.log() + top
-        return (lse - picked).where(targets != ignore, 0), lse
+        total, picked = psum(torch.stack(((sums - top).exp(), picked)), axis).unbind(0)
+        every = total.log() + top
+        return (every - picked).where(targets != ignore, 0), every
 
     def pure(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        return (of_rows(logits(x, w), targets)[0],)
+        made = logits(x, w)
+        return (of_rows(made, made.logsumexp(1), targets)[0],)
+
+    def shares(made: Tensor) -> tuple[Tensor, Tensor]:
+        """The softmax over the columns here, and the logarithm of its sums."""
+        found = made.softmax(1)
+        return found, made.amax(1) - found.amax(1).log()
 
     def forward(x: Tensor, w: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         found = []
         for some in _chunks(len(x), rows):
             made = logits(x[some], w)
-            found.append(of_rows(made, targets[some]))
-        losses, lses = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return (losses,), (lses, made) if len(found) == 1 else (lses,)
+            parts = shares(made)
+            found.append(of_rows(made, parts[1], targets[some]))
+        losses, every = (torch.cat(each) for each in zip(*found, strict=True))
+        return (losses,), (every, *parts) if len(found) == 1 else (every,)
 
     def backward(
         inputs: Sequence[Tensor],
@@ -117,18 +124,17 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> Rule:
         cotangents: Sequence[Tensor | None],
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        (x, w, targets), (ct,) = inputs, cotangents
+        (x, w, targets), (ct,), (every, *parts) = inputs, cotangents, kept
         if ct is None:
             return [None, None, None]
         ct = ct.where(targets != ignore, 0)
         dx = torch.empty_like(x) if needs[0] else None
         dw: Tensor | None = None
         for some in _chunks(len(x), rows):
-            made = kept[1] if len(kept) == 2 else logits(x[some], w)
-            p = (made - kept[0][some, None]).exp_()
+            found, sums = parts or shares(logits(x[some], w))
+            p = found * ((sums - every[some]).exp() * ct[some])[:, None]
             column, here = own(targets[some], p.shape[1])
-            p.scatter_add_(1, column[:, None], -here[:, None].to(p.dtype))
-            p = p.mul_(ct[some, None]).to(x.dtype)
+            p = p.scatter_add_(1, column[:, None], -ct[some, None].where(here[:, None], 0)).to(x.dtype)
             if dx is not None:
                 dx[some] = p @ w.mT
             if needs[1]:

@@ -13,7 +13,7 @@ import shardfn as sf
 from shardfn import P, parallel
 from shardfn.testing import World
 
-WIDTH, HIDDEN, VOCABULARY, REAL, LENGTH = 6, 8, 16, 13, 8
+WIDTH, HIDDEN, VOCABULARY, REAL, LENGTH = 6, 8, 16, 11, 8
 CUT = {
     "norm": P(),
     "inner": P("tensor"),
