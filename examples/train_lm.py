@@ -6,6 +6,9 @@ Math, memory and communication are all on this page. Every layer's parameters ar
 stage gathers them just before its function runs, and brings its gradient back: reduce-scattered over `shard`, then
 summed over `replica` on the shard only. AdamW touches this rank's shards and nothing else. Another `--strategy` cuts
 and gathers otherwise; nothing else on this page changes.
+
+With `--resume` it goes on from the newest checkpoint in `--out`, on whatever mesh it is started: a run whose processes
+die, and which `torchrun --max-restarts 3` starts again, ends at the same loss.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 import shardfn.optim as so
-from shardfn import P
+from shardfn import P, checkpoint
 
 DATA = ("replica", "shard")  # the batch is cut over both
 Params = dict[str, Any]
@@ -167,6 +170,15 @@ class Run:
     validation: float  # in nats, at the end
 
 
+@dataclass(frozen=True)
+class Saves:
+    """Where checkpoints go, how often, and whether to go on from one."""
+
+    folder: Path
+    every: int  # steps
+    resume: bool = False
+
+
 def train(
     config: Config,
     mesh: DeviceMesh,
@@ -175,8 +187,9 @@ def train(
     seed: int,
     strategy: sf.Strategy,
     report: Callable[[int, float], None] = lambda step, loss: None,
+    saves: Saves | None = None,
 ) -> Run:
-    """Trains from scratch. The same seed gives the same losses on any mesh, by any strategy, up to rounding."""
+    """The same seed gives the same losses on any mesh, by any strategy, up to rounding; however often interrupted."""
     opt = optimizer(config, steps)
     training, held_out = (part.to(mesh.device_type) for part in data)
 
@@ -194,13 +207,28 @@ def train(
             return torch.stack([loss_fn(params, tokens, config) for tokens in batches]).mean()
 
     params = sf.shard(init(config, seed), mesh, strategy)
-    state = opt.init(params)
-    losses = []
-    for step in range(steps):
-        params, state, loss = train_step(params, state, step)
-        losses.append(loss.item())
-        report(step, losses[-1])
-    return Run(sf.unshard(params), losses, validate(params).item())
+    # Batches are drawn by the step's number, so it says where in the data the run is.
+    now = {
+        "model": params,
+        "optimizer": opt.init(params),
+        "step": 0,
+        "seed": seed,
+        "losses": torch.zeros(steps).double(),
+    }
+    newest = checkpoint.latest(saves.folder) if saves and saves.resume else None
+    if newest is not None:
+        now = checkpoint.load(newest, now)
+        if now["seed"] != seed:
+            raise ValueError(f"{newest} is of a run with --seed {now['seed']}, not {seed}")
+    for step in range(now["step"], steps):
+        params, state, loss = train_step(now["model"], now["optimizer"], step)
+        now["losses"][step] = loss
+        now |= {"model": params, "optimizer": state, "step": step + 1}
+        report(step, loss.item())
+        if saves and (step + 1) % saves.every == 0:
+            checkpoint.save_async(saves.folder / f"step-{step + 1:06d}", now, keep=2, overwrite=True)
+    checkpoint.finish()
+    return Run(sf.unshard(now["model"]), now["losses"].tolist(), validate(now["model"]).item())
 
 
 def complete(params: Params, config: Config, prompt: bytes, length: int, seed: int) -> bytes:
@@ -263,8 +291,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/train_lm"), help="folder for the loss curve (default: %(default)s)"
+        "--out",
+        type=Path,
+        default=Path("runs/train_lm"),
+        help="folder for checkpoints and the loss curve (default: %(default)s)",
     )
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (default: none)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     return parser.parse_args()
 
 
@@ -278,12 +311,18 @@ def main() -> None:
     with Progress(*columns, disable=not first, refresh_per_second=4) as bar:
         task = bar.add_task("starting", total=args.steps)
 
-        def report(step: int, loss: float) -> None:
-            speed = (step + 1) * config.batch * config.context / (time.perf_counter() - began)
-            told = [f"loss {loss:.3f}", f"{loss / math.log(2):.3f} bits/byte", f"{speed / 1e3:.1f}k tokens/s"]
-            bar.update(task, advance=1, description="  ".join([*told, memory(mesh.device_type)]))
+        done = 0
 
-        run = train(config, mesh, corpus(), args.steps, args.seed, args.strategy, report)
+        def report(step: int, loss: float) -> None:
+            nonlocal done
+            done += 1
+            speed = done * config.batch * config.context / (time.perf_counter() - began)
+            told = [f"loss {loss:.3f}", f"{loss / math.log(2):.3f} bits/byte", f"{speed / 1e3:.1f}k tokens/s"]
+            bar.update(task, completed=step + 1, description="  ".join([*told, memory(mesh.device_type)]))
+
+        every = args.save_every or (args.steps if args.resume else 0)
+        saves = Saves(args.out / "checkpoints", every, args.resume) if every else None
+        run = train(config, mesh, corpus(), args.steps, args.seed, args.strategy, report, saves)
     if first:
         args.out.mkdir(parents=True, exist_ok=True)
         plot(run.losses, run.validation, args.out / "loss.png")

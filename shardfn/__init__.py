@@ -5,7 +5,7 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under every torch.func transform.
 """
 
-from shardfn import optim, parallel
+from shardfn import checkpoint, optim, parallel
 from shardfn.autodiff import accumulate, grad, value_and_grad
 from shardfn.collectives import (
     all_gather,
@@ -69,6 +69,7 @@ __all__ = [
     "axis_index",
     "axis_size",
     "by_path",
+    "checkpoint",
     "combine",
     "ddp",
     "fold_in",

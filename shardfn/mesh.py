@@ -360,7 +360,10 @@ def _start_distributed() -> None:
     if dist.is_initialized():
         return
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group()
+        store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
+        # When torchrun starts processes again, those that died have left their addresses in the store.
+        life = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
+        dist.init_process_group(store=life, rank=rank, world_size=size)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     atexit.register(_end_distributed)

@@ -80,7 +80,12 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)
         return scaled(grads, factor, donate), state | {"limit": limit, "norm": norm.detach()}
 
-    return Transform(lambda params: {"limit": limit, "norm": torch.zeros(())}, update)
+    def init(params: Any) -> Any:
+        known = [unit.values for unit in units(params).each if unit.trainable]
+        dtype = torch.float64 if torch.float64 in map(wide, known) else torch.float32
+        return {"limit": limit, "norm": torch.zeros((), dtype=dtype, device=known[0].device if known else None)}
+
+    return Transform(init, update)
 
 
 def clip_by_value(limit: float, *, donate: bool = True) -> Transform:

@@ -12,7 +12,7 @@ from shardfn import collectives, compat
 from shardfn.mesh import mesh_of, scope
 from shardfn.optim.core import Optimizer, Rule
 from shardfn.optim.meta import differentiable
-from shardfn.optim.units import Units, joined, pairs, stretches, units, zeros_like
+from shardfn.optim.units import Units, is_unit, joined, pairs, stretches, units, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
@@ -40,10 +40,10 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
         for name, (yes, part) in parts.items():
             mine, places = _part(known, _values(known), rule, yes)
             made, state[name] = part.step(mine, _part(known, given, rule, yes)[0], state[name])
-            for key, (i, spans) in places.items():
-                nodes = [made[key]] if known.each[i].layout is None else made[key]
-                for (start, stop), node in zip(spans, nodes, strict=True):
-                    new = node if known.each[i].layout is None else node.values
+            for key, spans in places.items():
+                nodes = made[key] if isinstance(made[key], list) else [made[key]]
+                for (i, start, stop), node in zip(spans, nodes, strict=True):
+                    new = node.values if is_unit(node) else node
                     if start < stop or differentiable(new):
                         changed.setdefault(i, []).append((start, stop, new))
         values = _values(known)
@@ -62,23 +62,26 @@ def _values(known: Units) -> list[Any]:
 
 def _part(
     known: Units, values: Sequence[Any], rule: Rule, yes: bool
-) -> tuple[dict[str, Any], dict[str, tuple[int, list[tuple[int, int]]]]]:
-    """The parameters for which the rule says so, as a tree, and where each node of it comes from."""
+) -> tuple[dict[str, Any], dict[str, list[tuple[int, int, int]]]]:
+    """The parameters for which the rule says so, as a tree of stages, `@` and their paths; and where each node of it
+    comes from: a unit, and where in it.
+    """
     tree: dict[str, Any] = {}
-    places: dict[str, tuple[int, list[tuple[int, int]]]] = {}
+    places: dict[str, list[tuple[int, int, int]]] = {}
     for i, (unit, x) in enumerate(zip(known.each, values, strict=True)):
         if not unit.trainable:
             continue
         if unit.layout is None:
             (one,) = unit.segments
             if bool(rule(one.path, one.whole)) is yes:
-                tree[unit.name], places[unit.name] = x, (i, [(0, unit.values.numel())])
+                tree[unit.name], places[unit.name] = x, [(i, 0, unit.values.numel())]
             continue
         chosen = [run[1:] for run in stretches(unit, lambda path, shape: bool(rule(path, shape))) if run[0] is yes]
         if chosen:
-            key = f"{i:06d}"  # in the order of the leaves
-            tree[key] = [unit.part(*run, x if x is None else x.reshape(-1)[run[1] : run[2]]) for run in chosen]
-            places[key] = i, [(start, stop) for _, start, stop in chosen]
+            key = f"@{unit.name}"
+            parts = [unit.part(*run, x if x is None else x.reshape(-1)[run[1] : run[2]]) for run in chosen]
+            tree.setdefault(key, []).extend(parts)
+            places.setdefault(key, []).extend((i, start, stop) for _, start, stop in chosen)
     return tree, places
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +96,80 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank() -> Non
     for error in world(2).errors(body):
         assert isinstance(error, ValueError)
         assert "3 does not divide by 2" in str(error)
+
+
+def interrupted(
+    sizes: dict[str, int], folder: str, steps: int, strategy: str = "hybrid_shard", resume: bool = True
+) -> list[float]:
+    text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    saves = train_lm.Saves(Path(folder), 2, resume)
+
+    def stop(step: int, loss: float) -> None:
+        if step + 1 == steps:
+            raise KeyboardInterrupt
+
+    try:
+        run = train_lm.train(TINY, mesh, (text, text.flip(0)), STEPS, 0, placement(strategy), stop, saves)
+    except KeyboardInterrupt:
+        sf.checkpoint.finish()
+        return []
+    return [*run.losses, run.validation]
+
+
+def test_an_interrupted_run_ends_where_it_would_have(tmp_path: Path) -> None:
+    wanted = on({"replica": 1, "shard": 2})
+    folder = str(tmp_path / "same")
+    for steps in (3, 5):
+        world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, steps)
+    for found in world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, 99):
+        assert found == wanted  # bit for bit on the same mesh
+    folder = str(tmp_path / "others")
+    world(4).run(interrupted, {"replica": 2, "shard": 2}, folder, 3)
+    world(1).run(interrupted, {"replica": 1, "shard": 1}, folder, 5, "ddp")
+    (found,) = {tuple(one) for one in world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, 99, "zero1")}
+    assert torch.allclose(torch.tensor(found).double(), torch.tensor(wanted).double(), rtol=1e-12, atol=0)
+
+
+def test_a_killed_process_restarts_the_run_which_ends_at_the_same_loss(tmp_path: Path) -> None:
+    """torchrun starts all processes again, and they go on from the newest checkpoint."""
+
+    def command(out: Path, *more: str) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        return [*torchrun, "--max-restarts", "2", "examples/train_lm.py", "--steps", "60", "--out", str(out), *more]
+
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(tmp_path)}
+    whole = subprocess.run(command(tmp_path / "whole"), env=settings, capture_output=True, text=True, timeout=200)
+    assert whole.returncode == 0, whole.stderr
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    run = subprocess.Popen(
+        command(tmp_path / "killed", "--resume", "--save-every", "5"),
+        env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        for at in (10, 30):
+            end = time.monotonic() + 100
+            while not any(int(one.name[5:]) >= at for one in checkpoints.glob("step-*")):
+                assert time.monotonic() < end
+                assert run.poll() is None, run.communicate()[1]
+                time.sleep(0.02)
+            victims = workers(run.pid)
+            os.kill(victims[at % len(victims)], signal.SIGKILL)
+        out, error = run.communicate(timeout=200)
+    finally:
+        run.kill()
+    assert run.returncode == 0, error
+    assert error.count("Sending process") >= 2, error  # it was started anew twice
+    ends = [next(line for line in text.splitlines() if line.startswith("held-out")) for text in (out, whole.stdout)]
+    assert ends[0] == ends[1]
+
+
+def workers(parent: int) -> list[int]:
+    """The processes that a torchrun has started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = status.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                found.append(int(status.parent.name))
+    return sorted(found)

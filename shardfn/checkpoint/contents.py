@@ -1,0 +1,280 @@
+"""What a tree of training state holds, under true names: tensors of whole shapes, of which ranks have parts."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn import compat
+from shardfn.checkpoint.boxes import Box, Ints, boxes, whole
+from shardfn.layout import FlatShard, Layout, is_flat
+from shardfn.mesh import Grid
+from shardfn.optim.units import Piece, is_unit
+from shardfn.spec import is_dtensor
+
+Scalar = bool | int | float | complex | str
+SCALARS = (bool, int, float, complex, str)
+BUFFER = 2**25  # bytes of a part that is written or read at a time
+FEW = 2**16  # bytes of a part that copies of it do not share
+
+
+class ByRank:
+    """A value that each rank has its own of: a tensor, number or string, or a pytree of them.
+
+    Where all ranks' are the same it is kept once, and comes back on any number of ranks; else only on as many.
+    Generators are kept so without being told.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"ByRank({self.value!r})"
+
+
+optree.register_pytree_node(
+    ByRank,
+    lambda one: ((one.value,), None, ("value",)),
+    lambda _, children: ByRank(*children),
+    path_entry_type=optree.GetAttrEntry,
+    namespace=optree.registry.__GLOBAL_NAMESPACE,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a named tensor is.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of the whole.
+    """
+
+    dtype: torch.dtype
+    shape: Ints
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a named tensor, in this rank's memory: `values`, contiguous, has the box's sizes."""
+
+    name: str
+    box: Box
+    values: Tensor
+
+
+@dataclass
+class Contents:
+    """A tree, taken apart.
+
+    Attributes:
+        tensors: by name; the same on all ranks, also of what they hold nothing of.
+        parts: what this rank holds of those that are cut, or has to write of them.
+        plain: tensors that are whole on every rank.
+        numbers: and strings.
+        by_rank: names of those in `plain` and `numbers` that may differ between ranks.
+        keys: each name as the keys from the root of the tree.
+        grids: the meshes.
+    """
+
+    tensors: dict[str, Kind] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)
+    plain: dict[str, Tensor] = field(default_factory=dict)
+    numbers: dict[str, Scalar] = field(default_factory=dict)
+    by_rank: set[str] = field(default_factory=set)
+    keys: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    grids: list[Grid] = field(default_factory=list)
+
+
+def contents(state: Any, *, shared: bool) -> Contents:
+    """Takes a tree apart.
+
+    Args:
+        state: a pytree of flat shards, tensors, numbers, strings and generators.
+        shared: whether ranks with the same part of a tensor each take a share of it, as for writing.
+
+    Raises:
+        TypeError: leaves of another kind.
+        ValueError: a name twice.
+    """
+    found = Contents()
+    wrong: list[str] = []
+    for tokens, leaf, own in _leaves(state, (), False):
+        name = ".".join(map(str, tokens)) or "value"
+        if is_unit(leaf):
+            _add_flat(found, tokens, leaf, shared)
+            continue
+        if isinstance(leaf, torch.Generator):
+            leaf, own = leaf.get_state(), True
+        if isinstance(leaf, Tensor) and not is_dtensor(leaf):
+            _known(found, name, tokens)
+            found.tensors[name] = Kind(leaf.dtype, tuple(leaf.shape))
+            found.plain[name] = leaf.detach()
+        elif type(leaf) in SCALARS:
+            _known(found, name, tokens)
+            found.numbers[name] = leaf
+        else:
+            wrong.append(f"{name} is {type(leaf).__module__}.{type(leaf).__qualname__}")
+            continue
+        if own:
+            found.by_rank.add(name)
+    if wrong:
+        raise TypeError(
+            f"a checkpoint holds flat shards, tensors, numbers, strings and generators; {'; '.join(wrong)}: convert "
+            f"them (`.item()`, `str()`, `torch.as_tensor()`), or leave them out"
+        )
+    return found
+
+
+def rebuilt(state: Any, values: dict[str, Any]) -> Any:
+    """The tree with other numbers and strings; tensors and generators are those of the tree."""
+
+    def again(node: Any, tokens: tuple[Any, ...]) -> Any:
+        accessors, leaves, tree = optree.tree_flatten_with_accessor(node, is_leaf=is_unit)
+        made = []
+        for accessor, leaf in zip(accessors, leaves, strict=True):
+            name = ".".join(map(str, (*tokens, *_tokens(accessor)))) or "value"
+            made.append(values.get(name, leaf) if type(leaf) in SCALARS else leaf)
+        return optree.tree_unflatten(tree, made)
+
+    return again(state, ())
+
+
+def generators(state: Any) -> dict[str, torch.Generator]:
+    """The generators of a tree by name."""
+    return {
+        ".".join(map(str, tokens)) or "value": leaf
+        for tokens, leaf, _ in _leaves(state, (), False)
+        if isinstance(leaf, torch.Generator)
+    }
+
+
+def crc(tensor: Tensor) -> int:
+    """Of a tensor's bytes."""
+    total = 0
+    for some in as_bytes(tensor).split(BUFFER):
+        total = zlib.crc32(memoryview(some.numpy()), total)
+    return total
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's elements on the CPU, as a vector of bytes."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _leaves(state: Any, tokens: tuple[Any, ...], own: bool) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(state, is_leaf=lambda x: is_unit(x) or type(x) is ByRank)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        here = (*tokens, *_tokens(accessor))
+        if type(leaf) is ByRank:
+            yield from _leaves(leaf.value, here, True)
+        else:
+            yield here, leaf, own
+
+
+def _tokens(accessor: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(getattr(entry, "field", entry.entry) for entry in accessor if not _silent(entry))
+
+
+def _silent(entry: Any) -> bool:
+    return isinstance(entry, optree.GetAttrEntry) and entry.type is ByRank
+
+
+def _known(found: Contents, name: str, tokens: tuple[Any, ...]) -> None:
+    if name in found.keys:
+        raise ValueError(f"two things in the tree have the name {name!r}: {found.keys[name]} and {tokens}")
+    found.keys[name] = tokens
+
+
+def _add_flat(found: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece, shared: bool) -> None:
+    layout: Layout = node.layout
+    numbers = range(len(layout.entries)) if is_flat(node) else node.entries  # type: ignore[union-attr]
+    first = 0 if is_flat(node) else node.start  # type: ignore[union-attr]
+    found.grids.append(layout.grid)
+    if node.values is None:
+        return
+    prefix, stage = _prefix(tokens, layout.stage)
+    names, inside, values = {}, _inside(layout), node.values.detach()
+    for number in numbers:
+        keys = (*prefix, *stage, *inside[number])
+        name = names[number] = ".".join(map(str, keys)) or "value"
+        _known(found, name, keys)
+        found.tensors[name] = Kind(values.dtype, layout.whole_shape(number))
+    for number, box, at in _cut(layout, compat.global_rank(), shared, values.element_size(), BUFFER):
+        if number in names:
+            own = values[at - first : at - first + box.numel].view(box.sizes)
+            found.parts.append(Part(names[number], box, own))
+
+
+@functools.lru_cache(maxsize=4096)
+def _inside(layout: Layout) -> list[tuple[Any, ...]]:
+    """The keys of each parameter in its stage's tree."""
+    accessors = optree.treespec_accessors(layout.tree)
+    return [_tokens(accessors[entry.leaves[0]]) for entry in layout.entries]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list[tuple[int, Box, int]]:
+    """A rank's piece as boxes of at most `most` bytes: a parameter, a box of it, and where in the piece it begins."""
+    numbers = {entry.path: number for number, entry in enumerate(layout.entries)}
+    begin = layout.grid.index(rank, layout.placement.axes) * layout.piece
+    step, found = max(1, most // width), []
+    for part in layout.ranges(rank):
+        entry, low, high = layout.entries[numbers[part.path]], part.start, part.stop
+        if shared:
+            low, high = _share(layout, entry, rank, low, high, width)
+        for start in range(low, high, step):
+            at = entry.offset - begin + start
+            for box in boxes(entry.shape, start, min(start + step, high)):
+                found.append((numbers[part.path], box.moved(part.corner), at))
+                at += box.numel
+        if entry.numel == 0 and layout.grid.index(rank, _copies(layout, entry)) == 0:
+            found.append((numbers[part.path], whole(entry.shape), 0))
+    return found
+
+
+def _prefix(tokens: tuple[Any, ...], stage: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The keys before a stage's own, and these; together those of the node, but for what tells its buffers apart."""
+    words = tuple(stage.split(".")) if stage else ()
+    marked = [i for i, token in enumerate(tokens) if str(token).startswith("@")]
+    if marked:
+        return tokens[: marked[0]], words
+    several = len(tokens) > 0 and _of_buffer(str(tokens[-1]))
+    for end in (len(tokens), len(tokens) - several):
+        if end >= len(words) and tuple(map(str, tokens[end - len(words) : end])) == words:
+            return tokens[: end - len(words)], tokens[end - len(words) : end]
+    return tokens, ()
+
+
+def _of_buffer(token: str) -> bool:
+    """Whether a key is one of those that tell a stage's buffers apart."""
+    return hasattr(torch, token.split(" ")[0].split(",")[0])
+
+
+def _copies(layout: Layout, entry: Any) -> tuple[str, ...]:
+    """The axes along which ranks hold the same of a parameter."""
+    cut = {*layout.placement.axes, *layout.placement.away, *entry.spec.axes}
+    return tuple(name for name, _ in layout.grid.sizes if name not in cut)
+
+
+def _share(layout: Layout, entry: Any, rank: int, low: int, high: int, width: int) -> tuple[int, int]:
+    axes = _copies(layout, entry)
+    index, size = layout.grid.index(rank, axes), layout.grid.size(axes)
+    if (high - low) * width < FEW * size:
+        chosen = zlib.crc32(entry.path.encode()) % size
+        return (low, high) if index == chosen else (low, low)
+    length = -(-(high - low) // size)
+    return min(low + index * length, high), min(low + (index + 1) * length, high)

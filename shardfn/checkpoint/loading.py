@@ -1,0 +1,195 @@
+"""From a checkpoint to a tree of any placement, each rank reading what it holds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.checkpoint import files
+from shardfn.checkpoint.boxes import whole
+from shardfn.checkpoint.contents import Contents, Part, contents, generators, rebuilt
+from shardfn.checkpoint.saving import finish
+from shardfn.checkpoint.sources import Source, source_of
+from shardfn.checkpoint.team import CheckpointError, Team, team_of
+
+_log = logging.getLogger("shardfn")
+
+
+@dataclass
+class Differences:
+    """How a checkpoint and a tree differ, by name.
+
+    Attributes:
+        missing: wanted by the tree, not in the checkpoint.
+        extra: in the checkpoint, not wanted.
+        shapes: in both, of other shapes: `(checkpoint's, tree's)`.
+        kinds: in both, of other dtypes or types.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.shapes or self.kinds)
+
+    def __str__(self) -> str:
+        told = []
+        if self.missing:
+            told.append(f"missing in the checkpoint: {', '.join(self.missing)}")
+        if self.extra:
+            told.append(f"in the checkpoint, but not in the tree: {', '.join(self.extra)}")
+        for what, found in (("shape", self.shapes), ("kind", self.kinds)):
+            each = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in found.items()]
+            if each:
+                told.append(f"of another {what}: {', '.join(each)}")
+        return "; ".join(told) or "nothing differs"
+
+
+def load(
+    path: str | os.PathLike[str],
+    like: Any,
+    *,
+    strict: bool = True,
+    ignore: Iterable[str] = (),
+    donate: bool = True,
+) -> Any:
+    """Training state from a checkpoint, on all ranks together.
+
+    The checkpoint is one of `save`, on any mesh and by any strategy, or of torch.distributed.checkpoint, FSDP2's say.
+    Each rank reads the parts that it holds, one after another, and compares their checksums; above its shards it needs
+    64 MB, and of others' checkpoints the largest part.
+
+    Args:
+        path: of the checkpoint.
+        like: a tree as `save` takes one, placed as the result shall be.
+        strict: whether everything must be the same on both sides. If not, what is missing stays as it is in `like`,
+            what is extra is left, other dtypes are converted, and the log of `shardfn` says so; other shapes are
+            errors all the same.
+        ignore: regular expressions; entries of the checkpoint whose whole name matches one are not wanted.
+        donate: write into `like`'s tensors and generators. Otherwise they stay as they are.
+
+    Returns:
+        The tree, with the checkpoint's values.
+
+    Raises:
+        CheckpointError: what is missing, extra, of another shape or dtype, all at once; a damaged or foreign file. The
+            same on every rank. If damage is found on the way, `like` may have been overwritten in part.
+    """
+    finish()
+    wanted = contents(like, shared=False)
+    team = team_of(wanted.grids)
+    path = Path(path)
+    rules = [re.compile(rule) for rule in ignore]
+    found: list[Any] = []
+
+    def prepare() -> str:
+        source = source_of(path)
+        differ, names = _compared(source, wanted, team, rules)
+        found[:] = [source, names]
+        if differ.shapes or (strict and differ):
+            raise CheckpointError(str(differ))
+        return str(differ) if differ else ""
+
+    told = team.together(f"load {path}", prepare)
+    if told[0] and team.rank == 0:
+        _log.warning("load %s, not strict: %s", path, told[0])
+    source, names = found
+    tree = like if donate else optree.tree_map(_copied, like)
+    if not donate:
+        wanted = contents(tree, shared=False)
+
+    def read() -> None:
+        _read(source, wanted, names, tree)
+
+    team.together(f"load {path}", read)
+    return rebuilt(tree, {name: source.numbers[theirs] for name, theirs in names.items() if name in wanted.numbers})
+
+
+def latest(root: str | os.PathLike[str]) -> Path | None:
+    """The newest whole checkpoint in a folder; None where there is none. A torn one is never it."""
+    found = files.checkpoints(Path(root))
+    return found[-1] if found else None
+
+
+def _compared(
+    source: Source, wanted: Contents, team: Team, ignore: list[re.Pattern[str]]
+) -> tuple[Differences, dict[str, str]]:
+    """What differs, and under which names what is wanted is to be found."""
+    differ, names = Differences(), {}
+    for name in [*wanted.tensors, *wanted.numbers]:
+        ranks = source.by_rank.get(name)
+        if ranks is not None:
+            if ranks != team.size or name not in wanted.by_rank:
+                ours = f"that of {team.size} ranks" if name in wanted.by_rank else "the same on all ranks"
+                differ.shapes[name] = f"that of {ranks} ranks, each its own", ours
+                continue
+            theirs = f"{name}.rank{team.rank}"
+        else:
+            theirs = name
+        if theirs not in source.tensors and theirs not in source.numbers:
+            differ.missing.append(name)
+            continue
+        names[name] = theirs
+        _compare_one(differ, name, source, theirs, wanted)
+    used = {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
+    differ.extra = [
+        name
+        for name in [*source.tensors, *source.numbers, *source.by_rank]
+        if name not in used
+        and name not in wanted.tensors
+        and name not in wanted.numbers
+        and not any(rule.fullmatch(name) for rule in ignore)
+    ]
+    return differ, names
+
+
+def _compare_one(differ: Differences, name: str, source: Source, theirs: str, wanted: Contents) -> None:
+    kind, number = source.tensors.get(theirs), source.numbers.get(theirs)
+    ours = wanted.tensors.get(name)
+    if ours is None or kind is None:
+        told = str(ours) if ours else type(wanted.numbers[name]).__name__, str(kind) if kind else type(number).__name__
+        if told[0] != told[1]:
+            where = differ.kinds if ours is None and kind is None else differ.shapes
+            where[name] = told[1], told[0]
+        return
+    if kind.shape != ours.shape:
+        differ.shapes[name] = str(kind), str(ours)
+    elif kind.dtype != ours.dtype:
+        differ.kinds[name] = str(kind), str(ours)
+
+
+def _read(source: Source, wanted: Contents, names: dict[str, str], tree: Any) -> None:
+    drawn = generators(tree)
+    states = {name: wanted.plain[name] for name in drawn if name in names}
+    parts = [Part(names[part.name], part.box, part.values) for part in wanted.parts if part.name in names]
+    apart: list[tuple[Tensor, Tensor]] = []
+    for name, x in wanted.plain.items():
+        if name in names:
+            values = x
+            if not x.is_contiguous() or x.is_conj() or x.is_neg():
+                values = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+                apart.append((x, values))
+            parts.append(Part(names[name], whole(x.shape), values))
+    with torch.no_grad():
+        source.read(parts)
+        for x, values in apart:
+            x.copy_(values)
+    for name, state in states.items():
+        drawn[name].set_state(state)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Generator):
+        return leaf.clone_state()
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

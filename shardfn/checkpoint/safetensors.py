@@ -1,0 +1,243 @@
+"""Safetensors files: the length of a header in 8 bytes, the header in JSON, and the tensors one after another.
+
+A model is `model.safetensors`, or `model-00001-of-00002.safetensors` and so on beside an index, which says where each
+tensor is. All that is to be written is known before the first tensor is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardfn.checkpoint import files
+from shardfn.checkpoint.boxes import Ints
+from shardfn.checkpoint.contents import Kind
+from shardfn.checkpoint.team import CheckpointError
+
+MODEL, INDEX, HEADER = "model.safetensors", "model.safetensors.index.json", "__metadata__"
+OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model that is to be written.
+
+    Attributes:
+        headers: file -> its first bytes.
+        lengths: file -> all its bytes.
+        places: tensor -> file and offset.
+        total: bytes of tensors.
+    """
+
+    headers: dict[str, bytes] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    total: int = 0
+
+
+def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str]) -> Plan:
+    """Which file holds which of these tensors, and where.
+
+    Args:
+        tensors: by name.
+        largest: bytes of tensors in a file; one tensor may have more.
+        metadata: for each file.
+
+    Raises:
+        CheckpointError: a dtype, a name or metadata that these files cannot hold.
+    """
+    _check(tensors, metadata)
+    plan = Plan(total=sum(map(_bytes, tensors.values())))
+    groups = _groups(tensors, largest)
+    for number, names in enumerate(groups, 1):
+        file = MODEL if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        names.sort(key=lambda name: -tensors[name].dtype.itemsize)  # each stands at a multiple of its elements' size
+        ends = list(itertools.accumulate((_bytes(tensors[name]) for name in names), initial=0))
+        header = _header({name: tensors[name] for name in names}, ends, metadata)
+        plan.headers[file], plan.lengths[file] = header, len(header) + ends[-1]
+        plan.places.update((name, (file, len(header) + at)) for name, at in zip(names, ends, strict=False))
+    return plan
+
+
+def begin(folder: Path, plan: Plan) -> None:
+    """Files of full length, under other names yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clear(folder)
+    for file, header in plan.headers.items():
+        with aside(folder, file).open("wb") as new:
+            new.write(header)
+            new.truncate(plan.lengths[file])
+            os.fsync(new.fileno())
+
+
+def aside(folder: Path, file: str) -> Path:
+    """Where a file is until all are whole."""
+    return files.aside(folder / file, "writing")
+
+
+def publish(folder: Path, plan: Plan) -> None:
+    """Gives the files their names, the index last, and removes those of an earlier model."""
+    new = set(plan.lengths)
+    if len(new) > 1:
+        new.add(INDEX)
+        where = {name: file for name, (file, _) in plan.places.items()}
+        index = {"metadata": {"total_size": plan.total}, "weight_map": where}
+        files.write_whole(aside(folder, INDEX), json.dumps(index, indent=2).encode())
+        if any((folder / file).exists() for file in plan.lengths):
+            (folder / INDEX).unlink(missing_ok=True)  # an index that is there speaks of files of one model
+            files.sync(folder)
+    for file in sorted(new, key=lambda file: file == INDEX):
+        aside(folder, file).rename(folder / file)
+    files.sync(folder)
+    for old in sorted(folder.iterdir()):
+        if OURS.fullmatch(old.name) and old.name not in new:
+            old.unlink()
+
+
+def clear(folder: Path) -> None:
+    """Removes what was not finished."""
+    for path in folder.glob(".model*.writing"):
+        if OURS.fullmatch(path.name[1 : -len(".writing")]):
+            path.unlink(missing_ok=True)
+
+
+def _bytes(kind: Kind) -> int:
+    return math.prod(kind.shape) * kind.dtype.itemsize
+
+
+def _check(tensors: dict[str, Kind], metadata: Mapping[str, str]) -> None:
+    if any(type(word) is not str for pair in metadata.items() for word in pair):
+        raise CheckpointError(f"metadata is strings by name, not {dict(metadata)!r}")
+    for name, kind in tensors.items():
+        if kind.dtype not in CODES:
+            raise CheckpointError(f"{name} is {kind}, which safetensors does not know: pass another dtype")
+        if name == HEADER:
+            raise CheckpointError(f"no tensor can have the name {HEADER!r}")
+
+
+def _groups(tensors: dict[str, Kind], largest: int) -> list[list[str]]:
+    """The tensors of each file."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, kind in tensors.items():
+        if groups[-1] and size + _bytes(kind) > largest:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += _bytes(kind)
+    return groups
+
+
+def _header(tensors: dict[str, Kind], ends: list[int], metadata: Mapping[str, str]) -> bytes:
+    told: dict[str, Any] = {HEADER: {"format": "pt", **metadata}}
+    for (name, kind), start, stop in zip(tensors.items(), ends, ends[1:], strict=False):
+        told[name] = {"dtype": CODES[kind.dtype], "shape": kind.shape, "data_offsets": [start, stop]}
+    text = json.dumps(told, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str
+    shape: Ints
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def stored_in(path: Path) -> dict[str, Stored]:
+    """The tensors of a model by name, as its files' headers say.
+
+    Args:
+        path: of a file, of an index, or of a folder with either.
+
+    Raises:
+        CheckpointError: a file that is gone, damaged, or lacks what the index says.
+    """
+    if path.is_dir():
+        found = [path / name for name in (MODEL, INDEX) if (path / name).exists()]
+        if not found:
+            raise CheckpointError(f"there is neither {MODEL} nor {INDEX}")
+        path = found[0]
+    if path.suffix != ".json":
+        return _inside(path)
+    where = _index(path)
+    stored: dict[str, Stored] = {}
+    for file in sorted(set(where.values())):
+        inside = _inside(path.parent / file)
+        listed = [name for name in where if where[name] == file]
+        lacking = [name for name in listed if name not in inside]
+        if lacking:
+            raise CheckpointError(f"{path.parent / file} has no {', '.join(lacking)}, though {path.name} says so")
+        stored |= {name: inside[name] for name in listed}
+    return stored
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Where each tensor is."""
+    try:
+        where: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
+        if all(type(file) is str for file in where.values()):
+            return where
+        problem = "its weight_map is not file names"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise CheckpointError(f"{path} cannot be read: {problem}")
+
+
+def _inside(path: Path) -> dict[str, Stored]:
+    with opened(path) as source:
+        slices = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118  # it is no dict
+        return {name: Stored(path, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file, mapped, while the block runs.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is not of the length that its header says.
+        ImportError: the package is not installed.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("reading safetensors needs the package: pip install 'shardfn[huggingface]'") from error
+    try:
+        source = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    with source:
+        yield source

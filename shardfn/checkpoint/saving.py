@@ -1,0 +1,321 @@
+"""Training state to a folder, which is a checkpoint when all of it is on the disk, and nothing before."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardfn.checkpoint import files
+from shardfn.checkpoint.boxes import Box, boxes, whole
+from shardfn.checkpoint.contents import BUFFER, Contents, Kind, Part, Scalar, contents, crc
+from shardfn.checkpoint.files import Chunk, Manifest, Writer
+from shardfn.checkpoint.team import CheckpointError, Team, team_of
+
+Busy = Literal["wait", "refuse"]
+_log = logging.getLogger("shardfn")
+
+
+def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, overwrite: bool = False) -> None:
+    """Writes training state, on all ranks together, to a folder that all of them see.
+
+    The format is torch.distributed.checkpoint's, under true parameter names and whole shapes, so its loaders read it.
+    Each rank writes its own pieces, and of what several hold a share; nothing is gathered. Above its shards a rank
+    needs 64 MB.
+
+    Either the folder is there and whole when this returns, or it raised an error and what was there before is
+    untouched; a process that dies leaves at most a hidden folder beside it, which the next `save` there removes.
+
+    Args:
+        path: of the checkpoint, such as `runs/1/step-00100`. Its parent holds one run's checkpoints.
+        state: any pytree of flat shards, tensors and numbers: parameters, optimizer state, step, generators. Tensors,
+            numbers and strings are the same on every rank; see `ByRank`.
+        keep: afterwards, only as many of the newest checkpoints stay in the parent folder.
+        overwrite: replace a checkpoint of this name, which stays until the new one is whole.
+
+    Raises:
+        CheckpointError: what could not be written, and on which ranks.
+        FileExistsError: there is something of this name.
+        TypeError, ValueError: what is in the tree, or differs between ranks.
+    """
+    finish()
+    begun = _Save(Path(path), contents(state, shared=True), keep, overwrite)
+    begun.write()
+
+
+class Pending:
+    """A checkpoint that is being written."""
+
+    def __init__(self, path: Path, run: Callable[[], None], asks: Team) -> None:
+        self.path, self.asks = path, asks
+        self.error: Exception | None = None
+        self._run = run
+        self._thread = threading.Thread(target=self._write, name=f"checkpoint {path.name}")
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            self.error = error
+            _log.error("the checkpoint %s was not written: %s", self.path, error)
+
+    def done(self) -> bool:
+        """Whether it is over, for better or worse."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until it is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._thread.join()
+        _forget(self)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+def save_async(
+    path: str | os.PathLike[str],
+    state: Any,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+    busy: Busy = "wait",
+) -> Pending:
+    """As `save`, in the background: training may go on, and change the state, as soon as this returns.
+
+    It copies this rank's pieces first, to memory on the CPU that is used again by later calls.
+
+    Args:
+        path: as for `save`, like what follows.
+        state: ...
+        keep: ...
+        overwrite: ...
+        busy: while an earlier one is still being written: `"wait"` for it, or `"refuse"`.
+
+    Returns:
+        A handle. An error in the background is raised by its `wait`, else by the next call of this module.
+
+    Raises:
+        CheckpointError: an earlier one is still being written and `busy="refuse"`, or it failed.
+        TypeError, ValueError: what is in the tree. What `save` finds by comparing ranks is found in the background.
+    """
+    if busy not in ("wait", "refuse"):
+        raise ValueError(f'busy={busy!r}; it is "wait" or "refuse"')
+    if busy == "refuse":
+        _refuse(Path(path))
+    finish()
+    found = contents(state, shared=True)
+    begun = _Save(Path(path), found, keep, overwrite)
+    found.parts = [replace(part, values=copy) for part, copy in zip(found.parts, _staged(found.parts), strict=True)]
+    found.plain = {name: x.cpu().clone() for name, x in found.plain.items()}
+    pending = Pending(begun.path, begun.write, team_of(found.grids, "ask"))
+    _pending.append(pending)
+    return pending
+
+
+_pending: list[Pending] = []
+_memory: list[Tensor] = []
+
+
+def finish() -> None:
+    """Waits for a checkpoint that is being written in the background.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    while _pending:
+        _pending[0].wait()
+
+
+def _forget(pending: Pending) -> None:
+    with contextlib.suppress(ValueError):
+        _pending.remove(pending)
+
+
+def _refuse(path: Path) -> None:
+    """All ranks refuse if one is still writing."""
+    for pending in _pending:
+        if any(pending.asks.gathered(not pending.done())):
+            raise CheckpointError(f"{path}: {pending.path} is still being written")
+
+
+def _staged(parts: list[Part]) -> list[Tensor]:
+    """Copies in memory that is kept for the next time."""
+    lengths = [-(-part.values.numel() * part.values.element_size() // 64) * 64 for part in parts]
+    if not _memory or _memory[0].numel() < sum(lengths):
+        _memory[:] = [torch.empty(sum(lengths), dtype=torch.uint8)]
+    copies = []
+    for part, space in zip(parts, _memory[0][: sum(lengths)].split(lengths), strict=True):
+        used = space[: part.values.numel() * part.values.element_size()]
+        copies.append(used.view(part.values.dtype).view(part.values.shape).copy_(part.values))
+    return copies
+
+
+class _Save:
+    """One call of `save`."""
+
+    def __init__(self, path: Path, found: Contents, keep: int | None, overwrite: bool) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep}; it is how many checkpoints stay, 1 or more")
+        self.path, self.found, self.keep, self.overwrite = path, found, keep, overwrite
+        self.folder = files.aside(path, "writing")
+        self.team = team_of(found.grids)
+
+    def _agree(self) -> None:
+        found, taken = self.found, self.team.rank == 0 and self.path.exists()
+        exists = taken and not (self.overwrite and files.is_checkpoint(self.path))
+        told = {name: str(kind) for name, kind in found.tensors.items()}
+        told |= {name: f"{type(value).__name__} {value!r}" for name, value in found.numbers.items()}
+        told |= {name: f"by rank {told[name].split(' ')[0]}" for name in found.by_rank}
+        told = {"the path": str(self.path), **told}
+        digests = self.team.gathered((exists, zlib.crc32(repr(sorted(told.items())).encode())))
+        if digests[0][0]:
+            what = "is no checkpoint: pass another path" if self.overwrite else "pass overwrite=True, or another path"
+            raise FileExistsError(f"{self.path} exists{', and ' if self.overwrite else ': '}{what}")
+        if len({digest for _, digest in digests}) == 1:
+            return
+        every, wrong, nothing = self.team.gathered(told), [], "nothing of this name"
+        for rank, theirs in enumerate(every):
+            names = [name for name in {**every[0], **theirs} if every[0].get(name) != theirs.get(name)]
+            wrong += [
+                f"{name}: rank 0 has {every[0].get(name, nothing)}, rank {rank} {theirs.get(name, nothing)}"
+                for name in names
+            ]
+        raise ValueError(
+            f"save {self.path}: ranks differ: {'; '.join(wrong[:8])}"
+            f"{f' and {len(wrong) - 8} more' if len(wrong) > 8 else ''}. What each rank has its own of goes into "
+            f"ByRank(...)"
+        )
+
+    def write(self) -> None:
+        """Everything to the disk, and then its name."""
+        what = f"save {self.path}"
+        self._agree()
+        try:
+            self.team.together(what, self._begin)
+            kept = self._compare()
+            told = self.team.together(what, lambda: self._own(kept))
+            self.team.together(what, lambda: self._end(told) if self.team.rank == 0 else None)
+        except BaseException:
+            if self.team.rank == 0:
+                with contextlib.suppress(OSError):
+                    files.discard(self.folder)
+            raise
+
+    def _begin(self) -> None:
+        if self.team.rank == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            files.tidy(self.path.parent, None)
+            self.folder.mkdir()
+
+    def _compare(self) -> dict[str, list[int]]:
+        """Who writes each plain tensor and number under a name of its own: all ranks, or the first for all."""
+        found = self.found
+        digests = {name: crc(x) for name, x in found.plain.items()}
+        digests |= {name: _digest(found.numbers[name]) for name in found.by_rank if name in found.numbers}
+        kinds = {name: found.tensors[name].shape for name in found.by_rank if name in found.tensors}
+        every = self.team.gathered((digests, kinds))
+        mine = {name: (digest, kinds.get(name)) for name, digest in digests.items()}
+        differ = [name for name in mine if any((one[name], some.get(name)) != mine[name] for one, some in every)]
+        wrong = [name for name in differ if name not in found.by_rank]
+        if wrong:
+            raise ValueError(
+                f"save {self.path}: {', '.join(wrong[:8])} {'have' if len(wrong) > 1 else 'has'} other numbers on some "
+                f"ranks than on others; what each rank has its own of goes into ByRank(...)"
+            )
+        return {name: list(range(self.team.size)) for name in differ}
+
+    def _own(self, apart: dict[str, list[int]]) -> Any:
+        """Writes this rank's file."""
+        found, team = self.found, self.team
+        if not self.folder.is_dir():
+            raise OSError(
+                f"this rank does not see {self.folder}, which rank 0 has made: all ranks need one file system"
+            )
+        writer = Writer(self.folder, f"__{team.rank}_0.distcp")
+        chunks: list[tuple[str, Chunk]] = []
+        numbers: dict[str, Scalar] = {}
+        places: dict[str, tuple[str, int, int]] = {}
+        kinds: dict[str, Kind] = {}
+        try:
+            for part in found.parts:
+                chunks.append((part.name, writer.tensor(part.values, part.box)))
+            load = [0] * team.size
+            for name, x in found.plain.items():
+                turn = load.index(min(load))
+                load[turn] += x.numel() * x.element_size() + 4096
+                if name in apart or turn == team.rank:
+                    own = f"{name}.rank{team.rank}" if name in apart else name
+                    kinds[own] = Kind(x.dtype, tuple(x.shape))
+                    chunks += [(own, writer.tensor(piece, box)) for piece, box in _pieces(x)]
+            for name, value in found.numbers.items():
+                if name in apart or team.rank == 0:
+                    own = f"{name}.rank{team.rank}" if name in apart else name
+                    numbers[own] = value
+                    places[own] = writer.number(value)
+            size = writer.end()
+        finally:
+            writer.close()
+        return chunks, kinds, numbers, places, writer.name, size, sorted(apart)
+
+    def _end(self, told: list[Any]) -> None:
+        found = self.found
+        manifest = Manifest(
+            by_rank=dict.fromkeys(told[0][-1], self.team.size), about=files.about(self.path.parent, self.team.size)
+        )
+        apart = set(told[0][-1])
+        manifest.tensors = {name: kind for name, kind in found.tensors.items() if name not in apart}
+        keys = {name: key for name, key in found.keys.items() if name not in apart}
+        places: dict[str, tuple[str, int, int]] = {}
+        for rank, (chunks, kinds, numbers, own, name, size, _) in enumerate(told):
+            manifest.tensors |= kinds
+            manifest.numbers |= numbers
+            places |= own
+            manifest.files[name] = size
+            for owner, chunk in chunks:
+                manifest.chunks.setdefault(owner, []).append(chunk)
+            keys |= {f"{one}.rank{rank}": (*found.keys[one][:-1], f"{found.keys[one][-1]}.rank{rank}") for one in apart}
+        _complete(manifest)
+        files.write_metadata(self.folder, manifest, keys, places)
+        files.write_manifest(self.folder, manifest)
+        files.publish(self.folder, self.path)
+        files.tidy(self.path.parent, self.keep)
+
+
+def _complete(manifest: Manifest) -> None:
+    """Raises CheckpointError unless the parts of each tensor make it up."""
+    for name, kind in manifest.tensors.items():
+        have = sum(chunk.box.numel for chunk in manifest.chunks.get(name, []))
+        if have != whole(kind.shape).numel or name not in manifest.chunks:
+            raise CheckpointError(
+                f"{name} has {whole(kind.shape).numel} elements, of which ranks wrote {have}: was the tree made on "
+                f"this mesh?"
+            )
+
+
+def _pieces(x: Tensor) -> Iterator[tuple[Tensor, Box]]:
+    """A whole tensor in pieces that are no larger than the buffer."""
+    flat, step = x.reshape(-1), max(1, BUFFER // x.element_size())
+    if not x.numel():
+        yield x, whole(x.shape)
+    for start in range(0, x.numel(), step):
+        for box in boxes(x.shape, start, min(start + step, x.numel())):
+            yield flat[start : start + box.numel].view(box.sizes), box
+            start += box.numel
+
+
+def _digest(value: Scalar) -> int:
+    return crc(torch.tensor(list(f"{type(value).__name__} {value!r}".encode()), dtype=torch.uint8))

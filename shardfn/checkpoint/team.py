@@ -1,0 +1,97 @@
+"""The processes that save or load together: what one of them meets, all of them say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shardfn.mesh import Grid, group_over
+
+T = TypeVar("T")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read; the same on every rank."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """Some processes, of which this is one.
+
+    Attributes:
+        rank: this one's number among them.
+        size: how many they are.
+        group: by which they talk; None for one process.
+    """
+
+    rank: int
+    size: int
+    group: Any = None
+
+    def gathered(self, mine: T) -> list[T]:
+        """Every rank's object."""
+        if self.group is None:
+            return [mine]
+        every: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(every, mine, group=self.group)
+        except RuntimeError as error:
+            raise CheckpointError(f"a rank is gone, or did not come: {error}") from error
+        return every
+
+    def together(self, what: str, run: Callable[[], T]) -> list[T]:
+        """What `run` returns on every rank; if it fails on one, all raise the same.
+
+        Raises:
+            CheckpointError: what failed, on which ranks.
+        """
+        mine: T | None = None
+        cause: Exception | None = None
+        try:
+            mine = run()
+        except Exception as error:
+            cause = error
+        every = self.gathered((mine, None if cause is None else _told(cause)))
+        failed: dict[str, list[int]] = {}
+        for rank, (_, told) in enumerate(every):
+            if told is not None:
+                failed.setdefault(told, []).append(rank)
+        if failed:
+            where = [f"{_on(ranks, self.size)}{told}" for told, ranks in failed.items()]
+            raise CheckpointError(f"{what}: {'; '.join(where)}") from cause
+        return [result for result, _ in every]  # type: ignore[misc]
+
+
+def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
+    """The ranks of these meshes; all processes, where there are none.
+
+    Args:
+        grids: the meshes.
+        use: teams for different uses may talk at the same time.
+
+    Raises:
+        ValueError: meshes of different ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Team(0, 1)
+    found = {tuple(sorted(grid.ranks)) for grid in grids} or {tuple(range(dist.get_world_size()))}
+    if len(found) > 1:
+        raise ValueError(f"a checkpoint is of one mesh, or of several with the same ranks; here are {sorted(found)}")
+    ranks = list(found.pop())
+    if len(ranks) == 1:
+        return Team(0, 1)
+    own = dist.get_backend() in ("gloo", "nccl", "undefined")  # others know no gloo beside them
+    return Team(ranks.index(dist.get_rank()), len(ranks), group_over(ranks, *((use, "gloo") if own else ())))
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _on(ranks: list[int], size: int) -> str:
+    if len(ranks) == size:
+        return ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "

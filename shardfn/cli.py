@@ -1,0 +1,303 @@
+"""The command line: `shardfn checkpoint inspect | verify | consolidate | reshard | diff`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardfn.checkpoint import converting, files, tools, verifying
+from shardfn.checkpoint.converting import Written
+from shardfn.checkpoint.reading import Report
+from shardfn.checkpoint.sources import source_of
+from shardfn.checkpoint.team import CheckpointError
+
+SAME, DIFFERENT, WRONG = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: its words; those of this process, if not given.
+
+    Returns:
+        The exit status: 0; 1 for a checkpoint that is damaged or two that differ; 2 for what could not be done.
+    """
+    try:
+        args = _parser().parse_args(argv)
+        if find_spec("rich") is None:
+            raise CheckpointError("the command line needs rich, which is in the extra cli: pip install 'shardfn[cli]'")
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return _say("interrupted", 130)
+    except BrokenPipeError:  # whoever reads the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (CheckpointError, _Usage) as error:
+        return _say(str(error), WRONG)
+    except Exception as error:
+        return _say(f"{type(error).__name__}: {error}", WRONG)
+
+
+class _Usage(Exception):
+    """Words that make no command."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Usage(f"{message}; see {self.prog} --help")
+
+
+def _say(message: str, status: int) -> int:
+    print(f"shardfn: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="shardfn", description="Functional sharded training on PyTorch.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    about = "what checkpoints hold, whether they are whole, and what to make of them"
+    _checkpoint(commands.add_parser("checkpoint", help=about, description=f"{about.capitalize()}."))
+    return parser
+
+
+def _checkpoint(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], told: str, more: str = "") -> Any:
+        made = commands.add_parser(name, help=told, description=f"{told[0].upper()}{told[1:]}. {more}".strip())
+        made.set_defaults(run=run)
+        return made
+
+    def only(made: Any) -> None:
+        made.add_argument("--entries", metavar="REGEX", type=_pattern, help="only those whose whole name matches")
+
+    one = command("inspect", _inspect, "list what is in a checkpoint, or the checkpoints in a folder")
+    one.add_argument("path", type=Path, metavar="PATH")
+    only(one)
+    one.add_argument("--json", action="store_true", help="print JSON")
+
+    codes = "Exit status: 0 whole, 1 damaged, 2 could not be done."
+    one = command("verify", _verify, "read every byte, compare with the checksums, and name all damage", codes)
+    one.add_argument("paths", type=Path, metavar="PATH", nargs="+")
+    one.add_argument("--json", action="store_true", help="print JSON, a list with an object for each path")
+
+    one = command("consolidate", _consolidate, "write whole tensors to one file", "SRC is also one of torch's own.")
+    one.add_argument("src", type=Path, metavar="SRC")
+    told = "NAME.safetensors: tensors, written part by part; or NAME.pt: all in nested dicts by torch.save, which must "
+    one.add_argument("dst", type=Path, metavar="DST", help=f"{told}fit into memory")
+    only(one)
+    one.add_argument("--strip", metavar="PREFIX", default="", help="what names that begin with it lose, as `model.`")
+    one.add_argument("--overwrite", action="store_true", help="replace DST")
+
+    told = "write the same checkpoint as another number of ranks would"
+    one = command("reshard", _reshard, told, "SRC is also one of torch's own, DST always one of shardfn.")
+    one.add_argument("src", type=Path, metavar="SRC")
+    one.add_argument("dst", type=Path, metavar="DST")
+    one.add_argument("--ranks", type=_count, metavar="N", required=True)
+
+    codes = "Exit status: 0 the same, 1 different, 2 could not be done."
+    one = command("diff", _diff, "compare two checkpoints, written by any number of ranks", codes)
+    one.add_argument("a", type=Path, metavar="A")
+    one.add_argument("b", type=Path, metavar="B")
+    told = "absolute differences up to which numbers are the same; default: %(default)s"
+    one.add_argument("--tolerance", type=_tolerance, metavar="T", default=0.0, help=told)
+    one.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if not files.is_checkpoint(files.restored(args.path)):
+        return _inspect_folder(args)
+    about, source = tools.summary(args.path), source_of(args.path)
+    names = tools.chosen(source, args.entries)
+    tensors = tools.entries(source, names)
+    numbers = {name: source.numbers[name] for name in names if name in source.numbers}
+    if args.json:
+        return _print_json({**_plain(about), "by_rank": source.by_rank, "entries": tensors, "numbers": numbers})
+    if tensors:
+        cells = [(one.name, one.dtype, list(one.shape), _size(one.bytes), one.parts) for one in tensors]
+        _print_table(["tensor", "dtype", "shape", "bytes", "parts"], cells, right=(3, 4))
+    if numbers:
+        rows = [(name, type(value).__name__, repr(value)) for name, value in numbers.items()]
+        _print_table(["number", "type", "value"], rows)
+    for name, ranks in source.by_rank.items():
+        print(f"{name} is that of {ranks} ranks, each its own")
+    _print_table(["", ""], [(key, value) for key, value in _told(about).items()])
+    if not about.whole:
+        print(f"Files are gone or cut off: see shardfn checkpoint verify {args.path}")
+    return SAME
+
+
+def _inspect_folder(args: argparse.Namespace) -> int:
+    found = tools.summaries(args.path)
+    if args.entries is not None:
+        raise CheckpointError(f"{args.path} is a folder of checkpoints: --entries is for one of them")
+    if args.json:
+        return _print_json({"path": args.path, "checkpoints": found})
+    rows = [(one.path.name, *_told(one).values(), "latest" if one.latest else "") for one in found]
+    _print_table(["checkpoint", *_told(found[0]), ""], rows, right=(5, 6, 7))
+    return SAME
+
+
+def _told(one: tools.Summary) -> dict[str, Any]:
+    state = {"state": "whole" if one.whole else "torn", "format": one.format, "made": one.made}
+    known = {**state, "ranks": one.ranks, "number": one.number, "bytes": _size(one.bytes), "files": one.files}
+    return {key: "-" if value is None else value for key, value in known.items()}
+
+
+def _verify(args: argparse.Namespace) -> int:
+    for path in args.paths:
+        verifying.found_at(path)
+    found = []
+    for path in args.paths:
+        with _bar(f"verify {path}") as report:
+            found.append(verifying.verify(path, report))
+        if not args.json:
+            _print_verdict(found[-1])
+    if args.json:
+        _print_json([{**_plain(one), "whole": not one.damage} for one in found])
+    return DIFFERENT if any(one.damage for one in found) else SAME
+
+
+def _print_verdict(one: verifying.Verdict) -> None:
+    told = f"{one.entries} entries, {_size(one.bytes)} in {one.files} files"
+    if one.damage:
+        print(f"{one.path}: damaged in {len(one.damage)} place{'s' * (len(one.damage) > 1)}; {told}")
+        rows = [(bad.file, f"{bad.start}-{bad.stop}", ", ".join(bad.entries), bad.what) for bad in one.damage]
+        _print_table(["file", "bytes", "entries", "what is wrong"], rows)
+    else:
+        print(f"{one.path}: whole; {told}")
+    if one.format == "torch":
+        print(
+            "  torch.distributed.checkpoint keeps no checksums of files: only the structure could be checked, and the "
+            "checksums that items have themselves"
+        )
+
+
+def _consolidate(args: argparse.Namespace) -> int:
+    with _bar(f"consolidate {args.src}") as report:
+        done = converting.consolidate(
+            args.src, args.dst, pattern=args.entries, strip=args.strip, overwrite=args.overwrite, report=report
+        )
+    return _print_written(done)
+
+
+def _reshard(args: argparse.Namespace) -> int:
+    with _bar(f"reshard {args.src}") as report:
+        done = converting.reshard(args.src, args.dst, args.ranks, report=report)
+    return _print_written(done)
+
+
+def _print_written(done: Written) -> int:
+    print(f"{done.path}: {done.tensors} tensors, {done.numbers} numbers, {_size(done.bytes)}")
+    if done.left_out:
+        print(f"left out, as nothing that it can hold: {', '.join(done.left_out)}")
+    return SAME
+
+
+def _diff(args: argparse.Namespace) -> int:
+    with _bar(f"diff {args.a} {args.b}") as report:
+        found = tools.diff(args.a, args.b, tolerance=args.tolerance, report=report)
+    if args.json:
+        _print_json({"same": not found, **_plain(found)})
+        return DIFFERENT if found else SAME
+    if not found:
+        print("the same")
+        return SAME
+    rows: list[tuple[Any, ...]] = [(name, "only in A", "") for name in found.only_a]
+    rows += [(name, "only in B", "") for name in found.only_b]
+    rows += [(name, "of another kind", f"{a}; {b}") for name, (a, b) in found.kinds.items()]
+    rows += [(name, "another number", f"{a!r}; {b!r}") for name, (a, b) in found.numbers.items()]
+    rows += [
+        (name, "other values", f"{differ} of {numel}, by up to {largest:.3g}")
+        for name, (differ, numel, largest) in found.values.items()
+    ]
+    _print_table(["entry", "is", "A; B"], rows)
+    return DIFFERENT
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
+    return int(text)
+
+
+def _tolerance(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if float(text) >= 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: a number that is not negative")
+
+
+@contextlib.contextmanager
+def _bar(told: str) -> Iterator[Report]:
+    """A progress bar of bytes, where somebody sees it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(20), DownloadColumn(), TransferSpeedColumn()
+    console, shown = Console(stderr=True), sys.stderr.isatty()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown, transient=True) as progress:
+        task = progress.add_task(told, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, show_header=any(names), pad_edge=False)
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(value)) for value in row))
+    # What is not read on a terminal has lines of any length.
+    Console(width=None if sys.stdout.isatty() else 100_000, highlight=False).print(table)
+
+
+def _print_json(value: Any) -> int:
+    print(json.dumps(_plain(value), indent=2))
+    return SAME
+
+
+def _plain(value: Any) -> Any:
+    """In what JSON has; numbers that it has not as strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, complex):
+        return [_plain(value.real), _plain(value.imag)]
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
+
+
+def _size(count: int) -> str:
+    from rich.filesize import decimal
+
+    return decimal(count)

@@ -1,0 +1,649 @@
+"""Training state comes back as it was, on any mesh; what cannot be trusted is an error on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import pickle
+import random
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import optree
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn import P, checkpoint
+from shardfn.checkpoint import boxes, contents, files
+from shardfn.checkpoint.boxes import Box
+from shardfn.checkpoint.sources import source_of
+from shardfn.checkpoint.verifying import verify
+from shardfn.testing import World, world
+from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
+
+DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+PLACEMENTS: dict[str, Any] = {
+    "full_shard": lambda shard, rest: sf.hybrid_shard(shard, rest),
+    "ddp": lambda shard, rest: sf.ddp((*shard, *rest)),
+    "zero1": lambda shard, rest: sf.zero1((*shard, *rest)),
+    "zero2 beside copies": lambda shard, rest: sf.hybrid_shard_zero2(shard, rest) if rest else sf.zero2(shard),
+}
+
+
+WHOLE = P()
+
+
+@functools.cache
+def mesh_of(*sizes: tuple[str, int]) -> Any:
+    """It lives as long as this process."""
+    return sf.make_mesh(device="cpu", **dict(sizes))
+
+
+def placed(tree: Any, sizes: dict[str, int], kind: str, specs: Any = WHOLE) -> Any:
+    mesh = mesh_of(*sizes.items())
+    rest = tuple(name for name in sizes if name == "replica")
+    return sf.shard(tree, mesh, PLACEMENTS[kind](("shard",), rest), specs=specs)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit, of trees of tensors and numbers."""
+    first, second = optree.tree_leaves(a), optree.tree_leaves(b)
+    return len(first) == len(second) and all(
+        torch.equal(contents.as_bytes(x), contents.as_bytes(y)) and x.dtype == y.dtype and x.shape == y.shape
+        if isinstance(x, Tensor)
+        else x == y and type(x) is type(y)
+        for x, y in zip(first, second, strict=True)
+    )
+
+
+def cleared(tree: Any) -> Any:
+    """A tree of the same kinds with other values."""
+    return optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else type(x)(), tree)
+
+
+# --- boxes ---
+
+
+@given(shape=shapes(max_ndim=4, max_size=4), data=st.data())
+def test_a_stretch_is_boxes_in_order_that_touch_nothing_else(shape: tuple[int, ...], data: Any) -> None:
+    n = math.prod(shape)
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, n)] * 2)))
+    numbers = torch.arange(n).view(shape)
+    found = list(boxes.boxes(shape, start, stop))
+    read = [numbers[box.within(boxes.whole(shape))].reshape(-1) for box in found]
+    assert torch.cat([torch.empty(0, dtype=torch.long), *read]).tolist() == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@given(a=shapes(3, 3, 1), b=shapes(3, 3, 1), offsets=st.tuples(*[st.integers(0, 4)] * 3))
+def test_what_two_boxes_have_in_common_is_what_both_have(
+    a: tuple[int, ...], b: tuple[int, ...], offsets: tuple[int, ...]
+) -> None:
+    marks = torch.zeros(10, 10, 10)
+    first, second = Box((0, 0, 0), a), Box(offsets, b)
+    for box in (first, second):
+        marks[box.within(boxes.whole(marks.shape))] += 1
+    both = first.common(second)
+    assert int((marks == 2).sum()) == (both.numel if both else 0)
+    if both:
+        assert bool((marks[both.within(boxes.whole(marks.shape))] == 2).all())
+
+
+# --- there and back ---
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor to be; some dtypes cannot be sent to ranks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    seed: int
+
+
+def made(tree: Any) -> Any:
+    return optree.tree_map(lambda x: tensor_of(x.shape, x.dtype, x.seed) if isinstance(x, Leaf) else x, tree)
+
+
+def written(path: str, tree: Any, sizes: dict[str, int], kind: str, extra: Any) -> None:
+    tree, extra = made(tree), made(extra)
+    checkpoint.save(path, {"model": placed(tree, sizes, kind), **extra})
+
+
+def read(path: str, tree: Any, sizes: dict[str, int], kind: str, extra: Any) -> Any:
+    tree, extra = made(tree), made(extra)
+    like = {"model": placed(cleared(tree), sizes, kind), **cleared(extra)}
+    found = checkpoint.load(path, like)
+    whole = sf.unshard(found.pop("model"))
+    return same(whole, tree) and same(found, extra)
+
+
+LEAVES = st.builds(Leaf, shapes(max_ndim=3, max_size=6), st.sampled_from(DTYPES), st.integers(0, 2**16))
+
+
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    tree=pytrees(LEAVES, 6),
+    first=mesh_sizes(),
+    second=mesh_sizes(),
+    kinds=st.tuples(*[st.sampled_from(sorted(PLACEMENTS))] * 2),
+    numbers=st.dictionaries(
+        st.sampled_from("abc"), st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+    ),
+    plain=LEAVES,
+)
+def test_any_tree_comes_back_on_any_mesh(
+    tree: Any, first: Any, second: Any, kinds: tuple[str, str], numbers: Any, plain: Leaf, tmp_path_factory: Any
+) -> None:
+    path = str(tmp_path_factory.mktemp("checkpoint") / "one")
+    tree = {"tree": tree}
+    extra = {"numbers": numbers, "plain": plain}
+    world(math.prod(first.values())).run(written, path, tree, first, kinds[0], extra)
+    assert files.intact(Path(path)) is not None
+    assert all(world(math.prod(second.values())).run(read, path, tree, second, kinds[1], extra))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda: so.adamw(so.warmup_cosine(1e-2, warmup=2, steps=10), weight_decay=0.1),
+    "chain": lambda: so.chain(so.clip_by_global_norm(0.5), so.sgd(0.1, momentum=0.9)),
+    "adafactor": lambda: so.adafactor(1e-2),
+    "muon": lambda: so.masked(so.muon(1e-2), lambda path, shape: len(shape) == 2, so.adamw(1e-3)),
+    "average": lambda: so.ema(so.lion(1e-3), 0.9),
+    "scaled": lambda: so.loss_scaled(so.adamw(1e-2)),
+}
+
+
+def model() -> Any:
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    return {
+        "first": {"w": normal(4, 8), "b": normal(8)},
+        "blocks": [{"w": normal(8, 8), "b": normal(8)} for _ in range(2)],
+    }
+
+
+SPECS = sf.by_path([(r".*\.w", P(None, "tensor")), (r".*\.b", P("tensor"))])
+
+
+def begun(optimizer: Any, sizes: dict[str, int], kind: str) -> dict[str, Any]:
+    params = placed(model(), sizes, kind, SPECS if "tensor" in sizes else P())
+    return {"model": params, "optimizer": optimizer.init(params), "step": 0, "noise": torch.Generator().manual_seed(3)}
+
+
+def steps(state: Any, optimizer: Any, count: int) -> Any:
+    for _ in range(count):
+        noise = torch.rand((), generator=state["noise"], dtype=torch.float64)
+        grads = optree.tree_map(lambda x, noise=noise: torch.tanh(x) + noise * x, state["model"])
+        layouts = optree.tree_leaves(state["model"], is_leaf=lambda x: isinstance(x, sf.FlatShard))
+        if any(flat.layout.divided is not flat.layout for flat in layouts):
+            grads = divided(grads)
+        params, moments = optimizer.step(state["model"], grads, state["optimizer"])
+        state = {**state, "model": params, "optimizer": moments, "step": state["step"] + 1}
+    return state
+
+
+def divided(grads: Any) -> Any:
+    """As a stage leaves them: cut as the optimizer's state is."""
+
+    def own(flat: Any) -> Any:
+        layout, small = flat.layout, flat.layout.divided
+        rank = torch.distributed.get_rank()
+        begin = layout.grid.index(rank, small.placement.axes) * small.piece
+        begin -= layout.grid.index(rank, layout.placement.axes) * layout.piece
+        return sf.FlatShard(flat.values[begin : begin + small.piece].clone(), small)
+
+    return optree.tree_map(own, grads, is_leaf=lambda x: isinstance(x, sf.FlatShard))
+
+
+def moved(name: str, first: Any, second: Any, path: str, phase: str) -> Any:
+    optimizer = OPTIMIZERS[name]()
+    mesh = mesh_of(*(first if phase == "save" else second)[0].items())
+
+    def run(state: Any, count: int) -> Any:
+        return sf.shard_map(lambda s: steps(s, optimizer, count), mesh=mesh, in_specs=..., out_specs=...)(state)
+
+    if phase == "save":
+        state = run(begun(optimizer, *first), 3)
+        checkpoint.save(path, state)
+        return sf.unshard(run(state, 3)["model"])
+    state = checkpoint.load(path, begun(optimizer, *second))
+    assert state["step"] == 3
+    return sf.unshard(run(state, 3)["model"])
+
+
+MOVES = [
+    (({"shard": 4}, "full_shard"), ({"shard": 1}, "full_shard")),
+    (({"shard": 1}, "ddp"), ({"shard": 3}, "zero1")),
+    (({"shard": 3}, "zero1"), ({"shard": 2}, "zero2 beside copies")),
+    (({"replica": 2, "shard": 2}, "full_shard"), ({"shard": 2, "tensor": 2}, "zero1")),
+    (({"shard": 2, "tensor": 2}, "full_shard"), ({"replica": 2, "shard": 2}, "zero2 beside copies")),
+    (({"shard": 2}, "full_shard"), ({"shard": 2}, "full_shard")),
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("first", "second"), MOVES, ids=lambda move: f"{move[1]}-{'x'.join(map(str, move[0].values()))}"
+)
+def test_training_goes_on_as_if_never_interrupted(name: str, first: Any, second: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-3")
+    wanted = world(math.prod(first[0].values())).run(moved, name, first, second, path, "save")[0]
+    for found in world(math.prod(second[0].values())).run(moved, name, first, second, path, "load"):
+        if first == second:
+            assert same(found, wanted)
+        for a, b in zip(optree.tree_leaves(found), optree.tree_leaves(wanted), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# --- what each rank has its own of ---
+
+
+def by_rank(path: str, phase: str, equal: bool) -> Any:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    rank = 0 if equal else mesh.get_rank()
+    own = torch.Generator().manual_seed(rank)
+    state: dict[str, Any] = {
+        "noise": own,
+        "mine": checkpoint.ByRank({"x": torch.full((rank + 1,), rank), "name": f"rank {rank}"}),
+    }
+    if phase == "save":
+        checkpoint.save(path, state)
+        return None
+    like = {"noise": torch.Generator(), "mine": checkpoint.ByRank({"x": torch.zeros(rank + 1).long(), "name": ""})}
+    found = checkpoint.load(path, like)
+    return torch.equal(found["noise"].get_state(), own.get_state()) and same(found["mine"].value, state["mine"].value)
+
+
+def test_what_each_rank_has_its_own_of_comes_back_to_it(tmp_path: Path) -> None:
+    world(2).run(by_rank, str(tmp_path / "own"), "save", False)
+    assert world(2).run(by_rank, str(tmp_path / "own"), "load", False) == [True] * 2
+    for error in world(3).errors(by_rank, str(tmp_path / "own"), "load", False):
+        assert isinstance(error, checkpoint.CheckpointError)
+        assert all(word in str(error) for word in ("noise", "mine.x", "mine.name", "2 ranks", "3 ranks"))
+    world(2).run(by_rank, str(tmp_path / "equal"), "save", True)
+    assert world(3).run(by_rank, str(tmp_path / "equal"), "load", True) == [True] * 3
+
+
+# --- what is not the same on both sides ---
+
+
+def simple(size: int, **more: Any) -> Any:
+    mesh = mesh_of(("shard", size))
+    tree = {"w": torch.arange(240.0).view(40, 6), "b": torch.ones(3, dtype=torch.bfloat16)}
+    return {"model": sf.shard(tree, mesh, sf.full_shard("shard")), "step": 3, **more}
+
+
+def mismatched(path: str) -> Any:
+    mesh = mesh_of(("shard", 2))
+    checkpoint.save(path, simple(2, gone=torch.ones(2), kind=1, other=2.0))
+    tree = {"w": torch.zeros(6, 40), "b": torch.zeros(3), "new": torch.zeros(2)}
+    like = {"model": sf.shard(tree, mesh, sf.full_shard("shard")), "step": 0, "kind": "", "other": torch.ones(2)}
+    errors = []
+    for strict in (True, False):
+        with pytest.raises(checkpoint.CheckpointError) as caught:
+            checkpoint.load(path, like, strict=strict)
+        errors.append(str(caught.value))
+    tree = {"w": torch.zeros(40, 6), "b": torch.zeros(3), "new": torch.full((2,), 5.0)}
+    like = {"model": sf.shard(tree, mesh, sf.full_shard("shard")), "step": 0}
+    loose = checkpoint.load(path, like, strict=False)
+    like = simple(2)
+    before = optree.tree_map(lambda x: x, like)
+    like["model"] = optree.tree_map(torch.zeros_like, like["model"])
+    kept = checkpoint.load(path, like, ignore=["gone", "kind|other"], donate=False)
+    untouched = all(not x.any() for x in optree.tree_leaves(like["model"]))
+    return errors, sf.unshard(loose["model"]), untouched and same(sf.unshard(kept), sf.unshard(before))
+
+
+@pytest.mark.world(2)
+def test_all_that_differs_is_told_at_once_on_every_rank(world: World, tmp_path: Path) -> None:
+    for errors, loose, kept in world.run(mismatched, str(tmp_path / "one")):
+        for word in (
+            "missing in the checkpoint: model.new", "in the checkpoint, but not in the tree: gone",
+            "model.w is float32 [40, 6] there, float32 [6, 40] in the tree",
+            "model.b is bfloat16 [3] there, float32 [3] in the tree", "kind is int there, str in the tree",
+            "other is float there, float32 [2] in the tree",
+        ):  # fmt: skip
+            assert word in errors[0], (word, errors[0])
+        assert "model.w" in errors[1]  # a shape is an error all the same
+        assert loose["w"].tolist() == torch.arange(240.0).view(40, 6).tolist()
+        assert (loose["b"].tolist(), loose["new"].tolist()) == ([1.0] * 3, [5.0] * 2)
+        assert kept
+
+
+def wrong(folder: str) -> dict[str, Any]:
+    """What is refused, by name: the errors."""
+    rank = torch.distributed.get_rank()
+    root, state = Path(folder), simple(2)
+    if rank == 0:
+        (root / "file").write_text("")
+        (root / "folder").mkdir()
+        (root / "folder" / "mine").write_text("")
+    torch.distributed.barrier()
+    checkpoint.save(root / "there", state)
+    calls: dict[str, Any] = {
+        "exists": lambda: checkpoint.save(root / "there", state),
+        "no checkpoint": lambda: checkpoint.save(root / "folder", state, overwrite=True),
+        "keep": lambda: checkpoint.save(root / "x", state, keep=0),
+        "leaf": lambda: checkpoint.save(root / "x", {**state, "f": print, "d": torch.float32}),
+        "twice": lambda: checkpoint.save(root / "x", {**state, "a.b": 1, "a": {"b": 2}}),
+        "number": lambda: checkpoint.save(root / "x", {**state, "loss": float(rank)}),
+        "tensor": lambda: checkpoint.save(root / "x", {**state, "loss": torch.tensor(rank)}),
+        "names": lambda: checkpoint.save(root / "x", {**state, f"x{rank}": 1}),
+        "paths": lambda: checkpoint.save(root / f"x{rank}", state),
+        "parent": lambda: checkpoint.save(root / "file" / "x", state),
+        "nothing": lambda: checkpoint.load(root / "nothing", state),
+        "other folder": lambda: checkpoint.load(root / "folder", state),
+        "root": lambda: checkpoint.load(root, state),
+        "busy": lambda: checkpoint.save_async(root / "x", state, busy="perhaps"),  # type: ignore[arg-type]
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as error:
+            found[name] = type(error).__name__, str(error)
+    return {**found, "left": sorted(path.name for path in root.iterdir())}
+
+
+WRONG = {
+    "exists": ("FileExistsError", ["there exists", "overwrite=True"]),
+    "no checkpoint": ("FileExistsError", ["folder exists", "no checkpoint"]),
+    "keep": ("ValueError", ["keep=0"]),
+    "leaf": ("TypeError", ["f is builtins.builtin_function_or_method", "d is torch.dtype"]),
+    "twice": ("ValueError", ["'a.b'"]),
+    "number": ("ValueError", ["loss", "float 0.0", "float 1.0", "ByRank"]),
+    "tensor": ("ValueError", ["loss", "ByRank"]),
+    "names": ("ValueError", ["x0", "x1", "nothing of this name"]),
+    "paths": ("ValueError", ["the path", "x0", "x1"]),
+    "parent": ("CheckpointError", ["file", "rank 0: FileExistsError"]),
+    "nothing": ("CheckpointError", ["there is no folder"]),
+    "other folder": ("CheckpointError", ["no checkpoint", "manifest.json"]),
+    "root": ("CheckpointError", ["latest()", "there"]),
+    "busy": ("ValueError", ["perhaps"]),
+}
+
+
+@pytest.mark.world(2)
+def test_what_cannot_be_saved_or_loaded_is_told_on_every_rank(world: World, tmp_path: Path) -> None:
+    for found in world.run(wrong, str(tmp_path)):
+        for name, (kind, words) in WRONG.items():
+            assert found[name][0] == kind, (name, found[name])
+            assert all(word in found[name][1] for word in words), (name, found[name])
+        assert found["left"] == ["file", "folder", "there"]
+
+
+# --- whole or absent ---
+
+
+@contextlib.contextmanager
+def little_disk(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def disk_full(folder: str, overwrite: bool) -> Any:
+    root, state, rank = Path(folder), simple(2), torch.distributed.get_rank()
+    checkpoint.save(root / "one", state)
+    with little_disk(100) if rank == 1 else contextlib.nullcontext():
+        try:
+            checkpoint.save(root / ("one" if overwrite else "two"), {**state, "step": 4}, overwrite=overwrite)
+            error = ""
+        except checkpoint.CheckpointError as caught:
+            error = str(caught)
+    torch.distributed.barrier()
+    newest = checkpoint.latest(root)
+    assert newest is not None
+    return error, newest.name, checkpoint.load(newest, simple(2))["step"], len(list(root.iterdir()))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.world(2)
+def test_a_full_disk_on_one_rank_leaves_the_checkpoint_before(world: World, overwrite: bool, tmp_path: Path) -> None:
+    for error, *rest in world.run(disk_full, str(tmp_path), overwrite):
+        assert "rank 1" in error
+        assert "File too large" in error
+        assert rest == ["one", 3, 1]
+
+
+def rotated(folder: str) -> Any:
+    root, seen = Path(folder), []
+    for step in range(5):
+        checkpoint.save(root / f"step-{step}", simple(2, at=step), keep=2)
+        newest = checkpoint.latest(root)
+        assert newest is not None
+        seen.append((newest.name, len(files.checkpoints(root))))
+    checkpoint.save(root / "step-1", simple(2, at=7), keep=2)
+    if torch.distributed.get_rank() == 0:
+        (root / "step-1" / files.MANIFEST).unlink()  # the newest is torn
+    torch.distributed.barrier()
+    newest = checkpoint.latest(root)
+    assert newest is not None
+    seen.append((newest.name, len(files.checkpoints(root))))
+    checkpoint.save(root / "step-5", simple(2, at=5), keep=1)
+    return seen, sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.world(2)
+def test_rotation_keeps_the_newest_whole_ones(world: World, tmp_path: Path) -> None:
+    for seen, left in world.run(rotated, str(tmp_path)):
+        assert seen == [("step-0", 1), ("step-1", 2), ("step-2", 2), ("step-3", 2), ("step-4", 2), ("step-4", 1)]
+        assert left == ["step-1", "step-5"]  # the torn one is nobody's to delete
+
+
+def test_a_process_that_dies_while_it_replaces_a_checkpoint_leaves_one(tmp_path: Path) -> None:
+    def run() -> Any:
+        path = tmp_path / "best"
+        for at in range(2):
+            checkpoint.save(path, simple(1, at=at), overwrite=True)
+        path.rename(files.aside(path, "replaced"))  # as between the two names that are changed
+        assert checkpoint.latest(tmp_path) == path
+        found = checkpoint.load(path, simple(1, at=0))["at"]
+        checkpoint.save(path, simple(1, at=2), overwrite=True)
+        return found, checkpoint.load(path, simple(1, at=0))["at"], [one.name for one in tmp_path.iterdir()]
+
+    assert world(1).run(run) == [(1, 2, ["best"])]
+
+
+# --- in the background ---
+
+
+def in_background(folder: str) -> Any:
+    root, rank = Path(folder), torch.distributed.get_rank()
+    state = simple(2, note=torch.zeros(3))
+    pending = checkpoint.save_async(root / "one", state)
+    for x in optree.tree_leaves(state):
+        if isinstance(x, Tensor):
+            x.fill_(-1)
+    pending.wait()
+    assert pending.done()
+    first = sf.unshard(checkpoint.load(root / "one", state)["model"])["w"]
+    told = []
+    with little_disk(100) if rank == 0 else contextlib.nullcontext():
+        checkpoint.save_async(root / "two", state)
+        for call in (checkpoint.finish, checkpoint.finish):
+            try:
+                call()
+                told.append("")
+            except checkpoint.CheckpointError as error:
+                told.append(str(error))
+    with held():
+        checkpoint.save_async(root / "three", state)
+        try:
+            checkpoint.save_async(root / "four", state, busy="refuse")
+        except checkpoint.CheckpointError as error:
+            told.append(str(error))
+    checkpoint.save_async(root / "five", state)
+    checkpoint.save(root / "six", state)
+    return first, told, [path.name for path in files.checkpoints(root)]
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """The disk is slow."""
+    quick = files.publish
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.5)
+        quick(*args)
+
+    with mock.patch.object(files, "publish", slow):
+        yield
+
+
+@pytest.mark.world(2)
+def test_training_goes_on_while_a_checkpoint_is_written(world: World, tmp_path: Path) -> None:
+    for first, told, names in world.run(in_background, str(tmp_path)):
+        assert first.tolist() == torch.arange(240.0).view(40, 6).tolist()
+        assert "File too large" in told[0]
+        assert told[1] == ""  # it is told once
+        assert "three is still being written" in told[2]
+        assert names == ["one", "three", "five", "six"]
+
+
+# --- damage ---
+
+
+def damaged(path: str, seed: int, count: int) -> list[str]:
+    """Flips and cuts at random places of a checkpoint that nobody finds."""
+    draw, folder, missed = random.Random(seed), Path(path), []
+    names = sorted(one.name for one in folder.iterdir())
+    assert not verify(folder).damage
+    for _ in range(count):
+        file = folder / draw.choice(names)
+        content = file.read_bytes()
+        at = draw.randrange(len(content))
+        bit = 1 << draw.randrange(8)
+        cut = draw.random() < 0.3
+        file.write_bytes(content[:at] if cut else content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
+        try:
+            found = bool(verify(folder).damage)
+        except checkpoint.CheckpointError:
+            found = True
+        if not found:
+            missed.append(f"{file.name}: {'cut' if cut else 'flipped'} at {at}")
+        file.write_bytes(content)
+    return missed
+
+
+def test_every_flipped_bit_and_every_truncation_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "one"
+    world(2).run(lambda: checkpoint.save(path, simple(2, noise=torch.Generator())))
+    assert damaged(str(path), 0, 1000) == []
+
+
+def load_damaged(path: str) -> list[str]:
+    errors = []
+    file = Path(path) / "__1_0.distcp"
+    content = file.read_bytes()
+    torch.distributed.barrier()
+    for at in range(64, len(content), 97):
+        if torch.distributed.get_rank() == 0:
+            file.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        torch.distributed.barrier()
+        try:
+            checkpoint.load(path, simple(2))
+            errors.append("")
+        except checkpoint.CheckpointError as error:
+            errors.append(str(error))
+        torch.distributed.barrier()
+    return errors
+
+
+@pytest.mark.world(2)
+def test_damage_that_one_rank_meets_is_told_on_every_rank(world: World, tmp_path: Path) -> None:
+    world.run(lambda: checkpoint.save(tmp_path / "one", simple(2)))
+    for errors in world.run(load_damaged, str(tmp_path / "one")):
+        assert len(errors) > 10
+        assert all("damaged" in error and "model." in error for error in errors)
+
+
+class Harm:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+def test_nothing_that_a_file_says_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / ".metadata").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(checkpoint.CheckpointError, match=r"posix\.mkdir"):
+        checkpoint.load(tmp_path / "evil", {"x": 1})
+    checkpoint.save(tmp_path / "good", {"x": torch.ones(3)})
+    for name in ("__0_0.distcp", ".metadata"):
+        copy = tmp_path / f"copy{name}"
+        shutil.copytree(tmp_path / "good", copy)
+        (copy / name).write_bytes(pickle.dumps(Harm()))
+        if name != ".metadata":  # this one is for others: our own is not read
+            with pytest.raises(checkpoint.CheckpointError, match="damaged"):
+                checkpoint.load(copy, {"x": torch.zeros(3)})
+        (copy / files.MANIFEST).unlink()  # a checkpoint of torch's, then
+        with pytest.raises(checkpoint.CheckpointError):
+            checkpoint.load(copy, {"x": torch.zeros(3)})
+    with monkeypatch.context() as patched:
+        patched.setattr(pickle, "Unpickler", None)
+        patched.setattr(torch, "load", None)
+        assert checkpoint.load(tmp_path / "good", {"x": torch.zeros(3)})["x"].tolist() == [1.0] * 3
+    assert not (tmp_path / "harm").exists()
+
+
+# --- memory ---
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Bytes of the largest storage that an op makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in optree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+def bounded(path: str) -> Any:
+    contents.BUFFER = 2**18
+    mesh = mesh_of(("shard", 2))
+    make = sf.shard({"w": torch.arange(2.0**20).view(1024, 1024)}, mesh, sf.full_shard("shard"))
+    with Largest() as seen:
+        checkpoint.save(path, make)
+        checkpoint.load(path, make)
+    chunks = files.read_manifest(Path(path)).chunks["w"]
+    return seen.bytes, max(chunk.length for chunk in chunks), sf.unshard(make)["w"].view(-1)[-1].item()
+
+
+@pytest.mark.world(2)
+def test_memory_is_bounded_by_the_buffer(world: World, tmp_path: Path) -> None:
+    for most, length, last in world.run(bounded, str(tmp_path / "one")):
+        assert most <= 2**18
+        assert length <= 2**18 + 2048
+        assert last == 2**20 - 1
+    assert len(source_of(tmp_path / "one").chunks["w"]) >= 16
