@@ -75,6 +75,7 @@ benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about 45 minut
 	$(RUN) -m benchmarks.muon $(ARGS)
 	$(RUN) -m benchmarks.strategies $(ARGS)
 	$(RUN) -m benchmarks.parallel $(ARGS)
+	$(RUN) -m benchmarks.checkpoint $(ARGS)
 	$(RUN) -m benchmarks.parameter_memory $(ARGS)
 	$(RUN) -m benchmarks.gpu $(ARGS)
 
