@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import logging
 import os
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -59,7 +62,8 @@ class Pending:
         self.path, self.asks = path, asks
         self.error: Exception | None = None
         self._run = run
-        self._thread = threading.Thread(target=self._write, name=f"checkpoint {path.name}")
+        # A process that fails must not wait for it: others would wait for that process.
+        self._thread = threading.Thread(target=self._write, name=f"checkpoint {path.name}", daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
@@ -123,6 +127,7 @@ def save_async(
     found.plain = {name: x.cpu().clone() for name, x in found.plain.items()}
     pending = Pending(begun.path, begun.write, team_of(found.grids, "ask"))
     _pending.append(pending)
+    _wait_at_exit()
     return pending
 
 
@@ -138,6 +143,18 @@ def finish() -> None:
     """
     while _pending:
         _pending[0].wait()
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """A program that ends well ends when its last checkpoint is whole. Called when groups exist, so it runs before."""
+
+    def wait() -> None:
+        if getattr(sys, "last_value", None) is None:
+            with contextlib.suppress(Exception):  # the log has it
+                finish()
+
+    atexit.register(wait)
 
 
 def _forget(pending: Pending) -> None:

@@ -10,6 +10,8 @@ import pickle
 import random
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -647,3 +649,28 @@ def test_memory_is_bounded_by_the_buffer(world: World, tmp_path: Path) -> None:
         assert length <= 2**18 + 2048
         assert last == 2**20 - 1
     assert len(source_of(tmp_path / "one").chunks["w"]) >= 16
+
+
+PROGRAM = """
+import sys, time
+import torch
+import shardfn as sf
+from shardfn import checkpoint
+from shardfn.checkpoint import files
+
+quick = files.publish
+files.publish = lambda *args: (time.sleep(1), quick(*args))
+checkpoint.save_async(sys.argv[1], {"w": torch.ones(3)})
+if sys.argv[2] == "fail":
+    raise RuntimeError("broken here")
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("well", 0), ("fail", 1)])
+def test_a_program_waits_for_its_last_checkpoint_unless_it_fails(end: str, code: int, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "one"), end], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, time.monotonic() - begun < 50) == (code, True), ran.stderr
+    assert (checkpoint.latest(tmp_path) is not None) is (end == "well")
