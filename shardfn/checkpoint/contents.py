@@ -175,6 +175,16 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
 
 
+def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
+    """A whole tensor in row-major order, in boxes of at most so many bytes; at least one."""
+    if not values.numel():
+        yield whole(values.shape), values
+    step = max(1, most // values.element_size())
+    for start in range(0, values.numel(), step):
+        for box in boxes(values.shape, start, min(start + step, values.numel())):
+            yield box, values[box.within(whole(values.shape))]
+
+
 def _leaves(state: Any, tokens: tuple[Any, ...], own: bool) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
     accessors, leaves, _ = optree.tree_flatten_with_accessor(state, is_leaf=lambda x: is_unit(x) or type(x) is ByRank)
     for accessor, leaf in zip(accessors, leaves, strict=True):

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from shardfn import collectives, compat
-from shardfn.checkpoint.boxes import Box, Ints, boxes, whole
-from shardfn.checkpoint.contents import Contents, Kind, Part, as_bytes, contents
+from shardfn.checkpoint.boxes import Box, Ints, whole
+from shardfn.checkpoint.contents import Contents, Kind, Part, as_bytes, contents, pieces
 from shardfn.checkpoint.loading import Differences
 from shardfn.checkpoint.safetensors import Plan, Stored, aside, begin, clear, opened, planned, publish, stored_in
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
 from shardfn.layout import FlatShard, is_flat
 from shardfn.mesh import mesh_of, scope
 from shardfn.optim.units import is_unit
@@ -73,7 +73,7 @@ def export(
         ``export("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
     finish()
-    found = contents(params, shared=False)
+    found = apart(lambda: contents(params, shared=False))
     team, folder = team_of(found.grids), Path(path)
     what, plans = f"export {folder}", list[Any]()
 
@@ -129,7 +129,7 @@ def import_(
         TypeError: what is in the tree.
     """
     finish()
-    wanted = contents(like, shared=False)
+    wanted = apart(lambda: contents(like, shared=False))
     team, path = team_of(wanted.grids), Path(path)
     what, found = f"import_ {path}", list[Any]()
 
@@ -251,7 +251,7 @@ def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int) -> Tensor
         return piece
     n = piece.shape[dim]
     joined = piece.new_empty(*piece.shape[:dim], n * size, *piece.shape[dim + 1 :])
-    for box, some in _pieces(piece, STEP // size):
+    for box, some in pieces(piece, STEP // size):
         for i, part in enumerate(collectives.all_gather(some[None], axes, to="invariant")):
             joined.narrow(dim, i * n, n)[box.within(whole(piece.shape))] = part
     return joined
@@ -280,20 +280,12 @@ def _fill(folder: Path, plan: Plan, kept: dict[str, _Kept], turns: Iterable[tupl
 
 
 def _write(descriptor: int, offset: int, values: Tensor, dtype: torch.dtype) -> None:
-    for _, some in _pieces(values, STEP):
+    for _, some in pieces(values, STEP):
         raw: Any = as_bytes(some.to(dtype)).numpy()
         content = memoryview(raw)
         while content:
             done = os.pwrite(descriptor, content, offset)
             content, offset = content[done:], offset + done
-
-
-def _pieces(values: Tensor, largest: int) -> Iterator[tuple[Box, Tensor]]:
-    """A whole tensor in row-major order, in boxes of so many bytes at most."""
-    step = max(1, largest // values.element_size())
-    for start in range(0, values.numel(), step):
-        for box in boxes(values.shape, start, min(start + step, values.numel())):
-            yield box, values[box.within(whole(values.shape))]
 
 
 # --- reading ---
@@ -316,7 +308,7 @@ def _compared(kept: dict[str, _Kept], stored: dict[str, Stored], ignore: list[re
 
 def _read(wanted: Contents, kept: dict[str, _Kept], stored: dict[str, Stored]) -> None:
     """Fills what this rank holds, one file after another."""
-    parts = [*wanted.parts, *(Part(name, *piece) for name, x in wanted.plain.items() for piece in _pieces(x, STEP))]
+    parts = [*wanted.parts, *(Part(name, *piece) for name, x in wanted.plain.items() for piece in pieces(x, STEP))]
     by_file: dict[Path, list[Part]] = {}
     for part in parts:
         if kept[part.name].name in stored and part.values.numel():

@@ -19,7 +19,7 @@ from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Contents, Part, contents, generators, rebuilt
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.sources import Source, source_of
-from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
 
 _log = logging.getLogger("shardfn")
 
@@ -87,7 +87,7 @@ def load(
             same on every rank. If damage is found on the way, `like` may have been overwritten in part.
     """
     finish()
-    wanted = contents(like, shared=False)
+    wanted = apart(lambda: contents(like, shared=False))
     team = team_of(wanted.grids)
     path = Path(path)
     rules = [re.compile(rule) for rule in ignore]

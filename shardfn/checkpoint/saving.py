@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import files
-from shardfn.checkpoint.boxes import Box, boxes, whole
-from shardfn.checkpoint.contents import BUFFER, Contents, Kind, Part, Scalar, contents, crc
+from shardfn.checkpoint.boxes import whole
+from shardfn.checkpoint.contents import BUFFER, Contents, Kind, Part, Scalar, contents, crc, pieces
 from shardfn.checkpoint.files import Chunk, Manifest, Writer
-from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
 
 Busy = Literal["wait", "refuse"]
 _log = logging.getLogger("shardfn")
@@ -51,8 +51,8 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
         TypeError, ValueError: what is in the tree, or differs between ranks.
     """
     finish()
-    begun = _Save(Path(path), contents(state, shared=True), keep, overwrite)
-    begun.write()
+    found = apart(lambda: contents(state, shared=True))
+    _Save(Path(path), found, keep, overwrite).write()
 
 
 class Pending:
@@ -121,7 +121,7 @@ def save_async(
     if busy == "refuse":
         _refuse(Path(path))
     finish()
-    found = contents(state, shared=True)
+    found = apart(lambda: contents(state, shared=True))
     begun = _Save(Path(path), found, keep, overwrite)
     found.parts = [replace(part, values=copy) for part, copy in zip(found.parts, _staged(found.parts), strict=True)]
     found.plain = {name: x.cpu().clone() for name, x in found.plain.items()}
@@ -191,20 +191,59 @@ class _Save:
         self.folder = files.aside(path, "writing")
         self.team = team_of(found.grids)
 
-    def _agree(self) -> None:
-        found, taken = self.found, self.team.rank == 0 and self.path.exists()
-        exists = taken and not (self.overwrite and files.is_checkpoint(self.path))
+    def write(self) -> None:
+        """Everything to the disk, and then its name."""
+        what = f"save {self.path}"
+        try:
+            alone = self._agreed(self.team.together(what, self._begin))
+            told = self.team.together(what, lambda: self._own(alone))
+            self.team.together(what, lambda: self._end(told) if self.team.rank == 0 else None)
+        except BaseException:
+            if self.team.rank == 0:
+                with contextlib.suppress(OSError):
+                    files.discard(self.folder)
+            raise
+
+    def _begin(self) -> tuple[bool, int, dict[str, tuple[Any, int]]]:
+        """Whether the name is taken; what this rank has, and its plain tensors and own numbers, in short."""
+        found, taken = self.found, False
+        if self.team.rank == 0:
+            taken = self.path.exists() and not (self.overwrite and files.is_checkpoint(self.path))
+            if not taken:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                files.tidy(self.path.parent, None)
+                self.folder.mkdir()
+        plain: dict[str, tuple[Any, int]] = {name: (tuple(x.shape), crc(x)) for name, x in found.plain.items()}
+        plain |= {name: ((), _digest(found.numbers[name])) for name in found.by_rank if name in found.numbers}
+        return taken, zlib.crc32(repr(sorted(self._told().items())).encode()), plain
+
+    def _told(self) -> dict[str, str]:
+        """What must be the same on all ranks, by name."""
+        found = self.found
         told = {name: str(kind) for name, kind in found.tensors.items()}
         told |= {name: f"{type(value).__name__} {value!r}" for name, value in found.numbers.items()}
         told |= {name: f"by rank {told[name].split(' ')[0]}" for name in found.by_rank}
-        told = {"the path": str(self.path), **told}
-        digests = self.team.gathered((exists, zlib.crc32(repr(sorted(told.items())).encode())))
-        if digests[0][0]:
+        return {"the path": str(self.path), **told}
+
+    def _agreed(self, every: list[tuple[bool, int, dict[str, tuple[Any, int]]]]) -> list[str]:
+        """What ranks differ in and may: each keeps its own. All ranks meet the same."""
+        if every[0][0]:
             what = "is no checkpoint: pass another path" if self.overwrite else "pass overwrite=True, or another path"
             raise FileExistsError(f"{self.path} exists{', and ' if self.overwrite else ': '}{what}")
-        if len({digest for _, digest in digests}) == 1:
-            return
-        every, wrong, nothing = self.team.gathered(told), [], "nothing of this name"
+        if len({digest for _, digest, _ in every}) > 1:
+            self._differ(self.team.gathered(self._told()))
+        plain = every[0][2]
+        differ = [name for name in plain if any(one[name] != plain[name] for *_, one in every)]
+        wrong = [name for name in differ if name not in self.found.by_rank]
+        if wrong:
+            raise ValueError(
+                f"save {self.path}: {', '.join(wrong[:8])} {'have' if len(wrong) > 1 else 'has'} other numbers on some "
+                f"ranks than on others; what each rank has its own of goes into ByRank(...)"
+            )
+        return differ
+
+    def _differ(self, every: list[dict[str, str]]) -> None:
+        wrong, nothing = [], "nothing of this name"
         for rank, theirs in enumerate(every):
             names = [name for name in {**every[0], **theirs} if every[0].get(name) != theirs.get(name)]
             wrong += [
@@ -217,45 +256,7 @@ class _Save:
             f"ByRank(...)"
         )
 
-    def write(self) -> None:
-        """Everything to the disk, and then its name."""
-        what = f"save {self.path}"
-        self._agree()
-        try:
-            self.team.together(what, self._begin)
-            kept = self._compare()
-            told = self.team.together(what, lambda: self._own(kept))
-            self.team.together(what, lambda: self._end(told) if self.team.rank == 0 else None)
-        except BaseException:
-            if self.team.rank == 0:
-                with contextlib.suppress(OSError):
-                    files.discard(self.folder)
-            raise
-
-    def _begin(self) -> None:
-        if self.team.rank == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            files.tidy(self.path.parent, None)
-            self.folder.mkdir()
-
-    def _compare(self) -> dict[str, list[int]]:
-        """Who writes each plain tensor and number under a name of its own: all ranks, or the first for all."""
-        found = self.found
-        digests = {name: crc(x) for name, x in found.plain.items()}
-        digests |= {name: _digest(found.numbers[name]) for name in found.by_rank if name in found.numbers}
-        kinds = {name: found.tensors[name].shape for name in found.by_rank if name in found.tensors}
-        every = self.team.gathered((digests, kinds))
-        mine = {name: (digest, kinds.get(name)) for name, digest in digests.items()}
-        differ = [name for name in mine if any((one[name], some.get(name)) != mine[name] for one, some in every)]
-        wrong = [name for name in differ if name not in found.by_rank]
-        if wrong:
-            raise ValueError(
-                f"save {self.path}: {', '.join(wrong[:8])} {'have' if len(wrong) > 1 else 'has'} other numbers on some "
-                f"ranks than on others; what each rank has its own of goes into ByRank(...)"
-            )
-        return {name: list(range(self.team.size)) for name in differ}
-
-    def _own(self, apart: dict[str, list[int]]) -> Any:
+    def _own(self, alone: list[str]) -> Any:
         """Writes this rank's file."""
         found, team = self.found, self.team
         if not self.folder.is_dir():
@@ -274,19 +275,19 @@ class _Save:
             for name, x in found.plain.items():
                 turn = load.index(min(load))
                 load[turn] += x.numel() * x.element_size() + 4096
-                if name in apart or turn == team.rank:
-                    own = f"{name}.rank{team.rank}" if name in apart else name
+                if name in alone or turn == team.rank:
+                    own = f"{name}.rank{team.rank}" if name in alone else name
                     kinds[own] = Kind(x.dtype, tuple(x.shape))
-                    chunks += [(own, writer.tensor(piece, box)) for piece, box in _pieces(x)]
+                    chunks += [(own, writer.tensor(piece, box)) for box, piece in pieces(x, BUFFER)]
             for name, value in found.numbers.items():
-                if name in apart or team.rank == 0:
-                    own = f"{name}.rank{team.rank}" if name in apart else name
+                if name in alone or team.rank == 0:
+                    own = f"{name}.rank{team.rank}" if name in alone else name
                     numbers[own] = value
                     places[own] = writer.number(value)
             size = writer.end()
         finally:
             writer.close()
-        return chunks, kinds, numbers, places, writer.name, size, sorted(apart)
+        return chunks, kinds, numbers, places, writer.name, size, sorted(alone)
 
     def _end(self, told: list[Any]) -> None:
         found = self.found
@@ -321,17 +322,6 @@ def _complete(manifest: Manifest) -> None:
                 f"{name} has {whole(kind.shape).numel} elements, of which ranks wrote {have}: was the tree made on "
                 f"this mesh?"
             )
-
-
-def _pieces(x: Tensor) -> Iterator[tuple[Tensor, Box]]:
-    """A whole tensor in pieces that are no larger than the buffer."""
-    flat, step = x.reshape(-1), max(1, BUFFER // x.element_size())
-    if not x.numel():
-        yield x, whole(x.shape)
-    for start in range(0, x.numel(), step):
-        for box in boxes(x.shape, start, min(start + step, x.numel())):
-            yield flat[start : start + box.numel].view(box.sizes), box
-            start += box.numel
 
 
 def _digest(value: Scalar) -> int:

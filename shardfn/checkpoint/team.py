@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -85,6 +86,16 @@ def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
         return Team(0, 1)
     own = dist.get_backend() in ("gloo", "nccl", "undefined")  # others know no gloo beside them
     return Team(ranks.index(dist.get_rank()), len(ranks), group_over(ranks, *((use, "gloo") if own else ())))
+
+
+def apart(run: Callable[[], T]) -> T:
+    """What this rank does before it knows its team; if it fails, the others hear of it when they come `together`."""
+    try:
+        return run()
+    except Exception as error:
+        with contextlib.suppress(CheckpointError):
+            team_of(()).gathered((None, _told(error)))
+        raise
 
 
 def _told(error: Exception) -> str:

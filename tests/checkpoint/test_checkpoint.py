@@ -355,6 +355,8 @@ def wrong(folder: str) -> dict[str, Any]:
         "nothing": lambda: checkpoint.load(root / "nothing", state),
         "other folder": lambda: checkpoint.load(root / "folder", state),
         "root": lambda: checkpoint.load(root, state),
+        "one leaf": lambda: checkpoint.save(root / "x", {**state, **({"f": print} if rank else {})}),
+        "one like": lambda: checkpoint.load(root / "there", {**state, **({"f": print} if rank else {})}),
         "busy": lambda: checkpoint.save_async(root / "x", state, busy="perhaps"),  # type: ignore[arg-type]
     }
     found = {}
@@ -366,7 +368,7 @@ def wrong(folder: str) -> dict[str, Any]:
     return {**found, "left": sorted(path.name for path in root.iterdir())}
 
 
-WRONG = {
+WRONG: dict[str, tuple[str | tuple[str, str], list[str]]] = {
     "exists": ("FileExistsError", ["there exists", "overwrite=True"]),
     "no checkpoint": ("FileExistsError", ["folder exists", "no checkpoint"]),
     "keep": ("ValueError", ["keep=0"]),
@@ -380,14 +382,17 @@ WRONG = {
     "nothing": ("CheckpointError", ["there is no folder"]),
     "other folder": ("CheckpointError", ["no checkpoint", "manifest.json"]),
     "root": ("CheckpointError", ["latest()", "there"]),
+    "one leaf": (("CheckpointError", "TypeError"), ["f is builtins.builtin_function_or_method"]),
+    "one like": (("CheckpointError", "TypeError"), ["f is builtins.builtin_function_or_method"]),
     "busy": ("ValueError", ["perhaps"]),
 }
 
 
 @pytest.mark.world(2)
 def test_what_cannot_be_saved_or_loaded_is_told_on_every_rank(world: World, tmp_path: Path) -> None:
-    for found in world.run(wrong, str(tmp_path)):
-        for name, (kind, words) in WRONG.items():
+    for rank, found in enumerate(world.run(wrong, str(tmp_path))):
+        for name, (kinds, words) in WRONG.items():
+            kind = kinds if isinstance(kinds, str) else kinds[rank]
             assert found[name][0] == kind, (name, found[name])
             assert all(word in found[name][1] for word in words), (name, found[name])
         assert found["left"] == ["file", "folder", "there"]
