@@ -66,7 +66,7 @@ wheel: $(VENV)/.dev ## build the wheel and import it from an empty environment
 smoke: $(VENV)/.examples ## a short sharded training run
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(TRAIN) --steps 20 --out "$$out" $(ARGS)
 
-benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about 45 minutes)
+benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about an hour)
 	$(RUN) -m benchmarks.collectives $(ARGS)
 	$(RUN) -m benchmarks.train_step --ranks 2 $(ARGS)
 	$(RUN) -m benchmarks.train_step --ranks 4 $(ARGS)

@@ -4,8 +4,8 @@
 
 A GPT of 34 million parameters and AdamW's two moments in float32, cut over the ranks: 408 MB. Both write files of the
 same format to the same disk, and wait until they are there. Rounds in turn; medians of the slowest rank. Memory is what
-a rank has at the peak of a call above what it had before, with an allocator that gives freed memory back. The pause is
-how long the call takes that saves in the background.
+a rank has at the peak of its first calls above what it had when the model was there, with an allocator that gives freed
+memory back. The pause is how long the call takes that saves in the background.
 """
 
 from __future__ import annotations
@@ -53,14 +53,8 @@ def built_shardfn(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]
         "load": lambda path: measured(usage, lambda: load(path)),
         "pause": lambda path: measured(usage, lambda: checkpoint.save_async(path, state)),
         "finish": checkpoint.finish,
-        "sum": lambda: float(torch.stack([x.double().sum() for x in leaves(state["model"])]).sum()),
+        "now": lambda: usage.again() - usage.base,
     }
-
-
-def leaves(params: Any) -> list[torch.Tensor]:
-    return [
-        flat.values for flat in torch.utils._pytree.tree_leaves(params, is_leaf=lambda x: isinstance(x, sf.FlatShard))
-    ]
 
 
 def built_fsdp2(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
@@ -94,18 +88,18 @@ def built_fsdp2(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
         "load": lambda path: measured(usage, lambda: load(path)),
         "pause": lambda path: measured(usage, lambda: pause(path)),
         "finish": finish,
-        "sum": lambda: float(sum(p.to_local().double().sum() for p in model.parameters())),  # type: ignore[attr-defined]
+        "now": lambda: usage.again() - usage.base,
     }
 
 
 def measured(usage: Usage, call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds, and the bytes at its peak above those before."""
+    """Seconds, and the bytes at its peak, without those of the imports."""
     dist.barrier()
-    before = usage.again()
+    usage.again()
     began = time.perf_counter()
     call()
     took = time.perf_counter() - began
-    return took, usage.peak() + usage.base - before
+    return took, usage.peak()
 
 
 def size_of(path: Path) -> int:
@@ -114,8 +108,9 @@ def size_of(path: Path) -> int:
 
 def rounds_of(crews: dict[str, Crew], count: int, folder: Path) -> list[dict[str, Any]]:
     seconds: dict[tuple[str, str], list[float]] = {}
-    memory: dict[tuple[str, str], list[float]] = {}
+    memory: dict[tuple[str, str], float] = {}
     sizes: dict[str, int] = {}
+    began = {name: crew.turn("now") for name, crew in crews.items()}
     for number in range(count + 1):
         for name, crew in crews.items():
             path = folder / f"{number} {name}"
@@ -126,7 +121,8 @@ def rounds_of(crews: dict[str, Crew], count: int, folder: Path) -> list[dict[str
                     crew.turn("finish")
                 if number:  # the first round warms up
                     seconds.setdefault((name, op), []).append(max(took for took, _ in found))
-                    memory.setdefault((name, op), []).append(max(more for _, more in found))
+                else:
+                    memory[name, op] = max(peak - base for (_, peak), base in zip(found, began[name], strict=True))
                 if op == "save":
                     sizes[name] = size_of(path)
             for used in folder.iterdir():
@@ -135,7 +131,7 @@ def rounds_of(crews: dict[str, Crew], count: int, folder: Path) -> list[dict[str
         {
             "system": name,
             **{f"{op} ms": statistics.median(seconds[name, op]) * 1e3 for op in OPS},
-            **{f"{op} peak MB": max(memory[name, op]) / 1e6 for op in ("save", "load")},
+            **{f"{op} peak MB": memory[name, op] / 1e6 for op in ("save", "load")},
             "MB on disk": sizes[name] / 1e6,
         }
         for name in crews

@@ -11,7 +11,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,15 +170,43 @@ def _refuse(path: Path) -> None:
 
 
 def _staged(parts: list[Part]) -> list[Tensor]:
-    """Copies in memory that is kept for the next time."""
-    lengths = [-(-part.values.numel() * part.values.element_size() // 64) * 64 for part in parts]
-    if not _memory or _memory[0].numel() < sum(lengths):
-        _memory[:] = [torch.empty(sum(lengths), dtype=torch.uint8)]
-    copies = []
-    for part, space in zip(parts, _memory[0][: sum(lengths)].split(lengths), strict=True):
-        used = space[: part.values.numel() * part.values.element_size()]
-        copies.append(used.view(part.values.dtype).view(part.values.shape).copy_(part.values))
-    return copies
+    """Copies in memory that is kept for the next time; what lies side by side is copied at once."""
+    runs: list[_Run] = []
+    places = []
+    for part in parts:
+        storage, start = part.values.untyped_storage(), int(part.values.storage_offset()) * part.values.element_size()
+        stop = start + part.values.numel() * part.values.element_size()
+        last = runs[-1] if runs else None
+        if last is None or last.address != storage.data_ptr() or not 0 <= start - last.stop <= _GAP:
+            begin = -(-(last.begin + last.stop - last.start) // 64) * 64 if last else 0
+            last = _Run(storage, storage.data_ptr(), start, stop, begin)
+            runs.append(last)
+        last.stop = stop
+        places.append(last.begin + start - last.start)
+    total = runs[-1].begin + runs[-1].stop - runs[-1].start if runs else 0
+    if not _memory or _memory[0].numel() < total:
+        _memory[:] = [torch.empty(total, dtype=torch.uint8)]
+    for run in runs:
+        every = torch.empty(0, dtype=torch.uint8, device=run.storage.device).set_(run.storage)
+        _memory[0][run.begin : run.begin + run.stop - run.start].copy_(every[run.start : run.stop])
+    return [
+        _memory[0][at : at + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        for at, x in zip(places, (part.values for part in parts), strict=True)
+    ]
+
+
+@dataclass
+class _Run:
+    """Bytes `start` to `stop` of a storage, which go to `begin`."""
+
+    storage: Any
+    address: int
+    start: int
+    stop: int
+    begin: int
+
+
+_GAP = 4096  # bytes between parts that are copied with them
 
 
 class _Save:
