@@ -267,7 +267,10 @@ def default_store() -> Any:
 
 
 def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-    """A group of these global ranks, in this order; only its members take part in making it."""
+    """A group of these global ranks, in this order; only its members take part in making it.
+
+    It is as patient as the world is: torch would wait for half an hour, whatever was asked for there.
+    """
     ordered = ranks == sorted(ranks)
     if not ordered and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise ValueError(
@@ -279,7 +282,8 @@ def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup
     made[tuple(ranks)] = made.get(tuple(ranks), 0) + 1
     _names.next = hashlib.blake2b(repr((ranks, made[tuple(ranks)])).encode()).hexdigest()[:32]
     try:
-        return dist.new_group(ranks, backend=backend, use_local_synchronization=True, **order)
+        timeout = default_store().timeout
+        return dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True, **order)
     finally:
         _names.next = None
 
