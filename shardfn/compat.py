@@ -463,9 +463,7 @@ def read_checkpoint_metadata(content: bytes) -> tuple[dict[str, Any], dict[str, 
     """
     from torch.distributed.checkpoint import filesystem, metadata
 
-    found = _Data(io.BytesIO(content)).load()
-    if not isinstance(found, metadata.Metadata):
-        raise pickle.UnpicklingError(f"a {type(found).__name__} in place of torch.distributed.checkpoint's Metadata")
+    found = _described(content)
     places: dict[tuple[str, Any], filesystem._StorageInfo] = {
         (index.fqn, index.offset and tuple(index.offset)): place for index, place in found.storage_data.items()
     }
@@ -484,6 +482,25 @@ def read_checkpoint_metadata(content: bytes) -> tuple[dict[str, Any], dict[str, 
     if any(tuple(map(type, place)) != (str, int, int) or min(place[1:]) < 0 for place in every):
         raise pickle.UnpicklingError("a place in a file that is none")
     return tensors, numbers
+
+
+def read_checkpoint_keys(content: bytes) -> dict[str, tuple[Any, ...]]:
+    """The third argument of `checkpoint_metadata` from such a pickle; empty where there is none.
+
+    Raises:
+        pickle.UnpicklingError: the pickle asks for something else.
+    """
+    keys = _described(content).planner_data
+    return dict(keys) if isinstance(keys, dict) else {}
+
+
+def _described(content: bytes) -> Any:
+    from torch.distributed.checkpoint import metadata
+
+    found = _Data(io.BytesIO(content)).load()
+    if not isinstance(found, metadata.Metadata):
+        raise pickle.UnpicklingError(f"a {type(found).__name__} in place of torch.distributed.checkpoint's Metadata")
+    return found
 
 
 class _Data(pickle.Unpickler):

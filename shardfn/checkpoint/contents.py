@@ -271,7 +271,7 @@ def _prefix(tokens: tuple[Any, ...], stage: str) -> tuple[tuple[Any, ...], tuple
 
 def _of_buffer(token: str) -> bool:
     """Whether a key is one of those that tell a stage's buffers apart."""
-    return hasattr(torch, token.split(" ")[0].split(",")[0])
+    return isinstance(getattr(torch, token.split(" ")[0].split(",")[0], None), torch.dtype)
 
 
 def _copies(layout: Layout, entry: Any) -> tuple[str, ...]:

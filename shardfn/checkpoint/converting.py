@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import sys
@@ -271,12 +270,11 @@ def _keys(source: Source) -> dict[str, tuple[Any, ...]]:
         known = files.read_manifest(source.folder).files[files.METADATA] if isinstance(source, Ours) else None
         if known is not None and known != (len(content), zlib.crc32(content)):
             raise CheckpointError(f"{path} is damaged: its checksum does not fit")
-        found = compat._Data(io.BytesIO(content)).load().planner_data
+        return compat.read_checkpoint_keys(content)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return dict(found) if isinstance(found, dict) else {}
 
 
 def _unread(source: Source) -> list[str]:

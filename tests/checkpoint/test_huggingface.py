@@ -386,7 +386,6 @@ def peaks(folder: Path, sizes: dict[str, int], specs: P, dtype: torch.dtype) -> 
     return exported, imported
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux and its malloc")
 @pytest.mark.parametrize(
     ("sizes", "specs", "dtype"),
     [({"shard": 2}, P(), torch.bfloat16), ({"shard": 2, "tensor": 2}, P(None, "tensor"), torch.float32)],

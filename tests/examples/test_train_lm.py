@@ -104,8 +104,10 @@ def interrupted(
     text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", **sizes)
     saves = train_lm.Saves(Path(folder), 2, resume)
+    trained = []
 
     def stop(step: int, loss: float) -> None:
+        trained.append(step)
         if step + 1 == steps:
             raise KeyboardInterrupt
 
@@ -113,15 +115,16 @@ def interrupted(
         run = train_lm.train(TINY, mesh, (text, text.flip(0)), STEPS, 0, placement(strategy), stop, saves)
     except KeyboardInterrupt:
         sf.checkpoint.finish()
-        return []
+        return [*map(float, trained)]
+    assert trained == [4, 5], "it went on from the newest checkpoint"
     return [*run.losses, run.validation]
 
 
 def test_an_interrupted_run_ends_where_it_would_have(tmp_path: Path) -> None:
     wanted = on({"replica": 1, "shard": 2})
     folder = str(tmp_path / "same")
-    for steps in (3, 5):
-        world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, steps)
+    for steps, trained in ((3, [0, 1, 2]), (5, [2, 3, 4])):
+        assert world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, steps) == [trained] * 2
     for found in world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, 99):
         assert found == wanted  # bit for bit on the same mesh
     folder = str(tmp_path / "others")
