@@ -11,6 +11,7 @@ import inspect
 import io
 import pathlib
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -186,6 +187,12 @@ def saved_tensors_hooks_allowed() -> bool:
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
+def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks, `(pack, unpack)`, that saved tensors go through here, if any."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return found
+
+
 def assert_on_device(holds: torch.Tensor, message: str) -> None:
     """Fails, later and on the device, unless `holds`."""
     torch._assert_async(holds, message)
@@ -248,6 +255,29 @@ def global_rank() -> int:
 def storage_of(x: torch.Tensor) -> int:
     """The same number for tensors that share memory; tensors without data, fake ones say, have one too."""
     return x.untyped_storage()._cdata
+
+
+_NAMEABLE = ("cpu", "cuda", "xpu")  # where memory goes from library to library by DLPack
+
+
+def second_storage(x: torch.Tensor) -> torch.Tensor | None:
+    """The same memory by a storage of its own; None where that cannot be had."""
+    if type(x) is not torch.Tensor or x.device.type not in _NAMEABLE:  # a fake tensor's would be read all the same
+        return None
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))  # type: ignore[attr-defined]
+
+
+COUNTS_REFERENCES = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def references(x: torch.Tensor) -> tuple[int, int]:
+    """How many things refer to a tensor: in C++, and in Python."""
+    return x._use_count(), sys.getrefcount(x)  # type: ignore[attr-defined]
+
+
+def storage_references(x: torch.Tensor) -> int:
+    """How many tensors, and other things, refer to the storage of `x`."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 def inside_forward_mode() -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfn import compat
+from shardfn.debugging import debugging
 from shardfn.layout import ALIGNMENT, Layout
 from shardfn.ledger import here, serving
 from shardfn.link import Handle, Link, all_reduce, reduce_scatter, scatter_apart, sends_apart
@@ -350,7 +351,7 @@ class Reductions:
             return None
         for flight in self.flights:
             if flight.place == place:
-                flight.scattered()  # its scratch memory is free then
+                self._scattered(flight)
         later = defer != "nothing"
         if _goes_apart(layout, links, dtypes):
             return self._send_apart(place, layout, gradients, links, dtypes.sum, total, later)
@@ -453,18 +454,28 @@ class Reductions:
     def land(self, flight: Flight) -> Tensor:
         """One gradient, at once."""
         self.flights.remove(flight)
+        self._scattered(flight)
         return flight.land()
 
     def scattered(self) -> None:
         """Until no gradient needs the scratch memory."""
         for flight in self.flights:
-            flight.scattered()
+            self._scattered(flight)
+
+    def _scattered(self, flight: Flight) -> None:
+        """Until its scratch memory is free, which in the debug mode becomes nan then."""
+        lent = flight.scattering is not None
+        flight.scattered()
+        if debugging.memory and lent:
+            for name in ("gradient", "received"):
+                if (name, flight.place) in self.kept:
+                    self.kept[name, flight.place].fill_(255)
 
     def drain(self) -> None:
         """Until every gradient has arrived."""
         flights, self.flights = self.flights, []
         for flight in flights:
-            flight.scattered()
+            self._scattered(flight)
         for flight in flights:
             flight.land()
 
