@@ -437,3 +437,22 @@ def test_optimizers_of_other_libraries_where_installed(module: str, name: str) -
         ps, state = optimizer.step(ps, optree.tree_map(torch.sin, ps), state)
         theirs, other = plain_one.step(theirs, optree.tree_map(torch.sin, theirs), other)
     assert (ps["w"] - theirs["w"]).abs().max() < 5e-3
+
+
+RATE_FREE: dict[str, Callable[[Any], so.Optimizer]] = {
+    "sgd": lambda lr: so.sgd(lr, momentum=0.9, weight_decay=decay),
+    "adam": so.adam,
+    "adamw": lambda lr: so.adamw(lr, weight_decay=decay),
+    "lion": lambda lr: so.lion(lr, weight_decay=decay),
+    "adafactor": so.adafactor,
+    "muon": lambda lr: so.masked(so.muon(lr, dtype=None, weight_decay=decay), is_matrix, so.lion(lr)),
+}
+
+
+@pytest.mark.parametrize("name", list(RATE_FREE))
+def test_a_rate_may_be_a_tensor_where_parameters_are_overwritten(name: str) -> None:
+    found = []
+    for rate in (0.05, torch.tensor(0.05, dtype=torch.float64)):
+        ps, _ = trained(RATE_FREE[name](rate), params(), lambda ps, _: optree.tree_map(torch.sin, ps))
+        found.append(ps)
+    assert distance(*found) < 1e-12

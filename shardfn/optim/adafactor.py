@@ -148,7 +148,8 @@ def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: i
     for one in unit.segments:
         n, p = math.prod(one.whole), flat[one.start : one.stop]
         lr = rates[one.path]
-        rate = (of_params[one.path] / n).sqrt().clamp(min=now["least"]) * min(lr, count**-0.5)
+        most = lr.clamp(max=count**-0.5) if isinstance(lr, Tensor) else min(lr, count**-0.5)
+        rate = (of_params[one.path] / n).sqrt().clamp(min=now["least"]) * most
         rate = rate / ((of_updates[one.path] / n).sqrt() / now["clip"]).clamp(min=1.0)
         keep = 1 - lr * of_rule(now["weight_decay"], one)
         moved = p * keep - rate.to(p.dtype) * update.reshape(-1)[one.start : one.stop]

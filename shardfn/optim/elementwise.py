@@ -158,7 +158,8 @@ def _sgd_pure(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) ->
 
 def _adam_in_place(kernel: Any) -> Callable[..., None]:
     def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n: dict[str, Any]) -> None:
-        steps = [torch.tensor(float(step), device=ps[0].device)] * len(ps)
+        # A number that is filled in; one that is copied from the host's memory would be waited for.
+        steps = [torch.full((), float(step), dtype=torch.float32, device=ps[0].device)] * len(ps)
         kernel(
             ps,
             gs,
@@ -199,7 +200,11 @@ def _lion_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n:
     moves = torch._foreach_lerp(ms, gs, 1 - n["b1"])
     torch._foreach_sign_(moves)
     torch._foreach_mul_(ps, 1 - n["lr"] * n["weight_decay"])
-    torch._foreach_add_(ps, moves, alpha=-n["lr"])
+    if isinstance(n["lr"], Tensor):  # which as alpha would be read by the host
+        torch._foreach_mul_(moves, n["lr"])
+        torch._foreach_sub_(ps, moves)
+    else:
+        torch._foreach_add_(ps, moves, alpha=-n["lr"])
     torch._foreach_lerp_(ms, gs, 1 - n["b2"])
 
 

@@ -113,7 +113,9 @@ def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
         keep = 1 - lr * of_rule(now["weight_decay"], one)
         p, direction = flat[one.start : one.stop], o.reshape(-1)[one.start : one.stop].to(flat.dtype)
         if donate:
-            p.mul_(keep).add_(direction, alpha=-scale)
+            p.mul_(keep)
+            # As alpha a tensor would be read by the host.
+            p.sub_(direction * scale) if isinstance(scale, Tensor) else p.add_(direction, alpha=-scale)
         else:
             rows += [flat[last : one.start], p * keep - scale * direction]
             last = one.stop

@@ -107,19 +107,23 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
     return Transform(lambda params: {"limit": limit}, update)
 
 
-def scaled(tree: Any, factor: Tensor, donate: bool) -> Any:
-    """A tree times a 0-d tensor, each in its own dtype."""
+def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
+    """A tree times a number or a 0-d tensor, each in its own dtype."""
     known = units(tree)
     if donate:
         with torch.no_grad():
             for unit in known.each:
-                if unit.trainable:
-                    unit.values.mul_(factor.to(unit.values.device))
+                if unit.trainable and unit.values is not None:
+                    unit.values.mul_(_at(factor, unit.values.device))
         return tree
     return known.like(
         (u.values * varied(factor, u)).to(u.values.dtype) if u.trainable and u.values is not None else u.values
         for u in known.each
     )
+
+
+def _at(factor: Tensor | float, device: torch.device) -> Tensor | float:
+    return factor.to(device) if isinstance(factor, Tensor) else factor
 
 
 def squares(known: Units) -> dict[str, Tensor]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from shardfn.optim.core import Optimizer
 from shardfn.optim.norms import scaled
 from shardfn.optim.wrappers import finite
@@ -56,7 +54,7 @@ def loss_scaled(
                 "good": 0,
                 "skipped": state["skipped"] + 1,
             }
-        divided = scaled(grads, torch.tensor(1 / state["scale"], dtype=torch.float64), donate)
+        divided = scaled(grads, 1 / state["scale"], donate)
         params, inner = optimizer.step(params, divided, state["optimizer"])
         good = state["good"] + 1
         grown = good >= every

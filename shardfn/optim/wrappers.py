@@ -170,12 +170,16 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 def finite(tree: Any) -> bool:
     """Whether all numbers of a tree are finite on all ranks of its mesh. All ranks call it together."""
     known = units(tree)
-    seen = [unit for unit in known.each if unit.trainable and unit.values is not None]
-    bad = torch.zeros((), dtype=torch.float32)
-    for unit in seen:
-        bad = bad + (~unit.values.detach().isfinite()).any().float().to(bad.device)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for unit in known.each:
+        if unit.trainable and unit.values is not None:
+            by_device.setdefault(unit.values.device, []).append(unit.values.detach().isfinite().all())
+    bad = [(~torch.stack(good)).any().float() for good in by_device.values()]
     for grid in dict.fromkeys(unit.layout.grid for unit in known.each if unit.layout):
         mesh = mesh_of(grid, "a tree")
+        here = torch.zeros((), device=mesh.device_type)
+        for one in bad:
+            here = here + one.to(here.device, non_blocking=here.device.type != "cpu")
         with scope(mesh), torch.no_grad():
-            bad = collectives.psum(bad.to(mesh.device_type), tuple(name for name, _ in grid.sizes)).cpu()
-    return not bad.item()
+            bad = [collectives.psum(here, tuple(name for name, _ in grid.sizes))]
+    return not any(one.item() for one in bad)  # all that the host waits for
