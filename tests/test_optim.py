@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def embed(p: Any, x: Tensor) -> Tensor:
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
 
 
 def params() -> Any:
@@ -456,3 +457,59 @@ def test_a_rate_may_be_a_tensor_where_parameters_are_overwritten(name: str) -> N
         ps, _ = trained(RATE_FREE[name](rate), params(), lambda ps, _: optree.tree_map(torch.sin, ps))
         found.append(ps)
     assert distance(*found) < 1e-12
+
+
+# --- parameters of any kind ---
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "of all kinds": lambda: {
+        "sizes": {"rows": normal(0, 3, seed=1), "w": normal(3, 4, seed=2), "columns": normal(3, 0, seed=3),
+                  "scalar": normal(seed=4), "one": normal(1, seed=5), "none": normal(0, seed=6),
+                  "one of one": normal(1, 1, seed=7)},
+        "empty": {"rows": normal(0, 2, seed=1), "both": normal(0, 0, seed=2)},
+        "numbers": {"w": normal(2, 2, seed=8), "i": torch.arange(3), "b": torch.tensor(True), "nothing": None},
+        "frozen": {"w": normal(3, 2, seed=9)},
+        "beside": {"w": normal(5, 2, seed=10), "frozen": normal(3, seed=11)},
+        "no leaves": {},
+    },
+    "all frozen": lambda: {"a": {"frozen": normal(3, 2, seed=1)}, "frozen": normal(3, seed=2)},
+    "no parameters": lambda: {"a": {}, "b": []},
+}  # fmt: skip
+
+
+def sines(tree: Any) -> Any:
+    """Gradients of all that is trained."""
+
+    def one(leaf: Any) -> Any:
+        if type(leaf) is sf.FlatShard:
+            found: Any = torch.sin(leaf.values) if leaf.layout.trainable else None
+            return sf.FlatShard(found, leaf.layout)
+        return torch.sin(leaf) if leaf.is_floating_point() else None
+
+    return optree.tree_map(one, tree, is_leaf=lambda x: type(x) is sf.FlatShard)
+
+
+def of_any_kind(n: int) -> list[Any]:
+    mesh = sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+    every = OPTIMIZERS | {"loss_scaled": lambda **k: so.loss_scaled(so.adamw(0.02, **k), scale=2.0, **k)}
+    wrong = []
+    for kind, name, donate in itertools.product(ODD, every, (True, False)):
+        strategy = sf.zero1(DATA) if donate and n == 4 else sf.full_shard(DATA)
+        flat = sf.shard(ODD[kind](), mesh, strategy, frozen=[r".*frozen.*"] if "frozen" in str(ODD[kind]()) else [])
+        whole, rest = sf.partition(ODD[kind](), lambda path, shape: "frozen" not in path)
+        want, _ = trained(every[name](donate=True), whole, lambda ps, _: sines(ps))
+        got, _ = trained(every[name](donate=donate), flat, lambda ps, _: sines(ps))
+        pairs = zip(optree.tree_leaves(sf.unshard(got)), optree.tree_leaves(sf.combine(want, rest)), strict=True)
+        if not all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in pairs):
+            wrong.append((kind, name, donate))
+        assert so.finite(got)
+        assert abs(so.norms(got).total - so.global_norm(got).item()) < 1e-12
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
+)
+def test_every_optimizer_takes_parameters_of_any_size_and_kind(world: World) -> None:
+    assert world.within(120).run(of_any_kind, world.size) == [[]] * world.size

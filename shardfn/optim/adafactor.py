@@ -86,7 +86,7 @@ class _Factored:
             one.path: _sums(one, grad.reshape(-1)[one.start : one.stop].to(wide(grad)).square())
             for unit, grad in zip(known.each, grads, strict=True)
             if grad is not None
-            for one in unit.segments
+            for one in unit.filled
         }
         shapes = {path: whole for unit in known.each for _, path, whole in spread(unit)}
         found = totals(known, here, _length, [grad for grad in grads if grad is not None])
@@ -96,7 +96,7 @@ class _Factored:
         unit = known.each[i]
         flat, rows, last = unit.values.new_ones(unit.values.numel()), [], 0
         means, ties = lent(state, unit)
-        for one in unit.segments:
+        for one in unit.filled:
             rows += [flat[last : one.start], _estimate(one, means[one.path], least).to(flat.dtype)]
             last = one.stop
         return tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), ties)
@@ -145,7 +145,7 @@ def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: i
         numbered(now["lr"], unit),
     )
     flat, rows, last = unit.values.reshape(-1), [], 0
-    for one in unit.segments:
+    for one in unit.filled:
         n, p = math.prod(one.whole), flat[one.start : one.stop]
         lr = rates[one.path]
         most = lr.clamp(max=count**-0.5) if isinstance(lr, Tensor) else min(lr, count**-0.5)
@@ -168,8 +168,8 @@ def _length(whole: tuple[int, ...]) -> int:
 
 def _counts(whole: tuple[int, ...], like: Tensor) -> Tensor:
     """How many elements each row has, and each column."""
-    counts = torch.full_like(like, whole[-2])
-    counts[: math.prod(whole[:-1])] = whole[-1]
+    counts = torch.full_like(like, max(1, whole[-2]))
+    counts[: math.prod(whole[:-1])] = max(1, whole[-1])
     return counts
 
 

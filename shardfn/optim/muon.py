@@ -81,6 +81,8 @@ def muon(
         momenta = known.beside(state["momentum"])
         present = {i: grad for i, (_, grad) in enumerate(pairs(known, grads)) if grad is not None}
         at, gs = list(present), list(present.values())
+        if not at:
+            return params, state | {"step": count}
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             ms: list[Tensor] = [momenta[i] for i in at]
             if donate:
@@ -107,7 +109,7 @@ def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
     rows: list[Tensor] = []
     last = 0
     rates, ties = numbered(now["lr"], unit)
-    for one in unit.segments:
+    for one in unit.filled:
         lr = rates[one.path]
         scale = lr * max(1.0, one.whole[0] / one.whole[1]) ** 0.5
         keep = 1 - lr * of_rule(now["weight_decay"], one)
@@ -190,14 +192,14 @@ def _of_layout(layout: Layout, entries: tuple[int, ...]) -> tuple[Matrix, ...]:
     found = []
     for number in entries:
         rows, columns = layout.whole_shape(number)
-        found.append(Matrix(layout.entries[number].path, (rows, columns), layout, number))
+        if rows * columns:  # or else there is nothing to do, and nobody has a part
+            found.append(Matrix(layout.entries[number].path, (rows, columns), layout, number))
     return tuple(found)
 
 
 def _matrices(unit: Unit) -> tuple[Matrix, ...]:
     if unit.layout is None:
-        (one,) = unit.segments
-        return (Matrix(one.path, (one.shape[0], one.shape[1])),)
+        return tuple(Matrix(one.path, (one.shape[0], one.shape[1])) for one in unit.filled)
     return _of_layout(unit.layout, unit.entries)
 
 
@@ -374,7 +376,7 @@ def together(
                 mine = o if part is None else _block(o, part)
                 rows[matrix.path] = mine.reshape(-1)[one.first : one.first + one.stop - one.start]
         flat, filled, last = torch.zeros_like(update).reshape(-1), [], 0
-        for one in unit.segments:
+        for one in unit.filled:
             filled += [flat[last : one.start], rows[one.path]]
             last = one.stop
         made.append(tied(torch.cat([*filled, flat[last:]]).view(update.shape), every))

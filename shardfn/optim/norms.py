@@ -96,13 +96,14 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         del params
         known = units(grads)
-        values = [unit.values for unit in known.each if unit.trainable]
-        if donate:
+        values = [unit.values for unit in known.each if unit.trainable and unit.values is not None]
+        if donate and values:
             with torch.no_grad():
                 torch._foreach_clamp_min_(values, -limit)
                 torch._foreach_clamp_max_(values, limit)
             return grads, state
-        return known.like(u.values.clamp(-limit, limit) if u.trainable else u.values for u in known.each), state
+        made = (u.values.clamp(-limit, limit) if u.trainable and u.values is not None else u.values for u in known.each)
+        return known.like(made), state
 
     return Transform(lambda params: {"limit": limit}, update)
 

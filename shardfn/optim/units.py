@@ -89,6 +89,7 @@ class Unit:
         layout: of the flat shard that it is, or is a part of; None for a plain tensor.
         entries: numbers of its parameters in the layout, on whatever rank they are.
         start: where in that shard it begins.
+        stop: where in that shard it ends; of a plain tensor, how many elements it has.
         trainable: whether it is trained.
     """
 
@@ -97,7 +98,13 @@ class Unit:
     layout: Layout | None
     entries: tuple[int, ...]
     start: int
+    stop: int
     trainable: bool
+
+    @property
+    def filled(self) -> list[Segment]:
+        """The segments that have elements."""
+        return [one for one in self.segments if one.start < one.stop]
 
     @property
     def name(self) -> str:
@@ -115,11 +122,10 @@ class Unit:
         """A node of the same kind as the leaf was."""
         if self.layout is None:
             return values
-        n = self.values.numel()
         held = self.layout.held(compat.global_rank())
-        if (self.start, n, len(self.entries)) == (0, held, len(self.layout.entries)):
+        if (self.start, self.stop, len(self.entries)) == (0, held, len(self.layout.entries)):
             return FlatShard(values, self.layout)
-        return Piece(values, self.layout, self.entries, self.start, self.start + n)
+        return Piece(values, self.layout, self.entries, self.start, self.stop)
 
 
 def is_unit(node: Any) -> bool:
@@ -159,17 +165,17 @@ def units(tree: Any) -> Units:
 def _unit(path: str, leaf: Any) -> Unit:
     if type(leaf) is Piece:
         segments = _segments(leaf.layout, leaf.entries, leaf.start, leaf.stop)
-        return Unit(leaf.values, segments, leaf.layout, leaf.entries, leaf.start, leaf.layout.trainable)
+        return Unit(leaf.values, segments, leaf.layout, leaf.entries, leaf.start, leaf.stop, leaf.layout.trainable)
     if is_flat(leaf):
         layout = leaf.layout
         every = tuple(range(len(layout.entries)))
         held = layout.held(compat.global_rank())
-        return Unit(leaf.values, _segments(layout, every, 0, held), layout, every, 0, layout.trainable)
+        return Unit(leaf.values, _segments(layout, every, 0, held), layout, every, 0, held, layout.trainable)
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{path or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
     shape = tuple(leaf.shape)
     whole = Segment(path, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
-    return Unit(leaf, (whole,), None, (), 0, leaf.is_floating_point() or leaf.is_complex())
+    return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex())
 
 
 @functools.lru_cache(maxsize=4096)

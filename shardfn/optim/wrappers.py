@@ -111,6 +111,8 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
         known = units(params)
         averages = known.beside(state["average"])
         moving = [i for i, unit in enumerate(known.each) if unit.trainable]
+        if not moving:
+            return params, state | {"optimizer": inner}
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             old = [averages[i] for i in moving]
             now = [known.each[i].values.to(average.dtype) for i, average in zip(moving, old, strict=True)]
