@@ -513,3 +513,164 @@ def of_any_kind(n: int) -> list[Any]:
 )
 def test_every_optimizer_takes_parameters_of_any_size_and_kind(world: World) -> None:
     assert world.within(120).run(of_any_kind, world.size) == [[]] * world.size
+
+
+# --- arguments that do not belong together ---
+
+
+def ones(flat: Any, rank: int) -> Any:
+    """Gradients as `value_and_grad` gives them."""
+
+    def one(node: sf.FlatShard) -> sf.FlatShard:
+        fine = node.layout.divided
+        return sf.FlatShard(torch.ones(fine.held(rank), dtype=node.values.dtype), fine)
+
+    return optree.tree_map(one, flat, is_leaf=lambda x: type(x) is sf.FlatShard)
+
+
+Call = Callable[..., Any]
+MISTAKES: dict[str, tuple[Call, str]] = {
+    "swapped": (lambda o, p, g, s, w: o.step(g, p, s), "step takes (params, grads, state): the "),
+    "as optax takes them": (lambda o, p, g, s, w: o.step(g, s, p), "which is where optax's update takes it"),
+    "state first": (lambda o, p, g, s, w: o.step(s, p, g), "the state came as the first argument"),
+    "state last but one": (lambda o, p, g, s, w: o.step(p, s, g), "the state came as the second argument"),
+    "no state": (lambda o, p, g, s, w: o.step(p, g, None), "the state is None"),
+    "value and gradients": (lambda o, p, g, s, w: o.step(p, (torch.ones(()), g), s), "pass the second of it"),
+    "whole gradients": (lambda o, p, g, s, w: o.step(p, params(), s), "are whole, the parameters are cut"),
+    "whole parameters": (lambda o, p, g, s, w: o.step(params(), g, s), "are cut, the parameters are whole"),
+    "nothing cut but the state": (lambda o, p, g, s, w: o.step(params(), params(), s), "of other parameters: "),
+    "another stage's gradient": (
+        lambda o, p, g, s, w: o.step(p, {**g, "blocks": g["blocks"][::-1]}, s),
+        "blocks.0: the gradient is of other parameters: of blocks.2: ",
+    ),
+    "too few stages": (lambda o, p, g, s, w: o.step(p, {**g, "blocks": g["blocks"][:2]}, s), "[0, 1] at blocks"),
+    "a key too few": (lambda o, p, g, s, w: o.step(p, {"embed": g["embed"]}, s), "the gradients have [embed], the"),
+    "a tensor for a stage": (lambda o, p, g, s, w: o.step(p, g | {"scale": normal(6, seed=3)}, s), "are whole"),
+    "no gradients": (lambda o, p, g, s, w: o.step(p, None, s), "there is None beside a dict"),
+    "another model's gradients": (lambda o, p, g, s, w: o.step(p, ones(w, 0), s), "is of other parameters"),
+    "another model's state": (lambda o, p, g, s, w: o.step(p, g, o.init(w)), "of other parameters: "),
+    "another optimizer's state": (lambda o, p, g, s, w: o.step(p, g, {"step": 0}), "state is of another optimizer"),
+    "parameters for a state": (lambda o, p, g, s, w: o.step(p, g, p), "this state is of another optimizer"),
+    "a piece of another length": (
+        lambda o, p, g, s, w: o.step(optree.tree_map(lambda x: x[:3], p), optree.tree_map(lambda x: x[:3], g), s),
+        "a tensor of shape (3,), but the layout",
+    ),
+}  # fmt: skip
+OF_SLOTS = ("nothing cut but the state", "another model's state")
+WRAPPERS: dict[str, Callable[..., so.Optimizer]] = {
+    "masked": lambda **k: so.masked(so.adamw(0.1), lambda path, shape: path != "embed.e"),
+    "accumulate": lambda **k: so.accumulate(so.sgd(0.1), 2),
+    "ema": lambda **k: so.ema(so.sgd(0.1), 0.9),
+    "skip_nonfinite": lambda **k: so.skip_nonfinite(so.sgd(0.1)),
+    "loss_scaled": lambda **k: so.loss_scaled(so.sgd(0.1)),
+    "shard_state": lambda **k: so.shard_state(so.sgd(0.1, momentum=0.9), "replica"),
+    "clip_by_value": lambda **k: so.chain(so.clip_by_value(1.0), so.lion(0.1)),
+}
+
+
+def mistaken(make: Callable[[], sf.Placement], names: list[str], steps: list[int]) -> list[str]:
+    """What is not refused, or not in the right words, or only after something has changed."""
+    mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
+    wider = params() | {"blocks": [p | {"more": normal(4, seed=9)} for p in params()["blocks"]]}
+    other = sf.shard(wider, mesh, make())
+    missed = []
+    for name in names:
+        o, flat = (OPTIMIZERS | WRAPPERS)[name](donate=True), sf.shard(params(), mesh, make())
+        state = o.init(flat)
+        for step in range(2):
+            if step not in steps:
+                flat, state = o.step(flat, ones(flat, mesh.get_rank()), state)
+                continue
+            grads = ones(flat, mesh.get_rank())
+            before = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (flat, grads, state))
+            for mistake, (call, says) in MISTAKES.items():
+                if mistake in OF_SLOTS and ("of torch" in name or name in ("sgd", "skip_nonfinite", "loss_scaled")):
+                    continue  # these remember nothing of a parameter, or not yet
+                try:
+                    call(o, flat, grads, state, other)
+                    missed.append(f"{name}, {mistake}: passed")
+                except (TypeError, ValueError) as error:
+                    if says not in str(error):
+                        missed.append(f"{name}, {mistake}: {error}")
+            for x, y in zip(optree.tree_leaves((flat, grads, state)), optree.tree_leaves(before), strict=True):
+                if not (torch.equal(x, y) if isinstance(x, Tensor) else x == y):
+                    missed.append(f"{name}: changed something")
+    return missed
+
+
+@pytest.mark.world(2)
+def test_a_step_refuses_what_does_not_belong_together(world: World) -> None:
+    every = [*OPTIMIZERS, *WRAPPERS]
+    assert world.within(90).run(mistaken, STRATEGIES["hybrid_shard"], every, [1]) == [[], []]
+    few = ["sgd-nesterov", "muon", "everything"]
+    assert world.within(90).run(mistaken, STRATEGIES["zero1"], few, [0, 1]) == [[], []]
+
+
+def test_a_swapped_call_is_noticed_wherever_the_parameters_are_known() -> None:
+    optimizer = so.sgd(0.1, donate=False)
+    ps = params()
+    state = optimizer.init(ps)
+    for _ in range(2):
+        grads = optree.tree_map(torch.ones_like, ps)
+        with pytest.raises(ValueError, match="the parameters came as grads"):
+            optimizer.step(grads, ps, state)
+        ps, state = optimizer.step(ps, grads, state)
+    optimizer.step(ps, ps, state)  # the gradient of half of a sum of squares
+    optimizer.step(optree.tree_map(torch.clone, ps), optree.tree_map(torch.clone, ps), state)
+
+
+@pytest.mark.parametrize("clip", [so.clip_by_global_norm(1.0), so.clip_by_value(1.0)])
+def test_a_transform_refuses_what_does_not_belong_together(clip: so.Transform) -> None:
+    ps, grads = params(), optree.tree_map(torch.ones_like, params())
+    state = clip.init(ps)
+    clip.update(grads, state, ps)
+    for wrong, says in (
+        ((ps, grads, state), "update takes (grads, state, params): the state came as the third argument"),
+        ((state, grads, ps), "the state came as the first argument"),
+        (((torch.ones(()), grads), state, ps), "pass the second of it"),
+        ((grads, None, ps), "the state is None"),
+        (({"embed": grads["embed"]}, state, ps), "the gradients have [embed]"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            clip.update(*wrong)
+        assert says in str(caught.value)
+
+
+def unevenly(x: Tensor) -> Tensor:
+    """The same numbers, with gaps between them in memory."""
+    gaps = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2]
+    return gaps.copy_(x)
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in order": torch.clone,
+    "by columns": lambda x: x.mT.contiguous().mT if x.ndim == 2 else x.clone(),
+    "with gaps": unevenly,
+}
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "fused adamw of torch"])
+def test_how_a_tensor_lies_in_memory_does_not_matter(name: str, donate: bool) -> None:
+    """As the gradients of `x @ w.T` do, which lie by columns, and of a sum, whose elements are one."""
+    every = OPTIMIZERS | {"fused adamw of torch": lambda donate: so.from_torch(torch.optim.AdamW, lr=0.01, fused=True)}
+    ps = {"w": normal(4, 3, seed=1), "b": normal(3, seed=2)}
+
+    def run(of_params: Callable[[Tensor], Tensor], of_grads: Callable[[Tensor], Tensor]) -> Any:
+        given = optree.tree_map(of_params, ps)
+        return trained(every[name](donate=donate), given, lambda p, n: optree.tree_map(of_grads, sines(ps)))[0]
+
+    want = run(torch.clone, torch.clone)
+    for first, second in itertools.product(ORDERS.values(), repeat=2):
+        assert distance(run(first, second), want) < 1e-12
+    same = [run(torch.clone, f) for f in (lambda x: x.new_ones(()).expand(x.shape), lambda x: x.new_ones(x.shape))]
+    assert distance(*same) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["sgd-nesterov", "adam", "adamw", "lion"])
+def test_a_state_of_another_dtype_is_refused(name: str) -> None:
+    optimizer, ps = OPTIMIZERS[name](donate=True), params()
+    state = optimizer.init(ps)
+    ps = optree.tree_map(torch.Tensor.float, ps)
+    with pytest.raises(ValueError, match=r"the parameter is torch\.float32, but the state torch"):
+        optimizer.step(ps, ps, state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.meta import lent, numbered, plain_but_rate, tied
 from shardfn.optim.norms import squares, totals, wide
-from shardfn.optim.units import Segment, Unit, Units, pairs, refuse_complex, spread, units
+from shardfn.optim.units import Segment, Unit, Units, pairs, refuse_complex, spread, units, zeros
 from shardfn.optim.wrappers import masked
 
 
@@ -58,7 +57,7 @@ class _Whole:
     """Second moments of every element."""
 
     def init(self, known: Units) -> Any:
-        return known.like(torch.zeros_like(unit.values) if unit.trainable else None for unit in known.each)
+        return known.like(zeros(unit.values) if unit.trainable else None for unit in known.each)
 
     def updated(self, known: Units, state: Any, grads: list[Tensor | None], mixed: float) -> Any:
         old = known.beside(state)
@@ -124,7 +123,7 @@ def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bo
                     grad = kind.of(known, square, i, least).clamp(min=least * least).rsqrt() * grad
                 updates.append(grad)
             moving = [
-                replace(unit, values=unit.values if x is None else x, trainable=x is not None)
+                unit._replace(values=unit.values if x is None else x, trainable=x is not None)
                 for unit, x in zip(known.each, updates, strict=True)
             ]
             sizes = squares(known), squares(Units(moving, known.tree))

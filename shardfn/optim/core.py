@@ -12,6 +12,7 @@ from typing import Any
 
 from shardfn.layout import Layout
 from shardfn.mesh import AxisName, as_names
+from shardfn.optim.checks import guarded, guarded_update
 from shardfn.optim.division import divides_init, divides_step
 from shardfn.optim.units import Segment, units
 
@@ -36,8 +37,9 @@ class Optimizer:
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "init", divides_init(_apart(self.init)))
-        object.__setattr__(self, "step", divides_step(self.step))
+        init, step = guarded("step", divides_init(_apart(self.init)), divides_step(self.step))
+        object.__setattr__(self, "init", init)
+        object.__setattr__(self, "step", step)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class Transform:
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "update", guarded_update(self.init, self.update))
 
 
 def _apart(init: Callable[[Any], Any]) -> Callable[[Any], Any]:

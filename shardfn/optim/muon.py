@@ -121,7 +121,9 @@ def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
         else:
             rows += [flat[last : one.start], p * keep - scale * direction]
             last = one.stop
-    return unit.values if donate else tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), [o, *ties])
+    if donate:
+        return unit.values if unit.values.is_contiguous() else unit.values.copy_(flat.view(unit.values.shape))
+    return tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), [o, *ties])
 
 
 def _refuse(unit: Unit) -> None:

@@ -17,7 +17,7 @@ from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
 from shardfn.optim.core import Transform
 from shardfn.optim.meta import tied, varied
-from shardfn.optim.units import Units, spread, units
+from shardfn.optim.units import Units, dense, spread, units
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
         del params
         known = units(grads)
         values = [unit.values for unit in known.each if unit.trainable and unit.values is not None]
-        if donate and values:
+        if donate and not values:
+            return grads, state
+        if donate and _writable(known):
             with torch.no_grad():
                 torch._foreach_clamp_min_(values, -limit)
                 torch._foreach_clamp_max_(values, limit)
@@ -111,7 +113,7 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor, each in its own dtype."""
     known = units(tree)
-    if donate:
+    if donate and _writable(known):
         with torch.no_grad():
             for unit in known.each:
                 if unit.trainable and unit.values is not None:
@@ -120,6 +122,13 @@ def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
     return known.like(
         (u.values * varied(factor, u)).to(u.values.dtype) if u.trainable and u.values is not None else u.values
         for u in known.each
+    )
+
+
+def _writable(known: Units) -> bool:
+    """Whether no element stands for several, as in the gradient of a sum."""
+    return not any(
+        0 in u.values.stride() and not dense(u.values) for u in known.each if u.trainable and u.values is not None
     )
 
 

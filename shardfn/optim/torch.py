@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardfn.optim.core import Optimizer, at_step
-from shardfn.optim.units import Unit, is_unit, pairs, stretches, units
+from shardfn.optim.units import Unit, dense, is_unit, pairs, stretches, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:
@@ -52,12 +52,19 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         groups: dict[Any, list[Tensor]] = {}
         work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
         memory = [dict(one) for one in state["memory"]]
+        moved: list[tuple[Tensor, Tensor]] = []
         for i, (unit, grad) in enumerate(pairs(known, grads)):
             if grad is None:
                 continue
             for one in _stretches(unit, rules, block):
-                variable = _cut(unit.values, one.start, one.stop).detach().requires_grad_()
-                variable.grad = _cut(grad, one.start, one.stop).detach()
+                variable = _cut(unit.values, one.start, one.stop).detach()
+                if not dense(variable):  # kernels may go through memory in order
+                    variable = variable.contiguous()
+                    moved.append((unit.values, variable))
+                variable.requires_grad_()
+                own = _cut(grad, one.start, one.stop).detach()
+                same = own.stride() == variable.stride()
+                variable.grad = own if same else torch.empty_like(variable, requires_grad=False).copy_(own)
                 groups.setdefault(one.options, []).append(variable)
                 work.append((variable, unit, memory[i], one))
         if not groups:
@@ -69,6 +76,9 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
                 optimizer.state[variable] = {name: x.values if is_unit(x) else x for name, x in kept.items()}
         optimizer.step()
         torch.autograd.graph.increment_version([variable for variable, *_ in work])  # fused kernels do not
+        with torch.no_grad():
+            for x, made in moved:
+                x.copy_(made)
         for variable, unit, known_of, one in work:
             known_of[one.name] = {
                 name: unit.part(one.entries, one.start, one.stop, x)
