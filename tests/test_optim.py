@@ -393,13 +393,42 @@ def test_a_rate_can_be_changed_in_the_state(world: World, name: str) -> None:
     assert world.run(changed, name) == [0.0, 0.0]
 
 
+WRONG_THINGS: dict[str, Any] = {
+    "function": so.adamw,
+    "torch's": torch.optim.SGD([torch.ones(1)], 0.1),
+    "name": "blocks",
+    "tree": {"w": torch.ones(2)},
+}
+
+
+def stepped(optimizer: so.Optimizer) -> Any:
+    ps = {"w": torch.ones(3)}
+    return optimizer.step(ps, {"w": torch.ones(3)}, optimizer.init(ps))
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a gradient of another shape": (
         lambda: so.sgd(0.1).step({"w": torch.ones(3)}, {"w": torch.ones(2)}, so.sgd(0.1).init({"w": torch.ones(3)})),
         "w: the gradient has shape (2,), the parameter (3,)",
     ),
     "no tensor": (lambda: so.adamw(0.1).init({"w": 3}), "w is int; parameters are tensors"),
-    "a chain of two optimizers": (lambda: so.chain(so.sgd(0.1), so.adamw(0.1)), "any number of Transform, then one"),
+    "a chain of two optimizers": (lambda: so.chain(so.sgd(0.1), so.adamw(0.1)), "of transforms and then one"),
+    "an empty chain": (lambda: so.chain(), "but was given nothing"),
+    "a chain without an optimizer": (lambda: so.chain(so.clip_by_value(1.0)), "but was given a Transform"),
+    "a function for an optimizer": (lambda: so.ema(WRONG_THINGS["function"], 0.9), "an optimizer, such as shardfn.optim."
+                                    "adamw(3e-4), not the function adamw"),
+    "torch's optimizer": (lambda: so.skip_nonfinite(WRONG_THINGS["torch's"]), "torch's own SGD: see from_torch"),
+    "torch's optimizer for its class": (lambda: so.from_torch(WRONG_THINGS["torch's"]), "takes an optimizer's class"),
+    "a rule that is none": (lambda: so.masked(so.sgd(0.1), WRONG_THINGS["name"]), "the rule is a function of a param"),
+    "gradients for a limit": (lambda: so.clip_by_global_norm(WRONG_THINGS["tree"]), "the transform that it gives"),
+    "a rule that says nothing": (
+        lambda: stepped(so.adamw(0.1, weight_decay=lambda path, shape: None)),
+        "w: a rule for a parameter: weight_decay=None is a NoneType",
+    ),
+    "a schedule that says nothing": (
+        lambda: stepped(so.sgd(lambda step: None)),
+        "the schedule at step 1: lr=None is a NoneType",
+    ),
     "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
     "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit=-1.0"),
     "a decay above 1": (lambda: so.ema(so.sgd(0.1), 1.5), "decay=1.5"),
@@ -424,6 +453,53 @@ def test_what_makes_no_sense_is_refused(case: str) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:
         act()
     assert says in str(caught.value)
+
+
+# What takes each number, and what it is when it makes sense.
+NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "sgd": (so.sgd, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "adam": (so.adam, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
+    "adamw": (so.adamw, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
+    "lion": (so.lion, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "weight_decay": 0.1}),
+    "adafactor": (
+        so.adafactor,
+        {"lr": 0.1, "decay": -0.8, "clip": 1.0, "eps": 1e-8, "least": 1e-3, "weight_decay": 0.1},
+    ),
+    "muon": (so.muon, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "iterations": 5}),
+    "from_torch": (lambda **k: so.from_torch(torch.optim.Adam, **k), {"lr": 0.1, "block": 1}),
+    "clip_by_global_norm": (so.clip_by_global_norm, {"limit": 1.0}),
+    "clip_by_value": (so.clip_by_value, {"limit": 1.0}),
+    "ema": (lambda **k: so.ema(so.sgd(0.1), **k), {"decay": 0.9}),
+    "accumulate": (lambda **k: so.accumulate(so.sgd(0.1), **k), {"every": 2}),
+    "loss_scaled": (
+        lambda **k: so.loss_scaled(so.sgd(0.1), **k),
+        {"scale": 2.0, "growth": 2.0, "backoff": 0.5, "every": 2},
+    ),
+    "warmup_cosine": (so.warmup_cosine, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
+    "linear": (so.linear, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
+    "wsd": (so.wsd, {"peak": 0.1, "warmup": 2, "decay": 3, "steps": 9, "end": 0.0}),
+}  # fmt: skip
+SENSELESS = ["1e-3", True, [0.1], 1j, torch.ones(2), float("nan"), float("inf"), -1.0, -3]
+
+
+@pytest.mark.parametrize("name", list(NUMBERS))
+def test_a_number_that_makes_no_sense_is_refused_by_name(name: str) -> None:
+    make, numbers = NUMBERS[name]
+    make(**numbers)
+    for key, value in itertools.product(numbers, [*SENSELESS, None]):
+        if (key == "eps" and value is None) or (name == "adafactor" and key == "decay" and repr(value)[0] == "-"):
+            continue  # which make sense
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make(**numbers | {key: value})
+        assert str(caught.value).startswith(f"{name}: {key}")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adafactor", "muon"])
+def test_numbers_at_the_ends_of_their_ranges_are_taken(name: str) -> None:
+    make, numbers = NUMBERS[name]
+    make(**numbers | {"lr": 0, "weight_decay": 0})
+    make(**numbers | {"lr": torch.tensor(0.1), "weight_decay": decay, "donate": False})
+    make(**numbers | {"lr": so.warmup_cosine(0.1, warmup=0, steps=0)})
 
 
 @pytest.mark.parametrize(("module", "name"), [("torchao.optim", "AdamW8bit"), ("bitsandbytes.optim", "AdamW8bit")])

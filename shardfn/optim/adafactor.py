@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
+from shardfn.optim.core import Optimizer, Rule, of_rule
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.meta import lent, numbered, plain_but_rate, tied
+from shardfn.optim.meta import lent, numbered, tied
 from shardfn.optim.norms import squares, totals, wide
+from shardfn.optim.ranges import at_step, check
 from shardfn.optim.units import Segment, Unit, Units, pairs, refuse_complex, spread, units, zeros
 from shardfn.optim.wrappers import masked
 
@@ -48,7 +49,7 @@ def adafactor(
     Sources: Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost (2018), algorithms 4, 6.
     """
     numbers = {"lr": lr, "decay": decay, "clip": clip, "least": least, "weight_decay": weight_decay}
-    plain_but_rate("adafactor", numbers)
+    check("adafactor", numbers | ({} if eps is None else {"eps": eps}) | {"donate": donate})
     matrices, vectors = (_optimizer(kind, numbers, eps, donate) for kind in (_Factored(), _Whole()))
     return masked(matrices, lambda path, shape: len(shape) > 1, vectors)
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
-from shardfn.optim.meta import plain_but_rate, tied, varied
+from shardfn.optim.core import Optimizer, Rule, of_rule
+from shardfn.optim.meta import tied, varied
+from shardfn.optim.ranges import at_step, check, check_rule
 from shardfn.optim.units import Unit, dense, joined, pairs, runs, units, zeros_like
 
 Number = float | Tensor
@@ -39,7 +40,7 @@ class Elementwise:
 
 def optimizer(name: str, rule: Elementwise, numbers: dict[str, Any], donate: bool) -> Optimizer:
     """An optimizer by a rule. A number may be a schedule, if it is the learning rate, or else a rule for parameters."""
-    plain_but_rate(name, numbers)
+    check(name, numbers | {"donate": donate}, numbers)
     constant = {name: value for name, value in numbers.items() if not callable(value)}
     varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
 
@@ -82,7 +83,10 @@ def _spans(unit: Unit, varying: dict[str, Rule]) -> list[Span]:
     """Stretches with the same numbers."""
     if not varying:
         return [((), 0, unit.values.numel())]
-    return runs(unit, lambda one: tuple((name, of_rule(rule, one)) for name, rule in varying.items()))
+    found = runs(unit, lambda one: tuple((name, of_rule(rule, one)) for name, rule in varying.items()))
+    for key, *_ in found:
+        check_rule(unit.name, key)
+    return found
 
 
 def _overwrite(rule: Elementwise, work: list[tuple[_Work, list[Span]]], count: int, now: dict[str, Any]) -> None:
@@ -273,6 +277,7 @@ def sgd(
 
     Sources: Sutskever et al., On the importance of initialization and momentum in deep learning (2013).
     """
+    check("sgd", {"nesterov": nesterov, "momentum": momentum}, ("momentum",))
     if nesterov and not momentum:
         raise ValueError("sgd: nesterov=True needs a momentum above 0")
     numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}

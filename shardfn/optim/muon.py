@@ -20,9 +20,10 @@ from shardfn import collectives, compat
 from shardfn.layout import Layout, Range
 from shardfn.ledger import record
 from shardfn.mesh import Grid, axis_of, mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
+from shardfn.optim.core import Optimizer, Rule, of_rule
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.meta import numbered, plain_but_rate, tied
+from shardfn.optim.meta import numbered, tied
+from shardfn.optim.ranges import at_step, check, whole
 from shardfn.optim.units import Unit, pairs, refuse_complex, units, zeros_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -65,7 +66,10 @@ def muon(
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
     """
     numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    plain_but_rate("muon", numbers)
+    check("muon", numbers | {"nesterov": nesterov, "donate": donate})
+    whole("muon", "iterations", iterations, 1)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"muon: dtype={dtype!r}; it is a floating dtype, or None for the gradient's")
     constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def init(params: Any) -> Any:

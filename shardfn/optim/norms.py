@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
 from shardfn.optim.core import Transform
 from shardfn.optim.meta import tied, varied
+from shardfn.optim.ranges import check, kind
 from shardfn.optim.units import Units, dense, spread, units
 
 
@@ -71,8 +73,12 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
 
     Sources: Pascanu et al., On the difficulty of training recurrent neural networks (2013), algorithm 1.
     """
-    if not limit > 0:
-        raise ValueError(f"clip_by_global_norm: limit={limit!r}; it is above 0")
+    if not isinstance(limit, (int, float)) and optree.tree_leaves(limit) != [limit]:
+        raise TypeError(
+            f"clip_by_global_norm: limit is {kind(limit)}; it is a number, and what clips is the transform that it "
+            f"gives: chain(clip_by_global_norm(1.0), adamw(3e-4)), or grads, state = clip.update(grads, state, params)"
+        )
+    check("clip_by_global_norm", {"limit": limit, "donate": donate})
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         del params
@@ -90,8 +96,7 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
 
 def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
     """Clamps each element of the gradients to `[-limit, limit]`."""
-    if not limit > 0:
-        raise ValueError(f"clip_by_value: limit={limit!r}; it is above 0")
+    check("clip_by_value", {"limit": limit, "donate": donate})
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         del params

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, at_step
+from shardfn.optim.core import Optimizer
+from shardfn.optim.ranges import at_step, check, kind, whole
 from shardfn.optim.units import Unit, dense, is_unit, pairs, stretches, units
 
 
@@ -33,8 +34,11 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     Example:
         ``from_torch(torch.optim.RMSprop, lr=1e-3, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1))``
     """
-    if block < 1:
-        raise ValueError(f"from_torch: block={block!r}; it is 1 or more")
+    whole("from_torch", "block", block, 1)
+    if not callable(make):
+        raise TypeError(f"from_torch takes an optimizer's class, such as torch.optim.RMSprop, not {kind(make)}")
+    if "lr" in options:
+        check("from_torch", {"lr": options["lr"]})
     _refuse_coupled(make, options)
     rules = {name: value for name, value in options.items() if callable(value) and name != "lr"}
     constant = {name: value for name, value in options.items() if not callable(value)}

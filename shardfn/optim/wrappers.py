@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardfn import collectives, compat
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule
+from shardfn.optim.core import Optimizer, Rule, must_be_optimizer
 from shardfn.optim.meta import differentiable
+from shardfn.optim.ranges import check, kind, whole
 from shardfn.optim.units import Units, is_unit, joined, pairs, stretches, units, zeros_like
 
 
@@ -26,6 +27,10 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
     Example:
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
     """
+    for one in (optimizer, *([] if otherwise is None else [otherwise])):
+        must_be_optimizer("masked", one)
+    if not callable(rule):
+        raise TypeError(f"masked: the rule is a function of a parameter's path and shape, not {kind(rule)}")
     parts = {"chosen": (True, optimizer)} | ({"others": (False, otherwise)} if otherwise else {})
 
     def init(params: Any) -> Any:
@@ -98,8 +103,8 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
         decay: :math:`d`, from 0 to 1.
         donate: the average is overwritten.
     """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"ema: decay={decay!r}; it is from 0 to 1")
+    must_be_optimizer("ema", optimizer)
+    check("ema", {"decay": decay, "donate": donate})
 
     def init(params: Any) -> Any:
         known = units(params)
@@ -132,8 +137,8 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
     Sums, not means: a loss that is divided by what the whole batch has gives the whole batch's gradient. Where the
     micro-batches are at hand at once, `shardfn.accumulate` moves less.
     """
-    if every < 1:
-        raise ValueError(f"accumulate: every={every!r}; it is 1 or more")
+    must_be_optimizer("accumulate", optimizer)
+    whole("accumulate", "every", every, 1)
 
     def init(params: Any) -> Any:
         return {"optimizer": optimizer.init(params), "count": 0, "sum": zeros_like(params)}
@@ -156,6 +161,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
     The state counts the steps that were skipped, under `"skipped"`.
     """
+    must_be_optimizer("skip_nonfinite", optimizer)
 
     def init(params: Any) -> Any:
         return {"optimizer": optimizer.init(params), "skipped": 0}
