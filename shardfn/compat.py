@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import io
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -98,6 +100,36 @@ def register(
     return op
 
 
+def _backwards(y: torch.Tensor) -> torch.Tensor:
+    """The gradient of `y` by the one leaf that it was made from, with a graph of its own.
+
+    Not by autograd's engine: that would start here, with threads for the devices that there are by now, so a process
+    forked later could not differentiate where there is a GPU, nor this one on a device that is registered later.
+    """
+    order: list[Any] = []
+    seen: set[Any] = set()
+
+    def visit(node: Any) -> None:
+        if node is not None and node not in seen:
+            seen.add(node)
+            for parent, _ in node.next_functions:
+                visit(parent)
+            order.append(node)
+
+    visit(y.grad_fn)
+    arrived: dict[Any, Any] = {y.grad_fn: torch.ones_like(y)}
+    for node in reversed(order[1:]):
+        ct = arrived[node]
+        made = node.apply(ct) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(ct)
+        several = made if isinstance(made, tuple) else (made,)
+        if len(several) > len(node.next_functions):  # a Function in Python answers for what is no tensor, too
+            several = tuple(g for g in several if g is not None)
+        for (parent, _), g in zip(node.next_functions, several, strict=True):
+            if parent is not None and g is not None:
+                arrived[parent] = arrived[parent] + g if parent in arrived else g
+    return arrived[order[0]]  # the leaf's own node
+
+
 def _nesting_works() -> bool:
     """Doubles a number through a registered op, and asks for the derivative of its derivative."""
     lib = torch.library.Library("shardfn_probe", "FRAGMENT")
@@ -119,8 +151,7 @@ def _nesting_works() -> bool:
         # What torch.func.grad does; torch.func.grad itself would load the whole of torch.compile.
         with torch.enable_grad(), grad_increment_nesting() as level, enable_inplace_requires_grad(True):
             x = torch._C._functorch._wrap_for_grad(x, level).requires_grad_()
-            (found,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
-            return torch._C._functorch._unwrap_for_grad(found, level)
+            return torch._C._functorch._unwrap_for_grad(_backwards(f(x).sum()), level)
 
     second = derivative(lambda x: derivative(lambda x: double(x, 2) ** 3, x), torch.ones(2, dtype=torch.float64))
     return bool((second == 48).all())  # of 8 x^3
@@ -319,6 +350,52 @@ def fake_store() -> Any:
     except ImportError as error:
         raise _missing("the fake process group", error) from error
     return FakeStore()
+
+
+def register_fake_backend(name: str, devices: list[str]) -> None:
+    """The fake process group under another name, for these kinds of devices.
+
+    Raises:
+        RuntimeError: this torch has no fake process group.
+    """
+    fake_store()
+    create = dist.Backend._plugins["FAKE"].creator_fn
+    dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
+
+
+def register_python_device(name: str, module: Any) -> None:
+    """Makes torch's spare kind of device one of this name, without memory or kernels; `module` is `torch.<name>`.
+
+    Raises:
+        RuntimeError: this torch cannot do so from Python.
+    """
+    try:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    except ImportError as error:
+        raise _missing("a device made in Python", error) from error
+    _setup_privateuseone_for_python_backend(name, module)
+
+
+@functools.cache
+def fake_mode() -> Any:
+    """Under which operations make tensors that have shapes, dtypes and strides, but no numbers; one a process."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensors() -> Any:
+    """The class of such tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def depends_on_numbers() -> tuple[type[Exception], ...]:
+    """What an operation on such tensors raises that would have to look at numbers."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 
 
 def _threaded() -> Any:
