@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+DispatchMode = TorchDispatchMode
 
 WIRE: Any = torch.ops._c10d_functional
 """Functional collectives as ops: what torch.compile's passes look for in a graph."""
@@ -453,10 +455,11 @@ def attention(
 
     No autograd. By torch's fused kernels where they take such tensors.
     """
-    if _fused_cpu is not None and _fits_cpu(q, k):
-        return _fused_cpu(q, k, v, 0.0, causal, scale=scale)
-    if _fused_cuda is not None and _fits_cuda(q):
-        return _fused_cuda(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    if _fits_cpu(q, k):
+        return _fused_cpu(*map(_rows, (q, k, v)), 0.0, causal, scale=scale)
+    if _fits_cuda(q, k):
+        out, lse = _fused_cuda(*map(_even_rows, (q, k, v)), 0.0, causal, False, scale=scale)[:2]
+        return out[..., : v.shape[-1]], lse
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp().to(v.dtype) @ v), lse
@@ -473,14 +476,14 @@ def attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients by `q`, `k` and `v`, where `out` and `lse` are of attention to these keys and maybe to others too."""
-    if _fused_cpu_backward is not None and _fits_cpu(q, k):
-        return _fused_cpu_backward(ct, q, k, v, out, lse, 0.0, causal, scale=scale)
-    if _fused_cuda_backward is not None and _fits_cuda(q):
+    if _fits_cpu(q, k):
+        return _fused_cpu_backward(*map(_rows, (ct, q, k, v, out)), lse, 0.0, causal, scale=scale)
+    if _fits_cuda(q, k):
+        lse = lse.contiguous()  # as the kernel reads it, whatever its strides
         nothing = torch.zeros((), dtype=torch.int64, device=q.device)
-        lengths = q.shape[2], k.shape[2]
-        return _fused_cuda_backward(
-            ct, q, k, v, out, lse, None, None, *lengths, 0.0, causal, nothing, nothing, scale=scale
-        )
+        more = None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing
+        found = _fused_cuda_backward(*map(_even_rows, (ct, q, k, v, out)), lse, *more, scale=scale)
+        return tuple(g[..., : q.shape[-1]] for g in found)
     p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
     d = (ct * out).sum(-1, keepdim=True).to(p.dtype)
     ds = (p * ((ct @ v.mT).to(p.dtype) - d) * scale).to(q.dtype)
@@ -488,11 +491,35 @@ def attention_backward(
 
 
 def _fits_cpu(q: torch.Tensor, k: torch.Tensor) -> bool:
-    return q.device.type == "cpu" and min(q.numel(), k.numel()) > 0
+    known = _fused_cpu is not None and _fused_cpu_backward is not None
+    return known and q.device.type == "cpu" and min(q.numel(), k.numel()) > 0
 
 
-def _fits_cuda(q: torch.Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def _fits_cuda(q: torch.Tensor, k: torch.Tensor) -> bool:
+    known = _fused_cuda is not None and _fused_cuda_backward is not None
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    return known and narrow and min(q.numel(), k.numel()) > 0 and _has_flash(q.device)
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch and the device have the kernels."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """With the numbers of a row side by side, as kernels take for granted, and none of them asks."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _even_rows(x: torch.Tensor) -> torch.Tensor:
+    """With rows, side by side, of a multiple of 8 numbers, each of which begins at a multiple of 8 numbers."""
+    if x.shape[-1] % 8:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
+    even = x.stride(-1) == 1 and not any(n % 8 for n in (x.storage_offset(), *x.stride()[:-1]))
+    return x if even else x.clone(memory_format=torch.contiguous_format)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
