@@ -224,6 +224,20 @@ def assert_on_device(holds: torch.Tensor, message: str) -> None:
     torch._assert_async(holds, message)
 
 
+@functools.cache
+def drawing(op: Any) -> tuple[Any, int] | None:
+    """An op that does what a random one does with a generator, and which argument that is; None if there is none."""
+    names = [argument.name for argument in op._schema.arguments]
+    if "generator" in names:
+        return op, names.index("generator")
+    for overload in op.overloadpacket.overloads():
+        other = getattr(op.overloadpacket, overload)
+        theirs = [argument.name for argument in other._schema.arguments]
+        if "generator" in theirs and [name for name in theirs if name != "generator"] == names:
+            return other, len(names)  # by name alone
+    return None
+
+
 def inside_backward() -> bool:
     """Whether autograd is running a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
