@@ -456,10 +456,10 @@ def backward_pass() -> int:
     return number
 
 
-_fused_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_fused_cpu_backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-_fused_cuda = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
-_fused_cuda_backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
+_fused_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_fused_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_fused_cuda: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
+_fused_cuda_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
 
 
 def attention(
@@ -497,7 +497,8 @@ def attention_backward(
         nothing = torch.zeros((), dtype=torch.int64, device=q.device)
         more = None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing
         found = _fused_cuda_backward(*map(_even_rows, (ct, q, k, v, out)), lse, *more, scale=scale)
-        return tuple(g[..., : q.shape[-1]] for g in found)
+        dq, dk, dv = (g[..., : q.shape[-1]] for g in found)
+        return dq, dk, dv
     p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
     d = (ct * out).sum(-1, keepdim=True).to(p.dtype)
     ds = (p * ((ct @ v.mT).to(p.dtype) - d) * scale).to(q.dtype)

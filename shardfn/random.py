@@ -65,16 +65,16 @@ class Drawing(compat.DispatchMode):
     """
 
     def __init__(self, generator: torch.Generator, what: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seed, self.what = generator.initial_seed(), what
         self.generators = {"cpu": generator}
 
     def __enter__(self) -> Any:
         self.before = torch.get_rng_state()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if error is None:
             self._refuse_seeding()
 

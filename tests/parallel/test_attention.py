@@ -140,14 +140,18 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
+def vjp(f: Any, *inputs: Tensor) -> Any:
+    return torch.func.vjp(f, *inputs)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_how_numbers_lie_in_memory_does_not_matter(layout: str) -> None:
     given = (*drawn(HEADS), torch.cos(drawn(HEADS)[0]))
     for chosen in (*((i,) for i in range(4)), range(4)):
         q, k, v, ct = (LAYOUTS[layout](x) if i in chosen else x for i, x in enumerate(given))
         for causal in (True, False):
-            wanted, pull = torch.func.vjp(lambda *xs: plain(*xs, causal=causal), q, k, v)  # noqa: B023
-            found, own_pull = torch.func.vjp(lambda *xs: parallel.attention(*xs, causal=causal), q, k, v)  # noqa: B023
+            wanted, pull = vjp(lambda *xs: plain(*xs, causal=causal), q, k, v)  # noqa: B023
+            found, own_pull = vjp(lambda *xs: parallel.attention(*xs, causal=causal), q, k, v)  # noqa: B023
             for a, b in zip((found, *own_pull(ct)), (wanted, *pull(ct)), strict=True):
                 assert (a - b).abs().max() < 1e-13, (chosen, causal)
 
@@ -196,8 +200,8 @@ def test_the_kernels_of_a_gpu_get_what_they_take_for_granted(
 ) -> None:
     met = demanding(monkeypatch)
     *inputs, ct = (LAYOUTS[layout](x) for x in (*drawn(HEADS), torch.cos(drawn(HEADS)[0])))
-    wanted, pull = torch.func.vjp(lambda *xs: plain(*xs, causal=causal), *inputs)
-    found, own_pull = torch.func.vjp(lambda *xs: parallel.attention(*xs, causal=causal), *inputs)
+    wanted, pull = vjp(lambda *xs: plain(*xs, causal=causal), *inputs)
+    found, own_pull = vjp(lambda *xs: parallel.attention(*xs, causal=causal), *inputs)
     for a, b in zip((found, *own_pull(ct)), (wanted, *pull(ct)), strict=True):
         assert (a - b).abs().max() < 1e-13
     assert met == ["forward", "backward"]
