@@ -1,14 +1,17 @@
 """What a step makes the host wait for, on a pretended accelerator.
 
-Every case is built once and called three times; what is counted is the third call. In a steady step the host waits for
+Every case is built once and called twice; what is counted is the second call. In a steady step the host waits for
 nothing, but where a number must be known to go on: `WAITS` says where, and for how many.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,9 +44,11 @@ STAGES: dict[str, dict[str, Any]] = {
     "kept activations": {},
     "remat": {"remat": True},
     "offload": {"remat": "offload"},
-    "policy": {"remat": [torch.ops.aten.mm.default]},
     "reshard": {"reshard": True},
     "no reshard": {"reshard": False},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "policy": {"remat": [torch.ops.aten.mm.default]},
     "no prefetch": {"prefetch": 0},
     "far prefetch": {"prefetch": 2},
     "narrow": {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "output_dtype": torch.float32},
@@ -77,6 +82,7 @@ WAITS: dict[str, int] = {
     "optimizer, loss_scaled": 1,
     "norms as numbers": 1,
     "a loss that is printed": 1,
+    "staging": 1,
     # how many tokens travel where: one table of counts
     "mixture, dropless": 1,
     "mixture, refusing": 1,
@@ -113,7 +119,8 @@ def mapped(mesh: Any, f: Callable[..., Any], *args: Any) -> Step:
     return lambda: run(*args)
 
 
-def sharded(mesh: Any, strategy: Any, layers: int = 3) -> Any:
+@functools.cache
+def sharded(mesh: Any, strategy: Any, layers: int = 2) -> Any:
     return sf.shard({"blocks": [layer() for _ in range(layers)]}, mesh, strategy)
 
 
@@ -151,7 +158,7 @@ def tied(mesh: Any) -> Step:
 
 
 def backward_by_the_user(mesh: Any) -> Step:
-    params, x = sharded(mesh, STRATEGIES["full_shard"]), drawn(8, WIDTH)
+    params, x = optree.tree_map(torch.clone, sharded(mesh, STRATEGIES["full_shard"])), drawn(8, WIDTH)
     loss = losing(sf.stage(block))
     leaves = [p.values.requires_grad_() for p in params["blocks"]]
 
@@ -202,21 +209,20 @@ def optimizing(mesh: Any, name: str, strategy: str = "hybrid_shard") -> Step:
 def attending(mesh: Any, way: str, fused: bool = False, **options: Any) -> Step:
     heads = RANKS if way == "ulysses" else 4
     q, k, v = (drawn(2, heads, 8, 16, dtype=torch.bfloat16 if fused else torch.float32) for _ in range(3))
-    f = {
-        "ring": lambda *xs: parallel.ring_attention(*xs, "shard", **options),
-        "ulysses": lambda *xs: parallel.ulysses_attention(*xs, "shard", **options),
-        "alone": lambda *xs: parallel.attention(*xs, **options),
-    }[way]
-    step = mapped(mesh, sf.grad(lambda *xs: f(*xs).float().sum(), (0, 1, 2)), q, k, v)
+    ways: dict[str, Any] = {
+        "ring": (parallel.ring_attention, ["shard"]),
+        "ulysses": (parallel.ulysses_attention, ["shard"]),
+        "alone": (parallel.attention, []),
+    }
+    f, axis = ways[way]
+    step = mapped(mesh, sf.grad(lambda *xs: f(*xs, *axis, **options).float().sum(), (0, 1, 2)), q, k, v)
     if not fused:
         return step
 
     def with_kernel() -> Any:
-        before, compat._has_flash = compat._has_flash, lambda device: True
-        try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(compat, "_has_flash", lambda device: True)
             return step()
-        finally:
-            compat._has_flash = before
 
     return with_kernel
 
@@ -230,7 +236,13 @@ def mixing(mesh: Any, **options: Any) -> Step:
         out = parallel.mixture(lambda p, x: x @ p, e, x, routing, "shard", **options)
         return out.sum() + parallel.balance_loss(routing, DATA) + parallel.router_loss(routing, DATA)
 
-    return mapped(mesh, sf.grad(loss, (0, 1)), e, gate)
+    step = mapped(mesh, sf.grad(loss, (0, 1)), e, gate)
+    return step if options.get("overflow") != "error" else lambda: refused(step)
+
+
+def refused(step: Step) -> None:
+    with pytest.raises(ValueError, match="1 choices of tokens are beyond the capacity"):  # what is read is always 1
+        step()
 
 
 def language(mesh: Any) -> Step:
@@ -269,11 +281,9 @@ def piping(mesh: Any, schedule: Any) -> Step:
     step = mapped(mesh, run, params)
 
     def known() -> Any:
-        before, module._surveyed = module._surveyed, lambda *_: between
-        try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(module, "_surveyed", lambda *_: between)  # nobody else is there to tell
             return step()
-        finally:
-            module._surveyed = before
 
     return known
 
@@ -298,36 +308,45 @@ def unsharded(mesh: Any) -> Step:
     return lambda: sf.unshard(params)
 
 
+def staging(mesh: Any) -> Step:
+    """What a save in the background copies before it returns."""
+    saving: Any = importlib.import_module("shardfn.checkpoint.saving")
+    params = sharded(mesh, STRATEGIES["hybrid_shard"])
+    state = {"params": params, "optimizer": so.adamw(1e-3).init(params), "scale": drawn(3)}
+    return lambda: saving._staged(saving.contents(state, shared=True).parts)
+
+
 def cases() -> dict[str, Callable[[Any], Step]]:
     found: dict[str, Callable[[Any], Step]] = {}
     for name, strategy in STRATEGIES.items():
-        for kind, options in STAGES.items():
-            found[f"{name}, {kind}"] = lambda mesh, s=strategy, o=options: training(mesh, s, **o)
+        for kind, options in (STAGES | (MORE if name in ("full_shard", "hybrid_shard") else {})).items():
+            found[f"{name}, {kind}"] = partial(training, strategy=strategy, **options)
     for kind in ("kept activations", "remat", "offload"):
-        found[f"psum in a stage, {kind}"] = lambda mesh, o=STAGES[kind]: psum_in_a_stage(mesh, **o)
+        found[f"psum in a stage, {kind}"] = partial(psum_in_a_stage, **STAGES[kind])
     for remat in (False, True):
-        found[f"dropout, remat={remat}"] = lambda mesh, remat=remat: dropping(mesh, remat)
+        found[f"dropout, remat={remat}"] = partial(dropping, remat=remat)
     for how in ("hvp", "reverse over reverse", "func.grad"):
-        found[how] = lambda mesh, how=how: transformed(mesh, how)
+        found[how] = partial(transformed, how=how)
     for defer in ("nothing", "replicas", "everything"):
-        found[f"accumulate, {defer}"] = lambda mesh, defer=defer: accumulating(mesh, defer)
+        found[f"accumulate, {defer}"] = partial(accumulating, defer=defer)
     for name in OPTIMIZERS:
-        found[f"optimizer, {name}"] = lambda mesh, name=name: optimizing(mesh, name)
-    for strategy in ("zero1", "hfsdp"):
-        found[f"optimizer on {strategy}"] = lambda mesh, s=strategy: optimizing(mesh, "clipped", s)
+        found[f"optimizer, {name}"] = partial(optimizing, name=name)
+    for name in ("zero1", "hfsdp"):
+        found[f"optimizer on {name}"] = partial(optimizing, name="clipped", strategy=name)
     for way in ("ring", "ulysses", "alone"):
         for fused in (False, True):
-            found[f"attention, {way}, fused={fused}"] = lambda mesh, w=way, f=fused: attending(mesh, w, f)
-    found["attention, ring, in order"] = lambda mesh: attending(mesh, "ring", balanced=False)
-    found["attention, ring, not causal"] = lambda mesh: attending(mesh, "ring", causal=False)
-    found["mixture, capacity"] = lambda mesh: mixing(mesh, capacity=8)
-    found["mixture, refusing"] = lambda mesh: mixing(mesh, capacity=8, overflow="error")
-    found["mixture, dropless"] = lambda mesh: mixing(mesh)
-    found["pipeline, 1f1b"] = lambda mesh: piping(mesh, "1f1b")
-    found["pipeline, gpipe"] = lambda mesh: piping(mesh, "gpipe")
+            found[f"attention, {way}, fused={fused}"] = partial(attending, way=way, fused=fused)
+    found["attention, ring, in order"] = partial(attending, way="ring", balanced=False)
+    found["attention, ring, not causal"] = partial(attending, way="ring", causal=False)
+    found["mixture, capacity"] = partial(mixing, capacity=8)
+    found["mixture, refusing"] = partial(mixing, capacity=8, overflow="error")
+    found["mixture, dropless"] = mixing
+    found["pipeline, 1f1b"] = partial(piping, schedule="1f1b")
+    found["pipeline, gpipe"] = partial(piping, schedule="gpipe")
     plain = {"a parameter used twice": tied, "backward by the user": backward_by_the_user, "vocabulary": language}
     plain |= {"a sum of a number": counted, "norms as numbers": norms_as_numbers, "a global norm": one_norm}
-    return found | plain | {"a loss that is printed": printed, "unshard": unsharded}
+    plain |= {"a loss that is printed": printed, "unshard": unsharded, "staging": staging}
+    return found | plain
 
 
 # --- running them ---
@@ -341,7 +360,7 @@ def observed(names: list[str], backend: str) -> dict[str, Any]:
         for name in names:
             try:
                 step = cases()[name](mesh)
-                for _ in range(3):
+                for _ in range(2):
                     device.forget()
                     step()
                 found[name] = device.synchronisations, device.hazards, None
@@ -370,3 +389,119 @@ FEW = ["full_shard, kept activations", "hybrid_shard, remat", "zero1, kept activ
 def test_process_groups_may_be_told_by_device(backend: str) -> None:
     for waits, hazards, failure in world(1, "alone").run(observed, FEW, backend)[0].values():
         assert (waits, hazards, failure) == ([], [], None)
+
+
+# --- the device itself ---
+
+KINDS: list[tuple[str, Callable[[Tensor], Any], list[tuple[str, int]]]] = [
+    ("a number", lambda x: x.sum().item(), [("item", 1)]),
+    ("a decision", lambda x: bool((x > 1).any()), [("item", 1)]),
+    ("a list", lambda x: x.tolist(), [("copy sim->cpu", 1)]),
+    ("to the host", lambda x: x.cpu(), [("copy sim->cpu", 1)]),
+    ("to pageable memory", lambda x: torch.empty(4).copy_(x, non_blocking=True), [("copy sim->cpu", 1)]),
+    ("to pinned memory", lambda x: torch.empty(4, pin_memory=True).copy_(x, non_blocking=True), []),
+    ("to memory that is pinned then", lambda x: torch.ones(4).pin_memory().copy_(x, non_blocking=True), []),
+    ("to the host, later", lambda x: x.to("cpu", non_blocking=True), []),
+    ("from the host", lambda x: torch.ones(4).to(x.device), [("copy cpu->sim", 1)]),
+    ("from the host into", lambda x: x.copy_(torch.ones(4)), [("copy cpu->sim", 1)]),
+    ("from the host, later", lambda x: torch.ones(4).to(x.device, non_blocking=True), []),
+    ("a constant", lambda x: torch.tensor([1.0, 2.0], device="sim"), [("copy cpu->sim", 1)]),
+    ("a constant that is filled in", lambda x: torch.full((2,), 1.0, device="sim"), []),
+    ("comparing", lambda x: torch.equal(x, x), [("equal", 1)]),
+    ("places", lambda x: x.nonzero(), [("nonzero", 1)]),
+    ("a mask", lambda x: x[x > 1], [("mask as index", 1)]),
+    ("a mask, written", lambda x: x.index_put_((x > 1,), x), [("mask as index", 1)]),
+    ("a mask, filled", lambda x: x.masked_fill(x > 1, 0.0), []),
+    ("indices of the host", lambda x: x[torch.tensor([0, 1])], [("copy cpu->sim", 1)]),
+    ("counting", lambda x: torch.bincount(x.long(), minlength=4), [("bincount", 1)]),
+    ("repeating", lambda x: x.repeat_interleave(x.long()), [("repeat_interleave", 1)]),
+    ("repeating evenly", lambda x: x.repeat_interleave(2), []),
+    ("a number of the host", lambda x: x * torch.tensor(2.0), []),
+    ("a stream", lambda x: torch.get_device_module("sim").current_stream().synchronize(), [("synchronize", 1)]),
+    ("lending to a stream", lambda x: x.record_stream(torch.get_device_module("sim").Stream()), []),
+    ("a collective on the host", lambda x: torch.distributed.all_reduce(torch.ones(2)), [("cpu collective", 1)]),
+    ("a collective", lambda x: torch.distributed.all_reduce(x), []),
+]
+
+
+def counted_kinds() -> list[Any]:
+    found = []
+    with simulated(2) as device:
+        for _, f, _ in KINDS:
+            x = torch.ones(4, device=device.name)
+            device.forget()
+            f(x)
+            found.append(device.synchronisations)
+    return found
+
+
+def test_what_the_host_waits_for_is_told_with_its_line() -> None:
+    for (name, _, wanted), found in zip(KINDS, world(1, "alone").run(counted_kinds)[0], strict=True):
+        assert [(one.kind, one.times) for one in found] == wanted, name
+        assert all(one.where.startswith("test_simulated.py:") for one in found), (name, found)
+
+
+def behaviour() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with simulated(2, 1) as device:
+        found["rank"] = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        x = torch.ones(4, device=device.name, requires_grad=True)
+        ran: list[int] = []
+        y = (x * 2).sum()
+        y.register_hook(lambda _: ran.append(threading.get_ident()))
+        y.backward()
+        found["another thread"] = ran != [threading.get_ident()]
+        arrived = torch.empty(4, pin_memory=True).copy_(x.detach(), non_blocking=True)
+        _ = arrived + 1
+        found["hazards"] = [one.kind for one in device.hazards]
+        device.forget()
+        arrived = torch.empty(4, pin_memory=True).copy_(x.detach(), non_blocking=True)
+        back = arrived.to(device.name, non_blocking=True)
+        torch.get_device_module(device.name).synchronize()
+        found["sum"], found["no hazards"] = (arrived + 1).tolist(), device.hazards
+        with pytest.raises(NotImplementedError, match=r"_unique2.* at test_simulated.py:\d+: .*depends on numbers"):
+            torch.unique(back)
+        with pytest.raises(RuntimeError, match=r"there is one already: backend .*, rank 1 of 2"), simulated():
+            pass
+    found["after"] = torch.distributed.is_initialized()
+    with simulated(backend="fake"):
+        found["again"] = torch.distributed.get_world_size()
+    return found
+
+
+def test_a_pretended_device_behaves_like_one() -> None:
+    assert world(1, "alone").run(behaviour)[0] == {
+        "rank": (1, 2),
+        "another thread": True,
+        "hazards": ["aten::add.Tensor"],
+        "sum": [2, 2, 2, 2],
+        "no hazards": [],
+        "after": False,
+        "again": 1,
+    }
+
+
+def generators() -> list[dict[str, int]]:
+    found = []
+    makers = {"a": lambda g: {"w": torch.randn(4, 4, generator=g), "b": torch.rand(4), "c": torch.rand(4).to("sim")}}
+    with simulated(RANKS) as device:
+        mesh = sf.make_mesh(shard=RANKS, device=device.name)
+        for make in (
+            lambda: sf.init(makers, 0),
+            lambda: sf.init({"a": lambda g: torch.rand(4, device="sim")}, 0),
+            lambda: sf.init_sharded(makers, 0, mesh, sf.full_shard("shard")),
+        ):
+            device.forget()
+            make()
+            found.append(dict(device.generators))
+    return found
+
+
+def test_initialisation_touches_no_generator_of_the_device() -> None:
+    assert world(1, "alone").run(generators)[0] == [{}, {}, {}]
+
+
+def test_one_process_is_alone() -> None:
+    assert world(1, "alone").run(torch.distributed.is_initialized) == [False]
+    with pytest.raises(ValueError, match='kind="alone" is one process, got size 2'):
+        world(2, "alone")

@@ -342,7 +342,7 @@ _QUIET = {torch.ops._c10d_functional.wait_tensor.default}
 def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """The result, without numbers. Tensors on the host may only be single numbers, as everywhere."""
     mode = compat.fake_mode()
-    args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs), none_is_leaf=False)
+    args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
     kwargs.pop("generator", None)
     try:
         with mode:
@@ -463,8 +463,8 @@ def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     return _pretended(device, func, (x, found, *rest), kwargs)
 
 
-def _record_stream(device: Device, func: Any, args: Any, kwargs: Any) -> None:
-    return None
+def _nothing(device: Device, func: Any, args: Any, kwargs: Any) -> None:
+    """What changes numbers alone, or nothing at all."""
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -480,7 +480,9 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.index_put.default: _index,
     _aten.index_put_.default: _index,
     _aten._index_put_impl_.default: _index,
-    _aten.record_stream.default: _record_stream,
+    _aten.record_stream.default: _nothing,
+    _aten._fused_sgd_.default: _nothing,
+    _aten._fused_sgd_.tensor_lr: _nothing,
 }
 
 
