@@ -49,7 +49,7 @@ def elsewhere() -> dict[Any, float]:
 
         def derivatives(f: Any = f) -> list[Any]:
             g = sf.grad(f)
-            return [g(own), sf.grad(lambda y: g(y).square().sum())(own)]  # noqa: B023  # called at once
+            return [g(own), sf.grad(lambda y: g(y).square().sum())(own)]  # called at once
 
         wanted = within(mesh, derivatives)
         for place in PLACES:
