@@ -227,6 +227,17 @@ def attending(mesh: Any, way: str, fused: bool = False, **options: Any) -> Step:
     return with_kernel
 
 
+def attending_twice(mesh: Any) -> Step:
+    """A Hessian times a vector, of attention in a ring; and the places that a rank has."""
+    q = drawn(2, 4, 8, 16)
+
+    def loss(q: Tensor) -> Tensor:
+        own = parallel.positions(32, "shard", device=q.device)
+        return (parallel.ring_attention(q, q, q, "shard") * own[:, None]).sum()
+
+    return mapped(mesh, lambda q: torch.func.jvp(sf.grad(loss), (q,), (q,))[1], q)
+
+
 def mixing(mesh: Any, **options: Any) -> Step:
     experts = 4
     x, gate, e = drawn(1, experts, WIDTH), drawn(WIDTH, experts), drawn(experts // 4, WIDTH, WIDTH)
@@ -338,6 +349,7 @@ def cases() -> dict[str, Callable[[Any], Step]]:
             found[f"attention, {way}, fused={fused}"] = partial(attending, way=way, fused=fused)
     found["attention, ring, in order"] = partial(attending, way="ring", balanced=False)
     found["attention, ring, not causal"] = partial(attending, way="ring", causal=False)
+    found["attention, ring, hvp"] = attending_twice
     found["mixture, capacity"] = partial(mixing, capacity=8)
     found["mixture, refusing"] = partial(mixing, capacity=8, overflow="error")
     found["mixture, dropless"] = mixing
