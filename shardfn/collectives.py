@@ -377,7 +377,7 @@ def _tensor(leaf: Any, name: str) -> Tensor:
         return leaf
     if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
         mesh = current_mesh()
-        return torch.tensor(leaf, device=mesh.device_type if mesh else None)
+        return torch.full((), leaf, device=mesh.device_type if mesh else None)  # a copy would make the host wait
     raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import io
@@ -21,8 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+DispatchMode = TorchDispatchMode
 
 WIRE: Any = torch.ops._c10d_functional
 """Functional collectives as ops: what torch.compile's passes look for in a graph."""
@@ -99,6 +103,36 @@ def register(
     return op
 
 
+def _backwards(y: torch.Tensor) -> torch.Tensor:
+    """The gradient of `y` by the one leaf that it was made from, with a graph of its own.
+
+    Not by autograd's engine: that would start here, with threads for the devices that there are by now, so a process
+    forked later could not differentiate where there is a GPU, nor this one on a device that is registered later.
+    """
+    order: list[Any] = []
+    seen: set[Any] = set()
+
+    def visit(node: Any) -> None:
+        if node is not None and node not in seen:
+            seen.add(node)
+            for parent, _ in node.next_functions:
+                visit(parent)
+            order.append(node)
+
+    visit(y.grad_fn)
+    arrived: dict[Any, Any] = {y.grad_fn: torch.ones_like(y)}
+    for node in reversed(order[1:]):
+        ct = arrived[node]
+        made = node.apply(ct) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(ct)
+        several = made if isinstance(made, tuple) else (made,)
+        if len(several) > len(node.next_functions):  # a Function in Python answers for what is no tensor, too
+            several = tuple(g for g in several if g is not None)
+        for (parent, _), g in zip(node.next_functions, several, strict=True):
+            if parent is not None and g is not None:
+                arrived[parent] = arrived[parent] + g if parent in arrived else g
+    return arrived[order[0]]  # the leaf's own node
+
+
 def _nesting_works() -> bool:
     """Doubles a number through a registered op, and asks for the derivative of its derivative."""
     lib = torch.library.Library("shardfn_probe", "FRAGMENT")
@@ -120,8 +154,7 @@ def _nesting_works() -> bool:
         # What torch.func.grad does; torch.func.grad itself would load the whole of torch.compile.
         with torch.enable_grad(), grad_increment_nesting() as level, enable_inplace_requires_grad(True):
             x = torch._C._functorch._wrap_for_grad(x, level).requires_grad_()
-            (found,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
-            return torch._C._functorch._unwrap_for_grad(found, level)
+            return torch._C._functorch._unwrap_for_grad(_backwards(f(x).sum()), level)
 
     second = derivative(lambda x: derivative(lambda x: double(x, 2) ** 3, x), torch.ones(2, dtype=torch.float64))
     return bool((second == 48).all())  # of 8 x^3
@@ -196,6 +229,20 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 def assert_on_device(holds: torch.Tensor, message: str) -> None:
     """Fails, later and on the device, unless `holds`."""
     torch._assert_async(holds, message)
+
+
+@functools.cache
+def drawing(op: Any) -> tuple[Any, int] | None:
+    """An op that does what a random one does with a generator, and which argument that is; None if there is none."""
+    names = [argument.name for argument in op._schema.arguments]
+    if "generator" in names:
+        return op, names.index("generator")
+    for overload in op.overloadpacket.overloads():
+        other = getattr(op.overloadpacket, overload)
+        theirs = [argument.name for argument in other._schema.arguments]
+        if "generator" in theirs and [name for name in theirs if name != "generator"] == names:
+            return other, len(names)  # by name alone
+    return None
 
 
 def inside_backward() -> bool:
@@ -351,6 +398,52 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def register_fake_backend(name: str, devices: list[str]) -> None:
+    """The fake process group under another name, for these kinds of devices.
+
+    Raises:
+        RuntimeError: this torch has no fake process group.
+    """
+    fake_store()
+    create = dist.Backend._plugins["FAKE"].creator_fn
+    dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
+
+
+def register_python_device(name: str, module: Any) -> None:
+    """Makes torch's spare kind of device one of this name, without memory or kernels; `module` is `torch.<name>`.
+
+    Raises:
+        RuntimeError: this torch cannot do so from Python.
+    """
+    try:
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    except ImportError as error:
+        raise _missing("a device made in Python", error) from error
+    _setup_privateuseone_for_python_backend(name, module)
+
+
+@functools.cache
+def fake_mode() -> Any:
+    """Under which operations make tensors that have shapes, dtypes and strides, but no numbers; one a process."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensors() -> Any:
+    """The class of such tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def depends_on_numbers() -> tuple[type[Exception], ...]:
+    """What an operation on such tensors raises that would have to look at numbers."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+
+
 def _threaded() -> Any:
     try:
         from torch.testing._internal.distributed import multi_threaded_pg
@@ -393,10 +486,10 @@ def backward_pass() -> int:
     return number
 
 
-_fused_cpu = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_fused_cpu_backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-_fused_cuda = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
-_fused_cuda_backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
+_fused_cpu: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_fused_cpu_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_fused_cuda: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
+_fused_cuda_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
 
 
 def attention(
@@ -406,10 +499,11 @@ def attention(
 
     No autograd. By torch's fused kernels where they take such tensors.
     """
-    if _fused_cpu is not None and _fits_cpu(q, k):
-        return _fused_cpu(q, k, v, 0.0, causal, scale=scale)
-    if _fused_cuda is not None and _fits_cuda(q):
-        return _fused_cuda(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    if _fits_cpu(q, k):
+        return _fused_cpu(*map(_rows, (q, k, v)), 0.0, causal, scale=scale)
+    if _fits_cuda(q, k):
+        out, lse = _fused_cuda(*map(_even_rows, (q, k, v)), 0.0, causal, False, scale=scale)[:2]
+        return out[..., : v.shape[-1]], lse
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     return ((scores - lse[..., None]).exp().to(v.dtype) @ v), lse
@@ -426,14 +520,15 @@ def attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients by `q`, `k` and `v`, where `out` and `lse` are of attention to these keys and maybe to others too."""
-    if _fused_cpu_backward is not None and _fits_cpu(q, k):
-        return _fused_cpu_backward(ct, q, k, v, out, lse, 0.0, causal, scale=scale)
-    if _fused_cuda_backward is not None and _fits_cuda(q):
+    if _fits_cpu(q, k):
+        return _fused_cpu_backward(*map(_rows, (ct, q, k, v, out)), lse, 0.0, causal, scale=scale)
+    if _fits_cuda(q, k):
+        lse = lse.contiguous()  # as the kernel reads it, whatever its strides
         nothing = torch.zeros((), dtype=torch.int64, device=q.device)
-        lengths = q.shape[2], k.shape[2]
-        return _fused_cuda_backward(
-            ct, q, k, v, out, lse, None, None, *lengths, 0.0, causal, nothing, nothing, scale=scale
-        )
+        more = None, None, q.shape[2], k.shape[2], 0.0, causal, nothing, nothing
+        found = _fused_cuda_backward(*map(_even_rows, (ct, q, k, v, out)), lse, *more, scale=scale)
+        dq, dk, dv = (g[..., : q.shape[-1]] for g in found)
+        return dq, dk, dv
     p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
     d = (ct * out).sum(-1, keepdim=True).to(p.dtype)
     ds = (p * ((ct @ v.mT).to(p.dtype) - d) * scale).to(q.dtype)
@@ -441,11 +536,35 @@ def attention_backward(
 
 
 def _fits_cpu(q: torch.Tensor, k: torch.Tensor) -> bool:
-    return q.device.type == "cpu" and min(q.numel(), k.numel()) > 0
+    known = _fused_cpu is not None and _fused_cpu_backward is not None
+    return known and q.device.type == "cpu" and min(q.numel(), k.numel()) > 0
 
 
-def _fits_cuda(q: torch.Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+def _fits_cuda(q: torch.Tensor, k: torch.Tensor) -> bool:
+    known = _fused_cuda is not None and _fused_cuda_backward is not None
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    return known and narrow and min(q.numel(), k.numel()) > 0 and _has_flash(q.device)
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch and the device have the kernels."""
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """With the numbers of a row side by side, as kernels take for granted, and none of them asks."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def _even_rows(x: torch.Tensor) -> torch.Tensor:
+    """With rows, side by side, of a multiple of 8 numbers, each of which begins at a multiple of 8 numbers."""
+    if x.shape[-1] % 8:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
+    even = x.stride(-1) == 1 and not any(n % 8 for n in (x.storage_offset(), *x.stride()[:-1]))
+    return x if even else x.clone(memory_format=torch.contiguous_format)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ go through an alias with a version counter of its own, so autograd does not take
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -117,16 +118,16 @@ class Slot:
         if part.apart:
             for start, stop in part.shared:
                 part.own[start:stop].copy_(values[start:stop])
-            work = gather_apart(part.region, values.view(torch.uint8), wire.tag, axis, wire.dtype)
+            work = gather_apart(part.region, values.view(torch.uint8), part.tag, axis, wire.dtype)
         else:
             part.own.copy_(values)
             if last:
-                part.tail.copy_(wire.tag)
+                part.tail.copy_(part.tag)
             hops = [axis]
             if placement.hops:
                 hops = [hop for name in reversed(placement.axes) if (hop := link_of((name,), wire.layout)) is not None]
             work = gather_by_hops(part.region, axis.axis.index, hops, wire.dtype)
-        self.works.append(_Arrival(work, part.tail, wire) if axis.checks and not last else work)
+        self.works.append(_Arrival(work, part, wire) if axis.checks and not last else work)
 
     def part(self, wire: Wire) -> Part:
         """The part of it that one wire fills."""
@@ -176,6 +177,7 @@ class Part:
         region: all of them.
         own: this rank's piece, in its dtype.
         tail: the end of the last piece.
+        tag: what stands there, on the device: a copy at every gather would make the host wait.
         apart: whether this rank's piece stays where it is, but for parameters that are cut.
         shared: where in the piece these are.
         inner: the parameters that are not cut: number, first element in the piece, elements, shape.
@@ -184,6 +186,7 @@ class Part:
     region: Tensor
     own: Tensor
     tail: Tensor
+    tag: Tensor
     shared: list[tuple[int, int]]
     inner: list[tuple[int, int, int, tuple[int, ...]]]
     apart: bool = False
@@ -197,24 +200,30 @@ def _part(region: Tensor, wire: Wire) -> Part:
     whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]
     shared = [(at, at + stop - start) for k, start, stop, at in cuts if stop - start < layout.entries[k].numel]
     inner = [(k, at, length, layout.entries[k].shape) for k, at, length in whole]
-    return Part(region, own, region[len(region) - len(wire.tag) :], shared, inner)
+    tag = _tag(wire, region.device)
+    return Part(region, own, region[len(region) - len(tag) :], tag, shared, inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tag(wire: Wire, device: torch.device) -> Tensor:
+    return wire.tag.to(device)
 
 
 class _Arrival:
     """A gather that looks whether what came is what was meant."""
 
-    __slots__ = ("work", "tail", "wire")  # noqa: RUF023
+    __slots__ = ("part", "wire", "work")
 
-    def __init__(self, work: Any, tail: Tensor, wire: Wire) -> None:
-        self.work, self.tail, self.wire = work, tail, wire
+    def __init__(self, work: Any, part: Part, wire: Wire) -> None:
+        self.work, self.part, self.wire = work, part, wire
 
     def wait(self) -> None:
         self.work.wait()
-        tag, layout = self.wire.tag, self.wire.layout
-        if self.tail.device.type != "cpu":
-            compat.assert_on_device((self.tail == tag.to(self.tail.device)).all(), "ranks run different stages")
-        elif not torch.equal(self.tail, tag):
-            other = bytes(self.tail[8:].tolist()).decode(errors="replace").strip()
+        tail, tag, layout = self.part.tail, self.part.tag, self.wire.layout
+        if tail.device.type != "cpu":
+            compat.assert_on_device((tail == tag).all(), "ranks run different stages")
+        elif not torch.equal(tail, tag):
+            other = bytes(tail[8:].tolist()).decode(errors="replace").strip()
             raise RuntimeError(
                 f"it gathers for {bytes(tag[8:].tolist()).decode(errors='replace').strip()}, but the last rank along "
                 f"{' x '.join(layout.placement.axes)} for {other or 'another stage'}: ranks run different stages. "

@@ -20,7 +20,7 @@ from shardfn import collectives, compat
 from shardfn.agree import agree
 from shardfn.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.mesh import axis_of, check_axes, grid_of, mesh_of, scope
-from shardfn.random import mixed
+from shardfn.random import Drawing, mixed
 from shardfn.replicated import assert_replicated, checksum
 from shardfn.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
 from shardfn.strategy import Placement, Strategy
@@ -101,8 +101,12 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
     Args:
         makers: a pytree whose leaves are functions of a `torch.Generator` that return tensors or pytrees of them, and
             tensors.
-        seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path.
+        seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path, also
+            where it names none; torch's own generators are left as they are.
         fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
+
+    Raises:
+        RuntimeError: a maker that seeds torch's own generators.
     """
     return _made(makers, "", seed, fill)
 
@@ -480,11 +484,10 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
 
 
 def _drawn(make: Make, path: str, seed: int) -> Any:
-    """What a maker makes at a path; torch's own generator is seeded too, for makers that know no other."""
-    number = mixed(seed, path)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
-        return make(torch.Generator().manual_seed(number))
+    """What a maker makes at a path; where it draws without a generator, too, it is from the one that it is given."""
+    generator = torch.Generator().manual_seed(mixed(seed, path))
+    with Drawing(generator, f"the maker of {path or 'the tree'}"):
+        return make(generator)
 
 
 def _patterns(patterns: Iterable[str], name: str) -> list[re.Pattern[str]]:

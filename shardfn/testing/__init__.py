@@ -15,12 +15,23 @@ def test_every_rank_sees_the_sum():
 from typing import TYPE_CHECKING, Any
 
 from shardfn.testing.errors import Failure, WorldError, WorldTimeout
+from shardfn.testing.simulated import Device, Wait, simulated
 from shardfn.testing.world import World, world
 
 if TYPE_CHECKING:
     import shardfn.testing.strategies as strategies
 
-__all__ = ["Failure", "World", "WorldError", "WorldTimeout", "strategies", "world"]
+__all__ = [
+    "Device",
+    "Failure",
+    "Wait",
+    "World",
+    "WorldError",
+    "WorldTimeout",
+    "simulated",
+    "strategies",
+    "world",
+]
 
 
 def __getattr__(name: str) -> Any:
