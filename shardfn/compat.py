@@ -141,6 +141,22 @@ def inside_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def outside_transforms() -> Any:
+    """A context: ops inside are done at once, on plain tensors, whatever torch.func transforms run."""
+    return torch._C._DisableFuncTorch()
+
+
+def levels(x: torch.Tensor) -> frozenset[int | str]:
+    """The torch.func transforms that a tensor belongs to, and whether it carries a tangent of torch.autograd's own."""
+    found: set[int | str] = set()
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        found.add(torch._C._functorch.maybe_get_level(x))
+        x = torch._C._functorch.get_unwrapped(x)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        found.add("tangent")
+    return frozenset(found)
+
+
 def inside_batching_or_forward() -> bool:
     """Whether a tensor may be a batch of vmap's, or carry a tangent: torch.func.grad and vjp alone do neither."""
     if forward_ad._current_level >= 0:
