@@ -388,7 +388,8 @@ def _nothing(tensors: Sequence[Tensor]) -> Tensor:
 def _hung_on(x: Tensor, others: Sequence[Tensor], nothing: Tensor) -> Tensor:
     """`x`, as a result of the others too; what their cotangents are made of depends on `nothing`, on every rank."""
     for other in others:
-        x = x + (other.reshape(-1)[:0] * nothing.to(other.dtype)).sum().to(x.dtype)
+        none = (other.reshape(-1)[:0] * nothing.to(other.dtype)).sum()
+        x = x + (none.real if none.is_complex() and not x.is_complex() else none).to(x.dtype)
     return x + nothing.to(x.dtype)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -199,6 +201,124 @@ def test_what_fails_on_one_rank_is_an_error_on_all(world: World, where: str, wor
     for error in world.within(20).errors(failing, where):
         assert isinstance(error, (ValueError, TypeError, KeyError, RuntimeError))
         assert all(word in str(error) for word in words), str(error)
+
+
+# --- what passes may differ from message to message ---
+
+Made = Any
+
+
+def shapes(i: int, x: Tensor, w: Tensor, n: int) -> Made:
+    return (x @ w)[: 5 - n - i]
+
+
+def trees(i: int, x: Tensor, w: Tensor, n: int) -> Made:
+    y = x @ w
+    return (y, {"more": [y + 1, None]}) if n % 2 else [y, y.long(), y > 0, torch.complex(y, y), y[:0], y.sum()]
+
+
+def views(i: int, x: Tensor, w: Tensor, n: int) -> Made:
+    y = x @ w
+    return y.T.contiguous().T[::2], torch.complex(y, y).conj(), y.expand(2, *y.shape), y
+
+
+def aliases(i: int, x: Tensor, w: Tensor, n: int) -> Made:
+    y = x @ w
+    return y, y, x, y.view(-1)
+
+
+def partly(i: int, x: Tensor, w: Tensor, n: int) -> Made:
+    return (x @ w).detach() if n == 1 else x @ w, torch.ones(2, dtype=x.dtype)
+
+
+def dtypes(i: int, x: Tensor, w: Tensor, n: int) -> Made:
+    return (x @ w).to((torch.float64, torch.float32)[n % 2])
+
+
+def large(i: int, x: Tensor, w: Tensor, n: int) -> Made:
+    return {
+        f"{'a long name ' * 9}{k}": (x @ w)[:2] * k for k in range(1, 12)
+    }  # whose description does not fit into a note
+
+
+CASES = [shapes, trees, views, aliases, partly, dtypes, large]
+
+
+def joined(made: Made) -> Tensor:
+    """Of all that came, the rows that a part goes on with."""
+    rows = [
+        y.reshape(-1, 3).to(torch.float64)
+        for y in optree.tree_leaves(made)
+        if y.numel() % 3 == 0 and not y.is_complex()
+    ]
+    rows += [
+        torch.view_as_real(y.resolve_conj())[..., 1].reshape(-1, 3) for y in optree.tree_leaves(made) if y.is_complex()
+    ]
+    return torch.tanh(torch.cat(rows))
+
+
+def through(case: Any, w: Tensor, x: Any, batch: Any) -> Any:
+    """A part of a pipeline."""
+    n, b = batch
+    i, last = sf.axis_index("pipe"), sf.axis_size("pipe") - 1
+    x = b if i == 0 else joined(x)
+    return torch.tanh(x @ w).square().sum() if i == last else case(i, x, w, n)
+
+
+def at_once(case: Any, ws: list[Tensor], many: Any) -> Tensor:
+    """The same on one process."""
+    total = torch.zeros((), dtype=torch.float64)
+    for n, x in many:
+        for i, w in enumerate(ws[:-1]):
+            x = joined(case(i, x, w, n))
+        total = total + torch.tanh(x @ ws[-1]).square().sum()
+    return total
+
+
+def ragged() -> dict[Any, float]:
+    size = torch.distributed.get_world_size()
+    mesh = sf.make_mesh(pipe=size, device="cpu")
+    index, ws, vs = mesh.get_rank(), matrices(size), matrices(size, 1)
+    found = {}
+    sets = [list(enumerate(batches(4))), [(n, b[: 4 - n]) for n, b in enumerate(batches(3))], [(3, batches(1)[0])]]
+    for case in CASES:
+        for turn, many in enumerate(sets):  # one function, and what passes changes from call to call
+            numbers, rows = [n for n, _ in many], [b for _, b in many]
+
+            def f(w: Tensor, rows: Any, case: Any = case, numbers: Any = numbers, turn: int = turn) -> Tensor:
+                part, many = functools.partial(through, case), list(zip(numbers, rows, strict=True))
+                return parallel.pipeline(part, w, many, "pipe", schedule=("gpipe", "1f1b")[turn % 2])
+
+            def g(ws: Any, rows: Any, case: Any = case, numbers: Any = numbers) -> Tensor:
+                return at_once(case, ws, zip(numbers, rows, strict=True))
+
+            @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+            def run(w: Tensor, v: Tensor, rows: Any, f: Any = f, turn: int = turn) -> dict[str, Any]:
+                value, (of_w, of_rows) = sf.value_and_grad(f, (0, 1))(w, rows)
+                with torch.no_grad():
+                    got = {"value": value, "gradient": of_w, "of the batches": of_rows, "without gradients": f(w, rows)}
+                if turn == 1:
+                    got["product"] = torch.func.jvp(lambda w: sf.grad(f)(w, rows), (w,), (v,))[1]
+                return got
+
+            got = run(ws[index], vs[index], rows)
+            of_ws, of_rows = torch.func.grad(g, (0, 1))(ws, rows)
+            wanted = {"value": g(ws, rows), "gradient": of_ws[index], "without gradients": g(ws, rows)}
+            wanted["of the batches"] = of_rows if index == 0 else [torch.zeros_like(r) for r in rows]
+            if turn == 1:
+                along = torch.func.jvp(lambda ws, rows=rows, g=g: torch.func.grad(g)(ws, rows), (ws,), (vs,))[1]
+                wanted["product"] = along[index]
+            for name in got:
+                pairs = zip(optree.tree_leaves(got[name]), optree.tree_leaves(wanted[name]), strict=True)
+                found[case.__name__, turn, name] = max((a - b).abs().max().item() for a, b in pairs)
+    return found
+
+
+@either
+def test_what_passes_may_differ_from_message_to_message(world: World) -> None:
+    for found in world.within(100).run(ragged):
+        assert len(found) == len(CASES) * (3 * 4 + 1)
+        assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
 
 def test_layers_are_shared_evenly_and_each_rank_has_one() -> None:
