@@ -32,6 +32,7 @@ try:
         set_single_level_autograd_function_allowed,
     )
     from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
     from torch.autograd.function import _SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -146,15 +147,21 @@ def outside_transforms() -> Any:
     return torch._C._DisableFuncTorch()
 
 
-def levels(x: torch.Tensor) -> frozenset[int | str]:
-    """The torch.func transforms that a tensor belongs to, and whether it carries a tangent of torch.autograd's own."""
-    found: set[int | str] = set()
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        found.add(torch._C._functorch.maybe_get_level(x))
-        x = torch._C._functorch.get_unwrapped(x)
+def followed(x: torch.Tensor) -> set[tuple[int, str]]:
+    """What follows a tensor, and on which level of torch.func's transforms: a gradient, a tangent, a batch."""
+    functorch, found = torch._C._functorch, set()
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         found.add("tangent")
-    return frozenset(found)
+    top = functorch.peek_interpreter_stack()
+    own = top is not None and functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
+    if own and functorch.is_batchedtensor(x):
+        found.add("batch")
+    elif x.requires_grad and (own or top is None):
+        found.add("gradient")
+    if top is None:
+        return {(0, one) for one in found}
+    with temporarily_pop_interpreter_stack():
+        return {(top.level(), one) for one in found} | followed(functorch.get_unwrapped(x) if own else x)
 
 
 def inside_batching_or_forward() -> bool:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import pickle
 import struct
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ ROOM = 1024  # bytes of a note; what does not fit follows
 _LENGTH = struct.Struct("<q")
 _NOTE, _MORE, _TENSORS = 3, 4, 5  # tags: of notes, of what does not fit, and the first one of tensors
 _TAGS = 2**30
+_numbers = itertools.count()
 
 Way = Literal["gathers", "reductions"]  # two communicators: neither direction waits for the other
 Kind = tuple[tuple[int, ...], torch.dtype, bool]  # and whether it needs a gradient
@@ -69,6 +72,10 @@ class Message:
 
 _GONE = End(wrong=("does not answer", ""))
 _Sent = tuple[Any, Tensor, list[int]]  # the work, bytes, and their version
+_left: deque[Any] = deque(maxlen=16)  # what the last runs sent
+_cut_short: weakref.WeakKeyDictionary[Any, str] = (
+    weakref.WeakKeyDictionary()
+)  # groups on which something may be on its way that no run will read, and why
 
 
 class Stopped(Exception):
@@ -159,8 +166,7 @@ class Team:
         self.lines = {i: _Line(hosts, i) for i in range(self.size) if i != self.index}
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
         self.ends: dict[int, End] = {}
-        self.tag = 0
-        self.cut_short = ""
+        self.hosts = hosts
 
     # --- a run ---
 
@@ -189,38 +195,44 @@ class Team:
         return [end.said for end in ends]
 
     def _refuse_after_a_cut(self) -> None:
-        if self.cut_short:
+        if self.hosts in _cut_short:
             raise RuntimeError(
-                f"pipeline along {self.axis!r}: an earlier one was cut short on this rank, {self.cut_short}, and its "
-                f"messages may still be on their way: start the processes again"
+                f"pipeline along {self.axis!r}: an earlier one was cut short on this rank, {_cut_short[self.hosts]}, "
+                f"and its messages may still be on their way: start the processes again"
             )
 
     def _finished(self, said: Any, failure: BaseException | None) -> list[End]:
         """Every rank's end, when nothing is on its way any more."""
         stopped = isinstance(failure, Stopped)
         wrong = None if failure is None or stopped else (type(failure).__name__, str(failure)[:8000])
-        own, cut, self.cut_short = End(said, wrong, stopped), self.cut_short, "while ranks told each other how it ended"
+        own, before = End(said, wrong, stopped), _cut_short.get(self.hosts)
+        _cut_short[self.hosts] = before or "while ranks told each other how it ended"
         for line in self.lines.values():
             with contextlib.suppress(RuntimeError):  # one that is gone says nothing either
                 line.send(own)
-        for source in self.lines if not cut else ():
-            if not self._reads_to_the_end(source):
-                cut = f"when rank {source} did not answer"
+        cut = before or "; ".join(filter(None, [self._reads_to_the_end(source) for source in self.lines]))
         for i, line in self.lines.items():
             if self.ends.get(i, _GONE) is not _GONE:
                 line.arrived()
-        if failure is not None:
-            self.sent = {i: deque() for i in self.lines}
-        self.cut_short = cut
+        _left.append((self.sent, self.lines))  # others may still be reading it, if the run failed
+        self.sent = {i: deque() for i in self.lines}
+        if cut:
+            _cut_short[self.hosts] = cut
+        else:
+            del _cut_short[self.hosts]
         return [own if i == self.index else self.ends.get(i, _GONE) for i in range(self.size)]
 
-    def _reads_to_the_end(self, source: int) -> bool:
-        try:
-            while source not in self.ends:
+    def _reads_to_the_end(self, source: int) -> str:
+        """What remains unread, if anything does."""
+        left = ""
+        while source not in self.ends:
+            try:
                 self._next(source)
-        except RuntimeError:
-            self.ends[source] = _GONE
-        return self.ends[source] is not _GONE
+            except _Gone:
+                self.ends[source], left = _GONE, f"when rank {source} did not answer"
+            except RuntimeError:  # no memory for it, which may be what went wrong at first
+                left = f"when it could not take what rank {source} had sent"
+        return left
 
     def _raise_of(self, ends: list[End]) -> None:
         for i, end in enumerate(ends):
@@ -240,7 +252,8 @@ class Team:
         """
         rows = [self._row(x) for x in tensors]
         kinds = tuple([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors])
-        self.lines[to].send((way, self.tag, packed(kinds), tree, said))
+        tags = [_TENSORS + next(_numbers) % _TAGS for row in rows if row.nbytes]  # which nothing else ever has
+        self.lines[to].send((way, tags, packed(kinds), tree, said))
         group = getattr(self.link, way)
         going: list[_Sent] = []
         self.sent[to].append(going)
@@ -249,10 +262,9 @@ class Team:
                 "send", self.link.axis.group, x.dtype, row.nbytes, "native", self.link.names,
                 scheduled=True, backward=way == "reductions",
             )  # fmt: skip
-            if row.nbytes:  # a tag that nothing else has: what was left behind once is taken for nothing else
+            if row.nbytes:
                 row = row.clone() if row.is_inference() else row  # which nobody can see change
-                going.append((group.send([row], to, _TENSORS + self.tag), row, versions([row])))
-                self.tag = (self.tag + 1) % _TAGS
+                going.append((group.send([row], to, tags[len(going)]), row, versions([row])))
         self.delivered(to, self.size)  # by then the schedule says that they are: neighbours wait for no tighter bound
 
     def delivered(self, to: int, left: int = 0) -> None:
@@ -287,7 +299,7 @@ class Team:
     def exchange(self, said: Any) -> list[Any]:
         """What each rank says."""
         for line in self.lines.values():
-            line.send(("gathers", 0, packed(()), b"", said))
+            line.send(("gathers", [], packed(()), b"", said))
         heard = {source: self.receive(source).said for source in self.lines}
         return [heard.get(i, said) for i in range(self.size)]
 
@@ -299,12 +311,12 @@ class Team:
             self.ends[source] = note
         return self.ends[source]
 
-    def _message(self, source: int, way: Way, tag: int, packed: bytes, tree: bytes, said: Any) -> Message:
+    def _message(self, source: int, way: Way, tags: list[int], packed: bytes, tree: bytes, said: Any) -> Message:
         self.lines[source].expect()
         group, kinds = getattr(self.link, way), unpacked(packed)
         found = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in found if x.nbytes]
-        for work in [group.recv([row], source, _TENSORS + (tag + i) % _TAGS) for i, row in enumerate(rows)]:
+        for work in [group.recv([row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
             _wait(work)
         return Message(said, tree, kinds, found)
 

@@ -92,7 +92,7 @@ def _job(part: Part, arguments: Any, team: Team, schedule: Schedule) -> tuple[_J
     needs = [inside or (records and leaves[i].requires_grad) for i in moving]
     flat = [(i, layouts[i]) for i in moving]
     collected = {i for i, layout in flat if layout is not None and layout.divided is layout}
-    made = _Job(part, leaves, tree, moving, needs, inside or records, collected, team, schedule)
+    made = _Job(part, leaves, tree, moving, needs, inside, inside or records, collected, team, schedule)
     return made, [leaves[i] for i in moving]
 
 
@@ -135,6 +135,7 @@ class _Job:
     tree: Any
     moving: list[int]
     needs: list[bool]
+    inside: bool
     records: bool
     collected: set[int]
     team: Team
@@ -149,7 +150,8 @@ class _Job:
 
     def on(self, params: Any, x: Any, batch: Any) -> tuple[list[Tensor], Any]:
         """What this rank's part makes of a micro-batch, tensors and their structure; of the last one the loss."""
-        with apart(as_names(self.team.axis)):
+        watched = _RefuseWrapped() if self.inside and not compat.inside_transform() else contextlib.nullcontext()
+        with apart(as_names(self.team.axis)), watched:
             made = self.part(params, x, batch)
         if self.team.index == self.team.size - 1:
             return [_loss(made)], None
@@ -227,11 +229,14 @@ class _Work:
 
     def run(self) -> torch.dtype:
         team = self.team
-        for kind, number in passes(self.job.schedule, team.index, team.size, len(self.batches)):
-            if kind == "forward":
-                self._forward(number)
-            elif self.trains:
-                self._backward(number)
+        try:
+            for kind, number in passes(self.job.schedule, team.index, team.size, len(self.batches)):
+                if kind == "forward":
+                    self._forward(number)
+                elif self.trains:
+                    self._backward(number)
+        finally:
+            self.waiting.clear()  # what still comes after a failure needs room
         return self.loss.dtype
 
     def _forward(self, number: int) -> None:
@@ -288,7 +293,7 @@ class _Work:
 
     def _refuse_closure(self, made: Sequence[Tensor], came: Sequence[Tensor]) -> None:
         """Raises RuntimeError if a part reached a tensor that needs a gradient and was not passed to it."""
-        if any(map(compat.wrapped, made)) or not _leaves(made) <= {id(x) for x in (*came, *self.variables)}:
+        if not _leaves(made) <= {id(x) for x in (*came, *self.variables)}:
             raise RuntimeError(_CLOSURE)
 
 
@@ -326,8 +331,8 @@ class _InStep:
 
     def _made(self, number: int, x: Any) -> tuple[list[Tensor], Any]:
         made, tree = self.job.on(self.params, x, self.batches[number])
-        known = compat.levels(self.nothing)
-        if any(compat.levels(y) - known or (y.requires_grad and not self.nothing.requires_grad) for y in made):
+        known = compat.followed(self.nothing)
+        if any(not compat.followed(y) <= known for y in made):
             raise RuntimeError(_CLOSURE)
         if self.team.index < self.team.size - 1:
             return made, tree
@@ -414,6 +419,17 @@ _CLOSURE = (
     "pipeline: a part uses a tensor that needs a gradient and is not among its arguments: the gradient would be lost. "
     "Pass it with params, or detach it"
 )
+
+
+class _RefuseWrapped(torch.overrides.TorchFunctionMode):
+    """Refuses tensors of a torch.func transform that runs outside, which a part can only have closed over."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        computes = func is not Tensor.detach and any(isinstance(y, Tensor) for y in optree.tree_leaves(made))
+        if computes and any(map(compat.wrapped, optree.tree_leaves((args, kwargs)))):
+            raise RuntimeError(_CLOSURE)
+        return made
 
 
 def _leaves(made: Sequence[Tensor]) -> set[int]:
