@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shardfn import ops, transport
-from shardfn.mesh import Axis, AxisName, bound_axis, current_mesh
+from shardfn.mesh import Axis, AxisName, bound_axis, check_together, current_mesh
 
 T = TypeVar("T")
 Call = tuple[Any, ...]  # an op and its arguments after the tensor
@@ -362,6 +362,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
     Along an axis of size 1 each op is the identity, and only what has no derivative is called, to refuse one.
     """
     bound = bound_axis(axis, name)
+    check_together(axis, name)
 
     def on(leaf: Any) -> Any:
         tensor = _tensor(leaf, name)

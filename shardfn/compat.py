@@ -37,6 +37,7 @@ try:
         set_single_level_autograd_function_allowed,
     )
     from torch._functorch.eager_transforms import enable_inplace_requires_grad, grad_increment_nesting
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
     from torch.autograd.forward_ad import _set_fwd_grad_enabled
     from torch.autograd.function import _SingleLevelFunction
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -173,6 +174,28 @@ SINGLE_LEVEL = HAS_NAMES and _try(_nesting_works)
 def inside_transform() -> bool:
     """Whether a torch.func transform is running here."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> Any:
+    """A context: ops inside are done at once, on plain tensors, whatever torch.func transforms run."""
+    return torch._C._DisableFuncTorch()
+
+
+def followed(x: torch.Tensor) -> set[tuple[int, str]]:
+    """What follows a tensor, and on which level of torch.func's transforms: a gradient, a tangent, a batch."""
+    functorch, found = torch._C._functorch, set()
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        found.add("tangent")
+    top = functorch.peek_interpreter_stack()
+    own = top is not None and functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
+    if own and functorch.is_batchedtensor(x):
+        found.add("batch")
+    elif x.requires_grad and (own or top is None):
+        found.add("gradient")
+    if top is None:
+        return {(0, one) for one in found}
+    with temporarily_pop_interpreter_stack():
+        return {(top.level(), one) for one in found} | followed(functorch.get_unwrapped(x) if own else x)
 
 
 def inside_batching_or_forward() -> bool:

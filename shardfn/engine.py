@@ -34,7 +34,7 @@ from shardfn.layout import Layout
 from shardfn.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.link import Link, link
 from shardfn.loan import Loan, loan
-from shardfn.mesh import scope, sizes
+from shardfn.mesh import apart_along, check_together, scope, sizes
 from shardfn.reduction import Dtypes, Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
 from shardfn.signature import Signature, Wires
@@ -168,6 +168,8 @@ class Engine:
     def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> Place:
         """Gives a call its place on the tape and its slot, which starts to fill."""
         signature, options = call.signature, call.signature.options
+        for layout in signature.layouts if apart_along() else ():
+            check_together(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         wires = signature.wires(shards)
         if wires not in self.compared:
             self._meet(signature, wires)
@@ -452,8 +454,9 @@ class Engine:
         self.compared.add(wires)
 
     def _callers(self, signature: Signature) -> tuple[str, ...]:
-        """The axes along which all ranks call a stage: not those of which one position has its parameters."""
-        return tuple(name for name in sizes(self.mesh) if name not in signature.away)
+        """Along which all ranks call a stage: not where one position has its parameters, nor where ranks run apart."""
+        elsewhere = (*signature.away, *apart_along())
+        return tuple(name for name in sizes(self.mesh) if name not in elsewhere)
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -76,6 +76,7 @@ class Layout:
         trainable: whether they get gradients.
         placement: the axes.
         grid: the mesh.
+        room: elements of the whole buffer, where it is larger than it need be.
     """
 
     stage: str
@@ -85,6 +86,7 @@ class Layout:
     trainable: bool
     placement: Placement
     grid: Grid
+    room: int = 0
     _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class Layout:
         return self._hash == other._hash and self._known() == other._known()
 
     def _known(self) -> tuple[Any, ...]:
-        return self.stage, self.tree, self.entries, self.dtype, self.trainable, self.placement, self.grid
+        return self.stage, self.tree, self.entries, self.dtype, self.trainable, self.placement, self.grid, self.room
 
     def __reduce__(self) -> Any:
         return _layout, (
@@ -110,6 +112,7 @@ class Layout:
             self.trainable,
             self.placement,
             self.grid,
+            self.room,
         )
 
     @cached_property
@@ -128,6 +131,8 @@ class Layout:
 
         It can be cut over the replicas too, so that the buffer is as large however it is placed on these axes.
         """
+        if self.room:
+            return self.room // self.size
         step, finest = aligned(1, self.dtype), self.grid.size(self.placement.axes + self.placement.replicas)
         return aligned(-(-(self.total + step) // finest), self.dtype) * (finest // self.size)
 
@@ -159,7 +164,14 @@ class Layout:
         """The same buffer, placed otherwise."""
         if placement == self.placement:
             return self
-        return Layout(self.stage, self.tree, self.entries, self.dtype, self.trainable, placement, self.grid)
+        return replace(self, placement=placement)
+
+    def alone(self, places: tuple[tuple[str, int], ...]) -> Layout:
+        """The same pieces, as the ranks at these positions see them who run apart from the others along these axes."""
+        names = {name for name, _ in places}
+        left = self.placement.without(names)
+        home = (*left.home, *(place for place in places if place[0] not in left.away))
+        return replace(self, placement=replace(left, home=home), room=self.padded)
 
     @property
     def partial(self) -> bool:

@@ -94,6 +94,7 @@ class _Scope(threading.local):
 
     mesh: DeviceMesh | None = None
     axes: Axes | None = None
+    apart: tuple[str, ...] = ()
 
 
 class _Grids(threading.local):
@@ -302,6 +303,30 @@ def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
     finally:
         _entered.remove(axes.number)
         _scope.mesh, _scope.axes = before
+
+
+@contextlib.contextmanager
+def apart(names: tuple[str, ...]) -> Iterator[None]:
+    """Ranks along these axes run other things inside, or at other times: nothing may go along them."""
+    before, _scope.apart = _scope.apart, (*_scope.apart, *names)
+    try:
+        yield
+    finally:
+        _scope.apart = before
+
+
+def apart_along() -> tuple[str, ...]:
+    """The axes along which ranks run apart here."""
+    return _scope.apart
+
+
+def check_together(axis: AxisName, where: str) -> None:
+    """Raises RuntimeError where ranks along an axis run apart and could only wait for each other."""
+    if _scope.apart and (among := set(_scope.apart).intersection(as_names(axis))):
+        raise RuntimeError(
+            f"{where}: ranks along {' and '.join(map(repr, sorted(among)))} run apart here, each its own part of a "
+            f"pipeline on its own micro-batch, so nothing can go along that axis: do it before the pipeline or after"
+        )
 
 
 def _elsewhere() -> Axes | None:
