@@ -45,9 +45,9 @@ local_slice: Op = primitive(
 )
 ppermute: Op = primitive(
     "ppermute",
-    "int[] receive, int[] send, int index, str group",
+    "int[] source, int index, str group",
     kernel=transport.permute,
-    transpose=lambda ct, receive, send, index, group: ppermute(ct, send, receive, index, group),
+    transpose=lambda ct, source, index, group: ppermute(ct, transport.inverse(source), index, group),
 )
 all_to_all: Op = primitive(
     "all_to_all",
