@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import re
+import threading
 from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,9 +17,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad, jvp, vjp, vmap
 
 import shardfn as sf
+from shardfn.debugging import Debugging, by_environment, debugging
+from shardfn.mesh import Axis, known_axes, scope
 from shardfn.testing import strategies as draws
 from shardfn.testing import world
 from tests.reference import spec_of, worst
@@ -301,7 +308,9 @@ class TestWire:
     def calls(f: Any) -> tuple[dict[str, int], int]:
         with sf.ledger() as log, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             f()
-        return dict(Counter(one.op for one in log.records)), sum(event.name == "c10d::send" for event in profile.events())
+        return dict(Counter(one.op for one in log.records)), sum(
+            event.name == "c10d::send" for event in profile.events()
+        )
 
     @pytest.mark.parametrize("batch", [1, 7])
     @pytest.mark.parametrize("engine", [torch.func.grad, sf.grad], ids=["func", "shardfn"])
@@ -461,3 +470,152 @@ def test_gather_undoes_slice_and_permutations_undo_themselves(sizes: dict[str, i
         return same and sf.all_gather(there, axis).equal(x)
 
     assert world(4).run(lambda: under(sizes, body)) == [True] * 4
+
+
+# What each of two ranks calls; today's backends would mix such messages up, or end the process.
+DIFFERING: dict[str, tuple[Any, Any]] = {
+    "a longer sum": (lambda: sf.psum(torch.ones(3), "a"), lambda: sf.psum(torch.ones(4), "a")),
+    "a sum of another dtype": (
+        lambda: sf.psum(torch.ones(4), "a"),
+        lambda: sf.psum(torch.ones(2, dtype=torch.float64), "a"),
+    ),
+    "another shape of as many numbers": (lambda: sf.psum(torch.ones(2, 3), "a"), lambda: sf.psum(torch.ones(6), "a")),
+    "a large sum": (lambda: sf.psum(torch.ones(50_000), "a"), lambda: sf.psum(torch.ones(40_000), "a")),
+    "a large and a small sum": (lambda: sf.psum(torch.ones(50_000), "a"), lambda: sf.psum(torch.ones(4), "a")),
+    "a sum of nothing": (lambda: sf.psum(torch.ones(0), "a"), lambda: sf.psum(torch.ones(1), "a")),
+    "a sum and a maximum": (lambda: sf.psum(torch.ones(4), "a"), lambda: sf.pmax(torch.ones(4), "a")),
+    "a sum and a gather": (lambda: sf.psum(torch.ones(4), "a"), lambda: sf.all_gather(torch.ones(4), "a")),
+    "a longer gather": (lambda: sf.all_gather(torch.ones(9), "a"), lambda: sf.all_gather(torch.ones(1), "a")),
+    "a gather along another dimension": (
+        lambda: sf.all_gather(torch.ones(2, 2), "a"),
+        lambda: sf.all_gather(torch.ones(2, 2), "a", dim=1),
+    ),
+    "a longer reduce_scatter": (
+        lambda: sf.reduce_scatter(torch.ones(4), "a"),
+        lambda: sf.reduce_scatter(torch.ones(2), "a"),
+    ),
+    "an exchange along other dimensions": (
+        lambda: sf.all_to_all(torch.ones(2, 2), "a", split_dim=0, concat_dim=1),
+        lambda: sf.all_to_all(torch.ones(2, 2), "a", split_dim=1, concat_dim=0),
+    ),
+    "another permutation": (
+        lambda: sf.ppermute(torch.ones(2), "a", [(0, 1), (1, 0)]),
+        lambda: sf.ppermute(torch.ones(2), "a", [(1, 0)]),
+    ),
+    "lengths that do not fit": (
+        lambda: sf.ragged_all_to_all(torch.ones(4), "a", [1, 3], [1, 2]),
+        lambda: sf.ragged_all_to_all(torch.ones(4), "a", [2, 2], [2, 2]),
+    ),
+    "what only backward sends": (
+        lambda: grad(lambda x: (sf.pvary(x, "a") * 2).sum())(torch.ones(3)),
+        lambda: grad(lambda x: (sf.pvary(x, "a") * 2).sum())(torch.ones(4)),
+    ),
+}
+
+
+def test_ranks_that_do_different_things_wait_and_get_no_wrong_values() -> None:
+    """Each pair of calls on a group of its own that gives up soon, all at the same time."""
+
+    def body() -> dict[str, str]:
+        rank, patience = dist.get_rank(), timedelta(seconds=2)
+        meshes = {}
+        for name in DIFFERING:
+            group = dist.new_group([0, 1], timeout=patience)
+            meshes[name] = DeviceMesh.from_group(group, "cpu", torch.arange(2), mesh_dim_names=("a",))
+            known_axes(meshes[name]).used["a"] = Axis(2, rank, group.group_name)  # not the group of all meshes
+        for mesh in meshes.values():  # connected, and counting alike
+            with scope(mesh):
+                assert sf.psum(1, "a") == 2
+        found: dict[str, str] = {}
+
+        def attempt(name: str) -> None:
+            try:
+                with scope(meshes[name]):
+                    found[name] = f"returned {DIFFERING[name][rank]()}"
+            except RuntimeError as error:
+                found[name] = str(error)
+
+        threads = [threading.Thread(target=attempt, args=(name,)) for name in DIFFERING]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    for found in world(2).run(body):
+        assert set(found) == set(DIFFERING)
+        assert {name: said for name, said in found.items() if "not every other rank" not in said} == {}
+
+
+class TestDebugging:
+    def test_all_ranks_are_told_what_differs(self) -> None:
+        differing = {name: calls for name, calls in DIFFERING.items() if "lengths" not in name}  # those may
+
+        def body() -> dict[str, str]:
+            found = {}
+            for name, calls in differing.items():
+                with sf.debug(collectives=True), pytest.raises(ValueError, match="collectives differ") as caught:
+                    under({"a": 2}, calls[dist.get_rank()])
+                found[name] = str(caught.value)
+            return found
+
+        line = r"\S.* called at \S+test_collectives.py:\d+"
+        for found in world(2).run(body):
+            assert set(found) == set(differing)
+            assert [
+                said for said in found.values() if not re.search(f"rank 0 has {line}; rank 1 has {line}", said)
+            ] == []
+
+    def test_a_collective_that_a_rank_leaves_out_is_noticed_at_the_next(self) -> None:
+        def body() -> Any:
+            def f() -> Any:
+                if sf.axis_index("a") == 0:
+                    sf.psum(torch.ones(2), "a")
+                return sf.psum(torch.ones(2), "a")
+
+            with sf.debug(collectives=True):
+                return under({"a": 2}, f)
+
+        lines = set()
+        for error in world(2).errors(body):
+            lines |= set(re.findall(r"test_collectives.py:\d+", str(error)))
+        assert len(lines) == 2
+
+    def test_right_programs_pass(self) -> None:
+        def body() -> Any:
+            def f(x: Tensor) -> Tensor:
+                y = sf.all_gather(x, "a")
+                y = sf.ragged_all_to_all(y[: 1 + sf.axis_index("a")], "a", [1, sf.axis_index("a")])
+                return sf.psum(
+                    (y**2).sum() + sf.ppermute(x, "a", [(0, 1)]).sum() + sf.pmean(sf.pvary(x, "a"), "a").sum(), "a"
+                )
+
+            with sf.debug(collectives=True):
+                return under(
+                    {"a": 2}, lambda: [grad(f)(torch.ones(3)), vmap(grad(f))(torch.ones(2, 3)), sf.psum(1, ())]
+                )
+
+        for first, second, one in world(2).run(body):
+            assert (first.shape, second.shape, one.item()) == ((3,), (2, 3), 1)
+
+    def test_blocks_nest_and_leave_what_they_do_not_name(self) -> None:
+        before = dataclasses.replace(debugging)
+        with sf.debug(collectives=True, memory=False):
+            assert debugging == Debugging(memory=False, collectives=True)
+            with sf.debug(memory=True):
+                assert debugging == Debugging(memory=True, collectives=True)
+                with sf.debug(collectives=False):
+                    assert debugging == Debugging(memory=True, collectives=False)
+            assert debugging == Debugging(memory=False, collectives=True)
+        assert debugging == before
+
+    @pytest.mark.parametrize(
+        ("said", "memory", "collectives"),
+        [("", 0, 0), ("0", 0, 0), ("1", 1, 1), ("all", 1, 1), ("memory", 1, 0), (" Collectives ,memory", 1, 1)],
+    )
+    def test_the_environment_switches_it_on(self, said: str, memory: bool, collectives: bool) -> None:
+        assert by_environment(said) == {"memory": bool(memory), "collectives": bool(collectives)}
+
+    def test_a_word_that_means_nothing_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="SHARDFN_DEBUG='memroy': memroy is nothing"):
+            by_environment("memroy")
