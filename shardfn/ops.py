@@ -121,6 +121,33 @@ ragged_all_to_all: Op = collective(
     transpose=lambda ct, dim, send, receive, index, group: ragged_all_to_all(ct, dim, receive, send, index, group),
 )
 
+replicated: Op = primitive(
+    "replicated",
+    "str what, str group",
+    kernel=lambda x, what, group: transport.copy(x),
+    transpose=lambda ct, what, group: verified(ct, what, group),
+)
+verified: Op = primitive(
+    "verified",
+    "str what, str group",
+    kernel=lambda x, what, group: transport.copy(_verified(x, what, group)),
+    transpose=lambda ct, what, group: replicated(ct, what, group),
+)
+
+
+def _verified(x: Tensor, what: str, group: str) -> Tensor:
+    """`x`, which has to be the same on all ranks, but for the order in which they may have added."""
+    if x.numel() and compat.plain(x):
+        parts = torch.view_as_real(x) if x.is_complex() else x
+        high, low = transport.all_reduce(parts, "max", group), transport.all_reduce(parts, "min", group)
+        scale = torch.maximum(high.abs(), low.abs()).amax()
+        if (high - low).amax() > scale * torch.finfo(x.dtype).eps ** 0.5:
+            raise ValueError(
+                f"{what}: ranks have different derivatives of a value that is the same on all of them, each its own "
+                f"part: write shardfn.pvary(value, axes) where it meets what varies, whose transpose adds up the parts"
+            )
+    return x
+
 
 def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
     """Begins to send `x` to the next rank of a ring; the function returned waits for what comes from the one before."""
