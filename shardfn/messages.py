@@ -86,7 +86,7 @@ def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
     if x.numel() * x.element_size() > SMALL:
         return _reduce_in_pieces(p, x, op, what)
     if p.size == 2:
-        return combined(gather(p, x, *what), op)
+        return combined(gather(p, x, *what).unbind(), op)
     every = x.new_empty((p.size, *x.shape)) if p.index == 0 else x.new_empty((1, *x.shape))
     slots, own = every.unbind(), _sendable(x)
     if p.index:
@@ -96,7 +96,7 @@ def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
     came = start(p, what, [(i, slots[i]) for i in p.others], [])
     slots[0].copy_(own)
     came()
-    total = combined(every, op)
+    total = combined(slots, op)
     start(p, (*what, "back"), [], [(i, total) for i in p.others])()
     return total
 
@@ -107,21 +107,28 @@ def _reduce_in_pieces(p: Peers, x: Tensor, op: str, what: What) -> Tensor:
     length = -(-out.numel() // p.size)
     pieces = [out.view(-1)[i * length : (i + 1) * length] for i in range(p.size)]
     mine = pieces[p.index]
-    every = mine.new_empty((p.size, mine.numel()))
-    slots = every.unbind()
-    came = start(p, what, [(i, slots[i]) for i in p.others], [(i, pieces[i]) for i in p.others])
-    slots[p.index].copy_(mine)
-    came()
-    mine.copy_(combined(every, op))
+    came = mine.new_empty((p.size - 1, mine.numel())).unbind()
+    arrived = [*came[: p.index], mine, *came[p.index :]]  # by rank
+    start(p, what, [(i, arrived[i]) for i in p.others], [(i, pieces[i]) for i in p.others])()
+    if p.index < 2:  # it is in the first step, after which nobody needs it
+        combined(arrived, op, out=mine)
+    else:
+        mine.copy_(combined(arrived, op))
     start(p, (*what, "back"), [(i, pieces[i]) for i in p.others], [(i, mine) for i in p.others])()
     return out
 
 
-def combined(every: Tensor, op: str) -> Tensor:
-    """The ranks' values as one: `[size, ...] -> [...]`."""
-    if op == "sum":
-        return every[0] + every[1] if len(every) == 2 else every.sum(0, dtype=every.dtype)
-    return every.amax(0) if op == "max" else every.amin(0)
+_COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def combined(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
+    """The ranks' values as one, in memory of its own or in `out`."""
+    if op == "sum" and len(parts) > 2 and parts[0].dtype.itemsize < 4:  # each step would round
+        return torch.sum(torch.stack(tuple(parts)), 0, dtype=parts[0].dtype, out=out)
+    total = _COMBINE[op](parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        _COMBINE[op](total, part, out=total)
+    return total
 
 
 def permute(p: Peers, x: Tensor, source: Sequence[int]) -> Callable[[], Tensor]:

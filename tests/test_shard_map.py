@@ -790,6 +790,7 @@ class TestDerivativesOfWholeArguments:
                 lambda x: sf.psum((x**2).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), inputs="global"
             )
             f(value).backward()
+            assert isinstance(value.grad, DTensor)
             return value.grad.full_tensor().tolist()
 
         assert world(2).run(body) == [[0.0, 2.0, 4.0, 6.0]] * 2

@@ -62,8 +62,8 @@ def parallel(axis: Any, n: int) -> dict[str, Made]:
             lambda x, w, t: p.cross_entropy(x, w, t, axis),
             (floats(2, 3), floats(3, 2), torch.ones(2).long()),
         ),
-        "ring_attention": (lambda *x: p.ring_attention(*x, axis), (q, q.clone(), q.clone())),
-        "ulysses_attention": (lambda *x: p.ulysses_attention(*x, axis), (q, q.clone(), q.clone())),
+        "ring_attention": (lambda q, k, v: p.ring_attention(q, k, v, axis), (q, q.clone(), q.clone())),
+        "ulysses_attention": (lambda q, k, v: p.ulysses_attention(q, k, v, axis), (q, q.clone(), q.clone())),
         "positions": (lambda: p.positions(8, axis), ()),
         "mixture": (
             lambda x, w: p.mixture(expert, w, x, routing, axis, capacity=2),
