@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from shardfn import compat
+from shardfn.link import _launch
 
-SMALL = 2**16  # bytes that are summed in one place; more are summed in pieces, by all ranks
+SMALL = 2**18  # bytes that one rank may get from all others to sum them; more are summed in pieces, by all ranks
 What = tuple[Hashable, ...]  # what a message belongs to: an op, a dtype, a shape, ...
 Message = tuple[int, Tensor]  # the other rank, and what is sent to it or filled from it
 
@@ -83,7 +85,7 @@ def exchange(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
 def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
     """The `"sum"`, `"max"` or `"min"` of every rank's `x`, in order of ranks: the same bits on all of them."""
     what = ("all_reduce", op, x.dtype, x.shape)
-    if x.numel() * x.element_size() > SMALL:
+    if x.numel() * x.element_size() * (p.size - 1) > SMALL:
         return _reduce_in_pieces(p, x, op, what)
     if p.size == 2:
         return combined(gather(p, x, *what).unbind(), op)
@@ -152,27 +154,37 @@ def ragged(p: Peers, x: Tensor, send: Sequence[int], receive: Sequence[int], *wh
     came = x.new_empty((sum(receive), *x.shape[1:]))
     into, out = came.split(list(receive)), _sendable(x).split(list(send))
     kind = (*what, x.dtype, x.shape[1:])
-    number = next(p.calls)
-    group = p.group()
-    works = [group.recv([into[i]], i, _tag((*kind, receive[i]), number)) for i in p.others if receive[i]]
-    works += [group.send([out[i]], i, _tag((*kind, send[i]), number)) for i in p.others if send[i]]
+    number, group = next(p.calls), p.group()
+
+    def launch() -> list[Any]:
+        works = [group.recv([into[i]], i, _tag((*kind, receive[i]), number)) for i in p.others if receive[i]]
+        return works + [group.send([out[i]], i, _tag((*kind, send[i]), number)) for i in p.others if send[i]]
+
+    works = _launch(launch)
     into[p.index].copy_(out[p.index])
     _arrive(works, kind)
     return came
 
 
 def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message]) -> Callable[[], None]:
-    """Begins to send and to receive what all these ranks call `what`; the function returned waits for all of it."""
-    tag = _tag(what, next(p.calls))
-    group = p.group()
-    works = [group.recv([x], i, tag) for i, x in into]
-    works += [group.send([x], i, tag) for i, x in out]
+    """Begins to send and to receive what all these ranks call `what`; the function returned waits for all of it.
+
+    Another thread begins: a send copies to the other side at once if that waits for it, and where processes share
+    cores, one that did so itself would be the last to wake up when an answer comes.
+    """
+    tag, group = _tag(what, next(p.calls)), p.group()
+
+    def launch() -> list[Any]:
+        works = [group.recv([x], i, tag) for i, x in into]
+        return works + [group.send([x], i, tag) for i, x in out]
+
+    works = _launch(launch)
     return lambda: _arrive(works, what)
 
 
-def _arrive(works: list[Any], what: What) -> None:
+def _arrive(works: Future[list[Any]], what: What) -> None:
     try:
-        for work in works:
+        for work in works.result():
             work.wait()
     except RuntimeError as error:
         told = ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in what)
@@ -193,4 +205,4 @@ def _digest(what: What) -> int:
 
 
 def _sendable(x: Tensor) -> Tensor:
-    return x.resolve_neg().contiguous()
+    return x.detach().resolve_neg().contiguous()
