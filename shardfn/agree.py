@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn import compat, transport
-from shardfn.mesh import axis_of, group_over, sizes
+from shardfn.mesh import Axis, axis_of, group_over, sizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +30,7 @@ ARGUMENTS = (
 
 def agree(
     told: list[str],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | Axis,
     name: str,
     mine: Exception | None = None,
     subject: tuple[str, str] = ARGUMENTS,
@@ -42,7 +42,7 @@ def agree(
 
     Args:
         told: what this rank was given, a line for each argument.
-        mesh: whose ranks compare.
+        mesh: whose ranks compare; or an axis of one, by which all along it do.
         name: who asks.
         mine: what is wrong with this rank's own arguments, to raise in place of a difference.
         subject: what is compared, and what to do about a difference.
@@ -52,7 +52,7 @@ def agree(
         ValueError: the ranks differ; the message says which and in what.
         RuntimeError: some rank did not come to compare before the process group's timeout.
     """
-    if axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes).size == 1:
+    if _along(mesh, axes).size == 1:
         return
     text = "\n".join([name, *(" ".join(line.split()) for line in told)]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
@@ -84,10 +84,14 @@ def agree(
     raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
 
 
-def gathered(row: Tensor, mesh: DeviceMesh, axes: tuple[str, ...] | None = None) -> Tensor:
+def gathered(row: Tensor, mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None = None) -> Tensor:
     """Every rank's row, or that of the ranks along some axes, on the CPU: `[ranks, *row.shape]`."""
-    whole = axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
+    whole = _along(mesh, axes)
     return row[None] if whole.size == 1 else transport.all_gather(row[None], 0, whole.size, _group(whole.group))
+
+
+def _along(mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None) -> Axis:
+    return mesh if isinstance(mesh, Axis) else axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
 
 
 def _group(whole: str) -> str:

@@ -306,6 +306,12 @@ def start_reduce_scatter(out: torch.Tensor, flat: torch.Tensor, group: dist.Proc
 _resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009  # not exported
 
 
+def plain(x: torch.Tensor) -> bool:
+    """Whether a tensor has data and nobody watches the ops on it: no fake tensor, no tracing."""
+    watched: Any = type(x).__torch_dispatch__
+    return watched is torch.Tensor.__torch_dispatch__ and not torch._C._len_torch_dispatch_stack()
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     found: dist.ProcessGroup = _resolve(name)

@@ -59,7 +59,8 @@ def _settle() -> None:
         setattr(debugging, name, next((asked[name] for asked in reversed(_asked) if name in asked), False))
 
 
-def _by_environment(said: str) -> dict[str, bool]:
+def by_environment(said: str) -> dict[str, bool]:
+    """What `SHARDFN_DEBUG` asks for."""
     words = [word.strip().lower() for word in said.split(",") if word.strip()]
     unknown = [word for word in words if word not in (*KINDS, "1", "all", "0")]
     if unknown:
@@ -71,5 +72,5 @@ def _by_environment(said: str) -> dict[str, bool]:
     return {name: everything or name in words for name in KINDS}
 
 
-_asked.append(_by_environment(os.environ.get("SHARDFN_DEBUG", "")))
+_asked.append(by_environment(os.environ.get("SHARDFN_DEBUG", "")))
 _settle()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfn import compat, transport
+from shardfn import compat, ops
 from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.firstorder import Rule
 from shardfn.mesh import AxisName, bound_axis
@@ -233,7 +233,7 @@ def _sent(x: Tensor, axis: AxisName) -> Callable[[], Tensor]:
     bound = bound_axis(axis, "ring_attention")
     if bound.size == 1:
         return lambda: x
-    return transport.shifted(x, bound.index, bound.size, bound.group)
+    return ops.shifted(x, bound.index, bound.size, bound.group)
 
 
 def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:
