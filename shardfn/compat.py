@@ -14,6 +14,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -264,6 +265,29 @@ def constant_when_traced(f: Function) -> Function:
 def default_store() -> Any:
     """The store by which the processes of the default group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def worlds_of_threads() -> bool:
+    """Whether each thread of this process has a torch.distributed of its own, as in tests."""
+    return type(dist.distributed_c10d._world).__name__ == "ThreadLocalWorld"
+
+
+_NOBODY_SENDS = 2**30 + 7  # as a message's tag
+
+
+def break_group(group: dist.ProcessGroup) -> bool:
+    """Ends all that is under way in a gloo group with errors, here and on the other ranks; whether it could.
+
+    A message that does not come in time makes gloo close its connections. There is no other way to wake a thread
+    that is blocked in a collective.
+    """
+    if group.size() == 1 or backend_of(group, "cpu") != "gloo":
+        return False
+    try:
+        group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return True
+    return False
 
 
 def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:

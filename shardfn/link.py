@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import compat
+from shardfn import compat, waiting
 from shardfn.ledger import record, recording
 from shardfn.mesh import Axis, axis_of, group_over
 
@@ -43,6 +43,7 @@ class Link:
         axis: their product as this rank sees it.
         gathers: moves parameters.
         reductions: moves gradients.
+        group_names: of these two.
         chosen: transport of each collective, by default.
         overrides: what `transports` says instead.
         checks: whether what arrives is what was sent; a fake group moves nothing.
@@ -52,6 +53,7 @@ class Link:
     axis: Axis
     gathers: Any
     reductions: Any
+    group_names: tuple[str, str]
     chosen: dict[str, str]
     overrides: dict[str, str]
     checks: bool
@@ -99,6 +101,12 @@ class _Later:
         self.start().wait()
 
 
+def arrived(work: Handle, op: str, group: str, stage: str) -> None:
+    """Waits for what is under way; who waits long says that it is for this."""
+    with waiting.on(op, group, stage):
+        work.wait()
+
+
 # A send copies to the other side at once if that waits for it, which would hold up the rank that is late anyway.
 _NAME = "shardfn-link"
 _launcher = ThreadPoolExecutor(1, thread_name_prefix=_NAME)
@@ -123,7 +131,11 @@ def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
         backend = compat.backend_of(group, mesh.device_type)
         # NCCL runs the collectives of one communicator one after another; two of them overlap.
         second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
-        found = links[names] = Link(names, axis, group, second, _defaults(backend), _overrides(mesh), backend != "fake")
+        called = group.group_name, second.group_name
+        waiting.along(called[1], " x ".join(names))
+        found = links[names] = Link(
+            names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake"
+        )
     return found
 
 
@@ -289,14 +301,21 @@ def _gather_directly(whole: Tensor, link: Link) -> Handle:
 def _swap(
     into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], link: Link, group: Any, tag: int
 ) -> Handle:
-    """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`."""
+    """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`.
+
+    A message of another length than is expected would end the process; with another tag it is waited for.
+    """
     others = [i for i in range(link.axis.size) if i != link.axis.index]
 
     def launch() -> list[Any]:
-        works = [group.recv([x], i, tag) for i in others for x in into[i]]
-        return works + [group.send([x], i, tag) for i in others for x in out[i]]
+        works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i]]
+        return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i]]
 
     return _Launched(_launch(launch))
+
+
+def _tagged(tag: int, x: Tensor) -> int:
+    return tag + 4 * (x.nbytes % 2**27)
 
 
 def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:

@@ -15,14 +15,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from shardfn import compat
+from shardfn import compat, waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,24 +96,25 @@ class _Scope(threading.local):
     axes: Axes | None = None
 
 
-class _Grids(threading.local):
-    """The meshes that this rank placed values on."""
+@dataclass(frozen=True)
+class World:
+    """What this process has made of one world, for all its threads.
 
-    def __init__(self) -> None:
-        self.meshes: dict[Grid, list[weakref.ref[DeviceMesh]]] = {}
+    Attributes:
+        group: the group of all its ranks.
+        meshes: the last mesh of each grid, which lives as long as the world: values placed on it may come back.
+        made: groups by use and members.
+    """
 
-
-class _Groups(threading.local):
-    """The groups of this rank by their members, in the world that has them."""
-
-    world: weakref.ref[dist.ProcessGroup] | None = None
-    made: dict[tuple[str | int, ...], dist.ProcessGroup]
+    group: dist.ProcessGroup | None
+    meshes: dict[Grid, DeviceMesh] = field(default_factory=dict)
+    made: dict[tuple[str | int, ...], dist.ProcessGroup] = field(default_factory=dict)
 
 
 LEAVE_TOGETHER = timedelta(seconds=10)
 _scope = _Scope()
-_grids = _Grids()
-_groups = _Groups()
+_worlds: dict[int, World] = {}  # one, but in tests whose ranks are threads
+_lock = threading.Lock()
 _entered: list[int] = []  # numbers of the meshes in scope on any thread
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
 _numbers = itertools.count()
@@ -242,23 +243,24 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     grid: Grid | None = mesh.__dict__.get("_shardfn_grid")
     if grid is None:
         grid = mesh.__dict__["_shardfn_grid"] = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
-        alive = [known for known in _grids.meshes.get(grid, []) if known() is not None]
-        _grids.meshes[grid] = [*alive, weakref.ref(mesh)]
+        _world().meshes[grid] = mesh
     return grid
 
 
 def mesh_of(grid: Grid, where: str) -> DeviceMesh:
-    """The mesh in scope, which must be the one of `grid`; without one in scope, the last that was used with it.
+    """The mesh in scope, which must be the one of `grid`; without one in scope, the last that was made like it.
 
     Raises:
-        ValueError: another mesh is in scope, or none and no such mesh is alive.
+        ValueError: another mesh is in scope, or none and there is no such mesh in this world.
     """
     mesh = _scope.mesh
     if mesh is None:
-        alive = [known() for known in _grids.meshes.get(grid, [])]
-        found = next((known for known in reversed(alive) if known is not None), None)
+        found = _world().meshes.get(grid)
         if found is None:
-            raise ValueError(f"{where} is placed on a mesh ({grid}) that is gone: call it under shard_map(mesh=...)")
+            raise ValueError(
+                f"{where} is placed on a mesh ({grid}) that this process does not have: make it with "
+                f"make_mesh({grid}), or call it under shard_map(mesh=...)"
+            )
         return found
     if grid_of(mesh) is not grid and grid_of(mesh) != grid:
         mine = grid_of(mesh)
@@ -278,16 +280,35 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
         use: groups of different uses are different, though their ranks are the same.
         backend: of a group that is new; default: the world's.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    if not use and ranks == list(range(world.size())):
-        return world
-    if _groups.world is None or _groups.world() is not world:
-        _groups.world, _groups.made = weakref.ref(world), {}
-    found = _groups.made.get((use, *ranks))
+    world = _world()
+    assert world.group is not None
+    if not use and ranks == list(range(world.group.size())):
+        return world.group
+    found = world.made.get((use, *ranks))
     if found is None:
-        found = _groups.made[(use, *ranks)] = compat.new_group(ranks, backend)
+        found = world.made[(use, *ranks)] = compat.new_group(ranks, backend)
     return found
+
+
+def _world() -> World:
+    """The world of this thread, which all threads of a process share."""
+    group = dist.group.WORLD
+    found = _worlds.get(id(group))
+    if found is None:
+        with _lock:
+            found = _worlds.get(id(group))
+            if found is None:
+                if not compat.worlds_of_threads():
+                    _worlds.clear()  # of one that has ended nothing is used again
+                found = _worlds[id(group)] = World(group)
+                if group is not None:
+                    waiting.joined()
+    return found
+
+
+def forget_world() -> None:
+    """This rank leaves its world."""
+    _worlds.pop(id(dist.group.WORLD), None)
 
 
 @contextlib.contextmanager
@@ -338,7 +359,9 @@ def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
     ranks, rank = _row(mesh.mesh, dims), dist.get_rank()
     if not ranks:
         raise ValueError(f"{where}: rank {rank} is in no row of the mesh, whose ranks are {mesh.mesh.tolist()}")
-    return Axis(len(ranks), ranks.index(rank), _group_name(mesh, names, ranks))
+    group = _group_name(mesh, names, ranks)
+    waiting.along(group, " x ".join(names))
+    return Axis(len(ranks), ranks.index(rank), group)
 
 
 def _row(places: torch.Tensor, dims: list[int]) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn import compat
 from shardfn.layout import Layout
-from shardfn.link import Handle, Link, gather_apart, gather_by_hops, sends_apart
+from shardfn.link import Handle, Link, arrived, gather_apart, gather_by_hops, sends_apart
 from shardfn.signature import Wire, Wires
 
 Key = tuple[Any, ...]
@@ -125,7 +125,7 @@ class Slot:
             if placement.hops:
                 hops = [hop for name in reversed(placement.axes) if (hop := link_of((name,), wire.layout)) is not None]
             work = gather_by_hops(part.region, axis.axis.index, hops, wire.dtype)
-        self.works.append(_Arrival(work, part.tail, wire) if axis.checks and not last else work)
+        self.works.append(_Arrival(work, axis.group_names[0], part.tail, wire, axis.checks and not last))
 
     def part(self, wire: Wire) -> Part:
         """The part of it that one wire fills."""
@@ -181,13 +181,15 @@ def _part(region: Tensor, wire: Wire) -> Part:
 class _Arrival:
     """A gather that looks whether what came is what was meant."""
 
-    __slots__ = ("work", "tail", "wire")  # noqa: RUF023
+    __slots__ = ("work", "group", "tail", "wire", "checks")  # noqa: RUF023
 
-    def __init__(self, work: Any, tail: Tensor, wire: Wire) -> None:
-        self.work, self.tail, self.wire = work, tail, wire
+    def __init__(self, work: Handle, group: str, tail: Tensor, wire: Wire, checks: bool) -> None:
+        self.work, self.group, self.tail, self.wire, self.checks = work, group, tail, wire, checks
 
     def wait(self) -> None:
-        self.work.wait()
+        arrived(self.work, "all_gather", self.group, self.wire.layout.stage)
+        if not self.checks:
+            return
         tag, layout = self.wire.tag, self.wire.layout
         if self.tail.device.type != "cpu":
             compat.assert_on_device((self.tail == tag.to(self.tail.device)).all(), "ranks run different stages")
