@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn import compat, transport, waiting
-from shardfn.mesh import axis_of, group_over, sizes
+from shardfn.mesh import axis_of, cpu_group, sizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,7 +91,5 @@ def gathered(
 
 def _group(whole: str) -> str:
     """A group of its own where backends allow, so that a rank which does not compare cannot answer with other data."""
-    if dist.get_backend() not in ("gloo", "nccl", "undefined"):
-        return whole
     ranks = sorted(dist.get_process_group_ranks(compat.group_of(whole)))
-    return group_over(ranks, "compare", "gloo").group_name
+    return cpu_group(ranks, "compare").group_name

@@ -7,8 +7,10 @@ follows in reverse to gather ahead; nothing outlives the step, so another order 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
+from threading import current_thread, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +33,7 @@ from shardfn.call import (
 from shardfn.layout import Layout
 from shardfn.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.link import Link, link
-from shardfn.mesh import scope, sizes
+from shardfn.mesh import lane, scope, sizes
 from shardfn.reduction import Dtypes, Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
 from shardfn.signature import Signature, Wires
@@ -47,8 +49,46 @@ _STAGES = (
 )
 
 
+class Agreed:
+    """What the ranks have agreed on in one lane, whichever thread of it runs the stages.
+
+    Attributes:
+        compared: stages that run on all of them.
+        reads: whether backward of such a call was seen to need the parameters.
+        inside: who runs a stage.
+    """
+
+    def __init__(self) -> None:
+        self.compared: set[Wires] = set()
+        self.reads: dict[tuple[Signature, Wires], bool] = {}
+        self.inside: _Alone | None = None
+
+
+class _Alone:
+    """A context: no other thread of the lane runs stages, since other ranks could not tell what is for which."""
+
+    __slots__ = ("agreed", "depth", "name")
+
+    def __init__(self, agreed: Agreed) -> None:
+        self.agreed, self.depth, self.name = agreed, 0, current_thread().name
+
+    def __enter__(self) -> None:
+        other = self.agreed.inside
+        if other is not None and other is not self:
+            raise RuntimeError(
+                f"threads {other.name!r} and {self.name!r} run stages at the same time, and other ranks cannot tell "
+                f"them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+            )
+        self.agreed.inside, self.depth = self, self.depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.agreed.inside = None
+
+
 class Engine:
-    """What the stages on one mesh share: the ring, the tape, and the gradients in flight."""
+    """What the stages on one mesh share that one thread runs: the ring, the tape, and the gradients in flight."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
@@ -60,11 +100,11 @@ class Engine:
         self.kept: dict[Key, Slot] = {}  # from forward to backward
         self.lasting: dict[Key, Slot] = {}  # until the step is over
         self.orders: list[Order] = []  # what `layers` were told
-        self.compared: set[Wires] = set()
+        lanes: dict[str, Agreed] = mesh.__dict__.setdefault("_shardfn_agreed", {})
+        self.agreed = lanes.setdefault(lane(), Agreed())
+        self.compared, self.reads = self.agreed.compared, self.agreed.reads
+        self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
-        self.reads: dict[
-            tuple[Signature, Wires], bool
-        ] = {}  # whether backward of such a call was seen to need the parameters
         self._links: dict[tuple[str, ...], Link | None] = {}
         self._routes: dict[tuple[Layout, bool], tuple[Layout, Links]] = {}
 
@@ -85,7 +125,7 @@ class Engine:
 
     def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs a call of a stage; its tensor outputs, without a graph."""
-        with serving(call.signature.stage, backward=False):
+        with self.alone, serving(call.signature.stage, backward=False):
             place = self._begin(call, shards)
             self._gather(place.turn)
             self._ahead(call, place)
@@ -126,7 +166,7 @@ class Engine:
         if place.tape is not None:
             place.tape.closed = True
         made, call.residuals = call.residuals, None
-        with serving(call.signature.stage, backward=True):
+        with self.alone, serving(call.signature.stage, backward=True):
             if made is None or turn.reads:
                 if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
                     self._take(None, turn, call.signature.options.prefetch + 1)
@@ -445,10 +485,12 @@ class Engine:
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:
-    """The engine of a mesh."""
-    found: Engine | None = mesh.__dict__.get("_shardfn_engine")
+    """The engine of a mesh for this thread: each has its own ring and its own tape."""
+    every: dict[tuple[int, str], Engine] = mesh.__dict__.setdefault("_shardfn_engines", {})
+    key = get_ident(), lane()
+    found = every.get(key)
     if found is None:
-        found = mesh.__dict__["_shardfn_engine"] = Engine(mesh)
+        found = every[key] = Engine(mesh)
     return found
 
 

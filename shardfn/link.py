@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardfn import compat, waiting
 from shardfn.ledger import record, recording
-from shardfn.mesh import Axis, axis_of, group_over
+from shardfn.mesh import Axis, axis_of, group_over, lane, sizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,8 +123,9 @@ def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
 
 def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
     """The axes of the mesh, made ready once. All ranks along them take part the first time."""
-    links: dict[tuple[str, ...], Link] = mesh.__dict__.setdefault("_shardfn_links", {})
-    found = links.get(names)
+    links: dict[tuple[str, tuple[str, ...]], Link] = mesh.__dict__.setdefault("_shardfn_links", {})
+    key = lane(), names
+    found = links.get(key)
     if found is None:
         axis = axis_of(mesh, names)
         group = compat.group_of(axis.group)
@@ -133,7 +134,7 @@ def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
         second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
         called = group.group_name, second.group_name
         waiting.along(called[1], " x ".join(names))
-        found = links[names] = Link(
+        found = links[key] = Link(
             names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake"
         )
     return found
@@ -156,6 +157,13 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         if how not in TRANSPORTS.get(op, {}):
             known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
             raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
+        backend = compat.backend_of(compat.group_of(axis_of(mesh, tuple(sizes(mesh))).group), mesh.device_type)
+        if how == "direct" and backend == "nccl":
+            raise ValueError(
+                f'transports: {op}="direct" sends each piece as a message of its own, and NCCL runs the messages of '
+                f"one communicator one after another, so that ranks which send first wait for each other for ever: "
+                f'on NCCL use {op}="native"'
+            )
     overrides = _overrides(mesh)
     before = dict(overrides)
     overrides.update(chosen)

@@ -11,13 +11,16 @@ import contextlib
 import itertools
 import math
 import os
+import re
+import socket
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -103,12 +106,12 @@ class World:
     Attributes:
         group: the group of all its ranks.
         meshes: the last mesh of each grid, which lives as long as the world: values placed on it may come back.
-        made: groups by use and members.
+        made: groups by use, lane and members.
     """
 
     group: dist.ProcessGroup | None
     meshes: dict[Grid, DeviceMesh] = field(default_factory=dict)
-    made: dict[tuple[str | int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
 
 LEAVE_TOGETHER = timedelta(seconds=10)
@@ -117,7 +120,9 @@ _worlds: dict[int, World] = {}  # one, but in tests whose ranks are threads
 _lock = threading.Lock()
 _entered: list[int] = []  # numbers of the meshes in scope on any thread
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
+_lanes: dict[int, str] = {}  # of them
 _numbers = itertools.count()
+_NUMBERS = re.compile(r"(?<=^Thread)-\d+|(?<=^ThreadPoolExecutor)-\d+|_\d+$")
 
 
 def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
@@ -143,6 +148,7 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
         raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {_show(sizes)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _start_distributed()
+    _claim_device(device)
     world = dist.get_world_size()
     known = math.prod(size for size in sizes.values() if size != -1)
     if world % known or (-1 not in sizes.values() and known != world):
@@ -282,11 +288,62 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
     """
     world = _world()
     assert world.group is not None
-    if not use and ranks == list(range(world.group.size())):
+    part = lane()
+    if not use and not part and ranks == list(range(world.group.size())):
         return world.group
-    found = world.made.get((use, *ranks))
+    key: tuple[str | int, ...] = (use, part, *ranks)
+    found = world.made.get(key)
     if found is None:
-        found = world.made[(use, *ranks)] = compat.new_group(ranks, backend)
+        made: Future[dist.ProcessGroup] = Future()
+        found = world.made.setdefault(key, made)
+        if found is made:
+            try:
+                made.set_result(_made(ranks, use, repr(key), backend))
+            except BaseException as error:
+                world.made.pop(key)
+                made.set_exception(error)
+                raise
+    return found.result()
+
+
+def _made(ranks: list[int], use: str, name: str, backend: str | None) -> dist.ProcessGroup:
+    if dist.get_backend() not in ("fake", "threaded"):
+        waiting.meet(name, ranks, "the making of a group", use or "axes")
+    return compat.new_group(ranks, name, backend)
+
+
+def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
+    """As `group_over`, a group that moves CPU tensors, which no other use can disturb.
+
+    Raises:
+        RuntimeError: this torch has no gloo, which moves CPU tensors.
+    """
+    if dist.get_backend() in ("fake", "threaded"):  # they know no gloo beside them
+        return group_over(ranks)
+    if not dist.is_gloo_available():
+        raise RuntimeError(
+            f"ranks {use} on the CPU, by gloo, beside whatever moves tensors on their devices, and this torch "
+            f"({torch.__version__}) was built without gloo: install one with it, as PyTorch's own packages are"
+        )
+    return group_over(ranks, use, "gloo")
+
+
+def lane() -> str:
+    """Which of the threads that work at the same time this is: each has groups of its own.
+
+    It is the thread's name, without the numbers that Python gives, by which it finds its like on the other ranks; the
+    main thread's is empty.
+    """
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return ""
+    if compat.autograd_thread():
+        entered = {_lanes[number] for number in set(_entered)}
+        return entered.pop() if len(entered) == 1 else ""
+    found: str | None = thread.__dict__.get("_shardfn_lane")
+    if found is None:
+        found = "" if compat.worlds_of_threads() else _NUMBERS.sub("", thread.name)
+        thread.__dict__["_shardfn_lane"] = found
     return found
 
 
@@ -343,10 +400,12 @@ def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
 def known_axes(mesh: DeviceMesh) -> Axes:
     """The axes of the mesh that were used so far."""
     # On the mesh itself: equal meshes of two process groups, one ended and one alive, must not share groups.
-    axes: Axes | None = mesh.__dict__.get("_shardfn_axes")
+    by_lane: dict[str, Axes] = mesh.__dict__.setdefault("_shardfn_axes", {})
+    part = lane()
+    axes = by_lane.get(part)
     if axes is None:
-        axes = mesh.__dict__["_shardfn_axes"] = Axes(next(_numbers), {})
-        _meshes[axes.number] = weakref.ref(mesh)
+        axes = by_lane.setdefault(part, Axes(next(_numbers), {}))
+        _meshes[axes.number], _lanes[axes.number] = weakref.ref(mesh), part
     return axes
 
 
@@ -375,7 +434,7 @@ def _row(places: torch.Tensor, dims: list[int]) -> list[int]:
 def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> str:
     if len(ranks) == 1:
         return ""  # nothing moves along it
-    own = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size()))
+    own = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size())) and not lane()
     return (mesh.get_group(names[0]) if own else group_over(ranks)).group_name
 
 
@@ -401,6 +460,28 @@ def _end_distributed() -> None:
             store.set(f"shardfn/leaving/{dist.get_rank()}", "")
             store.wait([f"shardfn/leaving/{rank}" for rank in ranks], LEAVE_TOGETHER)
         dist.destroy_process_group()
+
+
+def _claim_device(device: str) -> None:
+    """Says which accelerator this process uses, and finds out whether another one does.
+
+    Raises:
+        RuntimeError: two ranks use one device, and there are others.
+    """
+    module: Any = None if device == "cpu" else getattr(torch, device, None)
+    if module is None or not module.is_initialized() or dist.get_backend() == "fake":
+        return  # what is not in use yet, `init_device_mesh` chooses by LOCAL_RANK
+    index, rank = module.current_device(), dist.get_rank()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    name = getattr(module.get_device_properties(index), "uuid", None) or f"{index} of {visible}"
+    first = compat.default_store().compare_set(f"shardfn/device/{socket.gethostname()}/{name}", "", str(rank)).decode()
+    if first != str(rank) and module.device_count() > 1:
+        local = os.environ.get("LOCAL_RANK", "its rank on this host")
+        raise RuntimeError(
+            f"make_mesh: ranks {first} and {rank} both use {device}:{index} of {socket.gethostname()}, which has "
+            f"{module.device_count()}: call torch.{device}.set_device({local}) in each process before anything else "
+            f"touches the device"
+        )
 
 
 def _show(sizes: dict[str, int]) -> str:

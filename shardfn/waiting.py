@@ -138,7 +138,7 @@ def _leave() -> None:
             )
 
 
-def meet(name: str, ranks: Sequence[int], what: str) -> None:
+def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
     """Waits until all of these ranks have come to the same place, by way of the store.
 
     Raises:
@@ -147,7 +147,7 @@ def meet(name: str, ranks: Sequence[int], what: str) -> None:
     store, limit = compat.default_store(), time.monotonic() + compat.default_store().timeout.total_seconds()
     store.set(f"shardfn/meeting/{name}/{dist.get_rank()}", "")
     left = [f"shardfn/meeting/{name}/{rank}" for rank in ranks]
-    with on(what, f"meeting {name}", ranks=ranks) as here:
+    with on(what, f"meeting {name}", of, ranks) as here:
         while not _came(store, left):
             if here.verdict or time.monotonic() > limit:
                 raise RuntimeError("timed out")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardfn import waiting
-from shardfn.mesh import Grid, group_over
+from shardfn.mesh import Grid, cpu_group
 
 T = TypeVar("T")
 
@@ -88,8 +88,7 @@ def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
     ranks = list(found.pop())
     if len(ranks) == 1:
         return Team(0, 1)
-    own = dist.get_backend() in ("gloo", "nccl", "undefined")  # others know no gloo beside them
-    return Team(ranks.index(dist.get_rank()), len(ranks), group_over(ranks, *((use, "gloo") if own else ())), use)
+    return Team(ranks.index(dist.get_rank()), len(ranks), cpu_group(ranks, use), use)
 
 
 def apart(run: Callable[[], T]) -> T:
