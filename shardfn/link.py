@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardfn import compat, waiting
 from shardfn.ledger import record, recording
-from shardfn.mesh import Axis, axis_of, group_over, lane, sizes
+from shardfn.mesh import Axis, axis_of, group_over, lane
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -157,8 +157,7 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         if how not in TRANSPORTS.get(op, {}):
             known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
             raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
-        backend = compat.backend_of(compat.group_of(axis_of(mesh, tuple(sizes(mesh))).group), mesh.device_type)
-        if how == "direct" and backend == "nccl":
+        if how == "direct" and dist.group.WORLD and compat.backend_of(dist.group.WORLD, mesh.device_type) == "nccl":
             raise ValueError(
                 f'transports: {op}="direct" sends each piece as a message of its own, and NCCL runs the messages of '
                 f"one communicator one after another, so that ranks which send first wait for each other for ever: "

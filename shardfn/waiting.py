@@ -163,12 +163,13 @@ def _came(store: Any, keys: list[str]) -> bool:
 
 # --- what a rank tells the others ---
 
+Vain = dict[str, list[Any]]
 State = dict[str, Any]
 """What a rank has published.
 
 beat        how often it has looked
 ended       how it ended; empty if it has not
-vain        what it gave up; empty if nothing
+vain        rank -> what that waits for in vain, as this one has found, and which waits: [thread, group, key, count]
 threads     None, while it does not wait; else those that live and have waited, and the main one:
     thread, main, used      its number, whether it is the main one, the groups it has used
     wait                    None, while it does not; else what `_wait` tells
@@ -176,9 +177,9 @@ counts      group -> key -> how often the rank came to that
 """
 
 
-def _state(beat: int, stuck: dict[int, on], vain: str = "", ended: str = "") -> State:
+def _state(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
     if not stuck and not ended:
-        return {"beat": beat, "ended": "", "vain": vain, "threads": None, "counts": {}}
+        return {"beat": beat, "ended": "", "vain": vain or {}, "threads": None, "counts": {}}
     main, alive = threading.main_thread().ident, set(sys._current_frames())
     used: dict[int, list[str]] = {main or 0: []}
     counts: dict[str, dict[str, int]] = {}
@@ -192,7 +193,7 @@ def _state(beat: int, stuck: dict[int, on], vain: str = "", ended: str = "") -> 
         {"thread": thread, "main": thread == main, "used": groups, "wait": _wait(thread, stuck.get(thread))}
         for thread, groups in used.items()
     ]
-    return {"beat": beat, "ended": ended, "vain": vain, "threads": threads, "counts": counts}
+    return {"beat": beat, "ended": ended, "vain": vain or {}, "threads": threads, "counts": counts}
 
 
 def _key(what: str, of: Any) -> str:
@@ -288,7 +289,7 @@ def _does(state: State | None) -> str:
     if state["ended"]:
         return str(state["ended"])
     waits = [thread["wait"]["told"] for thread in state["threads"] or () if thread["wait"]]
-    return f"waits for {' and for '.join(waits)}" if waits else str(state["vain"] or "has not come")
+    return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -309,6 +310,9 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     with contextlib.suppress(Exception):  # the store may have gone with a rank
         others = [rank for rank in _ranks(wait) if rank != _watcher.rank]
         states = _read(compat.default_store(), others[:64])
+    for state in states.values():
+        if str(_watcher.rank) in state["vain"]:
+            return RuntimeError(f"{state['vain'][str(_watcher.rank)][0]}. {_ADVICE}")
     known = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
     if known:
         return RuntimeError(f"rank {_watcher.rank} waited in vain for {wait}: {_standing(known, states)}. {_ADVICE}")
@@ -340,7 +344,7 @@ class _Watcher:
         since: each thread's wait, and when it was first seen.
         spoke: when that was last in the log.
         told: whether others may believe that this rank waits.
-        vain: what was given up here.
+        vain: what was given up.
         suspects: the waits that seem to be in vain, with the beat of each rank when they first did.
         store: this thread's own way to the store: one that is used by a blocked thread is blocked, too.
     """
@@ -351,7 +355,7 @@ class _Watcher:
     since: dict[int, tuple[on, float]] = field(default_factory=dict)
     spoke: dict[int, float] = field(default_factory=dict)
     told: bool = False
-    vain: str = ""
+    vain: Vain = field(default_factory=dict)
     suspects: tuple[Any, dict[int, int]] = ((), {})
     store: Any = None
 
@@ -388,11 +392,14 @@ class _Watcher:
     def think(self, stuck: dict[int, on], now: float) -> None:
         states = self.reached(stuck)
         found = waits_in_vain(states)
-        sure = self.sure(found, states)
+        if self.sure(found, states):
+            self.vain = _given_up(found, states)
+        heard = [state["vain"].get(str(self.rank)) for state in states.values()]
         for thread, wait in stuck.items():
-            lost = found.get((self.rank, thread), [])
-            if lost and sure and not wait.verdict and _waits.get(thread) is wait:
-                wait.verdict = f"rank {self.rank} waits in vain for {wait}: {_standing(lost, states)}. {_ADVICE}"
+            this = [thread, wait.group, _key(wait.what, wait.of), wait.count]
+            known = [told for told, *those in filter(None, [self.vain.get(str(self.rank)), *heard]) if this in those]
+            if known and not wait.verdict and _waits.get(thread) is wait:
+                wait.verdict = f"{known[0]}. {_ADVICE}"
                 self.give_up(wait, stuck)
             elif now >= self.spoke.get(thread, 0):
                 waited = now - self.since[thread][1]
@@ -432,11 +439,20 @@ class _Watcher:
 
     def give_up(self, wait: on, stuck: dict[int, on]) -> None:
         """Wakes the thread that is blocked in a wait, with an error."""
-        self.vain = f"gave up: {wait.verdict}"[:1000]
         self.tell(stuck)
         _log.error("%s", wait.verdict)
         if wait.ranks is None:
             compat.break_group(compat.group_of(wait.group))
+
+
+def _given_up(found: dict[Thread, list[int]], states: dict[int, State]) -> Vain:
+    given_up: Vain = {}
+    waits = {(rank, t["thread"]): t["wait"] for rank, s in states.items() for t in s["threads"] or ()}
+    for (rank, thread), lost in found.items():
+        wait = waits[(rank, thread)]
+        told = f"rank {rank} waits in vain for {wait['told']}: {_standing(lost, states)}"
+        given_up.setdefault(str(rank), [told]).append([thread, wait["group"], wait["key"], wait["count"]])
+    return given_up
 
 
 def _came_to(state: State | None, wait: on) -> bool:

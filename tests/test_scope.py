@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import gc
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -164,17 +163,23 @@ def test_shards_keep_their_mesh_for_all_threads(how: Any) -> None:
 
 
 def in_a_pool(jobs: int) -> Any:
-    """One job after another, on whichever thread of a pool."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
-    total = sf.shard_map(lambda x: sf.psum(x, "shard"), mesh=mesh, in_specs=..., out_specs=...)
-    with ThreadPoolExecutor(3) as pool:
-        for _ in range(3):  # starts all threads
-            pool.submit(time.sleep, 0.01 * (dist.get_rank() + 1))
-        return [pool.submit(total, torch.tensor(float(n))).result(10).item() for n in range(jobs)]
+    """One job after another, each on another thread of a pool than on the other rank."""
+    total = sf.shard_map(
+        lambda x: sf.psum(x, "shard"), mesh=sf.make_mesh(shard=-1, device="cpu"), in_specs=..., out_specs=...
+    )
+    found = []
+    with ThreadPoolExecutor(2) as pool:
+        for n in range(jobs):
+            free = threading.Event()
+            if (n + dist.get_rank()) % 2:
+                pool.submit(free.wait, 10)
+            found.append(pool.submit(total, torch.full((n,), float(n))).result(10).sum().item())
+            free.set()
+    return found
 
 
 def test_ranks_meet_whichever_threads_of_a_pool_they_use() -> None:
-    assert world(2).within(20).run(in_a_pool, 6) == [[0.0, 2.0, 4.0, 6.0, 8.0, 10.0]] * 2
+    assert world(2).within(20).run(in_a_pool, 6) == [[2.0 * n * n for n in range(6)]] * 2
 
 
 def two_of_one_lane() -> Any:
