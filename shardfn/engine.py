@@ -33,7 +33,7 @@ from shardfn.call import (
 from shardfn.layout import Layout
 from shardfn.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.link import Link, link
-from shardfn.mesh import lane, scope, sizes
+from shardfn.mesh import lane, scope, sizes, world_of_thread
 from shardfn.reduction import Dtypes, Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
 from shardfn.signature import Signature, Wires
@@ -100,9 +100,10 @@ class Engine:
         self.kept: dict[Key, Slot] = {}  # from forward to backward
         self.lasting: dict[Key, Slot] = {}  # until the step is over
         self.orders: list[Order] = []  # what `layers` were told
-        lanes: dict[str, Agreed] = mesh.__dict__.setdefault("_shardfn_agreed", {})
-        self.agreed = lanes.setdefault(lane(), Agreed())
-        self.compared, self.reads = self.agreed.compared, self.agreed.reads
+        # Of the world and not of the mesh, which may go sooner on one rank than on another.
+        self.agreed: Agreed = world_of_thread().agreed.setdefault(lane(), Agreed())
+        self.reads = self.agreed.reads
+        self.met: set[Wires] = set()
         self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
         self._links: dict[tuple[str, ...], Link | None] = {}
@@ -212,7 +213,7 @@ class Engine:
         """Gives a call its place on the tape and its slot, which starts to fill."""
         signature, options = call.signature, call.signature.options
         wires = signature.wires(shards)
-        if wires not in self.compared:
+        if wires not in self.met:
             self._meet(signature, wires)
         tape = self._tape(call, wires, shards) if any(call.needs) else None
         kept = _kept(tape, call)
@@ -471,13 +472,17 @@ class Engine:
                 if (one.size > 1 or lower) and one.here(compat.global_rank())
             ]
             self.ring.reserve(sum(-(-size // 512) * 512 for size in sizes))
+        if wires in self.agreed.compared:
+            self.met.add(wires)
+            return
         told = [
             f"{signature.name} on {wire.layout}, gathered as {wire.dtype}, layout {bytes(wire.tag[:8].tolist()).hex()}"
             for wire in wires.each
         ]
         with in_place():
             agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))
-        self.compared.add(wires)
+        self.agreed.compared.add(wires)
+        self.met.add(wires)
 
     def _callers(self, signature: Signature) -> tuple[str, ...]:
         """The axes along which all ranks call a stage: not those of which one position has its parameters."""

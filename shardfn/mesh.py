@@ -105,12 +105,16 @@ class World:
 
     Attributes:
         group: the group of all its ranks.
-        meshes: the last mesh of each grid, which lives as long as the world: values placed on it may come back.
+        meshes: the last mesh of each grid, and its kind of device.
+        again: meshes that values were still placed on when they had gone.
+        agreed: what else its ranks have made or found out together, by lane.
         made: groups by use, lane and members.
     """
 
     group: dist.ProcessGroup | None
-    meshes: dict[Grid, DeviceMesh] = field(default_factory=dict)
+    meshes: dict[Grid, tuple[weakref.ref[DeviceMesh], str]] = field(default_factory=dict)
+    again: dict[Grid, DeviceMesh] = field(default_factory=dict)
+    agreed: dict[str, Any] = field(default_factory=dict)
     made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
 
@@ -158,12 +162,25 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
             f"start it with torchrun --nproc-per-node {known}{fix}"
         )
     filled = {name: world // known if size == -1 else size for name, size in sizes.items()}
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh  # it chooses this process's device, too
-    places = whole.view(tuple(filled.values()))
+    return _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
+
+
+def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
     groups = [group_over(_row(places, [dim])) for dim in range(places.ndim)]
-    return DeviceMesh.from_group(groups, device, places, mesh_dim_names=tuple(filled))
+    return DeviceMesh.from_group(groups, device, places, mesh_dim_names=names)
+
+
+def _again(grid: Grid, device: str) -> DeviceMesh:
+    """A mesh that has gone, while values are placed on it."""
+    names, lengths = zip(*grid.sizes, strict=True)
+    mesh = _mesh(torch.tensor(grid.ranks).view(lengths), names, device)
+    grid_of(mesh)
+    return mesh
 
 
 def sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -249,7 +266,7 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     grid: Grid | None = mesh.__dict__.get("_shardfn_grid")
     if grid is None:
         grid = mesh.__dict__["_shardfn_grid"] = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
-        _world().meshes[grid] = mesh
+        world_of_thread().meshes[grid] = weakref.ref(mesh), mesh.device_type
     return grid
 
 
@@ -261,13 +278,17 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
     """
     mesh = _scope.mesh
     if mesh is None:
-        found = _world().meshes.get(grid)
+        here = world_of_thread()
+        found, device = here.meshes.get(grid, (None, ""))
         if found is None:
             raise ValueError(
                 f"{where} is placed on a mesh ({grid}) that this process does not have: make it with "
                 f"make_mesh({grid}), or call it under shard_map(mesh=...)"
             )
-        return found
+        alive = found()
+        if alive is None:
+            alive = here.again[grid] = _again(grid, device)
+        return alive
     if grid_of(mesh) is not grid and grid_of(mesh) != grid:
         mine = grid_of(mesh)
         told = str(mine) if str(mine) != str(grid) else f"{mine}, with other ranks: {mine.ranks}, not {grid.ranks}"
@@ -286,7 +307,7 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
         use: groups of different uses are different, though their ranks are the same.
         backend: of a group that is new; default: the world's.
     """
-    world = _world()
+    world = world_of_thread()
     assert world.group is not None
     part = lane()
     if not use and not part and ranks == list(range(world.group.size())):
@@ -347,7 +368,7 @@ def lane() -> str:
     return found
 
 
-def _world() -> World:
+def world_of_thread() -> World:
     """The world of this thread, which all threads of a process share."""
     group = dist.group.WORLD
     found = _worlds.get(id(group))

@@ -20,6 +20,7 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,7 +53,7 @@ class on:
         sided: whether only some ranks wait for this, as for a message: it is logged, and never given up.
     """
 
-    __slots__ = ("_before", "count", "group", "of", "ranks", "sided", "verdict", "what")
+    __slots__ = ("__weakref__", "_before", "count", "group", "of", "ranks", "sided", "verdict", "what")
 
     def __init__(
         self, what: str, group: str, of: Any = "", ranks: Sequence[int] | None = None, sided: bool = False
@@ -352,7 +353,7 @@ class _Watcher:
     rank: int
     over: bool = False
     beat: int = 0
-    since: dict[int, tuple[on, float]] = field(default_factory=dict)
+    since: dict[int, tuple[weakref.ref[on], float]] = field(default_factory=dict)
     spoke: dict[int, float] = field(default_factory=dict)
     told: bool = False
     vain: Vain = field(default_factory=dict)
@@ -371,11 +372,12 @@ class _Watcher:
     def look(self) -> None:
         """Tells the others what this rank waits for, and looks what they do."""
         now, waits = time.monotonic(), dict(_waits)
-        self.since = {
-            thread: self.since[thread] if self.since.get(thread, (None,))[0] is wait else (wait, now)
-            for thread, wait in waits.items()
-        }
-        stuck = {thread: wait for thread, (wait, since) in self.since.items() if now - since >= PATIENCE}
+        since = {}
+        for thread, wait in waits.items():
+            seen = self.since.get(thread)
+            since[thread] = seen if seen is not None and seen[0]() is wait else (weakref.ref(wait), now)
+        self.since = since
+        stuck = {thread: wait for thread, wait in waits.items() if now - since[thread][1] >= PATIENCE}
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
         if stuck or self.told:
             self.tell(stuck)
