@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -372,8 +373,31 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
-    """A group of these global ranks, in this order; only its members take part in making it.
+def worlds_of_threads() -> bool:
+    """Whether each thread of this process has a torch.distributed of its own, as in tests."""
+    return type(dist.distributed_c10d._world).__name__ == "ThreadLocalWorld"
+
+
+_NOBODY_SENDS = 2**30 + 7  # as a message's tag
+
+
+def break_group(group: dist.ProcessGroup) -> bool:
+    """Ends all that is under way in a gloo group with errors, here and on the other ranks; whether it could.
+
+    A message that does not come in time makes gloo close its connections. There is no other way to wake a thread
+    that is blocked in a collective.
+    """
+    if group.size() == 1 or backend_of(group, "cpu") != "gloo":
+        return False
+    try:
+        group.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _NOBODY_SENDS).wait(timedelta(milliseconds=1))
+    except RuntimeError:
+        return True
+    return False
+
+
+def new_group(ranks: list[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of these global ranks, in this order; only its members take part in making it, by this name.
 
     It is as patient as the world is: torch would wait for half an hour, whatever was asked for there.
     """
@@ -384,18 +408,40 @@ def new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup
             "name the axes in the mesh's own order, or use torch >= 2.13"
         )
     order: dict[str, Any] = {} if ordered else {"sort_ranks": False}
-    made = _names.made = getattr(_names, "made", {})
-    made[tuple(ranks)] = made.get(tuple(ranks), 0) + 1
-    _names.next = hashlib.blake2b(repr((ranks, made[tuple(ranks)])).encode()).hexdigest()[:32]
+    _names.next = hashlib.blake2b(name.encode()).hexdigest()[:32]
     try:
         timeout = default_store().timeout
-        return dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True, **order)
+        with _by_members_alone():
+            return dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True, **order)
     finally:
         _names.next = None
 
 
+@contextmanager
+def _by_members_alone() -> Iterator[None]:
+    """Groups are made anew inside, and not split off the world's communicator, in which all its ranks take part.
+
+    Another thread than the main one meets the others by a connection of its own: who waits holds the store, so that
+    two threads could keep each other's ranks from coming.
+    """
+    world, groups = dist.group.WORLD, dist.distributed_c10d._world.pg_map
+    assert world is not None
+    device, known = world.bound_device_id, groups[world]
+    if device is not None:
+        world.bound_device_id = None
+    if threading.current_thread() is not threading.main_thread() and not worlds_of_threads():
+        own: Any = known[1]
+        groups[world] = (known[0], own.clone())
+    try:
+        yield
+    finally:
+        groups[world] = known
+        if device is not None:
+            world.bound_device_id = device
+
+
 # torch names such a group by its ranks and by how many groups this rank has had, which its members may count
-# differently, and then wait for each other under different names. How often they met among themselves is common.
+# differently, and then wait for each other under different names.
 _names = threading.local()
 if hasattr(dist.distributed_c10d, "_hash_ranks_to_str"):
     _torchs_name = dist.distributed_c10d._hash_ranks_to_str

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from threading import current_thread, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ from shardfn.layout import Layout
 from shardfn.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.link import Link, link
 from shardfn.loan import Loan, loan
-from shardfn.mesh import apart_along, check_together, scope, sizes
+from shardfn.mesh import apart_along, check_together, lane, scope, sizes, world_of_thread
 from shardfn.reduction import Dtypes, Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
 from shardfn.signature import Signature, Wires
@@ -50,8 +51,46 @@ _STAGES = (
 )
 
 
+class Agreed:
+    """What the ranks have agreed on in one lane, whichever thread of it runs the stages.
+
+    Attributes:
+        compared: stages that run on all of them.
+        reads: whether backward of such a call was seen to need the parameters.
+        inside: who runs a stage.
+    """
+
+    def __init__(self) -> None:
+        self.compared: set[Wires] = set()
+        self.reads: dict[tuple[Signature, Wires], bool] = {}
+        self.inside: _Alone | None = None
+
+
+class _Alone:
+    """A context: no other thread of the lane runs stages, since other ranks could not tell what is for which."""
+
+    __slots__ = ("agreed", "depth", "name")
+
+    def __init__(self, agreed: Agreed) -> None:
+        self.agreed, self.depth, self.name = agreed, 0, current_thread().name
+
+    def __enter__(self) -> None:
+        other = self.agreed.inside
+        if other is not None and other is not self:
+            raise RuntimeError(
+                f"threads {other.name!r} and {self.name!r} run stages at the same time, and other ranks cannot tell "
+                f"them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+            )
+        self.agreed.inside, self.depth = self, self.depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.agreed.inside = None
+
+
 class Engine:
-    """What the stages on one mesh share: the ring, the tape, and the gradients in flight."""
+    """What the stages on one mesh share that one thread runs: the ring, the tape, and the gradients in flight."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
@@ -63,9 +102,12 @@ class Engine:
         self.kept: dict[Key, Slot] = {}  # from forward to backward
         self.lasting: dict[Key, Slot] = {}  # until the step is over
         self.orders: list[Order] = []  # what `layers` were told
-        self.compared: set[Wires] = set()
+        # Of the world and not of the mesh, which may go sooner on one rank than on another.
+        self.agreed: Agreed = world_of_thread().agreed.setdefault(lane(), Agreed())
+        self.reads = self.agreed.reads
+        self.met: set[Wires] = set()
+        self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
-        self.reads: dict[Any, bool] = {}  # whether backward of such a call was seen to need the parameters
         self._links: dict[tuple[str, ...], Link | None] = {}
         self._routes: dict[tuple[Layout, bool], tuple[Layout, Links]] = {}
 
@@ -86,7 +128,7 @@ class Engine:
 
     def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs a call of a stage; its tensor outputs, without a graph."""
-        with serving(call.signature.stage, backward=False):
+        with self.alone, serving(call.signature.stage, backward=False):
             place = self._begin(call, shards)
             self._gather(place.turn)
             self._ahead(call, place)
@@ -126,7 +168,7 @@ class Engine:
         if place.tape is not None:
             place.tape.closed = True
         made, call.residuals = call.residuals, None
-        with serving(call.signature.stage, backward=True):
+        with self.alone, serving(call.signature.stage, backward=True):
             if made is None or turn.reads:
                 if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
                     self._take(None, turn, call.signature.options.prefetch + 1)
@@ -171,7 +213,7 @@ class Engine:
         for layout in signature.layouts if apart_along() else ():
             check_together(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         wires = signature.wires(shards)
-        if wires not in self.compared:
+        if wires not in self.met:
             self._meet(signature, wires)
         tape = self._tape(call, wires, shards) if any(call.needs) else None
         kept = _kept(tape, call)
@@ -445,13 +487,17 @@ class Engine:
                 if (one.size > 1 or lower) and one.here(compat.global_rank())
             ]
             self.ring.reserve(sum(-(-size // 512) * 512 for size in sizes))
+        if wires in self.agreed.compared:
+            self.met.add(wires)
+            return
         told = [
             f"{signature.name} on {wire.layout}, gathered as {wire.dtype}, layout {bytes(wire.tag[:8].tolist()).hex()}"
             for wire in wires.each
         ]
         with in_place():
             agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))
-        self.compared.add(wires)
+        self.agreed.compared.add(wires)
+        self.met.add(wires)
 
     def _callers(self, signature: Signature) -> tuple[str, ...]:
         """Along which all ranks call a stage: not where one position has its parameters, nor where ranks run apart."""
@@ -460,10 +506,12 @@ class Engine:
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:
-    """The engine of a mesh."""
-    found: Engine | None = mesh.__dict__.get("_shardfn_engine")
+    """The engine of a mesh for this thread: each has its own ring and its own tape."""
+    every: dict[tuple[int, str], Engine] = mesh.__dict__.setdefault("_shardfn_engines", {})
+    key = get_ident(), lane()
+    found = every.get(key)
     if found is None:
-        found = mesh.__dict__["_shardfn_engine"] = Engine(mesh)
+        found = every[key] = Engine(mesh)
     return found
 
 

@@ -23,7 +23,7 @@ from shardfn import compat
 from shardfn.debugging import debugging
 from shardfn.layout import ALIGNMENT, Layout
 from shardfn.ledger import here, serving
-from shardfn.link import Handle, Link, all_reduce, reduce_scatter, scatter_apart, sends_apart
+from shardfn.link import Handle, Link, all_reduce, arrived, reduce_scatter, scatter_apart, sends_apart
 
 Place = tuple[int, int]  # which of a stage's buffers, and which of the two memories for it
 Defer = Literal["nothing", "replicas", "everything"]
@@ -224,7 +224,7 @@ class Flight:
         """Until the scatter is done, whose buffers are free then, and what follows it has begun; or until that is."""
         if self.scattering is not None:
             scattering, self.scattering = self.scattering, None
-            self._wait(scattering)
+            self._wait(scattering, "reduce_scatter", self.links.shard)
             self._check()
             self._reduce()
         else:
@@ -247,9 +247,10 @@ class Flight:
             )
         end.zero_()
 
-    def _wait(self, handle: Handle) -> None:
+    def _wait(self, handle: Handle, op: str, link: Link | None) -> None:
+        assert link is not None, "something moves along it"
         try:
-            handle.wait()
+            arrived(handle, op, link.group_names[1], self.stage)
         except RuntimeError as error:
             raise RuntimeError(f"stage {self.stage!r}: summing its gradient failed on this rank: {error}") from error
 
@@ -267,7 +268,7 @@ class Flight:
     def _split(self) -> None:
         if self.splitting is not None:
             (handle, self.out), self.splitting = self.splitting, None
-            self._wait(handle)
+            self._wait(handle, "reduce_scatter", self.links.split)
             if self.links.replica is not None:
                 with serving(self.stage, backward=True):
                     self.reducing = all_reduce(self.out, self.links.replica)
@@ -278,7 +279,7 @@ class Flight:
         self._split()
         if self.reducing is not None:
             reducing, self.reducing = self.reducing, None
-            self._wait(reducing)
+            self._wait(reducing, "all_reduce", self.links.replica)
         if self.total is not None:
             self.total.add(self.out)
         return self.out
@@ -395,7 +396,7 @@ class Reductions:
     ) -> Flight:
         if links.shard is None:
             if links.replica is not None and not later and flat.dtype != out_dtype:
-                all_reduce(flat, links.replica).wait()
+                arrived(all_reduce(flat, links.replica), "all_reduce", links.replica.group_names[1], here.stage)
                 later = True
             flight = Flight(place, None, flat.to(out_dtype), links, None, total, later)
         else:

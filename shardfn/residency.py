@@ -20,7 +20,7 @@ from torch import Tensor
 from shardfn import compat
 from shardfn.debugging import debugging
 from shardfn.layout import Layout
-from shardfn.link import Handle, Link, gather_apart, gather_by_hops, sends_apart
+from shardfn.link import Handle, Link, arrived, gather_apart, gather_by_hops, sends_apart
 from shardfn.signature import Wire, Wires
 
 Key = tuple[Any, ...]
@@ -127,7 +127,7 @@ class Slot:
             if placement.hops:
                 hops = [hop for name in reversed(placement.axes) if (hop := link_of((name,), wire.layout)) is not None]
             work = gather_by_hops(part.region, axis.axis.index, hops, wire.dtype)
-        self.works.append(_Arrival(work, part, wire) if axis.checks and not last else work)
+        self.works.append(_Arrival(work, axis.group_names[0], part, wire, axis.checks and not last))
 
     def part(self, wire: Wire) -> Part:
         """The part of it that one wire fills."""
@@ -212,13 +212,15 @@ def _tag(wire: Wire, device: torch.device) -> Tensor:
 class _Arrival:
     """A gather that looks whether what came is what was meant."""
 
-    __slots__ = ("part", "wire", "work")
+    __slots__ = ("checks", "group", "part", "wire", "work")
 
-    def __init__(self, work: Any, part: Part, wire: Wire) -> None:
-        self.work, self.part, self.wire = work, part, wire
+    def __init__(self, work: Handle, group: str, part: Part, wire: Wire, checks: bool) -> None:
+        self.work, self.group, self.part, self.wire, self.checks = work, group, part, wire, checks
 
     def wait(self) -> None:
-        self.work.wait()
+        arrived(self.work, "all_gather", self.group, self.wire.layout.stage)
+        if not self.checks:
+            return
         tail, tag, layout = self.part.tail, self.part.tag, self.wire.layout
         if tail.device.type != "cpu":
             compat.assert_on_device((tail == tag).all(), "ranks run different stages")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn import compat, messages
+from shardfn import compat, messages, waiting
 from shardfn.compat import WIRE
 from shardfn.ledger import record, recording
 
@@ -36,10 +36,11 @@ def _kernel(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A complex tensor travels as its two parts; what comes out is no view, so that autograd allows writing into it."""
 
     def kernel(x: Tensor, *args: Any) -> Tensor:
-        if x.is_complex():
-            out = torch.view_as_complex(move(torch.view_as_real(x.resolve_conj()), *args))
-        else:
-            out = move(x, *args)
+        with waiting.on(move.__name__, args[-1]):  # its group
+            if x.is_complex():
+                out = torch.view_as_complex(move(torch.view_as_real(x.resolve_conj()), *args))
+            else:
+                out = move(x, *args)
         return torch.ops.aten._unsafe_view.default(out, out.shape)
 
     return kernel
@@ -119,12 +120,21 @@ def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor
     peers = _told("ppermute", x, 1, group, "exchange", scheduled=True)
     source = [(rank - 1) % size for rank in range(size)]
     if peers is not None:
-        return messages.permute(peers, x, source)
-    flat = x.contiguous().flatten()
-    receive, send = ([len(flat) * mark for mark in marks] for marks in _marks(source, index))
-    carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
-    started = WIRE.all_to_all_single(flat.view(carrier), receive, send, group)
-    return lambda: _wait(started).view(x.dtype).view(x.shape)
+        come = messages.permute(peers, x, source)
+    else:
+        flat = x.contiguous().flatten()
+        receive, send = ([len(flat) * mark for mark in marks] for marks in _marks(source, index))
+        carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
+        started = WIRE.all_to_all_single(flat.view(carrier), receive, send, group)
+
+        def come() -> Tensor:
+            return _wait(started).view(x.dtype).view(x.shape)
+
+    def arrived() -> Tensor:
+        with waiting.on("ppermute", group):
+            return come()
+
+    return arrived
 
 
 @_kernel
