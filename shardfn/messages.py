@@ -88,7 +88,7 @@ def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
     if x.numel() * x.element_size() * (p.size - 1) > SMALL:
         return _reduce_in_pieces(p, x, op, what)
     if p.size == 2:
-        return combined(gather(p, x, *what).unbind(), op)
+        return combined(gather(p, x, *what[:2]).unbind(), op)
     every = x.new_empty((p.size, *x.shape)) if p.index == 0 else x.new_empty((1, *x.shape))
     slots, own = every.unbind(), _sendable(x)
     if p.index:
