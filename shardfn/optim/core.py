@@ -32,8 +32,8 @@ class Optimizer:
     Attributes:
         init: `params -> state`.
         step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters; None, or a
-            frozen parameter's, is left out. Raises ValueError or TypeError, before anything has changed, where the three
-            do not belong together.
+            frozen parameter's, is left out. Where the three do not belong together it raises ValueError or TypeError,
+            before anything has changed.
     """
 
     init: Callable[[Any], Any]
