@@ -7,10 +7,10 @@ contiguous pieces. So gathering the pieces gives the parameters themselves: each
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -274,6 +274,21 @@ class Layout:
         )
 
 
+def _meant(flat: FlatShard) -> str:
+    stage = f"stage {flat.layout.stage!r}" if flat.layout.stage else "the parameters"
+    return (
+        f"it is this rank's piece of {stage}. A function that shardfn.stage wraps gets the whole parameters, "
+        f"shardfn.unshard(params) gives them, and shardfn.local_parameters(flat) what this rank holds of each"
+    )
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    def refuse(self: FlatShard, *_: Any) -> Any:
+        raise TypeError(f"a FlatShard {what}: {_meant(self)}")
+
+    return refuse
+
+
 class FlatShard:
     """This rank's piece of a stage's parameters: a pytree node with one tensor leaf.
 
@@ -299,7 +314,32 @@ class FlatShard:
         if not isinstance(self.values, Tensor):
             return f"FlatShard({self.values!r}, {self.layout})"
         lines = [f"  {entry.path or '(itself)'} {list(entry.shape)}" for entry in self.layout.entries]
-        return "\n".join([f"FlatShard({self.layout},", *lines, ")"])
+        cast = self.values.dtype != self.layout.dtype
+        here = f"now {str(self.values.dtype).removeprefix('torch.')}, {_bytes(self.values.nbytes)}; " if cast else ""
+        return "\n".join([f"FlatShard({here}{self.layout},", *lines, ")"])
+
+    __getitem__: Any = _refused("cannot be indexed")
+    __len__: Any = _refused("has no length")
+    __add__: Any = _refused("has no arithmetic, but any tree_map goes into it")
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __add__
+
+    def __bool__(self) -> bool:
+        return True
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or name in FlatShard.__slots__:  # which copying and pickling ask for
+                raise AttributeError(name)
+            raise AttributeError(f"a FlatShard has no .{name}: {_meant(self)}")
+
+    @classmethod
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises TypeError: no function of torch takes a flat shard."""
+        found = next((x for x in optree.tree_leaves((args, kwargs), is_leaf=is_flat) if is_flat(x)), None)
+        name = getattr(f, "__name__", str(f))
+        raise TypeError(f"torch's {name} takes no FlatShard: {_meant(found) if found else 'see shardfn.stage'}")
 
 
 def local_parameters(flat: FlatShard) -> dict[str, Tensor]:

@@ -186,6 +186,9 @@ def shard_named(
                 raise ValueError(f"{name!r} is no parameter: the tree has {_some(rules.places)}")
             if name not in waiting:
                 raise ValueError(f"{name!r} came twice")
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name!r} is of type {type(tensor).__name__}, not a tensor")
+            _refuse_sparse(name, tensor)
             flat, number, shape = waiting.pop(name)
             if tensor.shape != shape or tensor.dtype != flat.layout.dtype:
                 raise ValueError(
@@ -347,6 +350,7 @@ class _Rules:
                 f"{name or 'the tree'} is {what}; parameters are plain tensors (what configures a model belongs in its "
                 f"functions, by functools.partial say)"
             )
+        _refuse_sparse(name, leaf)
         if leaf.is_meta or leaf.numel() == 0:
             same: Any = id(leaf)
         else:
@@ -472,6 +476,7 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     for accessor, leaf in zip(accessors, leaves, strict=True):
         name = ".".join(word for word in (path, dotted(accessor)) if word)
         if isinstance(leaf, Tensor):
+            _refuse_sparse(name, leaf)
             made.append(_drawn(functools.partial(fill, name, leaf), name, seed) if fill and leaf.is_meta else leaf)
         elif callable(leaf):
             made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
@@ -481,6 +486,11 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
                 f"that returns tensors, or a tensor"
             )
     return optree.tree_unflatten(tree, made)
+
+
+def _refuse_sparse(name: str, leaf: Tensor) -> None:
+    if leaf.layout != torch.strided:
+        raise TypeError(f"{name or 'the tree'} is {leaf.layout}; parameters are dense tensors: pass its to_dense()")
 
 
 def _drawn(make: Make, path: str, seed: int) -> Any:

@@ -145,7 +145,7 @@ def _kind(leaf: Any) -> Any:
         return leaf.layout, leaf.values is None or leaf.values.shape
     if type(leaf) is Piece:
         return leaf.layout, leaf.entries, leaf.start, leaf.stop, leaf.values is None or leaf.values.shape
-    return leaf.shape if isinstance(leaf, Tensor) else None
+    return (leaf.shape, leaf.layout) if isinstance(leaf, Tensor) else None
 
 
 def _hollow(leaf: Any) -> Any:
@@ -197,6 +197,8 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
     held = p.stop - p.start if type(p) is Piece else p.layout.held(compat.global_rank())
     if tuple(p.values.shape) != (held,):
         return f"{name}: the parameters are {_told(p.values)}, but the layout {p.layout} says ({held},)"
+    if isinstance(g.values, Tensor) and (wrong := _place_differs(name, p.values, g.values)):
+        return wrong
     if not isinstance(g.values, Tensor) or (g.layout == p.layout and g.values.shape != p.values.shape):
         return f"{name}: the gradient is {_told(g.values)}, the parameter {_told(p.values)}"
     return ""
@@ -222,11 +224,22 @@ def _finer(layout: Layout, than: Layout) -> bool:
 
 
 def _plain_differs(name: str, p: Tensor, g: Any) -> str:
-    if g is None or (isinstance(g, Tensor) and (g.shape == p.shape or not _moves(p))):
+    if g is None or (isinstance(g, Tensor) and not _moves(p)):
         return ""
     if isinstance(g, Tensor):
+        if g.shape == p.shape:
+            return _place_differs(name, p, g)
         return f"{name}: the gradient has shape {tuple(g.shape)}, the parameter {tuple(p.shape)}"
     return _whole_or_cut(name, p, g)
+
+
+def _place_differs(name: str, p: Tensor, g: Tensor) -> str:
+    for what, x in (("parameter", p), ("gradient", g)):
+        if x.layout is not torch.strided:
+            return f"{name}: the {what} is {x.layout}; optimizers take dense tensors: pass its to_dense()"
+    if g.device != p.device:
+        return f"{name}: the gradient is on {g.device}, the parameter on {p.device}"
+    return ""
 
 
 def _whole_or_cut(name: str, p: Any, g: Any) -> str:

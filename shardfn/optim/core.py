@@ -23,7 +23,8 @@ Rule = Callable[[str, tuple[int, ...]], Any]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Two functions; neither has a memory of its own.
+    """Two functions. Neither has a memory of its own, but for a weak reference by which it notices gradients in the
+    place of parameters.
 
     Where a strategy cuts optimizer state further than parameters, they meet this rank's part only, and new parameters
     are gathered.
@@ -31,7 +32,8 @@ class Optimizer:
     Attributes:
         init: `params -> state`.
         step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters; None, or a
-            frozen parameter's, is left out.
+            frozen parameter's, is left out. Where the three do not belong together it raises ValueError or TypeError,
+            before anything has changed.
     """
 
     init: Callable[[Any], Any]

@@ -169,6 +169,8 @@ def _unit(path: str, leaf: Any) -> Unit:
         return Unit(leaf.values, *_of_layout(leaf.layout, compat.global_rank()))
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{path or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
+    if leaf.layout is not torch.strided:
+        raise TypeError(f"{path or 'the tree'} is {leaf.layout}; an optimizer takes dense tensors: pass its to_dense()")
     shape = tuple(leaf.shape)
     whole = Segment(path, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
     return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex())
