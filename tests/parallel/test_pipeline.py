@@ -576,7 +576,9 @@ def habits() -> dict[Any, str]:
 def test_a_tensor_that_is_on_its_way_must_not_change(world: World) -> None:
     for found in world.within(30).run(habits):
         assert len(found) == 6
-        assert not {cell: told for cell, told in found.items() if "changed in place" not in told}
+        # A buffer that is kept also becomes a result of what a micro-batch before was given.
+        kept = ("changed in place", "not among its arguments")
+        assert not {cell: told for cell, told in found.items() if not any(words in told for words in kept)}
 
 
 def closures() -> dict[str, str]:
