@@ -212,7 +212,7 @@ def _by_autograd(
                 variable.requires_grad_()
         with Step(variables) as step:
             value, aux = loss(*variables)
-            others = (outside or step.engines) and _reaches_others((value, aux), variables)
+            others = bool(outside or step.engines) and _reaches_others((value, aux), variables)
             keep = outside and (any(leaf.requires_grad for leaf in leaves) or others)
             by_autograd: list[Tensor | None] = [None] * len(variables)
             with step.differentiating():

@@ -246,7 +246,7 @@ def saved_tensors_hooks_allowed() -> bool:
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The hooks, `(pack, unpack)`, that saved tensors go through here, if any."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 
 

@@ -401,7 +401,7 @@ class Engine:
             raise RuntimeError(writes(signature))
         storages = refuse_returned(signature, made.outputs, own)
         refuse_opaque(signature, call.static)
-        if not again and (records or any([y.requires_grad for y in made.outputs])):
+        if not again and (records or any(y.requires_grad for y in made.outputs)):
             refuse_closure(signature, made)
         if lent is not None:
             self._saw(turn, lent.kept())

@@ -29,9 +29,7 @@ class Loan:
 
     __slots__ = ("_base", "_before", "_edges", "_lent", "parameters", "storage")
 
-    def __init__(
-        self, base: Tensor, slot: Slot, wires: Wires, shards: Sequence[Tensor], needs: Sequence[bool]
-    ) -> None:
+    def __init__(self, base: Tensor, slot: Slot, wires: Wires, shards: Sequence[Tensor], needs: Sequence[bool]) -> None:
         self._base, self.storage = base, compat.storage_of(base)
         pairs = zip(wires.each, shards, needs, strict=False)
         self.parameters = [_parameters(base, slot, wire, values, need) for wire, values, need in pairs]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn import compat
+from shardfn import compat, waiting
 from shardfn.link import _launch
 
 SMALL = 2**18  # bytes that one rank may get from all others to sum them; more are summed in pieces, by all ranks
@@ -162,7 +162,7 @@ def ragged(p: Peers, x: Tensor, send: Sequence[int], receive: Sequence[int], *wh
 
     works = _launch(launch)
     into[p.index].copy_(out[p.index])
-    _arrive(works, kind)
+    _arrive(works, kind, group)
     return came
 
 
@@ -179,24 +179,30 @@ def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message])
         return works + [group.send([x], i, tag) for i, x in out]
 
     works = _launch(launch)
-    return lambda: _arrive(works, what)
+    return lambda: _arrive(works, what, group)
 
 
-def _arrive(works: Future[list[Any]], what: What) -> None:
+def _arrive(works: Future[list[Any]], what: What, group: Any) -> None:
+    told = _told(what)
     try:
-        for work in works.result():
-            work.wait()
+        with waiting.on(str(what[0]), group.group_name, _told(what[1:])):
+            for work in works.result():
+                work.wait()
     except RuntimeError as error:
-        told = ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in what)
         raise RuntimeError(
-            f"this rank is in {told}, and not every other rank along the axis has come to the same: {error}. "
-            f"SHARDFN_DEBUG=collectives says who does what"
+            f"this rank waited in vain for {told}, and not every other rank along the axis has come to the same: "
+            f"{error}. SHARDFN_DEBUG=collectives says who does what"
         ) from error
 
 
 def _tag(what: What, number: int) -> int:
     """31 bits; the first is for none of the small numbers that other messages have."""
     return 0x40000000 | ((_digest(what) + number * 0x1E3779B1) & 0x3FFFFFFF)
+
+
+@functools.lru_cache(maxsize=4096)
+def _told(what: What) -> str:
+    return ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in what)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -160,7 +160,9 @@ class Slot:
             for reader in self.readers:
                 reader.copy = copy
             self.readers.clear()
-        if debugging.memory and not compat.inside_transform():  # where one runs, a call can only be collected as garbage
+        if (
+            debugging.memory and not compat.inside_transform()
+        ):  # where one runs, a call can only be collected as garbage
             with lasting():
                 self.write.fill_(255)
 
@@ -266,8 +268,8 @@ def owner(x: Tensor) -> str | None:
 def escaped(stage: str) -> RuntimeError:
     """What is wrong with a loss that reaches into a stage."""
     return RuntimeError(
-        f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a hook, "
-        f"an attribute or a list kept it. Its gradient would be lost. Return it from the stage, or detach it"
+        f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
+        f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, or detach it"
     )
 
 

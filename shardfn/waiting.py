@@ -53,7 +53,7 @@ class on:
         sided: whether only some ranks wait for this, as for a message: it is logged, and never given up.
     """
 
-    __slots__ = ("__weakref__", "_before", "count", "group", "of", "ranks", "sided", "verdict", "what")
+    __slots__ = ("__weakref__", "_before", "_outer", "count", "group", "of", "ranks", "sided", "verdict", "what")
 
     def __init__(
         self, what: str, group: str, of: Any = "", ranks: Sequence[int] | None = None, sided: bool = False
@@ -63,8 +63,10 @@ class on:
     def __enter__(self) -> on:
         me = get_ident()
         before = self._before = _waits.get(me)
-        if before is not None and before.group == self.group:
+        if before is not None and before.group == self.group and (before.of != "" or self.of == ""):
+            self._outer = True
             return self  # the outer one says more, and is what other ranks are compared by
+        self._outer = False
         counts = _counts.get((me, self.group))
         if counts is None or len(counts) > MOST_KINDS:
             counts = _counts[(me, self.group)] = {}
@@ -75,11 +77,11 @@ class on:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if self._outer:
+            return
         before = self._before
         if before is None:
             _waits.pop(get_ident(), None)
-        elif before.group == self.group:
-            return
         else:
             _waits[get_ident()] = before
         if isinstance(error, RuntimeError) and (told := _failed(self, error)) is not error:
@@ -305,7 +307,7 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     """What to raise when a wait failed by itself: because a rank has gone, or broke the group."""
     if wait.verdict:
         return RuntimeError(wait.verdict)
-    if _watcher is None or not _BROKEN.search(str(error)):
+    if _watcher is None or " in vain for " in str(error) or not _BROKEN.search(str(error)):
         return error
     states: dict[int, State] = {}
     with contextlib.suppress(Exception):  # the store may have gone with a rank

@@ -309,9 +309,9 @@ class TestWire:
     def calls(f: Any) -> tuple[dict[str, int], int]:
         sent: list[int] = []
 
-        def arrive(works: Any, what: Any) -> None:
+        def arrive(works: Any, what: Any, group: Any) -> None:
             sent.append(len(works.result()))
-            kept(works, what)
+            kept(works, what, group)
 
         kept, messages._arrive = messages._arrive, arrive
         try:
@@ -527,24 +527,26 @@ def test_ranks_that_do_different_things_wait_and_get_no_wrong_values() -> None:
 
     def body() -> dict[str, str]:
         rank, patience = dist.get_rank(), timedelta(seconds=2)
-        meshes = {}
+        meshes, groups = {}, {}
         for name in DIFFERING:
             group = dist.new_group([0, 1], timeout=patience)
             meshes[name] = DeviceMesh.from_group(group, "cpu", torch.arange(2), mesh_dim_names=("a",))
-            known_axes(meshes[name]).used["a"] = Axis(2, rank, group.group_name)  # not the group of all meshes
+            groups[name] = Axis(2, rank, group.group_name)
+            known_axes(meshes[name]).used["a"] = groups[name]  # not the group of all meshes
         for mesh in meshes.values():  # connected, and counting alike
             with scope(mesh):
                 assert sf.psum(1, "a") == 2
         found: dict[str, str] = {}
 
         def attempt(name: str) -> None:
+            known_axes(meshes[name]).used["a"] = groups[name]  # nor one of this thread's
             try:
                 with scope(meshes[name]):
                     found[name] = f"returned {DIFFERING[name][rank]()}"
             except RuntimeError as error:
                 found[name] = str(error)
 
-        threads = [threading.Thread(target=attempt, args=(name,)) for name in DIFFERING]
+        threads = [threading.Thread(target=attempt, args=(name,), name=name) for name in DIFFERING]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -53,7 +53,9 @@ def everyone(layer: Layer, n: int, frozen: bool) -> Any:
 
 
 def distance(got: Any, want: Any) -> float:
-    return worst([0.0, *((a - b).abs().max().item() for a, b in zip(*map(optree.tree_leaves, (got, want)), strict=True))])
+    return worst(
+        [0.0, *((a - b).abs().max().item() for a, b in zip(*map(optree.tree_leaves, (got, want)), strict=True))]
+    )
 
 
 # --- backward reads parameters that nobody saw saved ---
@@ -160,7 +162,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 def read(strategy: str, options: dict[str, Any]) -> dict[str, float]:
     rank, n = dist.get_rank(), dist.get_world_size()
     mesh = sf.make_mesh(replica=2 if n == 4 else 1, shard=2, device="cpu")
-    found = {}
+    found: dict[str, float] = {}
     for name, function in READING.items():
         for frozen in (False, True):
             if frozen and name == "checkpointed_anew":
@@ -187,7 +189,12 @@ def read(strategy: str, options: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"prefetch": 0}], ids=str)
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [((2, "processes"), "full_shard"), ((2, "processes"), "zero2"), ((4, "threads"), "hybrid_shard"), ((4, "threads"), "hpz")],
+    [
+        ((2, "processes"), "full_shard"),
+        ((2, "processes"), "zero2"),
+        ((4, "threads"), "hybrid_shard"),
+        ((4, "threads"), "hpz"),
+    ],
     indirect=["world"],
     ids=["full_shard", "zero2", "hybrid_shard", "hpz"],
 )
