@@ -56,13 +56,11 @@ class Agreed:
 
     Attributes:
         compared: stages that run on all of them.
-        reads: whether backward of such a call was seen to need the parameters.
         inside: who runs a stage.
     """
 
     def __init__(self) -> None:
         self.compared: set[Wires] = set()
-        self.reads: dict[tuple[Signature, Wires], bool] = {}
         self.inside: _Alone | None = None
 
 
@@ -104,7 +102,8 @@ class Engine:
         self.orders: list[Order] = []  # what `layers` were told
         # Of the world and not of the mesh, which may go sooner on one rank than on another.
         self.agreed: Agreed = world_of_thread().agreed.setdefault(lane(), Agreed())
-        self.reads = self.agreed.reads
+        by_lane: dict[str, dict[Any, bool]] = mesh.__dict__.setdefault("_shardfn_reads", {})
+        self.reads = by_lane.setdefault(lane(), {})  # whether backward of such a call was seen to need the parameters
         self.met: set[Wires] = set()
         self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
@@ -425,6 +424,8 @@ class Engine:
         """
         known = self.reads.get(turn.kind)
         if turn.slot is None or turn.kept or known or (known is None and call.transformed):
+            return None
+        if not any(call.needs[: len(turn.shards)]):  # of a frozen stage, ranks differ in whether there is a backward
             return None
         lent = loan(turn.slot, turn.wires, turn.shards, call.needs)
         if lent is None:

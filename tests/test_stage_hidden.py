@@ -461,5 +461,4 @@ def test_outputs_that_share_memory_are_right_or_refuse_to_be_written(world: Worl
             else:
                 assert off < 1e-12, (name, off)
         refused = [name for name, off in found.items() if isinstance(off, str)]
-        assert not any("without_gradients" in name or "by_func" in name for name in refused), refused
-        assert not any(name.startswith(("same_twice", "with_input", "input_alone")) for name in refused), refused
+        assert not any("without_gradients" in name or name.startswith("same_twice") for name in refused), refused
