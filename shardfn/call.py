@@ -315,7 +315,7 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not compat.inside_transform():
             for x in optree.tree_leaves((args, kwargs)):
-                if compat.wrapped(x):
+                if compat.wrapped(x) and compat.wrapped(compat.alive(x)):  # one that has ended inside is no harm
                     raise RuntimeError(_closes_over(self.signature, x))
         return func(*args, **(kwargs or {}))
 
