@@ -86,9 +86,10 @@ class _Gone(RuntimeError):
     """Another rank does not answer."""
 
 
-def _wait(work: Any) -> None:
+def _tried(do: Callable[..., Any], *args: Any) -> Any:
+    """Something that only fails if the rank at the other end is gone."""
     try:
-        work.wait()
+        return do(*args)
     except RuntimeError as error:
         raise _Gone(str(error)) from error
 
@@ -124,24 +125,24 @@ class _Line:
         self.expect()
         assert self.coming is not None
         data, work = self.coming
-        _wait(work)
+        _tried(work.wait)
         self.coming = None
         (length,) = _LENGTH.unpack_from(data)
         body = data[_LENGTH.size : _LENGTH.size + length]
         if length > len(body):
             more = bytearray(length - len(body))
             with compat.outside_transforms():
-                _wait(self._coming(more, _MORE))
+                _tried(self._coming(more, _MORE).wait)
             body += more
         return pickle.loads(body)
 
     def _coming(self, data: bytearray, tag: int) -> Any:
-        return self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
+        return _tried(self.group.recv, [torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
 
     def arrived(self) -> None:
         """Until the other rank has all that was sent."""
         while self.going:
-            _wait(self.going[0])
+            _tried(self.going[0].wait)
             self.going.popleft()
 
 
@@ -229,10 +230,10 @@ class Team:
             try:
                 self._next(source)
             except _Gone:
-                self.ends[source], left = _GONE, f"when rank {source} did not answer"
+                self.ends[source] = _GONE
             except RuntimeError:  # no memory for it, which may be what went wrong at first
                 left = f"when it could not take what rank {source} had sent"
-        return left
+        return f"when rank {source} did not answer" if self.ends[source] is _GONE else left
 
     def _raise_of(self, ends: list[End]) -> None:
         for i, end in enumerate(ends):
@@ -316,8 +317,8 @@ class Team:
         group, kinds = getattr(self.link, way), unpacked(packed)
         found = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in found if x.nbytes]
-        for work in [group.recv([row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
-            _wait(work)
+        for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
+            _tried(work.wait)
         return Message(said, tree, kinds, found)
 
     def _row(self, x: Any) -> Tensor:
