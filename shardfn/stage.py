@@ -22,6 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from shardfn import collectives, compat
 from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, running
 from shardfn.engine import engine_of
+from shardfn.firstorder import own
 from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.ledger import here
 from shardfn.mesh import current_mesh, known_axes, mesh_of, scope
@@ -276,8 +277,9 @@ class _Backward(Function):
         cotangents, primals = _apart(given, tensors)
         n = len(call.signature.shards)
         found = call.engine.backward(call, needs, cotangents, primals[n:], collect=False)
-        return tuple(
-            torch.zeros_like(x) if g is None else g for g, x, need in zip(found, primals, needs, strict=True) if need
+        return own(
+            [torch.zeros_like(x) if g is None else g for g, x, need in zip(found, primals, needs, strict=True) if need],
+            tensors,
         )
 
     @staticmethod
