@@ -325,7 +325,14 @@ def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[in
 
     Raises:
         RuntimeError: an output has the memory of parameters.
+        TypeError: one is sparse.
     """
+    for i, y in enumerate(outputs):
+        if y.layout is not torch.strided:
+            raise TypeError(
+                f"stage {signature.name} ({signature.stage!r}) returns a sparse tensor ({y.layout}) as output {i}: "
+                f"return y.to_dense(), or its indices and values"
+            )
     storages = [compat.storage_of(y) for y in outputs]
     if not own.isdisjoint(storages):
         i = next(i for i, storage in enumerate(storages) if storage in own)

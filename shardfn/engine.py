@@ -8,6 +8,8 @@ follows in reverse to gather ahead; nothing outlives the step, so another order 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from threading import current_thread, get_ident
@@ -45,6 +47,7 @@ from shardfn.tape import LONGEST, Copies, Group, Habit, Order, Place, Tape, Turn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_log = logging.getLogger("shardfn")
 _STAGES = (
     "the stages",
     "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank",
@@ -439,6 +442,8 @@ class Engine:
         around, remat = compat.saved_tensors_hooks(), signature.options.remat
         if remat not in (False, "offload"):
             return None if around is None else discarding(signature.stage)
+        if remat == "offload" and self.device.type == "cpu":
+            _offloads_nothing(signature.name)
         away = self.device if remat == "offload" and self.device.type != "cpu" else None
         return None if away is None and around is None else Saving(signature.name, own, away, around).context()
 
@@ -532,6 +537,16 @@ def _in_use(turn: Turn) -> Iterator[None]:
                 yield
     finally:
         slot.busy = before
+
+
+@functools.cache
+def _offloads_nothing(name: str) -> None:
+    """Says so once for each stage."""
+    _log.warning(
+        'stage %s: remat="offload" keeps activations in the memory of the host, where they are anyway on a mesh of '
+        "CPUs: it changes nothing here. remat=True saves memory everywhere",
+        name,
+    )
 
 
 def _kept(tape: Tape | None, call: Call) -> Keep:
