@@ -262,6 +262,18 @@ def current_mesh() -> DeviceMesh | None:
     return _scope.mesh
 
 
+def current_axes() -> Axes | None:
+    """The axes of the mesh in scope, or None."""
+    return _scope.axes
+
+
+def mesh_numbered(number: int) -> DeviceMesh:
+    """The mesh in scope whose axes have this number."""
+    mesh = _meshes[number]()
+    assert mesh is not None, "a mesh in scope is alive"
+    return mesh
+
+
 def grid_of(mesh: DeviceMesh) -> Grid:
     """The mesh's names, sizes and ranks; `mesh_of` finds the mesh again by them."""
     grid: Grid | None = mesh.__dict__.get("_shardfn_grid")
@@ -438,9 +450,7 @@ def _elsewhere() -> Axes | None:
 
 @compat.constant_when_traced
 def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
-    mesh = _meshes[number]()
-    assert mesh is not None, "a mesh in scope is alive"
-    return axis_of(mesh, axis, where)
+    return axis_of(mesh_numbered(number), axis, where)
 
 
 def known_axes(mesh: DeviceMesh) -> Axes:
