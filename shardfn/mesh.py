@@ -95,9 +95,10 @@ class Grid:
 class _Scope(threading.local):
     """The mesh in scope on this thread."""
 
-    mesh: DeviceMesh | None = None
-    axes: Axes | None = None
-    apart: tuple[str, ...] = ()
+    def __init__(self) -> None:  # each thread's own from the start: a graph is for what it found there
+        self.mesh: DeviceMesh | None = None
+        self.axes: Axes | None = None
+        self.apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

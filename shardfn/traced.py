@@ -23,8 +23,8 @@ from shardfn.signature import Options, signature_of
 
 def called(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Any:
     """The function on whole parameters in place of the shards among its arguments."""
-    given = (args, kwargs) if kwargs else (args,)  # an empty dict is more than dynamo's optree can take apart
-    nodes, tree = optree.tree_flatten(given, is_leaf=_is_stage)
+    compat.trace_dicts()
+    nodes, tree = optree.tree_flatten((args, kwargs), is_leaf=_is_stage)
     layouts = [flat.layout for node in nodes if _is_stage(node) for flat in _flats(node)]
     if not layouts:
         return function(*args, **kwargs)
@@ -34,8 +34,8 @@ def called(name: str, function: Callable[..., Any], options: Options, args: Any,
         raise ValueError(wrong)
     with scope(*_home(layouts[0])) if axes is None else contextlib.nullcontext():
         whole = [_whole(name, node, options) if _is_stage(node) else _cast(node, options.input_dtype) for node in nodes]
-        mine = optree.tree_unflatten(tree, whole)
-        result = function(*mine[0], **(mine[1] if kwargs else {}))
+        args, kwargs = optree.tree_unflatten(tree, whole)
+        result = function(*args, **kwargs)
     return optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
 
 
