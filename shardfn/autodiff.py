@@ -51,6 +51,8 @@ def value_and_grad(
 
     @functools.wraps(f)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if torch.compiler.is_compiling():
+            compat.trace_dicts()
         for number in numbers:
             if not -len(args) <= number < len(args):
                 raise TypeError(
@@ -74,7 +76,7 @@ def value_and_grad(
                 new[i] = value
             return _scalar(f(*new, **kwargs), has_aux, _name(f))
 
-        engine = _by_torch_func if compat.inside_transform() else _by_autograd
+        engine = _by_torch_func if torch.compiler.is_compiling() or compat.inside_transform() else _by_autograd
         value, aux, found = engine(loss, [leaves[i] for i in moving], [layouts[i] for i in moving])
         gradients: list[Tensor | None] = [None] * len(leaves)
         for i, gradient in zip(moving, found, strict=True):
@@ -197,9 +199,11 @@ def _by_torch_func(
     if not leaves:
         return (*loss(), ())
     found, (value, aux) = torch.func.grad_and_value(loss, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
-    # What a stage computed has a graph outside of all transforms.
-    _reaches_others([compat.unwrapped(x) for x in optree.tree_leaves((value, aux)) if isinstance(x, Tensor)], [])
-    return value, aux, [_divided(g, layout) for g, layout in zip(found, layouts, strict=True)]
+    if not torch.compiler.is_compiling():
+        # What a stage computed has a graph outside of all transforms.
+        _reaches_others([compat.unwrapped(x) for x in optree.tree_leaves((value, aux)) if isinstance(x, Tensor)], [])
+    every = [_divided(g, layout) for g, layout in zip(found, layouts, strict=True)]
+    return value, aux, _apart(every) if torch.compiler.is_compiling() else every
 
 
 def _by_autograd(
@@ -305,8 +309,8 @@ def _reaches_others(results: Any, variables: list[Tensor]) -> bool:
 
 def _apart(found: Sequence[Tensor]) -> Sequence[Tensor]:
     """Each gradient in memory of its own: autograd may return one for two, or one number for all elements."""
-    if torch.compiler.is_compiling():
-        return found
+    if torch.compiler.is_compiling():  # memory is not known yet; where a copy is not needed, a compiler leaves it out
+        return [gradient.clone(memory_format=torch.contiguous_format) for gradient in found]
     taken: set[int] = set()
     apart = []
     for gradient in found:

@@ -375,6 +375,21 @@ def constant_when_traced(f: Function) -> Function:
     return f
 
 
+@constant_when_traced
+def trace_dicts() -> None:
+    """From here on torch.compile traces how optree takes dicts of plain numbers apart, as it does for other dicts.
+
+    It would call optree for them, whose result it cannot hold, and mix up with its own.
+    """
+    try:
+        from torch._dynamo.polyfills import pytree
+    except ImportError:  # without it optree is no part of any graph
+        return
+    for name in ("dict_flatten", "dict_unflatten"):
+        if hasattr(pytree, name):
+            getattr(pytree, name).__torch_dynamo_can_constant_fold_through__ = False
+
+
 def default_store() -> Any:
     """The store by which the processes of the default group met."""
     return dist.distributed_c10d._get_default_store()

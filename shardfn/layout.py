@@ -221,7 +221,13 @@ class Layout:
         return self.total * self.dtype.itemsize >= COARSE * len(self.entries)
 
     @cached_property
-    def _splits(self) -> tuple[list[int], list[int]]:
+    def skeleton(self) -> Any:
+        """The stage's parameters with their numbers, as strings, in place of them: a tree that is plain Python."""
+        return optree.tree_unflatten(self.tree, map(str, range(self.tree.num_leaves)))
+
+    @cached_property
+    def splits(self) -> tuple[list[int], list[int]]:
+        """The lengths into which the whole buffer is cut, and which of the parts are the entries."""
         lengths, chosen, at = [], [], 0
         for entry in self.entries:
             if entry.offset > at:
@@ -233,7 +239,7 @@ class Layout:
 
     def views(self, whole: Tensor) -> list[Tensor]:
         """Each parameter as a view of the whole buffer `[padded]`, in the order of the entries."""
-        lengths, chosen = self._splits
+        lengths, chosen = self.splits
         parts = whole.split(lengths)
         return [parts[i].view(entry.shape) for i, entry in zip(chosen, self.entries, strict=True)]
 

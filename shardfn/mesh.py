@@ -95,9 +95,10 @@ class Grid:
 class _Scope(threading.local):
     """The mesh in scope on this thread."""
 
-    mesh: DeviceMesh | None = None
-    axes: Axes | None = None
-    apart: tuple[str, ...] = ()
+    def __init__(self) -> None:  # each thread's own from the start: a graph is for what it found there
+        self.mesh: DeviceMesh | None = None
+        self.axes: Axes | None = None
+        self.apart: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,18 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
 def current_mesh() -> DeviceMesh | None:
     """The mesh in scope, or None."""
     return _scope.mesh
+
+
+def current_axes() -> Axes | None:
+    """The axes of the mesh in scope, or None."""
+    return _scope.axes
+
+
+def mesh_numbered(number: int) -> DeviceMesh:
+    """The mesh in scope whose axes have this number."""
+    mesh = _meshes[number]()
+    assert mesh is not None, "a mesh in scope is alive"
+    return mesh
 
 
 def grid_of(mesh: DeviceMesh) -> Grid:
@@ -438,9 +451,7 @@ def _elsewhere() -> Axes | None:
 
 @compat.constant_when_traced
 def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
-    mesh = _meshes[number]()
-    assert mesh is not None, "a mesh in scope is alive"
-    return axis_of(mesh, axis, where)
+    return axis_of(mesh_numbered(number), axis, where)
 
 
 def known_axes(mesh: DeviceMesh) -> Axes:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import ops, transport
 from shardfn.agree import agree
-from shardfn.compat import inside_transform, plain
+from shardfn.compat import inside_transform, plain, trace_dicts
 from shardfn.mesh import axis_of, current_mesh, known_axes, scope, sizes
 from shardfn.replicated import checksum
 from shardfn.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
@@ -105,6 +105,7 @@ def shard_map(
         where = mesh if mesh is not None else _mesh_in_scope()
         with scope(where, axes):
             if torch.compiler.is_compiling() and inputs == "local":
+                trace_dicts()
                 return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
             followed = inputs == "global" and _differentiated((args, kwargs))
             args, kwargs = _enter(function, args, kwargs, in_specs, where, inputs, seen)

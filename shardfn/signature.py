@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn import compat
 from shardfn.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
 from shardfn.mesh import Grid
 from shardfn.strategy import Keep
@@ -131,6 +132,16 @@ class Signature:
     def grid(self) -> Grid:
         """The mesh of the shards."""
         return self.layouts[0].grid
+
+    def refuse_away(self) -> None:
+        """Raises ValueError on a rank that holds nothing of the parameters, which live elsewhere."""
+        for layout in self.layouts:
+            if not layout.here(compat.global_rank()):
+                home = ", ".join(f"{axis}={position}" for axis, position in layout.placement.home)
+                raise ValueError(
+                    f"stage {self.name}: {layout.stage!r} lives at {home}, and this rank is elsewhere and holds "
+                    f"nothing of it: call a stage where its parameters are, as in `if axis_index(...) == ...`"
+                )
 
     def wires(self, shards: Sequence[Tensor]) -> Wires:
         """How these shards travel."""

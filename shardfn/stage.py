@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from shardfn import collectives, compat
+from shardfn import collectives, compat, traced
 from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, running
 from shardfn.engine import engine_of
 from shardfn.firstorder import own
@@ -120,6 +120,8 @@ def stage(
 
     @functools.wraps(function)
     def staged(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced.called(name, function, options, args, kwargs)
         leaves, tree = optree.tree_flatten((args, kwargs))
         # The layouts are in the tree too, but optree leaves them out of its hash.
         key = (tree, *[arg.layout for arg in args if type(arg) is FlatShard])
@@ -184,8 +186,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     """A call with shards among its arguments."""
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
     if signature.away:
-        _refuse_away(signature)
-    if torch.compiler.is_compiling() or compat.inside_batching_or_forward():
+        signature.refuse_away()
+    if compat.inside_batching_or_forward():
         return _composed(signature, leaves, mesh)
     if signature.shares_memory and compat.inside_transform():
         return _composed(signature, leaves, mesh)
@@ -411,17 +413,6 @@ def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
             )
         shards.append(values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values)
     return tuple(shards)
-
-
-def _refuse_away(signature: Signature) -> None:
-    """Raises ValueError on a rank that holds nothing of the parameters, which live elsewhere."""
-    for layout in signature.layouts:
-        if not layout.here(compat.global_rank()):
-            home = ", ".join(f"{axis}={position}" for axis, position in layout.placement.home)
-            raise ValueError(
-                f"stage {signature.name}: {layout.stage!r} lives at {home}, and this rank is elsewhere and holds "
-                f"nothing of it: call a stage where its parameters are, as in `if axis_index(...) == ...`"
-            )
 
 
 def _policy(remat: Remat) -> Any:

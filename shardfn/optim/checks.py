@@ -38,12 +38,17 @@ class Guard:
 
     def keep(self, params: Any) -> None:
         """Remembers what the parameters are."""
+        if torch.compiler.is_compiling():
+            return
         first: Any = next(optree.tree_iter(params, is_leaf=is_unit), None)
         values = first.values if is_unit(first) else first
         self._known = weakref.ref(values) if isinstance(values, Tensor) else _nothing
 
     def compare(self, params: Any, grads: Any, state: Any) -> None:
         """Raises ValueError or TypeError unless the three belong together."""
+        if torch.compiler.is_compiling():
+            compat.trace_dicts()
+            return  # a graph has no memory
         leaves, spec = optree.tree_flatten((params, grads, state), is_leaf=is_unit)
         kinds = [_kind(leaf) for leaf in leaves]
         passed = self._passed

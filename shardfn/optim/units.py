@@ -121,8 +121,8 @@ class Unit(NamedTuple):
         """A node of the same kind as the leaf was."""
         if self.layout is None:
             return values
-        held = self.layout.held(compat.global_rank())
-        if (self.start, self.stop, len(self.entries)) == (0, held, len(self.layout.entries)):
+        held, n, _ = _constants(self.layout)
+        if (self.start, self.stop, len(self.entries)) == (0, held, n):
             return FlatShard(values, self.layout)
         return Piece(values, self.layout, self.entries, self.start, self.stop)
 
@@ -163,9 +163,11 @@ def units(tree: Any) -> Units:
 
 def _unit(path: str, leaf: Any) -> Unit:
     if type(leaf) is Piece:
-        segments = _segments(leaf.layout, leaf.entries, leaf.start, leaf.stop)
+        segments = _segments_of(leaf.layout, leaf.entries, leaf.start, leaf.stop)
         return Unit(leaf.values, segments, leaf.layout, leaf.entries, leaf.start, leaf.stop, leaf.layout.trainable)
     if is_flat(leaf):
+        if torch.compiler.is_compiling():
+            return _traced_unit(leaf)
         return Unit(leaf.values, *_of_layout(leaf.layout, compat.global_rank()))
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{path or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
@@ -174,6 +176,30 @@ def _unit(path: str, leaf: Any) -> Unit:
     shape = tuple(leaf.shape)
     whole = Segment(path, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
     return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex())
+
+
+def _traced_unit(flat: FlatShard) -> Unit:
+    """The unit of a flat shard in a graph, which takes what is known of the layout as constants."""
+    held, n, trainable = _constants(flat.layout)
+    every = tuple(range(n))
+    return Unit(flat.values, _segments_of(flat.layout, every, 0, held), flat.layout, every, 0, held, trainable)
+
+
+@compat.constant_when_traced
+def _constants(layout: Layout) -> tuple[int, int, bool]:
+    return layout.held(compat.global_rank()), len(layout.entries), layout.trainable
+
+
+def _segments_of(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
+    if torch.compiler.is_compiling():
+        return tuple([Segment(*row) for row in _rows(layout, entries, start, stop)])
+    return _segments(layout, entries, start, stop)
+
+
+@compat.constant_when_traced
+def _rows(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Any, ...]:
+    found = _segments(layout, entries, start, stop)
+    return tuple((one.path, one.whole, one.shape, one.corner, one.first, one.start, one.stop) for one in found)
 
 
 @functools.lru_cache(maxsize=4096)
