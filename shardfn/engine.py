@@ -366,6 +366,10 @@ class Engine:
         for slot in self.lasting.values():
             self.ring.give_back(slot)
         self.lasting.clear()
+        for key in [
+            key for key, slot in self.kept.items() if slot.users == 0
+        ]:  # gathered ahead for calls that never came
+            self.ring.give_back(self.kept.pop(key))
         for slot in self.ring.slots:
             slot.give_back()
 
