@@ -8,7 +8,7 @@ too early, gives right results. `chaos` makes the stages' collectives behave as 
 - what one writes is nan from its launch on, and comes at a random moment until the wait, often at the last;
 - what one reads and writes must stay as it is in between, which is checked;
 - what a reduction has read is nan when it has arrived: it was lent, and nobody reads it again;
-- each must have been waited for when the block ends;
+- none is dropped without being waited for;
 - ranks pause at random, and fall behind each other.
 """
 
@@ -20,6 +20,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -50,8 +51,8 @@ def chaos(mesh: DeviceMesh, seed: int = 0, *, longest: float = 0.002) -> Iterato
         longest: seconds of one pause.
 
     Raises:
-        RuntimeError: in the block, memory was used that was lent to a message; at its end, a message was never waited
-            for; ranks launched different collectives.
+        RuntimeError: in the block, memory was written to that was lent to a message, or ranks launched different
+            collectives; at its end, a message was dropped that nobody had waited for.
         ValueError: the mesh is not of CPU processes with gloo, or another block is in force.
 
     Example:
@@ -70,7 +71,7 @@ def chaos(mesh: DeviceMesh, seed: int = 0, *, longest: float = 0.002) -> Iterato
             stack.enter_context(mock.patch.dict(link.TRANSPORTS["all_reduce"], native=found.all_reduce))
             stack.enter_context(mock.patch.object(messages, "start", found.pausing(messages.start)))
             yield found
-            found.refuse_left()
+            found.refuse_dropped()
     finally:
         found.close()
         _in_force.release()
@@ -87,7 +88,7 @@ class Chaos:
         self.longest, self._named = longest, f"{seed} {compat.global_rank()}"
         self._dice = random.Random(self._named)
         self._lines: dict[tuple[str, tuple[int, ...]], _Line] = {}
-        self._left: dict[int, _Message] = {}
+        self._left: dict[weakref.ref[_Message], str] = {}
         self.launched = 0
 
     def pause(self) -> None:
@@ -124,11 +125,16 @@ class Chaos:
         line = self._line("reductions", along.reductions)
         return self._launch("all_reduce", line, x, [x], lambda rows: [_total(rows).view(x.shape)])
 
-    def refuse_left(self) -> None:
-        """Raises RuntimeError if a message was not waited for."""
-        if self._left:
-            first = next(iter(self._left.values()))
-            raise RuntimeError(f"chaos: {len(self._left)} messages were never waited for, first {first}")
+    @property
+    def left(self) -> list[str]:
+        """The messages that nobody has waited for yet."""
+        return list(self._left.values())
+
+    def refuse_dropped(self) -> None:
+        """Raises RuntimeError if there is nobody left who could wait for a message."""
+        dropped = [name for message, name in self._left.items() if message() is None]
+        if dropped:
+            raise RuntimeError(f"chaos: nobody waited for {len(dropped)} messages, and nobody will: {dropped[0]}")
 
     def close(self) -> None:
         """The end of its threads."""
@@ -158,14 +164,14 @@ class Chaos:
         name = f"{op} of {read.nbytes} bytes, number {line.launched} of {line.name}"
         made = _Message(self, name, read, written, results, lent)
         made.late = self._dice.random() < 0.7
-        self._left[id(made)] = made
+        self._left[weakref.ref(made)] = name
         line.queue.put(made)
         return made
 
     def arrived(self, message: _Message) -> None:
         """It has been waited for."""
         self.pause()
-        self._left.pop(id(message), None)
+        self._left.pop(weakref.ref(message), None)
 
 
 class _Message:
@@ -242,6 +248,7 @@ class _Line:
             except Exception as error:
                 message.error = error
             message.ready.set()
+            del message  # or it would be held until the next one comes
 
     def _meet(self, message: _Message) -> None:
         """All ranks launched the same."""
