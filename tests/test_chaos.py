@@ -258,6 +258,57 @@ def test_what_comes_into_a_slot_that_is_outgrown_is_waited_for(world: World) -> 
     assert world.run(outgrown) == [True] * 2
 
 
+def after_the_loan(by_debug: bool) -> list[bool]:
+    """Whether numbers are nan that a function kept of its parameters, once its stage has ended."""
+    mesh = sf.make_mesh(device="cpu", shard=-1)
+    flat = sf.shard(params(), mesh, sf.full_shard("shard"))
+    kept: list[Tensor] = []
+
+    def keeping(p: Any, x: Tensor) -> Tensor:
+        # What this rank's piece holds whole may be lent from there, and stays.
+        kept.extend(view for view in (p["w"].detach(), p["a"].detach()) if view.data_ptr() not in own)
+        return layer(p, x)
+
+    own = {x.data_ptr() for x in optree.tree_leaves(flat)}
+    with sf.debug(memory=by_debug), torch.no_grad():
+        sf.stage(keeping)(flat["blocks"][0], batch(0, 1)[0])
+    return [bool(x.isnan().any()) for x in kept]
+
+
+@pytest.mark.world(2)
+def test_lent_memory_is_nan_when_it_is_given_back(world: World) -> None:
+    assert any(any(found) for found in world.run(after_the_loan, True))
+    assert not any(any(found) for found in world.run(after_the_loan, False))
+
+
+def escaping(way: str, options: dict[str, Any]) -> str:
+    """A loss that reads an activation past the stage's outputs."""
+    mesh = sf.make_mesh(device="cpu", shard=-1)
+    flat, inside = sf.shard(params(), mesh, sf.full_shard("shard")), []
+
+    def leaking(p: Any, x: Tensor) -> Tensor:
+        inside.append(torch.tanh(x @ p["w"]))
+        return inside[-1] @ p["a"]
+
+    def total(ps: Any) -> Tensor:
+        y = sf.stage(leaking, **options)(ps["blocks"][0], batch(0, 1)[0])
+        return y.sum() + inside[-1].sum()
+
+    try:
+        by_backward(total, flat) if way == "backward" else sf.value_and_grad(total)(flat)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("way", ["value_and_grad", "backward"])
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@pytest.mark.world(2)
+def test_a_loss_of_what_escaped_is_refused(world: World, way: str, options: Any) -> None:
+    for told in world.run(escaping, way, options):
+        assert "computed but did not return" in told
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
