@@ -368,6 +368,9 @@ class Engine:
         for slot in self.lasting.values():
             self.ring.give_back(slot)
         self.lasting.clear()
+        # What was gathered ahead for calls that did not keep it, or never came.
+        for key in [key for key, slot in self.kept.items() if slot.users == 0]:
+            self.ring.give_back(self.kept.pop(key))
         for slot in self.ring.slots:
             slot.give_back()
 

@@ -321,7 +321,8 @@ class Lane:
         """The slot for another call, which has room for that many bytes."""
         slot = self.slot
         if slot.buffer.numel() < room:
-            # Calls that still need the smaller one keep it alive; it goes when they do.
+            # Calls that still need the smaller one keep it alive; it goes when they do. What comes must not be dropped.
+            slot.settle()
             slot.lane = None
             self.slot = Slot(nbytes, slot.buffer.device, weakref.ref(self))
         elif debugging.memory and slot.parts:

@@ -1,0 +1,298 @@
+"""Messages that come late: what only a GPU would show of a program's timing, on CPU processes.
+
+On NCCL a collective is launched, and reads and writes memory at some moment until it is waited for, while the program
+goes on. On gloo nearly everything has happened at once, so that a wait that is missing, or memory that is used again
+too early, gives right results. `chaos` makes the stages' collectives behave as they may on NCCL:
+
+- they run one after another on two communicators for each group of ranks, one for gathers and one for reductions;
+- what one writes is nan from its launch on, and comes at a random moment until the wait, often at the last;
+- what one reads and writes must stay as it is in between, which is checked;
+- what a reduction has read is nan when it has arrived: it was lent, and nobody reads it again;
+- none is dropped without being waited for;
+- ranks pause at random, and fall behind each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import queue
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn import compat, link, messages
+from shardfn.mesh import group_over
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_POISON = 255  # in every byte: nan, or -1
+_in_force = threading.Lock()
+
+
+@contextlib.contextmanager
+def chaos(mesh: DeviceMesh, seed: int = 0, *, longest: float = 0.002) -> Iterator[Chaos]:
+    """The stages on a mesh move parameters and gradients as late, and in as odd an order, as they may on NCCL.
+
+    Of gloo processes, one mesh at a time; on all ranks of it alike.
+
+    Args:
+        mesh: of CPU processes.
+        seed: of all that is random.
+        longest: seconds of one pause.
+
+    Raises:
+        RuntimeError: in the block, memory was written to that was lent to a message, or ranks launched different
+            collectives; at its end, a message was dropped that nobody had waited for.
+        ValueError: the mesh is not of CPU processes with gloo, or another block is in force.
+
+    Example:
+        ``with chaos(mesh, seed=3): sf.value_and_grad(loss)(params)``
+    """
+    if mesh.device_type != "cpu" or dist.get_backend() != "gloo":
+        raise ValueError(f"chaos: it is for CPU processes with gloo, not {mesh.device_type} with {dist.get_backend()}")
+    if not _in_force.acquire(blocking=False):
+        raise ValueError("chaos: another block is in force in this process")
+    found = Chaos(seed, longest)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(link.transports(mesh, all_gather="native", reduce_scatter="native"))
+            stack.enter_context(mock.patch.object(compat, "start_all_gather", found.all_gather))
+            stack.enter_context(mock.patch.object(compat, "start_reduce_scatter", found.reduce_scatter))
+            stack.enter_context(mock.patch.dict(link.TRANSPORTS["all_reduce"], native=found.all_reduce))
+            stack.enter_context(mock.patch.object(messages, "start", found.pausing(messages.start)))
+            yield found
+            found.refuse_dropped()
+    finally:
+        found.close()
+        _in_force.release()
+
+
+class Chaos:
+    """What is in force in a block.
+
+    Attributes:
+        launched: how many messages so far.
+    """
+
+    def __init__(self, seed: int, longest: float) -> None:
+        self.longest, self._named = longest, f"{seed} {compat.global_rank()}"
+        self._dice = random.Random(self._named)
+        self._lines: dict[tuple[str, tuple[int, ...]], _Line] = {}
+        self._left: dict[weakref.ref[_Message], str] = {}
+        self.launched = 0
+
+    def pause(self) -> None:
+        """Perhaps this rank falls behind."""
+        _pause(self._dice, self.longest)
+
+    def pausing(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, before which a rank may pause."""
+
+        def paused(*args: Any) -> Any:
+            self.pause()
+            return f(*args)
+
+        return paused
+
+    def all_gather(self, whole: Tensor, own: Tensor, group: Any) -> _Message:
+        """As `compat.start_all_gather`."""
+        line = self._line("gathers", group)
+        pieces = whole.view(line.size, -1)
+        others = [piece for i, piece in enumerate(pieces.unbind()) if i != line.index]
+        return self._launch("all_gather", line, own, others, lambda rows: [rows[i] for i in line.others])
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, group: Any) -> _Message:
+        """As `compat.start_reduce_scatter`."""
+        line = self._line("reductions", group)
+
+        def summed(rows: Tensor) -> list[Tensor]:
+            return [_total(rows.view(line.size, line.size, -1)[:, line.index])]
+
+        return self._launch("reduce_scatter", line, flat, [out], summed, lent=flat)
+
+    def all_reduce(self, x: Tensor, along: link.Link) -> _Message:
+        """As the engine's own, in place."""
+        line = self._line("reductions", along.reductions)
+        return self._launch("all_reduce", line, x, [x], lambda rows: [_total(rows).view(x.shape)])
+
+    @property
+    def left(self) -> list[str]:
+        """The messages that nobody has waited for yet."""
+        return list(self._left.values())
+
+    def refuse_dropped(self) -> None:
+        """Raises RuntimeError if there is nobody left who could wait for a message."""
+        dropped = [name for message, name in self._left.items() if message() is None]
+        if dropped:
+            raise RuntimeError(f"chaos: nobody waited for {len(dropped)} messages, and nobody will: {dropped[0]}")
+
+    def close(self) -> None:
+        """The end of its threads."""
+        for line in self._lines.values():
+            line.queue.put(None)
+
+    def _line(self, kind: str, group: Any) -> _Line:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        for each in ("gathers", "reductions"):  # both at once: ranks make groups together
+            if (each, ranks) not in self._lines:
+                own = group_over(list(ranks), f"chaos {each}")
+                self._lines[each, ranks] = _Line(f"{each} over ranks {list(ranks)}", own, self._named, self.longest)
+        return self._lines[kind, ranks]
+
+    def _launch(
+        self,
+        op: str,
+        line: _Line,
+        read: Tensor,
+        written: list[Tensor],
+        results: Callable[[Tensor], list[Tensor]],
+        lent: Tensor | None = None,
+    ) -> _Message:
+        self.pause()
+        self.launched += 1
+        line.launched += 1
+        name = f"{op} of {read.nbytes} bytes, number {line.launched} of {line.name}"
+        made = _Message(self, name, read, written, results, lent)
+        made.late = self._dice.random() < 0.7
+        self._left[weakref.ref(made)] = name
+        line.queue.put(made)
+        return made
+
+    def arrived(self, message: _Message) -> None:
+        """It has been waited for."""
+        self.pause()
+        self._left.pop(weakref.ref(message), None)
+
+
+class _Message:
+    """One collective under way, of memory that nobody else may write to."""
+
+    def __init__(
+        self,
+        owner: Chaos,
+        name: str,
+        read: Tensor,
+        written: list[Tensor],
+        results: Callable[[Tensor], list[Tensor]],
+        lent: Tensor | None,
+    ) -> None:
+        self.owner, self.name, self.read, self.written, self.results, self.lent = (
+            owner, name, read, written, results, lent,
+        )  # fmt: skip
+        self.late = False
+        self.rows: Tensor | None = None
+        self.error: Exception | None = None
+        self.ready = threading.Event()
+        with torch.inference_mode(False), torch.no_grad():
+            self.sent = read.detach().clone()
+        for x in written:
+            _write(x, None)
+        with torch.inference_mode(False), torch.no_grad():
+            self.then = read.detach().clone()  # where it sums in place, that is gone already
+
+    def __str__(self) -> str:
+        return self.name
+
+    def wait(self) -> None:
+        """Until what it writes is there."""
+        self.owner.arrived(self)
+        self.ready.wait()
+        if self.error is None and self.rows is not None:
+            self.land()
+        if self.error is not None:
+            raise self.error
+
+    def land(self) -> None:
+        """Writes what came, into memory that is as it was at the launch."""
+        assert self.rows is not None, "it has come"
+        rows, self.rows = self.rows, None
+        if not _same(self.read, self.then) or not all(_poisoned(x) for x in self.written):
+            self.error = RuntimeError(f"chaos: memory of {self} was written to before it was waited for")
+            return
+        for x, result in zip(self.written, self.results(rows), strict=True):
+            _write(x, result)
+        if self.lent is not None:
+            _write(self.lent, None)
+
+
+class _Line:
+    """A communicator: one message after another, on a thread of its own."""
+
+    def __init__(self, name: str, group: Any, seed: str, longest: float) -> None:
+        self.name, self.group, self.longest, self.launched = name, group, longest, 0
+        self.size, self.index = group.size(), group.rank()
+        self.others = [i for i in range(self.size) if i != self.index]
+        self.dice = random.Random(f"{seed} {name}")
+        self.queue: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"chaos {name}", daemon=True).start()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while (message := self.queue.get()) is not None:
+            _pause(self.dice, self.longest)
+            try:
+                self._meet(message)
+                message.rows = self._gathered(message.sent)
+                if not message.late:
+                    message.land()
+            except Exception as error:
+                message.error = error
+            message.ready.set()
+            del message  # or it would be held until the next one comes
+
+    def _meet(self, message: _Message) -> None:
+        """All ranks launched the same."""
+        told = f"{message.name} {message.read.dtype}".encode()
+        digest = hashlib.blake2b(told, digest_size=8).digest()
+        every = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        if not (every == every[0]).all():
+            raise RuntimeError(f"chaos: this rank launched {message}, and others something else")
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        rows = torch.empty((self.size, x.numel()), dtype=x.dtype)
+        self.group.allgather([list(rows.view(torch.uint8).unbind())], [_bytes(x)]).wait()
+        return rows
+
+
+def _pause(dice: random.Random, longest: float) -> None:
+    if dice.random() < 0.15:
+        time.sleep(dice.random() * longest)
+
+
+def _total(rows: Tensor) -> Tensor:
+    """The sum of rows, in the order of ranks."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().view(-1).view(torch.uint8)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(_bytes(x), _bytes(y))
+
+
+def _poisoned(x: Tensor) -> bool:
+    return bool((_bytes(x) == _POISON).all())
+
+
+def _write(x: Tensor, values: Tensor | None) -> None:
+    """Overwrites memory, past autograd; with None, by what nobody can read unnoticed."""
+    with torch.inference_mode(x.is_inference()), torch.no_grad():
+        if values is None:
+            _bytes(x).fill_(_POISON)
+        else:
+            x.detach().view(-1).copy_(values.reshape(-1))
