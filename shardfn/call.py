@@ -152,7 +152,8 @@ def run(
     signature, options = call.signature, call.signature.options
     given = call.needs[len(signature.shards) :]
     name = f"{signature.name} ({signature.stage})"
-    arguments = [owned(x.detach(), records and need, name) for x, need in zip(inputs, given, strict=True)]
+    checked = call.step is not None
+    arguments = [owned(x.detach(), records and need, name, checked) for x, need in zip(inputs, given, strict=True)]
     leaves = list(call.leaves)
     with contextlib.ExitStack() as stack:
         if current_mesh() is not mesh:

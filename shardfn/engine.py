@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import current_thread, get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -524,22 +524,26 @@ def engine_of(mesh: DeviceMesh) -> Engine:
     return found
 
 
-@contextlib.contextmanager
-def _in_use(turn: Turn) -> Iterator[None]:
-    """While a function, or its backward, reads what a turn's slot holds."""
-    slot = turn.slot
-    if slot is None:
-        yield
-        return
-    before, slot.busy = slot.busy, True
-    try:
-        if turn.saved is None:
-            yield
-        else:
-            with slot.showing(turn.saved):
-                yield
-    finally:
-        slot.busy = before
+class _in_use:
+    """A context: a function, or its backward, reads what a turn's slot holds."""
+
+    __slots__ = ("before", "showing", "slot")
+
+    def __init__(self, turn: Turn) -> None:
+        self.slot = turn.slot
+        self.showing = None if turn.saved is None or turn.slot is None else turn.slot.showing(turn.saved)
+
+    def __enter__(self) -> None:
+        if self.slot is not None:
+            self.before, self.slot.busy = self.slot.busy, True
+        if self.showing is not None:
+            self.showing.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.showing is not None:
+            self.showing.__exit__(*error)
+        if self.slot is not None:
+            self.slot.busy = self.before
 
 
 @functools.cache

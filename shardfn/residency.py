@@ -251,12 +251,16 @@ def leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
         return [owned(view.detach(), need, layout.stage) for view in layout.views(whole.detach())]
 
 
-def owned(x: Tensor, need: bool, stage: str) -> Tensor:
-    """A leaf of the graph of one run of a stage, which nobody else may differentiate."""
+def owned(x: Tensor, need: bool, stage: str, checked: bool = False) -> Tensor:
+    """A leaf of the graph of one run of a stage, which nobody else may differentiate.
+
+    Whoever tries by `backward()` gets an error from it; `checked` says that somebody looks before.
+    """
     if need:
         x.requires_grad_()
         x._shardfn_stage = stage  # type: ignore[attr-defined]
-        x.register_post_accumulate_grad_hook(_escaped)
+        if not checked:
+            x.register_post_accumulate_grad_hook(_escaped)
     return x
 
 
