@@ -290,7 +290,8 @@ def _untouched(p: Tensor, need: bool) -> bool:
 def _of_slot(slot: Slot, wire: Wire, values: Tensor, need: bool) -> list[Tensor]:
     known: list[Tensor] | None = slot.views.get((wire, need))
     if known is None or not all(map(_untouched, known, [need] * len(known))):
-        buffer = slot.buffer[wire.start : wire.stop].view(wire.dtype)
+        with lasting():
+            buffer = slot.buffer[wire.start : wire.stop].view(wire.dtype)
         known = slot.views[(wire, need)] = leaves(wire.layout, buffer, need)
     own = own_parameters(slot, wire, values, need)
     return [own.get(k, p) for k, p in enumerate(known)] if own else known

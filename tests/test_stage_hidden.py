@@ -212,6 +212,30 @@ def test_backward_reads_parameters_wherever_the_function_keeps_them(
         assert worst(found.values()) < 1e-12, {name: off for name, off in found.items() if not off < 1e-12}
 
 
+@sf.debug(memory=False)  # where each call has memory, and so views, of its own
+def evaluated_between() -> float:
+    """Views that a forward in inference mode makes of a slot are none that autograd could save later."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"), frozen=[r"\d+\.w"])
+    staged = sf.stage(plain)
+
+    def loss(blocks: Any) -> Tensor:
+        return net(staged, blocks, rows(rank))
+
+    want = [p["b"] for p in everyone(plain, n, True)]
+    found = []
+    for _ in range(3):
+        with torch.inference_mode():
+            loss(flat)
+        found.append(distance([p["b"] for p in sf.unshard(sf.grad(loss)(flat))], want))
+    return worst(found)
+
+
+@pytest.mark.world(2, "threads")
+def test_evaluation_in_inference_mode_between_steps(world: World) -> None:
+    assert worst(world.run(evaluated_between)) < 1e-12
+
+
 # --- activations that leave by another door ---
 
 
