@@ -1,0 +1,466 @@
+"""Mechanisms broken on purpose, each with the test that must then fail.
+
+`python -m tests.mutants [--only NAME ...]` copies the project, breaks one mechanism at a time, runs its test there,
+and prints a table. A mutant that survives shows what no test would notice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        name: what is left out, or done wrong.
+        file: in `shardfn`.
+        old: stands in it exactly once.
+        new: in its place.
+        test: what pytest runs, and fails.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+CHAOS = "tests/test_chaos.py::test_training_is_that_of_one_process_whatever_the_timing"
+TWO, FOUR = f"{CHAOS}[2-1-12]", f"{CHAOS}[4-1-8]"
+GRADIENTS = "tests/test_strategies.py::test_gradients_are_those_of_one_process"
+RANKS = "tests/test_stage_ranks.py"
+STAGE = "tests/test_stage.py"
+OWN = "tests/test_chaos.py"
+COLLECTIVES = "tests/test_collectives.py"
+PIPELINES = "tests/parallel/test_pipeline.py"
+OPTIMIZERS = "tests/test_optim.py"
+ACCUMULATE = "tests/test_accumulate.py"
+
+MUTANTS = [
+    # gathers
+    Mutant(
+        "no wait for a gather",
+        "engine.py",
+        "            slot.settle()\n        except",
+        "            pass\n        except",
+        TWO,
+    ),
+    Mutant(
+        "no gather in backward",
+        "engine.py",
+        "                self._gather(turn)\n            self._behind(place)\n            if made",
+        "                turn.slot and turn.slot.settle()\n            self._behind(place)\n            if made",
+        TWO,
+    ),
+    Mutant(
+        "gathers ahead into the slot in use",
+        "residency.py",
+        "return None if lane.slot.alternates(spared) else lane",
+        "return lane",
+        TWO,
+    ),
+    Mutant(
+        "gathers behind into the slot in use",
+        "engine.py",
+        "            if turn.slot.alternates(place.turn.slot):\n                return\n",
+        "",
+        TWO,
+    ),
+    Mutant(
+        "a slot is filled before what comes has come",
+        "residency.py",
+        "        self.give_back()\n        lane =",
+        "        lane =",
+        TWO,
+    ),
+    Mutant(
+        "two slots of a lane hold something",
+        "residency.py",
+        "            lane.slot.give_back()\n            lane.slot = self",
+        "            lane.slot = self",
+        f"{CHAOS}[2-0-12]",
+    ),
+    Mutant(
+        "a slot that runs is lent",
+        "engine.py",
+        "before, slot.busy = slot.busy, True",
+        "before = False",
+        f"{RANKS}::test_a_backward_pass_inside_the_loss",
+    ),
+    Mutant(
+        "an outgrown slot is dropped",
+        "residency.py",
+        "            slot.settle()\n            slot.lane",
+        "            slot.lane",
+        f"{OWN}::test_what_comes_into_a_slot_that_is_outgrown_is_waited_for",
+    ),
+    Mutant(
+        "kept for calls that never come",
+        "engine.py",
+        "if slot.users == 0]:",
+        "if False]:",
+        f"{OWN}::test_what_is_gathered_ahead_for_calls_that_never_come_is_given_back",
+    ),
+    Mutant(
+        "tags are not looked at",
+        "residency.py",
+        "elif not torch.equal(tail, tag):",
+        "elif False:",
+        f"{STAGE}::test_ranks_that_run_different_stages_are_told",
+    ),
+    Mutant(
+        "new stages are not compared",
+        "engine.py",
+        '            agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))',
+        "            pass",
+        f"{STAGE}::test_ranks_that_run_different_stages_are_told",
+    ),
+    Mutant(
+        "versions do not count in keys",
+        "engine.py",
+        "0 if x.is_inference() else x._version) for x in shards",
+        "0) for x in shards",
+        f"{STAGE}::test_forwards_see_the_parameters_of_the_moment",
+    ),
+    Mutant(
+        "a hop is left out",
+        "link.py",
+        "for start, how in steps[1:]:",
+        "for start, how in steps[2:]:",
+        f"{GRADIENTS}[mics-4]",
+    ),
+    Mutant(
+        "lent memory keeps its numbers",
+        "residency.py",
+        "                self.write.fill_(255)",
+        "                pass",
+        f"{OWN}::test_lent_memory_is_nan_when_it_is_given_back",
+    ),
+    # what backward reads
+    Mutant(
+        "what is saved is not copied",
+        "residency.py",
+        "reader.copy = copy",
+        "pass",
+        f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
+    ),
+    Mutant(
+        "loans: nothing is ever kept",
+        "loan.py",
+        "return self._references() != self._before",
+        "return False",
+        "tests/test_stage_hidden.py",
+    ),
+    Mutant(
+        "loans: only autograd's references count",
+        "loan.py",
+        "[compat.references(p) for p in self._lent]",
+        "[]",
+        "tests/test_stage_hidden.py",
+    ),
+    Mutant(
+        "each rank decides what backward gathers",
+        "engine.py",
+        "bool(collectives.psum(flag, self._callers(turn.signature)))",
+        "reads",
+        f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
+    ),
+    Mutant(
+        "no part in the backward of others",
+        "engine.py",
+        "for index in range(front - 1, stop - 1, -1):",
+        "for index in ():",
+        f"{RANKS}::test_ranks_whose_losses_use_different_stages",
+    ),
+    Mutant(
+        "other random numbers in backward",
+        "call.py",
+        "        self._restore()\n        try:",
+        "        try:",
+        f"{STAGE}::test_random_numbers_are_those_of_the_plain_function",
+    ),
+    Mutant(
+        "other autocast in backward",
+        "call.py",
+        "on, dtype = kind in self.autocast, self.autocast.get(kind)",
+        "on, dtype = False, None",
+        f"{STAGE}::test_autocast_inside_a_stage_and_around_it",
+    ),
+    # gradients
+    Mutant(
+        "scratch memory is taken too early",
+        "reduction.py",
+        "            if flight.place == place:",
+        "            if False:",
+        TWO,
+    ),
+    Mutant(
+        "a step ends without its gradients",
+        "reduction.py",
+        "        for flight in flights:\n            flight.land()",
+        "        for flight in flights:\n            flight.total and flight.total.add(flight.out)",
+        TWO,
+    ),
+    Mutant(
+        "no sum over replicas",
+        "reduction.py",
+        "            elif replica is not None:\n                self.reducing",
+        "            elif False:\n                self.reducing",
+        f"{GRADIENTS}[hybrid_shard-4]",
+    ),
+    Mutant(
+        "no wait for the sum over replicas",
+        "reduction.py",
+        '            self._wait(reducing, "all_reduce", self.links.replica)',
+        "            pass",
+        FOUR,
+    ),
+    Mutant(
+        "gradients are not cut further",
+        "reduction.py",
+        "                self.splitting = reduce_scatter(self.out, fine, split, self.out.new_empty), fine",
+        "                self.out = self.out.view(split.axis.size, -1)[split.axis.index].clone()",
+        f"{GRADIENTS}[hfsdp-4]",
+    ),
+    Mutant(
+        "marks are not looked at",
+        "reduction.py",
+        "elif not torch.equal(end, marks * end[0]):",
+        "elif False:",
+        f"{RANKS}::test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one",
+    ),
+    Mutant(
+        "marks stay in gradients",
+        "reduction.py",
+        "        end.zero_()\n",
+        "",
+        "tests/test_norms.py::test_every_element_counts_once",
+    ),
+    Mutant("gaps keep old numbers", "reduction.py", "        torch._foreach_zero_(gaps)\n", "", FOUR),
+    Mutant(
+        "holes keep old numbers",
+        "reduction.py",
+        "            out[at : at + length].zero_()",
+        "            pass",
+        "tests/test_norms.py",
+    ),
+    Mutant(
+        "the last gradient is the sum",
+        "reduction.py",
+        "self.out = out if self.out is None else self.out.add_(out)",
+        "self.out = out",
+        f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
+    ),
+    Mutant(
+        "micro-batches put off are forgotten",
+        "reduction.py",
+        "            if total.whole is None:\n",
+        "            if True:\n",
+        f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
+    ),
+    Mutant(
+        "narrow sums do not arrive",
+        "link.py",
+        "return _All([work], lambda: out.copy_(narrow))",
+        "return _All([work])",
+        TWO,
+    ),
+    # refusals
+    Mutant(
+        "closures pass",
+        "call.py",
+        'elif id(variable := getattr(node, "variable", None)) not in known and variable is not None:',
+        "elif False:",
+        f"{STAGE}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
+    ),
+    Mutant(
+        "tensors of transforms pass",
+        "call.py",
+        "                if compat.wrapped(x):",
+        "                if False:",
+        f"{STAGE}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
+    ),
+    Mutant(
+        "parameters are returned",
+        "call.py",
+        "if not own.isdisjoint(storages):",
+        "if False:",
+        f"{STAGE}::test_what_a_stage_must_not_do_is_refused",
+    ),
+    Mutant(
+        "parameters are written to",
+        "engine.py",
+        "        if written:\n",
+        "        if False:\n",
+        f"{STAGE}::test_what_a_stage_must_not_do_is_refused",
+    ),
+    Mutant(
+        "what escapes is lost",
+        "residency.py",
+        '    raise escaped(owner(leaf) or "")',
+        "    return",
+        f"{OWN}::test_a_loss_of_what_escaped_is_refused",
+    ),
+    Mutant(
+        "threads run stages at once",
+        "engine.py",
+        "if other is not None and other is not self:",
+        "if False:",
+        "tests/test_scope.py::test_threads_that_ranks_cannot_tell_apart_do_not_run_stages_at_once",
+    ),
+    # collectives
+    Mutant(
+        "pvary's transpose sums nothing",
+        "ops.py",
+        "transpose=lambda ct, group: psum(ct, group),",
+        "transpose=lambda ct, group: pvary(ct, group),",
+        f"{COLLECTIVES}::test_a_transpose_pulls_back_what_the_collective_pushes",
+    ),
+    Mutant(
+        "no copy along one rank",
+        "collectives.py",
+        "return transport.copy(tensor) if tensor is leaf else tensor",
+        "return tensor",
+        f"{COLLECTIVES}::test_a_write_into_the_result_leaves_the_argument_alone",
+    ),
+    Mutant(
+        "messages do not count calls",
+        "messages.py",
+        "(_digest(what) + number * 0x1E3779B1)",
+        "_digest(what)",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "messages do not say what they are",
+        "messages.py",
+        "(_digest(what) + number * 0x1E3779B1)",
+        "(number * 0x1E3779B1)",
+        f"{COLLECTIVES}::test_ranks_that_do_different_things_wait_and_get_no_wrong_values",
+    ),
+    Mutant(
+        "sums round at every step",
+        "messages.py",
+        'if op == "sum" and len(parts) > 2 and parts[0].dtype.itemsize < 4:',
+        "if False:",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "each rank sums in its own order",
+        "messages.py",
+        "return combined(gather(p, x, *what[:2]).unbind(), op)",
+        "return combined(gather(p, x, *what[:2]).roll(-p.index, 0).unbind(), op)",
+        COLLECTIVES,
+    ),
+    # beside stages
+    Mutant(
+        "pipelines of other lengths",
+        "parallel/pipeline.py",
+        "        if other != mine:\n",
+        "        if False:\n",
+        f"{PIPELINES}::test_what_fails_on_one_rank_is_an_error_on_all",
+    ),
+    Mutant(
+        "parts may change what they sent",
+        "parallel/messages.py",
+        "    if versions(tensors) != before:\n",
+        "    if False:\n",
+        f"{PIPELINES}::test_a_tensor_that_is_on_its_way_must_not_change",
+    ),
+    Mutant(
+        "parts may close over tensors",
+        "parallel/pipeline.py",
+        "if not _leaves(made) <=",
+        "if not _leaves([]) <=",
+        f"{PIPELINES}::test_what_fails_on_one_rank_is_an_error_on_all",
+    ),
+    Mutant(
+        "steps compare nothing",
+        "optim/checks.py",
+        "            self._refuse(params, grads, state)\n            own",
+        "            own",
+        f"{OPTIMIZERS}::test_a_step_refuses_what_does_not_belong_together",
+    ),
+    Mutant(
+        "a swapped call passes",
+        "optim/checks.py",
+        "if not any(x is known for x in own) and any(x is known for x in others):",
+        "if False:",
+        f"{OPTIMIZERS}::test_a_swapped_call_is_noticed_wherever_the_parameters_are_known",
+    ),
+    Mutant(
+        "a background save copies nothing",
+        "checkpoint/saving.py",
+        "[replace(part, values=copy) for part, copy in zip(found.parts, _staged(found.parts), strict=True)]",
+        "list(found.parts)",
+        f"{CHAOS}",
+    ),
+]
+
+
+def differs(mutant: Mutant, root: Path = ROOT) -> str:
+    """The text of the file with the change; an AssertionError if there is nothing to change, or more than one place."""
+    text = (root / "shardfn" / mutant.file).read_text()
+    count = text.count(mutant.old)
+    assert count == 1, f"{mutant.name}: {mutant.file} has {mutant.old!r} {count} times"
+    return text.replace(mutant.old, mutant.new)
+
+
+def caught(mutant: Mutant, deadline: float = 300.0) -> tuple[bool, str]:
+    """Whether its test fails in a copy of the project that has the change, and how.
+
+    Raises:
+        RuntimeError: its test neither passed nor failed.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        for name in ("shardfn", "tests"):
+            shutil.copytree(ROOT / name, Path(place) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", place)
+        (Path(place) / "shardfn" / mutant.file).write_text(differs(mutant))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", mutant.test]
+        environment = os.environ | {"PYTHONPATH": place, "PYTHONDONTWRITEBYTECODE": "1"}
+        ran = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=deadline)
+    lines = [line for line in (ran.stdout + ran.stderr).splitlines() if line.strip()] or [""]
+    told = next((line for line in lines if line.startswith("FAILED")), lines[-1]).strip()
+    if ran.returncode not in (0, 1):  # no such test, say
+        raise RuntimeError(f"{mutant.name}: pytest ended with {ran.returncode}: {told}")
+    return ran.returncode == 1, told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="names of mutants")
+    parser.add_argument("--list", action="store_true", help="their names and tests")
+    args = parser.parse_args()
+    chosen = [one for one in MUTANTS if not args.only or one.name in args.only]
+    survived = 0
+    for mutant in chosen:
+        if args.list:
+            print(f"{mutant.name} -> {mutant.test}")
+            continue
+        began = time.perf_counter()
+        found, told = caught(mutant)
+        survived += not found
+        took = time.perf_counter() - began
+        print(
+            f"{'caught  ' if found else 'SURVIVED'} {mutant.name} ({mutant.file}), {took:.0f} s\n    {told[:200]}",
+            flush=True,
+        )
+    if survived:
+        raise SystemExit(f"{survived} of {len(chosen)} survived")
+
+
+if __name__ == "__main__":
+    main()
