@@ -262,7 +262,7 @@ class Body:
     """One run of a stage's function."""
 
     def __init__(self, model: Model, p: Any, inputs: Sequence[Tensor], tokens: Tensor) -> None:
-        self.model, self.registers, self.tokens = model, list(inputs), tokens
+        self.model, self.registers, self.tokens = model, list(reversed(inputs)), tokens
         self.inputs = list(inputs)
         self.leaves = [x for x in optree.tree_leaves(p) if isinstance(x, Tensor)]
 
@@ -274,7 +274,7 @@ class Body:
             self.registers = before
 
     def r(self, i: int) -> Tensor:
-        return self.registers[-1 - i % len(self.registers)]
+        return last(self.registers, i)
 
     def leaf(self, i: int) -> Tensor:
         x, dtype = self.leaves[i % len(self.leaves)], self.inputs[0].dtype
@@ -346,8 +346,9 @@ def _attention(f: Body, o: Op) -> Tensor:
 
 def _side(f: Body, o: Op) -> Tensor:
     """What leaves by a side door."""
-    f.model.box.append(f.r(o.a))
-    return f.r(o.a) * 1.0
+    y = torch.tanh(f.r(o.a) @ f.m(o.p))
+    f.model.box.append(y)
+    return y * f.v(o.q)
 
 
 def _write(f: Body, o: Op) -> Tensor:
@@ -531,13 +532,18 @@ class Model:
 
     def call(self, line: Line, p: Any, registers: list[Tensor], data: Data) -> None:
         """One call of a stage; what it returns becomes registers."""
-        x, y = registers[line.a % len(registers)], registers[line.b % len(registers)]
+        x, y = last(registers, line.a), last(registers, line.b)
         f = self.functions[line.f % len(self.functions)]
 
         def called(x: Tensor, y: Tensor) -> Any:
             return taken(f(p, x, y, tokens=data.tokens, k=2.0, none=None), x)
 
         registers += WRAPS[line.around](called, x, y)
+
+
+def last(registers: list[Tensor], i: int) -> Tensor:
+    """The register that many before the last."""
+    return registers[-1 - i % len(registers)]
 
 
 def taken(outputs: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -570,7 +576,7 @@ def _pair(model: Model, line: Line, ps: Any, registers: list[Tensor], data: Data
 def _layers(model: Model, line: Line, ps: Any, registers: list[Tensor], data: Data) -> None:
     for p in model.layers(list(ps)):
         model.call(line, p, registers, data)
-        line = dataclasses.replace(line, a=len(registers) - 1)
+        line = dataclasses.replace(line, a=0)
 
 
 def _branch(model: Model, line: Line, ps: Any, registers: list[Tensor], data: Data) -> None:
@@ -579,15 +585,16 @@ def _branch(model: Model, line: Line, ps: Any, registers: list[Tensor], data: Da
 
 def _caller_inplace(change: Callable[[Tensor], Any]) -> Any:
     def inplace(model: Model, line: Line, ps: Any, registers: list[Tensor], data: Data) -> None:
-        if line.a % len(registers):
-            change(registers[line.a % len(registers)])
+        x = last(registers, line.a)
+        if x is not registers[0]:
+            change(x)
 
     return inplace
 
 
 def _caller(compute: Callable[[Tensor, Tensor], Tensor]) -> Any:
     def line_of(model: Model, line: Line, ps: Any, registers: list[Tensor], data: Data) -> None:
-        registers.append(compute(registers[line.a % len(registers)], registers[line.b % len(registers)]))
+        registers.append(compute(last(registers, line.a), last(registers, line.b)))
 
     return line_of
 
@@ -1016,16 +1023,15 @@ class Plain:
     def __init__(self, program: Program) -> None:
         self.program, self.n = program, program.ranks
         self.params = trees_of(program)
-        self.closed = Model(program, plainly(False), list).closed
+        self.closed = [Model(program, plainly(False), list).closed for _ in range(self.n)]
         self.steps: Any = None
         self.home = program.home
 
     def act(self, action: Action, apart: bool) -> tuple[list[Found], Callable[[], None]]:
         """What each rank should find, and what makes it so."""
         self.models = [Model(self.program, plainly(apart), list) for _ in range(self.n)]
-        self.closed.grad = None
-        for model in self.models:
-            model.closed = self.closed
+        for model, closed in zip(self.models, self.closed, strict=True):
+            model.closed, closed.grad = closed, None
         if action.kind in CHANGES:
             return self.change(action)
         if action.kind == "closes":
@@ -1037,7 +1043,8 @@ class Plain:
         return self.first_order(action), lambda: None
 
     def starts_or_stops(self) -> None:
-        self.closed.requires_grad_(not self.closed.requires_grad)
+        for closed in self.closed:
+            closed.requires_grad_(not closed.requires_grad)
 
     def leaves(self) -> tuple[Any, list[Tensor]]:
         ps = optree.tree_map(lambda x: x.detach().clone(), self.params)
@@ -1061,8 +1068,9 @@ class Plain:
         ps, tensors = self.leaves()
         if action.kind == "interrupted":
             action = engine_of(action)
+        inputs = action.inputs and action.kind in ("value_and_grad", "backward", "retain", "two", "func_grad")
         batches, times = steps_of(action), 2 if action.kind == "retain" else 1
-        xs = [[x_of(one, k).requires_grad_(action.inputs) for one in batches] for k in range(self.n)]
+        xs = [[x_of(one, k).requires_grad_(inputs) for one in batches] for k in range(self.n)]
         runs = [[self.loss(one, ps, k, x) for one, x in zip(batches, xs[k], strict=True)] for k in range(self.n)]
         joint = torch.stack([value for each in runs for value, _ in each]).sum()
         if joint.requires_grad and action.kind != "forward":
@@ -1078,10 +1086,10 @@ class Plain:
             if action.kind == "accumulate":
                 values = [torch.stack(values).sum()]
             one: Found = {"value": values, "aux": [aux.detach() for _, aux in runs[k]], "gradient": gradient}
-            if action.inputs:
+            if inputs:
                 one["inputs"] = [zero_or(x) * times for x in xs[k]]
-            if self.closed.requires_grad and self.n == 1:
-                one["closed"] = [zero_or(self.closed) * times]
+            if self.closed[k].requires_grad:
+                one["closed"] = [zero_or(self.closed[k]) * times]
             found.append(one)
         return found
 
@@ -1338,6 +1346,16 @@ HOOKS = {
 # What an error says, and the programs for which it is right.
 REFUSALS: list[tuple[str, str, Callable[[Program, Action], bool]]] = [
     (
+        "outputs that share memory are not written in place",
+        "is a view and is being modified inplace",
+        lambda p, a: has(p, "line inplace", "line inplace_row"),
+    ),
+    (
+        "an input is changed before backward",
+        "modified by an inplace operation",
+        lambda p, a: has(p, "line inplace", "line inplace_row"),
+    ),
+    (
         "policies and what autograd alone computes",
         "encountered during backward but not found in storage",
         lambda p, a: has(p, "remat ops", "remat policy"),
@@ -1463,7 +1481,7 @@ def ops(draw: st.DrawFn, kinds: Sequence[str], wraps: Sequence[str]) -> Op:
 def stages(kinds: Sequence[str], wraps: Sequence[str], outs: Sequence[str], low: bool) -> st.SearchStrategy[Stage]:
     return st.builds(
         Stage,
-        ops=st.lists(ops(kinds, wraps), min_size=1, max_size=4).map(tuple),
+        ops=st.lists(ops(kinds, wraps), min_size=1, max_size=3).map(tuple),
         outs=st.lists(st.builds(Out, st.sampled_from(outs), SMALL), min_size=1, max_size=3).map(tuple),
         form=st.sampled_from(["tuple", "dict", "single"]),
         remat=often("no", "yes", "offload", "ops", "policy"),
@@ -1506,41 +1524,45 @@ def homes(draw: st.DrawFn, ranks: int) -> Home:
 
 FIRST = ["value_and_grad", "backward", "func_grad", "func_vjp", "accumulate", "forward", "retain", "two"]
 OTHERS = ["optimize", "inplace", "replace", "interrupted", "collect"]
-WIRES = ["native", "direct"]
+
+
+def some(draw: st.DrawFn, everything: Sequence[str], most: int) -> list[str]:
+    """A few of many, so that a program has much of a little."""
+    return draw(st.lists(st.sampled_from(list(everything)), min_size=1, max_size=most))
 
 
 @st.composite
 def programs(draw: st.DrawFn, ranks: int, forward_mode: bool = True) -> Program:
     """Programs for so many ranks: smooth ones that every transform takes, or hostile ones; rarely illegal ones."""
-    mood = draw(st.sampled_from(["smooth", "hostile", "hostile", "illegal"]))
+    mood = draw(st.sampled_from(["smooth", "hostile", "hostile", "hostile", "illegal"]))
     hostile = mood != "smooth"
     kinds, outs = SMOOTH, list(OUTS)[: list(OUTS).index("parameter")]
     wraps, arounds = ["", "autocast_off"], [""]
-    caller = [*["call"] * 4, "pair", "layers", "layers", "branch", "add", "product", "detach"]
+    caller = [*["layers"] * 4, *["call"] * 4, "pair", "branch", "add", "product", "detach"]
     acts = [*FIRST, *OTHERS, *FURTHER]
     if hostile:
         kinds = [kind for kind in OPS if kind not in ILLEGAL and (forward_mode or kind not in ("dropout", "func_jvp"))]
-        wraps = [*WRAPS, "checkpoint", "checkpoint"]
-        arounds = ["", "checkpoint", "checkpoint", "save_on_cpu", "hooks", "no_grad", "reentrant"]
+        wraps = ["", *some(draw, list(WRAPS), 1)]
+        arounds = ["", *some(draw, ["", "", "checkpoint", "save_on_cpu", "hooks", "no_grad", "reentrant"], 1)]
         caller += ["inplace", "inplace_row"]
         acts = [*FIRST * 3, *OTHERS * 2, "reload", "closes", "double", "hvp", "vmap"]
     if mood == "illegal":
-        kinds += ILLEGAL
-        outs = list(OUTS)
+        kinds, outs = [*kinds, *ILLEGAL * 3], list(OUTS)
         caller += ["box"]
     if not forward_mode:
         acts = [act for act in acts if act not in ("hvp", "jvp")]
     low = hostile and draw(often(False, False, True))
-    parameters = draw(st.lists(trees(hostile), min_size=1, max_size=3).map(tuple))
+    parameters = draw(st.lists(trees(hostile), min_size=1, max_size=5).map(tuple))
     if any(trains(leaf) and leaf.dtype == "bfloat16" for tree in parameters for leaf in tree.leaves):
         acts = [act for act in acts if act != "optimize"]  # there is nothing to compare with
+    functions = stages(some(draw, kinds, 3), wraps, ["register", "register", *some(draw, outs, 2)], low)
     return Program(
         home=draw(homes(ranks)),
         other=draw(homes(ranks)),
         trees=parameters,
-        stages=draw(st.lists(stages(kinds, wraps, outs, low), min_size=1, max_size=3).map(tuple)),
+        stages=draw(st.lists(functions, min_size=1, max_size=3).map(tuple)),
         lines=draw(st.lists(lines(caller, arounds), min_size=1, max_size=5).map(tuple)),
-        actions=draw(st.lists(actions(acts), min_size=1, max_size=5).map(tuple)),
+        actions=draw(st.lists(actions(acts), min_size=1, max_size=4).map(tuple)),
         ordered=draw(st.booleans()),
         fine=draw(often(False, True)),
         gather=draw(often("", "native", "direct", "broadcasts")),
@@ -1561,12 +1583,14 @@ class Tally:
     known: int = 0
     actions: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     refusals: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    errors: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     findings: list[tuple[frozenset[str], Program, str]] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
         return (
             f"{self.programs} programs, {sum(self.actions.values())} actions {dict(self.actions)}, refusals "
-            f"{dict(self.refusals)}, {self.known} like a finding left out, {len(self.findings)} findings"
+            f"{dict(self.refusals)}, errors {dict(self.errors)}, {self.known} like a finding left out, "
+            f"{len(self.findings)} findings"
         )
 
 
@@ -1617,7 +1641,7 @@ def _candidates(program: Program) -> Iterator[Program]:
 
 def _kind_of(verdict: Verdict) -> str:
     """What is wrong, without the numbers and places that differ from program to program."""
-    return re.sub(r"[\d.e+-]+|rank|action|\([a-z_]+\)|value|aux|gradient|inputs|\[\]", "", verdict.finding)[:60]
+    return re.sub(r"[\d.e+-]+|rank|action|\([a-z_]+\)|value|aux|gradient|inputs|\[\]|'[a-z]'", "", verdict.finding)[:70]
 
 
 def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folder: str, patience: float) -> None:
@@ -1635,14 +1659,16 @@ def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folde
     def one(program: Program) -> None:
         if wrong or time.monotonic() > until:
             return
-        if any(found <= features(program) for found, *_ in tally.findings):
+        if any(found <= features(program) for found, _, what in tally.findings if "error: " not in what):
             tally.known += 1
             return
         verdict = judge(program)
         tally.programs += 1
         tally.actions.update(verdict.kinds)
         tally.refusals.update(verdict.refusals)
-        if verdict.finding:
+        if "error: " in verdict.finding and _kind_of(verdict) in tally.errors:
+            tally.errors[_kind_of(verdict)] += 1
+        elif verdict.finding:
             wrong.append((program, verdict))
 
     one()
@@ -1652,6 +1678,8 @@ def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folde
             program = dataclasses.replace(program, actions=program.actions[:last])
         program, verdict = made_small(program, verdict, judge, 300 if verdict.finding == "hang" else 120)
         tally.findings.append((features(program), program, verdict.finding))
+        if "error: " in verdict.finding:
+            tally.errors[_kind_of(verdict)] += 1
         print(f"FINDING {sorted(features(program))}\n  {verdict.finding[:600]}\n  {written(program)}", flush=True)
 
 
