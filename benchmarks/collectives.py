@@ -1,8 +1,9 @@
 """Eager host cost of each collective, forward and backward, beside torch's raw functional one.
 
-    python -m benchmarks.collectives
+    python -m benchmarks.collectives [--gloo 2]
 
-On a fake group nothing moves, so the time is Python and the dispatcher; tensors are tiny.
+On a fake group nothing moves, so the time is Python and the dispatcher; tensors are tiny. With `--gloo`, that many
+processes move tensors of several sizes, forward only, beside gloo's own collectives.
 """
 
 from __future__ import annotations
@@ -88,10 +89,56 @@ def measure(repeats: int, inner: int) -> list[dict[str, Any]]:
     return list(run())
 
 
+def moved(ranks: int, repeats: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    mesh = sf.make_mesh(a=ranks, device="cpu")
+    group = mesh.get_group("a")
+    gather = _newest("all_gather_single", "all_gather_tensor")
+    scatter = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+    ring = [(i, (i + 1) % ranks) for i in range(ranks)]
+
+    def cells(x: Tensor) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
+        even = [len(x) // ranks] * ranks
+        return {
+            "psum": (lambda: sf.psum(x, "a"), lambda: arrived(raw.all_reduce(x, "sum", group))),
+            "all_gather": (lambda: sf.all_gather(x, "a"), lambda: arrived(gather(x, 0, group))),
+            "reduce_scatter": (lambda: sf.reduce_scatter(x, "a"), lambda: arrived(scatter(x, "sum", 0, group))),
+            "all_to_all": (
+                lambda: sf.all_to_all(x, "a", split_dim=0, concat_dim=0),
+                lambda: arrived(raw.all_to_all_single(x, even, even, group)),
+            ),
+            "ppermute": (
+                lambda: sf.ppermute(x, "a", ring),
+                lambda: arrived(raw.permute_tensor(x, [target for _, target in ring], group)),
+            ),
+        }
+
+    @sf.shard_map(mesh=mesh, in_specs=(), out_specs=...)
+    def run() -> list[dict[str, Any]]:
+        rows = []
+        for size in (8, 2**12, 2**16, 2**20, 2**22):
+            inner = max(2, 100 // (1 + size // 2**15))
+            for name, (ours, theirs) in cells(torch.randn(size)).items():
+                both: dict[str, Callable[[], Any]] = {"ours": ours, "gloo's": theirs}
+                interleaved(both, repeats=2, inner=inner)
+                took = interleaved(both, repeats=repeats, inner=inner)
+                us = {f"{key} us": seconds * 1e6 for key, seconds in took.items()}
+                ratio = took["ours"] / took["gloo's"]
+                rows.append({"collective": name, "floats": size, **us, "ours / gloo's": ratio})
+        return rows
+
+    return list(run())
+
+
 def main() -> None:
     options = parser("Eager cost of each collective, forward + backward, against raw functional collectives.")
     options.add_argument("--repeats", type=int, default=31)
+    options.add_argument("--gloo", type=int, metavar="RANKS", help="processes that move values by gloo")
     args = options.parse_args()
+    if args.gloo:
+        found = World(args.gloo, deadline=900).run(moved, args.gloo, args.repeats)
+        publish(f"one collective, forward, gloo, {args.gloo} processes", found[0], [], args.json)
+        return
     (rows,) = World(RANKS, kind="fake", deadline=600).run(measure, args.repeats, 100)
     goals = [Goal(f"{row['collective']}: ours / raw", row["ours / raw"], LIMIT) for row in rows]
     publish(f"one collective, forward + backward, fake group of {RANKS}", rows, goals, args.json)

@@ -23,6 +23,7 @@ from shardfn.collectives import (
     ragged_all_to_all,
     reduce_scatter,
 )
+from shardfn.debugging import debug
 from shardfn.layout import FlatShard, Layout, local_parameters
 from shardfn.ledger import Ledger, Record, ledger
 from shardfn.link import transports
@@ -72,6 +73,7 @@ __all__ = [
     "checkpoint",
     "combine",
     "ddp",
+    "debug",
     "fold_in",
     "full_shard",
     "global_shape",

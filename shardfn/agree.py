@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import logging
-import threading
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import compat, transport
-from shardfn.mesh import axis_of, group_over, sizes
+from shardfn import compat, transport, waiting
+from shardfn.mesh import Axis, axis_of, cpu_group, sizes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-PATIENCE = 10.0  # seconds until a rank that waits says what it waits for
-_log = logging.getLogger("shardfn")
 
 
 ARGUMENTS = (
@@ -30,7 +24,7 @@ ARGUMENTS = (
 
 def agree(
     told: list[str],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | Axis,
     name: str,
     mine: Exception | None = None,
     subject: tuple[str, str] = ARGUMENTS,
@@ -38,11 +32,11 @@ def agree(
 ) -> None:
     """Raises ValueError on every rank of the mesh unless all of them say the same.
 
-    A rank that waits for others longer than `PATIENCE` says so in the log.
+    A rank that waits for others longer than `waiting.PATIENCE` says so in the log.
 
     Args:
         told: what this rank was given, a line for each argument.
-        mesh: whose ranks compare.
+        mesh: whose ranks compare; or an axis of one, by which all along it do.
         name: who asks.
         mine: what is wrong with this rank's own arguments, to raise in place of a difference.
         subject: what is compared, and what to do about a difference.
@@ -52,7 +46,7 @@ def agree(
         ValueError: the ranks differ; the message says which and in what.
         RuntimeError: some rank did not come to compare before the process group's timeout.
     """
-    if axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes).size == 1:
+    if _along(mesh, axes).size == 1:
         return
     text = "\n".join([name, *(" ".join(line.split()) for line in told)]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
@@ -62,19 +56,15 @@ def agree(
         f"{name}: {what} are new to this rank ({'; '.join(told[:6])}), and not every other rank has come to compare "
         f"them. {advice}"
     )
-    alarm = threading.Timer(PATIENCE, _log.warning, [alone])
-    alarm.start()
     try:
-        digests, lengths = gathered(torch.tensor([digest, len(text)]), mesh, axes).T.tolist()
+        digests, lengths = gathered(torch.tensor([digest, len(text)]), mesh, axes, f"comparing {what}", name).T.tolist()
     except RuntimeError as error:
-        raise RuntimeError(alone) from error
-    finally:
-        alarm.cancel()
+        raise RuntimeError(f"{alone} ({error})") from error
     if len(set(digests)) == 1:
         return
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = gathered(padded, mesh, axes)
+    rows = gathered(padded, mesh, axes, f"comparing {what}, which differ", name)
     lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
     rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
     only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]][:3]
@@ -84,15 +74,26 @@ def agree(
     raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
 
 
-def gathered(row: Tensor, mesh: DeviceMesh, axes: tuple[str, ...] | None = None) -> Tensor:
-    """Every rank's row, or that of the ranks along some axes, on the CPU: `[ranks, *row.shape]`."""
-    whole = axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
-    return row[None] if whole.size == 1 else transport.all_gather(row[None], 0, whole.size, _group(whole.group))
+def gathered(
+    row: Tensor, mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None = None, what: str = "comparing", of: str = ""
+) -> Tensor:
+    """Every rank's row, or that of the ranks along some axes, on the CPU: `[ranks, *row.shape]`.
+
+    `what` is done meanwhile, and `of` is who asks for it, for the message of a rank that waits.
+    """
+    whole = _along(mesh, axes)
+    if whole.size == 1:
+        return row[None]
+    group = _group(whole.group)
+    with waiting.on(what, group, of):
+        return transport.all_gather(row[None], 0, whole.size, group)
+
+
+def _along(mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None) -> Axis:
+    return mesh if isinstance(mesh, Axis) else axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
 
 
 def _group(whole: str) -> str:
     """A group of its own where backends allow, so that a rank which does not compare cannot answer with other data."""
-    if dist.get_backend() not in ("gloo", "nccl", "undefined"):
-        return whole
     ranks = sorted(dist.get_process_group_ranks(compat.group_of(whole)))
-    return group_over(ranks, "compare", "gloo").group_name
+    return cpu_group(ranks, "compare").group_name

@@ -19,6 +19,7 @@ from shardfn import collectives, compat
 from shardfn.layout import FlatShard, Layout, is_flat
 from shardfn.mesh import mesh_of, scope
 from shardfn.reduction import Defer, Step
+from shardfn.residency import escaped, owner
 
 
 def value_and_grad(
@@ -211,7 +212,8 @@ def _by_autograd(
                 variable.requires_grad_()
         with Step(variables) as step:
             value, aux = loss(*variables)
-            keep = outside and (any(leaf.requires_grad for leaf in leaves) or _reaches_others((value, aux), variables))
+            others = bool(outside or step.engines) and _reaches_others((value, aux), variables)
+            keep = outside and (any(leaf.requires_grad for leaf in leaves) or others)
             by_autograd: list[Tensor | None] = [None] * len(variables)
             with step.differentiating():
                 if value.requires_grad and variables:
@@ -268,11 +270,16 @@ def moves(leaf: Any, layout: Layout | None) -> bool:
 
 
 def _reaches_others(results: Any, variables: list[Tensor]) -> bool:
-    """Whether the loss or aux also depends on a tensor, closed over, that somebody outside differentiates."""
+    """Whether the loss or aux also depends on a tensor, closed over, that somebody outside differentiates.
+
+    Raises:
+        RuntimeError: it depends on one inside a stage, which nobody can differentiate from there.
+    """
     if torch.compiler.is_compiling():
         return False
     mine = {id(variable) for variable in variables}
     seen: set[Any] = set()
+    found = False
     stack = [leaf.grad_fn for leaf in optree.tree_leaves(results) if isinstance(leaf, Tensor)]
     while stack:
         node = stack.pop()
@@ -281,9 +288,11 @@ def _reaches_others(results: Any, variables: list[Tensor]) -> bool:
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in mine:
-            return True
+            if owner(leaf) is not None:
+                raise escaped(str(owner(leaf)))
+            found = True
         stack.extend(parent for parent, _ in node.next_functions)
-    return any(
+    return found or any(
         leaf.is_leaf and leaf.requires_grad and id(leaf) not in mine
         for leaf in optree.tree_leaves(results)
         if isinstance(leaf, Tensor)

@@ -20,6 +20,7 @@ from shardfn import compat
 from shardfn.ledger import in_place
 from shardfn.mesh import current_mesh, known_axes, scope
 from shardfn.reduction import current_step
+from shardfn.residency import escaped, owned
 from shardfn.signature import Signature
 
 if TYPE_CHECKING:
@@ -62,11 +63,12 @@ class Call:
         contexts: for the first run and the next, where a policy says what to keep.
         transformed: whether a torch.func transform is running outside.
         differentiable: which outputs may have a gradient.
+        order: of the tensors in the result: the number of an output, or `~number` of an input handed through.
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
         "signature", "engine", "leaves", "at", "needs", "step", "collected", "place", "residuals", "surroundings",
-        "contexts", "transformed", "differentiable", "result", "static", "__weakref__",
+        "contexts", "transformed", "differentiable", "result", "static", "order", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -84,13 +86,17 @@ class Call:
         self.differentiable: list[bool] = []
         self.result: Any = None
         self.static: list[Any] = []
+        self.order: list[int] = []
 
-    def rebuilt(self, outputs: Sequence[Tensor]) -> Any:
+    def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The function's result with these tensors."""
-        remaining = iter(outputs)
-        return optree.tree_unflatten(
-            self.result, [next(remaining) if leaf is _TENSOR else leaf for leaf in self.static]
-        )
+        tensors = iter([outputs[k] if k >= 0 else inputs[~k] for k in self.order])
+        return optree.tree_unflatten(self.result, [next(tensors) if leaf is _TENSOR else leaf for leaf in self.static])
+
+    def outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What the call itself gives of the tensors in its result: each once, and none that came in as it is."""
+        found = dict(zip(self.order, tensors, strict=True))
+        return [found[k] for k in sorted(found) if k >= 0]
 
 
 class Surroundings:
@@ -135,12 +141,18 @@ class Surroundings:
 
 
 def run(
-    call: Call, mesh: DeviceMesh, parameters: list[list[Tensor]], inputs: Sequence[Tensor], records: bool, watch: Any
+    call: Call,
+    mesh: DeviceMesh,
+    parameters: list[list[Tensor]],
+    inputs: Sequence[Tensor],
+    records: bool,
+    saving: Any,
 ) -> Residuals:
-    """The function on its arguments; with `records` under autograd, where `watch` is a context for what that saves."""
+    """The function on its arguments; with `records` under autograd, where `saving` is a context for what that saves."""
     signature, options = call.signature, call.signature.options
     given = call.needs[len(signature.shards) :]
-    arguments = [x.detach().requires_grad_(records and need) for x, need in zip(inputs, given, strict=True)]
+    name = f"{signature.name} ({signature.stage})"
+    arguments = [owned(x.detach(), records and need, name) for x, need in zip(inputs, given, strict=True)]
     leaves = list(call.leaves)
     with contextlib.ExitStack() as stack:
         if current_mesh() is not mesh:
@@ -151,17 +163,32 @@ def run(
             stack.enter_context(_RefuseWrapped(signature))
         if call.contexts:
             stack.enter_context(call.contexts.pop(0))
-        if watch:
-            stack.enter_context(watch)
+        if saving:
+            stack.enter_context(saving)
         # Gradients are on already where no argument needs one: an output that does shows what was closed over.
         stack.enter_context(torch.set_grad_enabled(records or torch.is_grad_enabled()))
         for i, x in zip(call.at, arguments, strict=True):
             leaves[i] = cast(x, options.input_dtype)
         result = _run(signature, leaves, parameters)
     found, call.result = optree.tree_flatten(result)
-    outputs = [y for y in found if isinstance(y, Tensor)]
-    call.static = [_TENSOR if isinstance(y, Tensor) else y for y in found]
-    return Residuals(parameters, arguments, outputs)
+    tensors = [y for y in found if isinstance(y, Tensor)]
+    if not call.static:  # the first run
+        call.static = [_TENSOR if isinstance(y, Tensor) else y for y in found]
+        call.order = _order(tensors, arguments)
+    return Residuals(parameters, arguments, call.outputs(tensors))
+
+
+def _order(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
+    """By what number each tensor of a result is known, see `Call.order`."""
+    known = {id(x): ~j for j, x in enumerate(arguments)}
+    order, outputs = [], 0
+    for y in tensors:
+        k = known.get(id(y))
+        if k is None:
+            k = known[id(y)] = outputs
+            outputs += 1
+        order.append(k)
+    return order
 
 
 def _run(signature: Signature, leaves: Sequence[Any], parameters: Sequence[Sequence[Tensor]]) -> Any:
@@ -204,39 +231,53 @@ def differentiated(
     return of_parameters, [next(rest) if need else None for need in needs[n:]]
 
 
-class Watch:
-    """What autograd saves of a run: whether backward will read parameters; the rest may go to the host meanwhile.
+class Saving:
+    """Where what autograd saves of a run goes: to the host, or through the hooks that are in force around the stage.
 
-    Attributes:
-        saw: whether a parameter was saved.
+    Parameters go nowhere. Their memory is lent, backward fills it again, and another copy would only take room.
     """
 
-    def __init__(self, signature: Signature, own: set[int], device: torch.device | None) -> None:
-        self.signature, self.own, self.device = signature, own, device
-        self.saw = False
+    def __init__(self, name: str, own: set[int], device: torch.device | None, around: Any) -> None:
+        self.name, self.own, self.device, self.around = name, own, device, around
 
     def context(self) -> Any:
-        """Under which it watches."""
+        """Under which it works."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, x: Tensor) -> tuple[Tensor, int | None]:
+    def _pack(self, x: Tensor) -> tuple[str, Any, Any]:
         if compat.storage_of(x) in self.own:
-            self.saw = True
-        elif self.device is not None and x.device == self.device:
-            away = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-            return away.copy_(x, non_blocking=True), None
-        return x.detach(), x._version  # an output itself would hold the graph that holds it
+            return "own", x.detach(), x._version  # an output itself would hold the graph that holds it
+        if self.device is None:
+            return "around", self.around[0](x), self.around[1]
+        if x.device != self.device:
+            return "own", x.detach(), x._version
+        away = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return "host", away.copy_(x, non_blocking=True), None
 
-    def _unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
-        x, version = packed
-        if version is None:
-            return x.to(self.device, non_blocking=True)
-        if x._version != version:
+    def _unpack(self, packed: tuple[str, Any, Any]) -> Tensor:
+        where, x, more = packed
+        if where == "host":
+            back: Tensor = x.to(self.device, non_blocking=True)
+            return back
+        if where == "around":
+            found: Tensor = more(x)
+            return found
+        if x._version != more:
             raise RuntimeError(
-                f"stage {self.signature.name}: a tensor of shape {tuple(x.shape)} that its backward needs has been "
+                f"stage {self.name}: a tensor of shape {tuple(x.shape)} that its backward needs has been "
                 f"modified by an inplace operation since"
             )
-        return x
+        same: Tensor = x
+        return same
+
+
+def discarding(stage: str) -> Any:
+    """A context in which autograd saves nothing: its graph only shows what depends on what."""
+
+    def gone(_: Any) -> Tensor:
+        raise escaped(stage)
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: None, gone)
 
 
 # --- what a stage must not do ---
@@ -279,34 +320,42 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[int]) -> None:
-    """Raises RuntimeError for an output that has the memory of parameters."""
-    for i, y in enumerate(outputs):
-        if compat.storage_of(y) in own:
-            raise RuntimeError(
-                f"stage {signature.name} ({signature.stage!r}) returns a parameter, or a view of one, as output "
-                f"{i}, of shape {tuple(y.shape)}: its memory is lent to the stage and gets other numbers afterwards. "
-                f"Return a clone, or compute with it inside the stage"
-            )
+def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[int]) -> list[int]:
+    """The numbers of the outputs' storages.
+
+    Raises:
+        RuntimeError: an output has the memory of parameters.
+    """
+    storages = [compat.storage_of(y) for y in outputs]
+    if not own.isdisjoint(storages):
+        i = next(i for i, storage in enumerate(storages) if storage in own)
+        raise RuntimeError(
+            f"stage {signature.name} ({signature.stage!r}) returns a parameter, or a view of one, as output "
+            f"{i}, of shape {tuple(outputs[i].shape)}: its memory is lent to the stage and gets other numbers "
+            f"afterwards. Return a clone, or compute with it inside the stage"
+        )
+    return storages
 
 
 def refuse_closure(signature: Signature, made: Residuals) -> None:
     """Raises RuntimeError if the function reached a tensor that needs a gradient and was not passed to it."""
-    known = {id(x) for x in [*(p for ps in made.parameters for p in ps), *made.inputs]}
-    nodes = [y.grad_fn for y in made.outputs]
-    lost = [y for y in made.outputs if y.grad_fn is None and y.requires_grad and id(y) not in known]
-    seen: set[Any] = set()
+    known = {id(x) for xs in (*made.parameters, made.inputs) for x in xs}
+    for y in made.outputs:
+        if y.grad_fn is None and y.requires_grad and id(y) not in known:
+            raise RuntimeError(_closes_over(signature, y))
+    # At every call: a tensor that needed no gradient may need one now.
+    nodes = [y.grad_fn for y in made.outputs if y.grad_fn is not None]
+    seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
-            lost.append(variable)
-        nodes += [parent for parent, _ in node.next_functions]
-    if lost:
-        raise RuntimeError(_closes_over(signature, lost[0]))
+        parents = node.next_functions
+        if parents:
+            for parent, _ in parents:
+                if parent is not None and parent not in seen:
+                    seen.add(parent)
+                    nodes.append(parent)
+        elif id(variable := getattr(node, "variable", None)) not in known and variable is not None:
+            raise RuntimeError(_closes_over(signature, variable))
 
 
 def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
@@ -320,10 +369,29 @@ def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
             )
 
 
-def apart(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs in memory of their own: autograd outside does not know of views of inputs made inside."""
-    taken = {compat.storage_of(x) for x in inputs}
-    return [y.clone() if compat.storage_of(y) in taken else y for y in outputs]
+class SharedMemory(Exception):
+    """Outputs of a stage share memory with each other, or with inputs, where that cannot be told to a transform."""
+
+
+def leaving(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Tensor], transformed: bool) -> Any:
+    """The outputs as they leave a call, without its graph.
+
+    Those that share memory do so outside too, as views by which autograd refuses a write that it could not follow.
+    """
+    taken = {compat.storage_of(x): x for x in inputs}
+    if len(set(storages)) == len(storages) and taken.keys().isdisjoint(storages):
+        return tuple([y.detach() for y in outputs])
+    if transformed:
+        raise SharedMemory
+    found = []
+    for y, storage in zip(outputs, storages, strict=True):
+        if storage not in taken and storages.count(storage) == 1:
+            found.append(y.detach())
+            continue
+        base = taken.setdefault(storage, y.detach())
+        same = base.dtype == y.dtype
+        found.append(base.as_strided(y.shape, y.stride(), y.storage_offset()) if same else y.detach().clone())
+    return tuple(found)
 
 
 def writes(signature: Signature) -> str:

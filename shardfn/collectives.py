@@ -15,8 +15,8 @@ hold the same one. A collective's type says what it takes and gives, and its tra
     pmax, pmin           V -> I    none: an error
 
 Each works over one axis or a tuple of them (major to minor), on a tensor or a pytree, under every torch.func transform
-and torch.compile; along an axis of size 1 it returns its argument. The *spec* in a docstring is the collective on a
-list with one tensor for each rank along the axis.
+and torch.compile. What it returns is memory of its own, which may be written to, along an axis of size 1 too. The
+*spec* in a docstring is the collective on a list with one tensor for each rank along the axis.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shardfn import ops, transport
-from shardfn.mesh import Axis, AxisName, bound_axis, current_mesh
+from shardfn.mesh import Axis, AxisName, bound_axis, check_together, current_mesh
 
 T = TypeVar("T")
 Call = tuple[Any, ...]  # an op and its arguments after the tensor
@@ -242,13 +242,14 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
     """
     pairs = [(int(source), int(target)) for source, target in perm]
 
-    def permute(t: Tensor, a: Axis) -> Call:
-        receive = [int((rank, a.index) in pairs) for rank in range(a.size)]
-        send = [int((a.index, rank) in pairs) for rank in range(a.size)]
-        return ops.ppermute, receive, send, a.index, a.group
-
     size = bound_axis(axis, "ppermute").size
     _check_permutation(pairs, axis, size)
+    sources = {target: source for source, target in pairs}
+    source = [sources.get(rank, -1) for rank in range(size)]
+
+    def permute(t: Tensor, a: Axis) -> Call:
+        return ops.ppermute, source, a.index, a.group
+
     out = _over(x, axis, "ppermute", permute)
     if size == 1 and not pairs:  # zeros that still have a derivative, whatever the values were
         return optree.tree_map(lambda t: t.masked_fill(torch.ones((), dtype=torch.bool, device=t.device), 0), out)
@@ -359,14 +360,18 @@ def axis_size(axis: AxisName) -> int:
 def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) -> T:
     """Runs the op that `f` chooses, after its checks, on the tensor or on each leaf of the pytree.
 
-    Along an axis of size 1 each op is the identity, and only what has no derivative is called, to refuse one.
+    Along an axis of size 1 each op is a copy, since a program that writes into the result must not change its argument
+    there and nowhere else; and only what has no derivative is called, to refuse one.
     """
     bound = bound_axis(axis, name)
+    check_together(axis, name)
 
     def on(leaf: Any) -> Any:
         tensor = _tensor(leaf, name)
         op, *statics = f(tensor, bound)
-        return tensor if bound.size == 1 and op not in (ops.pmax, ops.pmin) else op(tensor, *statics)
+        if bound.size > 1 or op in (ops.pmax, ops.pmin):
+            return op(tensor, *statics)
+        return transport.copy(tensor) if tensor is leaf else tensor
 
     out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
     return out
@@ -377,7 +382,7 @@ def _tensor(leaf: Any, name: str) -> Tensor:
         return leaf
     if isinstance(leaf, (int, float)) and not isinstance(leaf, bool):
         mesh = current_mesh()
-        return torch.tensor(leaf, device=mesh.device_type if mesh else None)
+        return torch.full((), leaf, device=mesh.device_type if mesh else None)  # a copy would make the host wait
     raise TypeError(f"{name} takes tensors and numbers, or pytrees of them; got {type(leaf).__name__}")
 
 

@@ -7,8 +7,10 @@ follows in reverse to gather ahead; nothing outlives the step, so another order 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from threading import current_thread, get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +21,10 @@ from shardfn.agree import agree
 from shardfn.call import (
     Call,
     Residuals,
-    Watch,
-    apart,
+    Saving,
     differentiated,
+    discarding,
+    leaving,
     refuse_closure,
     refuse_opaque,
     refuse_returned,
@@ -31,7 +34,8 @@ from shardfn.call import (
 from shardfn.layout import Layout
 from shardfn.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.link import Link, link
-from shardfn.mesh import scope, sizes
+from shardfn.loan import Loan, loan
+from shardfn.mesh import apart_along, check_together, lane, scope, sizes, world_of_thread
 from shardfn.reduction import Dtypes, Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
 from shardfn.signature import Signature, Wires
@@ -47,8 +51,46 @@ _STAGES = (
 )
 
 
+class Agreed:
+    """What the ranks have agreed on in one lane, whichever thread of it runs the stages.
+
+    Attributes:
+        compared: stages that run on all of them.
+        reads: whether backward of such a call was seen to need the parameters.
+        inside: who runs a stage.
+    """
+
+    def __init__(self) -> None:
+        self.compared: set[Wires] = set()
+        self.reads: dict[tuple[Signature, Wires], bool] = {}
+        self.inside: _Alone | None = None
+
+
+class _Alone:
+    """A context: no other thread of the lane runs stages, since other ranks could not tell what is for which."""
+
+    __slots__ = ("agreed", "depth", "name")
+
+    def __init__(self, agreed: Agreed) -> None:
+        self.agreed, self.depth, self.name = agreed, 0, current_thread().name
+
+    def __enter__(self) -> None:
+        other = self.agreed.inside
+        if other is not None and other is not self:
+            raise RuntimeError(
+                f"threads {other.name!r} and {self.name!r} run stages at the same time, and other ranks cannot tell "
+                f"them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+            )
+        self.agreed.inside, self.depth = self, self.depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.agreed.inside = None
+
+
 class Engine:
-    """What the stages on one mesh share: the ring, the tape, and the gradients in flight."""
+    """What the stages on one mesh share that one thread runs: the ring, the tape, and the gradients in flight."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
@@ -60,11 +102,12 @@ class Engine:
         self.kept: dict[Key, Slot] = {}  # from forward to backward
         self.lasting: dict[Key, Slot] = {}  # until the step is over
         self.orders: list[Order] = []  # what `layers` were told
-        self.compared: set[Wires] = set()
+        # Of the world and not of the mesh, which may go sooner on one rank than on another.
+        self.agreed: Agreed = world_of_thread().agreed.setdefault(lane(), Agreed())
+        self.reads = self.agreed.reads
+        self.met: set[Wires] = set()
+        self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
-        self.reads: dict[
-            tuple[Signature, Wires], bool
-        ] = {}  # whether backward of such a call was seen to need the parameters
         self._links: dict[tuple[str, ...], Link | None] = {}
         self._routes: dict[tuple[Layout, bool], tuple[Layout, Links]] = {}
 
@@ -85,23 +128,22 @@ class Engine:
 
     def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Runs a call of a stage; its tensor outputs, without a graph."""
-        with serving(call.signature.stage, backward=False):
+        with self.alone, serving(call.signature.stage, backward=False):
             place = self._begin(call, shards)
             self._gather(place.turn)
             self._ahead(call, place)
             records = any(call.needs)
             keeps = records and call.signature.options.remat in (False, "offload")
-            made = self._run(call, place.turn, inputs, keeps)
+            made, storages = self._run(call, place.turn, inputs, records, again=False)
             if keeps:
                 call.residuals = made
-                call.differentiable = [y.requires_grad for y in made.outputs]
-            else:
-                call.differentiable = [records and (y.is_floating_point() or y.is_complex()) for y in made.outputs]
+            call.differentiable = [y.requires_grad for y in made.outputs]
             if not records and place.turn.slot is not None and not place.turn.kept:
-                place.turn.slot.forget()
+                place.turn.slot.give_back()
             if place.tape is not None and isinstance(call.signature.keep, tuple) and (place.turn.reads or not keeps):
                 self._leave(place.tape, place.turn)
-            return tuple([y.detach() for y in apart(made.outputs, inputs)])
+            left: tuple[Tensor, ...] = leaving(made.outputs, storages, inputs, call.transformed)
+            return left
 
     def backward(
         self,
@@ -126,7 +168,7 @@ class Engine:
         if place.tape is not None:
             place.tape.closed = True
         made, call.residuals = call.residuals, None
-        with serving(call.signature.stage, backward=True):
+        with self.alone, serving(call.signature.stage, backward=True):
             if made is None or turn.reads:
                 if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
                     self._take(None, turn, call.signature.options.prefetch + 1)
@@ -134,12 +176,9 @@ class Engine:
             self._behind(place)
             if made is None:
                 with call.surroundings.again():
-                    made = self._run(call, turn, inputs, True)
-            if turn.saved is None or turn.slot is None:
+                    made, _ = self._run(call, turn, inputs, True, again=True)
+            with _in_use(turn):
                 gradients = differentiated(made, needs, cotangents)
-            else:
-                with turn.slot.showing(turn.saved):
-                    gradients = differentiated(made, needs, cotangents)
             of_shards = self._reduced(place, call.step, needs, gradients[0], collect)
             self._done(place)
             return [*of_shards, *gradients[1]]
@@ -171,8 +210,10 @@ class Engine:
     def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> Place:
         """Gives a call its place on the tape and its slot, which starts to fill."""
         signature, options = call.signature, call.signature.options
+        for layout in signature.layouts if apart_along() else ():
+            check_together(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         wires = signature.wires(shards)
-        if wires not in self.compared:
+        if wires not in self.met:
             self._meet(signature, wires)
         tape = self._tape(call, wires, shards) if any(call.needs) else None
         kept = _kept(tape, call)
@@ -219,8 +260,8 @@ class Engine:
         turn.slot = self.ring.find(turn.key)
         if turn.slot is None:
             counter: Any = self if tape is None else tape
-            slot = self.ring.at(counter.count, slots, turn.wires.nbytes)
-            if slot is busy:
+            slot = self.ring.at(counter.count, slots, turn.wires.nbytes, busy)
+            if slot is None:
                 return False
             counter.count += 1
             turn.slot = slot
@@ -291,7 +332,7 @@ class Engine:
                 return
             if turn.done or turn.slot is None or turn.kept or not turn.reads:
                 continue
-            if turn.slot is place.turn.slot:
+            if turn.slot.alternates(place.turn.slot):
                 return
             if turn.slot.holds != turn.key:
                 self._fill(turn)
@@ -326,43 +367,45 @@ class Engine:
             self.ring.give_back(slot)
         self.lasting.clear()
         for slot in self.ring.slots:
-            slot.forget()
+            slot.give_back()
 
     # --- the function ---
 
-    def _run(self, call: Call, turn: Turn, inputs: tuple[Tensor, ...], records: bool) -> Residuals:
-        """The function on the gathered parameters; with `records`, under autograd."""
+    def _run(
+        self, call: Call, turn: Turn, inputs: tuple[Tensor, ...], records: bool, again: bool
+    ) -> tuple[Residuals, list[int]]:
+        """The function on the gathered parameters, and the storages of its outputs; with `records`, under autograd."""
+        # What computes again in backward has a graph too, for a moment: it shows what is closed over, what may be
+        # differentiated, and it is what a loss runs into that gets past the outputs. Backward takes the same room.
+        keeps = records and not again and call.signature.options.remat in (False, "offload")
+        lent = self._loan(call, turn) if keeps else None
         signature, slot = call.signature, turn.slot
         own = {compat.storage_of(x) for x in turn.shards}
         if slot is not None:
             own.add(compat.storage_of(slot.buffer))
-        watch = self._watch(signature, turn, own) if records and not here.backward else None
-        parameters = whole_parameters(slot, turn.wires, turn.shards, call.needs)
-        versions = _versions(turn, inputs)
+        if lent is None:
+            parameters = whole_parameters(slot, turn.wires, turn.shards, call.needs)
+        else:
+            parameters = lent.parameters
+            own.add(lent.storage)
+        saving = self._saving(signature, own) if records and not again else None
+        versions = _versions(turn, inputs, lent)
         try:
-            made = run(call, self.mesh, parameters, inputs, records, watch.context() if watch else None)
-        except RuntimeError as error:
-            if watch is None or watch.device is not None or "saved tensor hooks" not in str(error):
-                raise
-            watch.saw = True  # the function uses torch.func, which lets nobody watch
-            with call.surroundings.again():
-                made = run(call, self.mesh, parameters, inputs, records, None)
+            with _in_use(turn):
+                made = run(call, self.mesh, parameters, inputs, records, saving)
         finally:
-            written = _versions(turn, inputs) != versions
+            written = _versions(turn, inputs, lent) != versions
             if written and slot is not None:
                 slot.forget()
         if written:
             raise RuntimeError(writes(signature))
-        refuse_returned(signature, made.outputs, own)
+        storages = refuse_returned(signature, made.outputs, own)
         refuse_opaque(signature, call.static)
-        if watch:
-            self._saw(turn, watch.saw)
-        if (records and turn.wires not in signature.checked) or (
-            not records and any(y.requires_grad for y in made.outputs)
-        ):
+        if not again and (records or any(y.requires_grad for y in made.outputs)):
             refuse_closure(signature, made)
-            signature.checked.add(turn.wires)
-        return made
+        if lent is not None:
+            self._saw(turn, lent.kept())
+        return made, storages
 
     def _saw(self, turn: Turn, reads: bool) -> None:
         """Whether a call's backward will gather, which all ranks must do or none: they agree once."""
@@ -375,15 +418,28 @@ class Engine:
         if reads and not turn.reads and turn.slot is not None:
             turn.saved = turn.slot.save()
 
-    def _watch(self, signature: Signature, turn: Turn, own: set[int]) -> Watch | None:
-        """What watches a run's autograd; nothing where a call like it was seen to save parameters.
+    def _loan(self, call: Call, turn: Turn) -> Loan | None:
+        """A loan by which it is seen whether backward reads parameters; none where that is known, or makes no odds.
 
-        A stage that did not is watched at every call, since gathering for its backward is left out.
+        A call like one that did not is watched again, since gathering for its backward is left out.
         """
-        offload = signature.options.remat == "offload" and self.device.type != "cpu"
-        if (self.reads.get(turn.kind, False) and not offload) or not compat.saved_tensors_hooks_allowed():
+        known = self.reads.get(turn.kind)
+        if turn.slot is None or turn.kept or known or (known is None and call.transformed):
             return None
-        return Watch(signature, own, self.device if offload else None)
+        lent = loan(turn.slot, turn.wires, turn.shards, call.needs)
+        if lent is None:
+            self._saw(turn, True)
+        return lent
+
+    def _saving(self, signature: Signature, own: set[int]) -> Any:
+        """A context for what autograd saves, if hooks around the stage would take it, or it shall go to the host."""
+        if not compat.saved_tensors_hooks_allowed():
+            return None
+        around, remat = compat.saved_tensors_hooks(), signature.options.remat
+        if remat not in (False, "offload"):
+            return None if around is None else discarding(signature.stage)
+        away = self.device if remat == "offload" and self.device.type != "cpu" else None
+        return None if away is None and around is None else Saving(signature.name, own, away, around).context()
 
     def _reduced(
         self,
@@ -431,25 +487,50 @@ class Engine:
                 if (one.size > 1 or lower) and one.here(compat.global_rank())
             ]
             self.ring.reserve(sum(-(-size // 512) * 512 for size in sizes))
+        if wires in self.agreed.compared:
+            self.met.add(wires)
+            return
         told = [
             f"{signature.name} on {wire.layout}, gathered as {wire.dtype}, layout {bytes(wire.tag[:8].tolist()).hex()}"
             for wire in wires.each
         ]
         with in_place():
             agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))
-        self.compared.add(wires)
+        self.agreed.compared.add(wires)
+        self.met.add(wires)
 
     def _callers(self, signature: Signature) -> tuple[str, ...]:
-        """The axes along which all ranks call a stage: not those of which one position has its parameters."""
-        return tuple(name for name in sizes(self.mesh) if name not in signature.away)
+        """Along which all ranks call a stage: not where one position has its parameters, nor where ranks run apart."""
+        elsewhere = (*signature.away, *apart_along())
+        return tuple(name for name in sizes(self.mesh) if name not in elsewhere)
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:
-    """The engine of a mesh."""
-    found: Engine | None = mesh.__dict__.get("_shardfn_engine")
+    """The engine of a mesh for this thread: each has its own ring and its own tape."""
+    every: dict[tuple[int, str], Engine] = mesh.__dict__.setdefault("_shardfn_engines", {})
+    key = get_ident(), lane()
+    found = every.get(key)
     if found is None:
-        found = mesh.__dict__["_shardfn_engine"] = Engine(mesh)
+        found = every[key] = Engine(mesh)
     return found
+
+
+@contextlib.contextmanager
+def _in_use(turn: Turn) -> Iterator[None]:
+    """While a function, or its backward, reads what a turn's slot holds."""
+    slot = turn.slot
+    if slot is None:
+        yield
+        return
+    before, slot.busy = slot.busy, True
+    try:
+        if turn.saved is None:
+            yield
+        else:
+            with slot.showing(turn.saved):
+                yield
+    finally:
+        slot.busy = before
 
 
 def _kept(tape: Tape | None, call: Call) -> Keep:
@@ -471,10 +552,11 @@ def _identities(shards: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
     return tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards])
 
 
-def _versions(turn: Turn, inputs: tuple[Tensor, ...]) -> list[int]:
+def _versions(turn: Turn, inputs: tuple[Tensor, ...], lent: Loan | None) -> list[int]:
     """Change when the function writes into its parameters, or into what else it was given."""
     watched = [] if turn.slot is None else [turn.slot.buffer]
-    return [x._version for x in (*watched, *turn.shards, *inputs) if not x.is_inference()]
+    versions = [x._version for x in (*watched, *turn.shards, *inputs) if not x.is_inference()]
+    return versions if lent is None else [*versions, lent.version]
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

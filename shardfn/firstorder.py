@@ -6,6 +6,7 @@ derivative, a tangent or a batch goes through the plain function that both mean.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardfn import compat
+from shardfn.mesh import current_mesh, scope
 
 Tensors = tuple[Tensor, ...]
 
@@ -49,10 +51,16 @@ class Rule:
 class _Call:
     """One call of a rule; no pytree node, so transforms pass it through."""
 
-    __slots__ = ("outputs", "rule")
+    __slots__ = ("mesh", "outputs", "rule")
 
     def __init__(self, rule: Rule) -> None:
-        self.rule, self.outputs = rule, 0
+        self.rule, self.outputs, self.mesh = rule, 0, current_mesh()
+
+    def scope(self) -> Any:
+        """What axis names meant when it was called: backward runs on another thread, or wherever it is asked for."""
+        if self.mesh is None or self.mesh is current_mesh():
+            return contextlib.nullcontext()
+        return scope(self.mesh)
 
 
 class _Forward(Function):
@@ -66,7 +74,7 @@ class _Forward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.rule, ctx.outputs = inputs[0].rule, inputs[0].outputs
+        ctx.call, ctx.outputs = inputs[0], inputs[0].outputs
         ctx.inputs = len(inputs) - 1
         ctx.save_for_backward(*inputs[1:], *output)
         ctx.mark_non_differentiable(*output[ctx.outputs :])
@@ -74,36 +82,42 @@ class _Forward(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        with ctx.call.scope():
+            return _Forward._backward(ctx, cotangents)
+
+    @staticmethod
+    def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        rule: Rule = ctx.call.rule
         every = [compat.alive(x) for x in ctx.saved_tensors]
         inputs, made = every[: ctx.inputs], every[ctx.inputs :]
         needs = ctx.needs_input_grad[1:]
         cts = cotangents[: ctx.outputs]
         if compat.inside_batching_or_forward() or any(ct is not None and compat.batched(ct) for ct in cts):
-            return (None, *_pure_backward(ctx.rule, needs, inputs, cts))
+            return (None, *_pure_backward(rule, needs, inputs, cts))
         if not torch.is_grad_enabled():
-            found = ctx.rule.backward(inputs, made[: ctx.outputs], made[ctx.outputs :], cts, needs)
+            found = rule.backward(inputs, made[: ctx.outputs], made[ctx.outputs :], cts, needs)
             return (None, *found)
         given = [ct is not None for ct in cts]
         sizes = len(inputs), ctx.outputs
         present = [ct for ct in cts if ct is not None]
-        grads = iter(compat.applied(_Backward, ctx.rule, needs, given, sizes, *present, *inputs, *made))
+        grads = iter(compat.applied(_Backward, ctx.call, needs, given, sizes, *present, *inputs, *made))
         return (None, *(next(grads) if need else None for need in needs))
 
 
 class _Backward(Function):
-    """`(rule, needs, given, sizes, *cotangents, *inputs, *outputs, *kept) -> gradients` of the inputs that need one."""
+    """`(call, needs, given, sizes, *cotangents, *inputs, *outputs, *kept) -> gradients` of the inputs that need one."""
 
     @staticmethod
-    def forward(rule: Rule, needs: Sequence[bool], given: list[bool], sizes: Any, *tensors: Tensor) -> Tensors:
+    def forward(call: _Call, needs: Sequence[bool], given: list[bool], sizes: Any, *tensors: Tensor) -> Tensors:
         cts, inputs, made = _apart(given, sizes, tensors)
-        found = rule.backward(inputs, made[: sizes[1]], made[sizes[1] :], cts, needs)
+        found = call.rule.backward(inputs, made[: sizes[1]], made[sizes[1] :], cts, needs)
         return tuple(
             torch.zeros_like(x) if g is None else g for g, x, need in zip(found, inputs, needs, strict=True) if need
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.rule, ctx.needs, ctx.given, ctx.sizes = inputs[:4]
+        ctx.call, ctx.needs, ctx.given, ctx.sizes = inputs[:4]
         ctx.save_for_backward(*inputs[4:])
 
     @staticmethod
@@ -117,10 +131,11 @@ class _Backward(Function):
             for i, variable in zip(moving, variables, strict=True):
                 mixed[i] = variable
             cts, inputs, _ = _apart(ctx.given, ctx.sizes, mixed)
-            return tuple(g for g in _pure_backward(ctx.rule, ctx.needs, inputs, cts) if g is not None)
+            return tuple(g for g in _pure_backward(ctx.call.rule, ctx.needs, inputs, cts) if g is not None)
 
-        pull = torch.func.vjp(again, *[tensors[i] for i in moving])[1]
-        found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
+        with ctx.call.scope():
+            pull = torch.func.vjp(again, *[tensors[i] for i in moving])[1]
+            found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
         return (None, None, None, None, *(found.get(i) for i in range(len(tensors))))
 
 

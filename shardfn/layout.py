@@ -7,10 +7,10 @@ contiguous pieces. So gathering the pieces gives the parameters themselves: each
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -76,6 +76,7 @@ class Layout:
         trainable: whether they get gradients.
         placement: the axes.
         grid: the mesh.
+        room: elements of the whole buffer, where it is larger than it need be.
     """
 
     stage: str
@@ -85,6 +86,7 @@ class Layout:
     trainable: bool
     placement: Placement
     grid: Grid
+    room: int = 0
     _hash: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class Layout:
         return self._hash == other._hash and self._known() == other._known()
 
     def _known(self) -> tuple[Any, ...]:
-        return self.stage, self.tree, self.entries, self.dtype, self.trainable, self.placement, self.grid
+        return self.stage, self.tree, self.entries, self.dtype, self.trainable, self.placement, self.grid, self.room
 
     def __reduce__(self) -> Any:
         return _layout, (
@@ -110,6 +112,7 @@ class Layout:
             self.trainable,
             self.placement,
             self.grid,
+            self.room,
         )
 
     @cached_property
@@ -128,6 +131,8 @@ class Layout:
 
         It can be cut over the replicas too, so that the buffer is as large however it is placed on these axes.
         """
+        if self.room:
+            return self.room // self.size
         step, finest = aligned(1, self.dtype), self.grid.size(self.placement.axes + self.placement.replicas)
         return aligned(-(-(self.total + step) // finest), self.dtype) * (finest // self.size)
 
@@ -159,7 +164,14 @@ class Layout:
         """The same buffer, placed otherwise."""
         if placement == self.placement:
             return self
-        return Layout(self.stage, self.tree, self.entries, self.dtype, self.trainable, placement, self.grid)
+        return replace(self, placement=placement)
+
+    def alone(self, places: tuple[tuple[str, int], ...]) -> Layout:
+        """The same pieces, as the ranks at these positions see them who run apart from the others along these axes."""
+        names = {name for name, _ in places}
+        left = self.placement.without(names)
+        home = (*left.home, *(place for place in places if place[0] not in left.away))
+        return replace(self, placement=replace(left, home=home), room=self.padded)
 
     @property
     def partial(self) -> bool:
@@ -262,6 +274,21 @@ class Layout:
         )
 
 
+def _meant(flat: FlatShard) -> str:
+    stage = f"stage {flat.layout.stage!r}" if flat.layout.stage else "the parameters"
+    return (
+        f"it is this rank's piece of {stage}. A function that shardfn.stage wraps gets the whole parameters, "
+        f"shardfn.unshard(params) gives them, and shardfn.local_parameters(flat) what this rank holds of each"
+    )
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    def refuse(self: FlatShard, *_: Any) -> Any:
+        raise TypeError(f"a FlatShard {what}: {_meant(self)}")
+
+    return refuse
+
+
 class FlatShard:
     """This rank's piece of a stage's parameters: a pytree node with one tensor leaf.
 
@@ -287,7 +314,32 @@ class FlatShard:
         if not isinstance(self.values, Tensor):
             return f"FlatShard({self.values!r}, {self.layout})"
         lines = [f"  {entry.path or '(itself)'} {list(entry.shape)}" for entry in self.layout.entries]
-        return "\n".join([f"FlatShard({self.layout},", *lines, ")"])
+        cast = self.values.dtype != self.layout.dtype
+        here = f"now {str(self.values.dtype).removeprefix('torch.')}, {_bytes(self.values.nbytes)}; " if cast else ""
+        return "\n".join([f"FlatShard({here}{self.layout},", *lines, ")"])
+
+    __getitem__: Any = _refused("cannot be indexed")
+    __len__: Any = _refused("has no length")
+    __add__: Any = _refused("has no arithmetic, but any tree_map goes into it")
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __add__
+
+    def __bool__(self) -> bool:
+        return True
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or name in FlatShard.__slots__:  # which copying and pickling ask for
+                raise AttributeError(name)
+            raise AttributeError(f"a FlatShard has no .{name}: {_meant(self)}")
+
+    @classmethod
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises TypeError: no function of torch takes a flat shard."""
+        found = next((x for x in optree.tree_leaves((args, kwargs), is_leaf=is_flat) if is_flat(x)), None)
+        name = getattr(f, "__name__", str(f))
+        raise TypeError(f"torch's {name} takes no FlatShard: {_meant(found) if found else 'see shardfn.stage'}")
 
 
 def local_parameters(flat: FlatShard) -> dict[str, Tensor]:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import compat
+from shardfn import compat, waiting
 from shardfn.ledger import record, recording
-from shardfn.mesh import Axis, axis_of, group_over
+from shardfn.mesh import Axis, axis_of, group_over, lane
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +43,7 @@ class Link:
         axis: their product as this rank sees it.
         gathers: moves parameters.
         reductions: moves gradients.
+        group_names: of these two.
         chosen: transport of each collective, by default.
         overrides: what `transports` says instead.
         checks: whether what arrives is what was sent; a fake group moves nothing.
@@ -52,6 +53,7 @@ class Link:
     axis: Axis
     gathers: Any
     reductions: Any
+    group_names: tuple[str, str]
     chosen: dict[str, str]
     overrides: dict[str, str]
     checks: bool
@@ -99,6 +101,12 @@ class _Later:
         self.start().wait()
 
 
+def arrived(work: Handle, op: str, group: str, stage: str) -> None:
+    """Waits for what is under way; who waits long says that it is for this."""
+    with waiting.on(op, group, stage):
+        work.wait()
+
+
 # A send copies to the other side at once if that waits for it, which would hold up the rank that is late anyway.
 _NAME = "shardfn-link"
 _launcher = ThreadPoolExecutor(1, thread_name_prefix=_NAME)
@@ -115,15 +123,20 @@ def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
 
 def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
     """The axes of the mesh, made ready once. All ranks along them take part the first time."""
-    links: dict[tuple[str, ...], Link] = mesh.__dict__.setdefault("_shardfn_links", {})
-    found = links.get(names)
+    links: dict[tuple[str, tuple[str, ...]], Link] = mesh.__dict__.setdefault("_shardfn_links", {})
+    key = lane(), names
+    found = links.get(key)
     if found is None:
         axis = axis_of(mesh, names)
         group = compat.group_of(axis.group)
         backend = compat.backend_of(group, mesh.device_type)
         # NCCL runs the collectives of one communicator one after another; two of them overlap.
         second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
-        found = links[names] = Link(names, axis, group, second, _defaults(backend), _overrides(mesh), backend != "fake")
+        called = group.group_name, second.group_name
+        waiting.along(called[1], " x ".join(names))
+        found = links[key] = Link(
+            names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake"
+        )
     return found
 
 
@@ -144,6 +157,12 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         if how not in TRANSPORTS.get(op, {}):
             known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
             raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
+        if how == "direct" and dist.group.WORLD and compat.backend_of(dist.group.WORLD, mesh.device_type) == "nccl":
+            raise ValueError(
+                f'transports: {op}="direct" sends each piece as a message of its own, and NCCL runs the messages of '
+                f"one communicator one after another, so that ranks which send first wait for each other for ever: "
+                f'on NCCL use {op}="native"'
+            )
     overrides = _overrides(mesh)
     before = dict(overrides)
     overrides.update(chosen)
@@ -289,14 +308,21 @@ def _gather_directly(whole: Tensor, link: Link) -> Handle:
 def _swap(
     into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], link: Link, group: Any, tag: int
 ) -> Handle:
-    """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`."""
+    """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`.
+
+    A message of another length than is expected would end the process; with another tag it is waited for.
+    """
     others = [i for i in range(link.axis.size) if i != link.axis.index]
 
     def launch() -> list[Any]:
-        works = [group.recv([x], i, tag) for i in others for x in into[i]]
-        return works + [group.send([x], i, tag) for i in others for x in out[i]]
+        works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i]]
+        return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i]]
 
     return _Launched(_launch(launch))
+
+
+def _tagged(tag: int, x: Tensor) -> int:
+    return tag + 4 * (x.nbytes % 2**27)
 
 
 def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:

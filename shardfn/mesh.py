@@ -11,18 +11,21 @@ import contextlib
 import itertools
 import math
 import os
+import re
+import socket
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from shardfn import compat
+from shardfn import compat, waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -94,29 +97,37 @@ class _Scope(threading.local):
 
     mesh: DeviceMesh | None = None
     axes: Axes | None = None
+    apart: tuple[str, ...] = ()
 
 
-class _Grids(threading.local):
-    """The meshes that this rank placed values on."""
+@dataclass(frozen=True)
+class World:
+    """What this process has made of one world, for all its threads.
 
-    def __init__(self) -> None:
-        self.meshes: dict[Grid, list[weakref.ref[DeviceMesh]]] = {}
+    Attributes:
+        group: the group of all its ranks.
+        meshes: the last mesh of each grid, and its kind of device.
+        again: meshes that values were still placed on when they had gone.
+        agreed: what else its ranks have made or found out together, by lane.
+        made: groups by use, lane and members.
+    """
 
-
-class _Groups(threading.local):
-    """The groups of this rank by their members, in the world that has them."""
-
-    world: weakref.ref[dist.ProcessGroup] | None = None
-    made: dict[tuple[str | int, ...], dist.ProcessGroup]
+    group: dist.ProcessGroup | None
+    meshes: dict[Grid, tuple[weakref.ref[DeviceMesh], str]] = field(default_factory=dict)
+    again: dict[Grid, DeviceMesh] = field(default_factory=dict)
+    agreed: dict[str, Any] = field(default_factory=dict)
+    made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
 
 LEAVE_TOGETHER = timedelta(seconds=10)
 _scope = _Scope()
-_grids = _Grids()
-_groups = _Groups()
+_worlds: dict[int, World] = {}  # one, but in tests whose ranks are threads
+_lock = threading.Lock()
 _entered: list[int] = []  # numbers of the meshes in scope on any thread
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
+_lanes: dict[int, str] = {}  # of them
 _numbers = itertools.count()
+_NUMBERS = re.compile(r"(?<=^Thread)-\d+|(?<=^ThreadPoolExecutor)-\d+|_\d+$")
 
 
 def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
@@ -142,6 +153,7 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
         raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {_show(sizes)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     _start_distributed()
+    _claim_device(device)
     world = dist.get_world_size()
     known = math.prod(size for size in sizes.values() if size != -1)
     if world % known or (-1 not in sizes.values() and known != world):
@@ -151,12 +163,25 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
             f"start it with torchrun --nproc-per-node {known}{fix}"
         )
     filled = {name: world // known if size == -1 else size for name, size in sizes.items()}
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh  # it chooses this process's device, too
-    places = whole.view(tuple(filled.values()))
+    return _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
+
+
+def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
     groups = [group_over(_row(places, [dim])) for dim in range(places.ndim)]
-    return DeviceMesh.from_group(groups, device, places, mesh_dim_names=tuple(filled))
+    return DeviceMesh.from_group(groups, device, places, mesh_dim_names=names)
+
+
+def _again(grid: Grid, device: str) -> DeviceMesh:
+    """A mesh that has gone, while values are placed on it."""
+    names, lengths = zip(*grid.sizes, strict=True)
+    mesh = _mesh(torch.tensor(grid.ranks).view(lengths), names, device)
+    grid_of(mesh)
+    return mesh
 
 
 def sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -242,24 +267,29 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     grid: Grid | None = mesh.__dict__.get("_shardfn_grid")
     if grid is None:
         grid = mesh.__dict__["_shardfn_grid"] = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
-        alive = [known for known in _grids.meshes.get(grid, []) if known() is not None]
-        _grids.meshes[grid] = [*alive, weakref.ref(mesh)]
+        world_of_thread().meshes[grid] = weakref.ref(mesh), mesh.device_type
     return grid
 
 
 def mesh_of(grid: Grid, where: str) -> DeviceMesh:
-    """The mesh in scope, which must be the one of `grid`; without one in scope, the last that was used with it.
+    """The mesh in scope, which must be the one of `grid`; without one in scope, the last that was made like it.
 
     Raises:
-        ValueError: another mesh is in scope, or none and no such mesh is alive.
+        ValueError: another mesh is in scope, or none and there is no such mesh in this world.
     """
     mesh = _scope.mesh
     if mesh is None:
-        alive = [known() for known in _grids.meshes.get(grid, [])]
-        found = next((known for known in reversed(alive) if known is not None), None)
+        here = world_of_thread()
+        found, device = here.meshes.get(grid, (None, ""))
         if found is None:
-            raise ValueError(f"{where} is placed on a mesh ({grid}) that is gone: call it under shard_map(mesh=...)")
-        return found
+            raise ValueError(
+                f"{where} is placed on a mesh ({grid}) that this process does not have: make it with "
+                f"make_mesh({grid}), or call it under shard_map(mesh=...)"
+            )
+        alive = found()
+        if alive is None:
+            alive = here.again[grid] = _again(grid, device)
+        return alive
     if grid_of(mesh) is not grid and grid_of(mesh) != grid:
         mine = grid_of(mesh)
         told = str(mine) if str(mine) != str(grid) else f"{mine}, with other ranks: {mine.ranks}, not {grid.ranks}"
@@ -278,16 +308,86 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
         use: groups of different uses are different, though their ranks are the same.
         backend: of a group that is new; default: the world's.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    if not use and ranks == list(range(world.size())):
-        return world
-    if _groups.world is None or _groups.world() is not world:
-        _groups.world, _groups.made = weakref.ref(world), {}
-    found = _groups.made.get((use, *ranks))
+    world = world_of_thread()
+    assert world.group is not None
+    part = lane()
+    if not use and not part and ranks == list(range(world.group.size())):
+        return world.group
+    key: tuple[str | int, ...] = (use, part, *ranks)
+    found = world.made.get(key)
     if found is None:
-        found = _groups.made[(use, *ranks)] = compat.new_group(ranks, backend)
+        made: Future[dist.ProcessGroup] = Future()
+        found = world.made.setdefault(key, made)
+        if found is made:
+            try:
+                made.set_result(_made(ranks, use, repr(key), backend))
+            except BaseException as error:
+                world.made.pop(key)
+                made.set_exception(error)
+                raise
+    return found.result()
+
+
+def _made(ranks: list[int], use: str, name: str, backend: str | None) -> dist.ProcessGroup:
+    if dist.get_backend() not in ("fake", "threaded"):
+        waiting.meet(name, ranks, "the making of a group", use or "axes")
+    return compat.new_group(ranks, name, backend)
+
+
+def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
+    """As `group_over`, a group that moves CPU tensors, which no other use can disturb.
+
+    Raises:
+        RuntimeError: this torch has no gloo, which moves CPU tensors.
+    """
+    if dist.get_backend() in ("fake", "threaded"):  # they know no gloo beside them
+        return group_over(ranks)
+    if not dist.is_gloo_available():
+        raise RuntimeError(
+            f"ranks {use} on the CPU, by gloo, beside whatever moves tensors on their devices, and this torch "
+            f"({torch.__version__}) was built without gloo: install one with it, as PyTorch's own packages are"
+        )
+    return group_over(ranks, use, "gloo")
+
+
+def lane() -> str:
+    """Which of the threads that work at the same time this is: each has groups of its own.
+
+    It is the thread's name, without the numbers that Python gives, by which it finds its like on the other ranks; the
+    main thread's is empty.
+    """
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return ""
+    if compat.autograd_thread():
+        entered = {_lanes[number] for number in set(_entered)}
+        return entered.pop() if len(entered) == 1 else ""
+    found: str | None = thread.__dict__.get("_shardfn_lane")
+    if found is None:
+        found = "" if compat.worlds_of_threads() else _NUMBERS.sub("", thread.name)
+        thread.__dict__["_shardfn_lane"] = found
     return found
+
+
+def world_of_thread() -> World:
+    """The world of this thread, which all threads of a process share."""
+    group = dist.group.WORLD
+    found = _worlds.get(id(group))
+    if found is None:
+        with _lock:
+            found = _worlds.get(id(group))
+            if found is None:
+                if not compat.worlds_of_threads():
+                    _worlds.clear()  # of one that has ended nothing is used again
+                found = _worlds[id(group)] = World(group)
+                if group is not None:
+                    waiting.joined()
+    return found
+
+
+def forget_world() -> None:
+    """This rank leaves its world."""
+    _worlds.pop(id(dist.group.WORLD), None)
 
 
 @contextlib.contextmanager
@@ -302,6 +402,30 @@ def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
     finally:
         _entered.remove(axes.number)
         _scope.mesh, _scope.axes = before
+
+
+@contextlib.contextmanager
+def apart(names: tuple[str, ...]) -> Iterator[None]:
+    """Ranks along these axes run other things inside, or at other times: nothing may go along them."""
+    before, _scope.apart = _scope.apart, (*_scope.apart, *names)
+    try:
+        yield
+    finally:
+        _scope.apart = before
+
+
+def apart_along() -> tuple[str, ...]:
+    """The axes along which ranks run apart here."""
+    return _scope.apart
+
+
+def check_together(axis: AxisName, where: str) -> None:
+    """Raises RuntimeError where ranks along an axis run apart and could only wait for each other."""
+    if _scope.apart and (among := set(_scope.apart).intersection(as_names(axis))):
+        raise RuntimeError(
+            f"{where}: ranks along {' and '.join(map(repr, sorted(among)))} run apart here, each its own part of a "
+            f"pipeline on its own micro-batch, so nothing can go along that axis: do it before the pipeline or after"
+        )
 
 
 def _elsewhere() -> Axes | None:
@@ -322,10 +446,12 @@ def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
 def known_axes(mesh: DeviceMesh) -> Axes:
     """The axes of the mesh that were used so far."""
     # On the mesh itself: equal meshes of two process groups, one ended and one alive, must not share groups.
-    axes: Axes | None = mesh.__dict__.get("_shardfn_axes")
+    by_lane: dict[str, Axes] = mesh.__dict__.setdefault("_shardfn_axes", {})
+    part = lane()
+    axes = by_lane.get(part)
     if axes is None:
-        axes = mesh.__dict__["_shardfn_axes"] = Axes(next(_numbers), {})
-        _meshes[axes.number] = weakref.ref(mesh)
+        axes = by_lane.setdefault(part, Axes(next(_numbers), {}))
+        _meshes[axes.number], _lanes[axes.number] = weakref.ref(mesh), part
     return axes
 
 
@@ -338,7 +464,9 @@ def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
     ranks, rank = _row(mesh.mesh, dims), dist.get_rank()
     if not ranks:
         raise ValueError(f"{where}: rank {rank} is in no row of the mesh, whose ranks are {mesh.mesh.tolist()}")
-    return Axis(len(ranks), ranks.index(rank), _group_name(mesh, names, ranks))
+    group = _group_name(mesh, names, ranks)
+    waiting.along(group, " x ".join(names))
+    return Axis(len(ranks), ranks.index(rank), group)
 
 
 def _row(places: torch.Tensor, dims: list[int]) -> list[int]:
@@ -352,7 +480,7 @@ def _row(places: torch.Tensor, dims: list[int]) -> list[int]:
 def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> str:
     if len(ranks) == 1:
         return ""  # nothing moves along it
-    own = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size()))
+    own = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size())) and not lane()
     return (mesh.get_group(names[0]) if own else group_over(ranks)).group_name
 
 
@@ -378,6 +506,28 @@ def _end_distributed() -> None:
             store.set(f"shardfn/leaving/{dist.get_rank()}", "")
             store.wait([f"shardfn/leaving/{rank}" for rank in ranks], LEAVE_TOGETHER)
         dist.destroy_process_group()
+
+
+def _claim_device(device: str) -> None:
+    """Says which accelerator this process uses, and finds out whether another one does.
+
+    Raises:
+        RuntimeError: two ranks use one device, and there are others.
+    """
+    module: Any = None if device == "cpu" else getattr(torch, device, None)
+    if module is None or not module.is_initialized() or dist.get_backend() == "fake":
+        return  # what is not in use yet, `init_device_mesh` chooses by LOCAL_RANK
+    index, rank = module.current_device(), dist.get_rank()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    name = getattr(module.get_device_properties(index), "uuid", None) or f"{index} of {visible}"
+    first = compat.default_store().compare_set(f"shardfn/device/{socket.gethostname()}/{name}", "", str(rank)).decode()
+    if first != str(rank) and module.device_count() > 1:
+        local = os.environ.get("LOCAL_RANK", "its rank on this host")
+        raise RuntimeError(
+            f"make_mesh: ranks {first} and {rank} both use {device}:{index} of {socket.gethostname()}, which has "
+            f"{module.device_count()}: call torch.{device}.set_device({local}) in each process before anything else "
+            f"touches the device"
+        )
 
 
 def _show(sizes: dict[str, int]) -> str:

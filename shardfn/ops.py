@@ -2,10 +2,65 @@
 
 from __future__ import annotations
 
-from shardfn import transport
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn import compat, transport
+from shardfn.agree import agree
+from shardfn.debugging import debugging
+from shardfn.mesh import Axis
 from shardfn.primitive import Op, primitive
 
-psum: Op = primitive(
+
+def collective(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
+    """A primitive for which ranks meet, and which they compare first where `debugging` says so."""
+    names = [argument.split()[-1] for argument in statics.split(",")]
+
+    def compared(x: Tensor, *args: Any) -> Tensor:
+        if debugging.collectives and compat.plain(x):
+            _compare(name, x, dict(zip(names, args, strict=True)))
+        return kernel(x, *args)
+
+    return primitive(name, statics, compared, transpose)
+
+
+def _compare(name: str, x: Tensor, statics: dict[str, Any]) -> None:
+    if not statics["group"]:
+        return
+    group = compat.group_of(statics["group"])
+    own = ("group", "index", "send", "receive")  # of this rank alone
+    said = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in own])
+    if name == "ragged_all_to_all":  # only that dimension may differ
+        shape = [*x.shape[: statics["dim"]], "...", *x.shape[statics["dim"] + 1 :]]
+    else:
+        shape = list(x.shape)
+    what = f"{name}({x.dtype} {shape}{', ' * bool(said)}{said}), called at {_caller()}"
+    along = Axis(group.size(), group.rank(), statics["group"])
+    agree([what], along, "debug(collectives=True)", subject=_CALLS)
+
+
+_CALLS = (
+    "collectives",
+    "All ranks along an axis call the same collectives, on values of the same shape and dtype, in the same order",
+)
+_NOT_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+
+
+def _caller() -> str:
+    """The line outside of this package and of torch that leads here; in backward that is who asked for it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+psum: Op = collective(
     "psum",
     "str group",
     kernel=lambda x, group: transport.all_reduce(x, "sum", group),
@@ -17,21 +72,25 @@ pvary: Op = primitive(
     kernel=lambda x, group: transport.copy(x),
     transpose=lambda ct, group: psum(ct, group),
 )
-pmax: Op = primitive("pmax", "str group", kernel=lambda x, group: transport.all_reduce(x, "max", group), transpose=None)
-pmin: Op = primitive("pmin", "str group", kernel=lambda x, group: transport.all_reduce(x, "min", group), transpose=None)
-all_gather: Op = primitive(
+pmax: Op = collective(
+    "pmax", "str group", kernel=lambda x, group: transport.all_reduce(x, "max", group), transpose=None
+)
+pmin: Op = collective(
+    "pmin", "str group", kernel=lambda x, group: transport.all_reduce(x, "min", group), transpose=None
+)
+all_gather: Op = collective(
     "all_gather",
     "int dim, int size, str group",
     kernel=transport.all_gather,
     transpose=lambda ct, dim, size, group: reduce_scatter(ct, dim, size, group),
 )
-reduce_scatter: Op = primitive(
+reduce_scatter: Op = collective(
     "reduce_scatter",
     "int dim, int size, str group",
     kernel=transport.reduce_scatter,
     transpose=lambda ct, dim, size, group: all_gather(ct, dim, size, group),
 )
-all_gather_invariant: Op = primitive(
+all_gather_invariant: Op = collective(
     "all_gather_invariant",
     "int dim, int index, int size, str group",
     kernel=lambda x, dim, index, size, group: transport.all_gather(x, dim, size, group),
@@ -43,21 +102,55 @@ local_slice: Op = primitive(
     kernel=lambda x, dim, index, size, group: transport.piece(x, dim, index, size),
     transpose=lambda ct, dim, index, size, group: all_gather_invariant(ct, dim, index, size, group),
 )
-ppermute: Op = primitive(
+ppermute: Op = collective(
     "ppermute",
-    "int[] receive, int[] send, int index, str group",
+    "int[] source, int index, str group",
     kernel=transport.permute,
-    transpose=lambda ct, receive, send, index, group: ppermute(ct, send, receive, index, group),
+    transpose=lambda ct, source, index, group: ppermute(ct, transport.inverse(source), index, group),
 )
-all_to_all: Op = primitive(
+all_to_all: Op = collective(
     "all_to_all",
     "int split_dim, int concat_dim, int size, str group",
     kernel=transport.all_to_all,
     transpose=lambda ct, split, concat, size, group: all_to_all(ct, concat, split, size, group),
 )
-ragged_all_to_all: Op = primitive(
+ragged_all_to_all: Op = collective(
     "ragged_all_to_all",
     "int dim, int[] send, int[] receive, int index, str group",
     kernel=transport.ragged_all_to_all,
     transpose=lambda ct, dim, send, receive, index, group: ragged_all_to_all(ct, dim, receive, send, index, group),
 )
+
+replicated: Op = primitive(
+    "replicated",
+    "str what, str group",
+    kernel=lambda x, what, group: transport.copy(x),
+    transpose=lambda ct, what, group: verified(ct, what, group),
+)
+verified: Op = primitive(
+    "verified",
+    "str what, str group",
+    kernel=lambda x, what, group: transport.copy(_verified(x, what, group)),
+    transpose=lambda ct, what, group: replicated(ct, what, group),
+)
+
+
+def _verified(x: Tensor, what: str, group: str) -> Tensor:
+    """`x`, which has to be the same on all ranks, but for the order in which they may have added."""
+    if x.numel() and compat.plain(x):
+        parts = torch.view_as_real(x) if x.is_complex() else x
+        high, low = transport.all_reduce(parts, "max", group), transport.all_reduce(parts, "min", group)
+        scale = torch.maximum(high.abs(), low.abs()).amax()
+        if (high - low).amax() > scale * torch.finfo(x.dtype).eps ** 0.5:
+            raise ValueError(
+                f"{what}: ranks have different derivatives of a value that is the same on all of them, each its own "
+                f"part: write shardfn.pvary(value, axes) where it meets what varies, whose transpose adds up the parts"
+            )
+    return x
+
+
+def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
+    """Begins to send `x` to the next rank of a ring; the function returned waits for what comes from the one before."""
+    if debugging.collectives and compat.plain(x):
+        _compare("a step of a ring", x, {"group": group})
+    return transport.shifted(x, index, size, group)

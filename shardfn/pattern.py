@@ -14,7 +14,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from shardfn import collectives
+from shardfn import collectives, transport
 from shardfn.mesh import bound_axis
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
@@ -93,6 +93,8 @@ def _run(x: Tensor, names: tuple[str, ...], steps: tuple[Step, ...], pattern: st
         raise ValueError(
             f"redistribute pattern {pattern!r} names {len(names)} dimensions, but the tensor has shape {tuple(x.shape)}"
         )
+    if not steps:
+        return transport.copy(x)  # which may be written to, as what moved may
     for step in steps:
         try:
             x = getattr(collectives, step.op)(x, step.axes, **dict(step.dims))

@@ -24,7 +24,9 @@ Op = Callable[..., Tensor]
 def _namespace() -> str:
     # torch.compile keeps graphs on disk under the names of the ops in them: new code takes a new name.
     here = Path(__file__).parent
-    code = b"".join((here / f"{name}.py").read_bytes() for name in ("compat", "primitive", "transport", "ops"))
+    code = b"".join(
+        (here / f"{name}.py").read_bytes() for name in ("compat", "primitive", "messages", "transport", "ops")
+    )
     return f"shardfn_{hashlib.blake2b(code, digest_size=4).hexdigest()}"
 
 

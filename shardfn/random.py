@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import operator
+from typing import Any
 
+import optree
 import torch
+from torch import Tensor
 
+from shardfn import compat
 from shardfn.mesh import bound_axis, current_mesh
 
 
@@ -48,3 +52,67 @@ def mixed(seed: int, *parts: int | str) -> int:
     """A 63-bit seed from a seed and further numbers or words: the same everywhere, unrelated for different parts."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+class Drawing(compat.DispatchMode):
+    """Inside, what torch would draw from its own generators comes from another one, and they stay as they are.
+
+    On other devices it comes from generators with the same seed.
+
+    Args:
+        generator: on the CPU.
+        what: draws, for messages.
+    """
+
+    def __init__(self, generator: torch.Generator, what: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self.what = generator.initial_seed(), what
+        self.generators = {"cpu": generator}
+
+    def __enter__(self) -> Any:
+        self.before = torch.get_rng_state()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if error is None:
+            self._refuse_seeding()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        device = _where(args, kwargs)
+        found = compat.drawing(func)
+        if found is None or device.type == "meta":
+            result = func(*args, **kwargs)  # it may draw nothing after all
+            self._refuse_seeding(f" by {func.name()}, which takes no generator")
+            return result
+        op, number = found
+        if kwargs.get("generator") is not None or (number < len(args) and args[number] is not None):
+            return func(*args, **kwargs)
+        self._refuse_seeding()
+        return op(*args[:number], **kwargs | {"generator": self._on(device)})
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        where = "cpu" if device.type == "cpu" else str(device)
+        if where not in self.generators:
+            self.generators[where] = torch.Generator(device=device).manual_seed(self.seed)
+        return self.generators[where]
+
+    def _refuse_seeding(self, how: str = "") -> None:
+        """Raises RuntimeError if torch's own generator is not what it was, and puts that right."""
+        if not torch.equal(torch.get_rng_state(), self.before):
+            torch.set_rng_state(self.before)
+            verb = "draws from" if how else "seeds"
+            raise RuntimeError(
+                f"{self.what} {verb} torch's own generator{how}: the numbers would not be those that belong to its "
+                f"seed and place. Draw from the torch.Generator that it is given"
+            )
+
+
+def _where(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    """Where an op draws."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    return next((x.device for x in optree.tree_leaves(args) if isinstance(x, Tensor)), torch.device("cpu"))

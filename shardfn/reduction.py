@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from shardfn import compat
+from shardfn.debugging import debugging
 from shardfn.layout import ALIGNMENT, Layout
 from shardfn.ledger import here, serving
-from shardfn.link import Handle, Link, all_reduce, reduce_scatter, scatter_apart, sends_apart
+from shardfn.link import Handle, Link, all_reduce, arrived, reduce_scatter, scatter_apart, sends_apart
 
 Place = tuple[int, int]  # which of a stage's buffers, and which of the two memories for it
 Defer = Literal["nothing", "replicas", "everything"]
@@ -223,7 +224,7 @@ class Flight:
         """Until the scatter is done, whose buffers are free then, and what follows it has begun; or until that is."""
         if self.scattering is not None:
             scattering, self.scattering = self.scattering, None
-            self._wait(scattering)
+            self._wait(scattering, "reduce_scatter", self.links.shard)
             self._check()
             self._reduce()
         else:
@@ -246,9 +247,10 @@ class Flight:
             )
         end.zero_()
 
-    def _wait(self, handle: Handle) -> None:
+    def _wait(self, handle: Handle, op: str, link: Link | None) -> None:
+        assert link is not None, "something moves along it"
         try:
-            handle.wait()
+            arrived(handle, op, link.group_names[1], self.stage)
         except RuntimeError as error:
             raise RuntimeError(f"stage {self.stage!r}: summing its gradient failed on this rank: {error}") from error
 
@@ -266,7 +268,7 @@ class Flight:
     def _split(self) -> None:
         if self.splitting is not None:
             (handle, self.out), self.splitting = self.splitting, None
-            self._wait(handle)
+            self._wait(handle, "reduce_scatter", self.links.split)
             if self.links.replica is not None:
                 with serving(self.stage, backward=True):
                     self.reducing = all_reduce(self.out, self.links.replica)
@@ -277,7 +279,7 @@ class Flight:
         self._split()
         if self.reducing is not None:
             reducing, self.reducing = self.reducing, None
-            self._wait(reducing)
+            self._wait(reducing, "all_reduce", self.links.replica)
         if self.total is not None:
             self.total.add(self.out)
         return self.out
@@ -350,7 +352,7 @@ class Reductions:
             return None
         for flight in self.flights:
             if flight.place == place:
-                flight.scattered()  # its scratch memory is free then
+                self._scattered(flight)
         later = defer != "nothing"
         if _goes_apart(layout, links, dtypes):
             return self._send_apart(place, layout, gradients, links, dtypes.sum, total, later)
@@ -394,7 +396,7 @@ class Reductions:
     ) -> Flight:
         if links.shard is None:
             if links.replica is not None and not later and flat.dtype != out_dtype:
-                all_reduce(flat, links.replica).wait()
+                arrived(all_reduce(flat, links.replica), "all_reduce", links.replica.group_names[1], here.stage)
                 later = True
             flight = Flight(place, None, flat.to(out_dtype), links, None, total, later)
         else:
@@ -453,18 +455,28 @@ class Reductions:
     def land(self, flight: Flight) -> Tensor:
         """One gradient, at once."""
         self.flights.remove(flight)
+        self._scattered(flight)
         return flight.land()
 
     def scattered(self) -> None:
         """Until no gradient needs the scratch memory."""
         for flight in self.flights:
-            flight.scattered()
+            self._scattered(flight)
+
+    def _scattered(self, flight: Flight) -> None:
+        """Until its scratch memory is free, which in the debug mode becomes nan then."""
+        lent = flight.scattering is not None
+        flight.scattered()
+        if debugging.memory and lent:
+            for name in ("gradient", "received"):
+                if (name, flight.place) in self.kept:
+                    self.kept[name, flight.place].fill_(255)
 
     def drain(self) -> None:
         """Until every gradient has arrived."""
         flights, self.flights = self.flights, []
         for flight in flights:
-            flight.scattered()
+            self._scattered(flight)
         for flight in flights:
             flight.land()
 

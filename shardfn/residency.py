@@ -8,6 +8,7 @@ go through an alias with a version counter of its own, so autograd does not take
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from shardfn import compat
+from shardfn.debugging import debugging
 from shardfn.layout import Layout
-from shardfn.link import Handle, Link, gather_apart, gather_by_hops, sends_apart
+from shardfn.link import Handle, Link, arrived, gather_apart, gather_by_hops, sends_apart
 from shardfn.signature import Wire, Wires
 
 Key = tuple[Any, ...]
@@ -48,22 +50,25 @@ class Slot:
         holds: what it holds or will hold when `works` have arrived; None for nothing in particular.
         sources: the shards that `holds` speaks of, so that no other tensor takes their identity.
         works: what is under way into it.
-        views: parameters in it, by what they are views for.
+        views: parameters in it, by what they are views for; None for stand-ins.
         parts: what each wire fills of it.
         users: calls that keep it.
         readers: of what it holds now, where that is not gathered again.
+        lane: the place in its ring that it takes turns in; None outside of the ring.
+        busy: whether a function is running on what it holds, forward or backward.
     """
 
-    __slots__ = ("buffer", "holds", "parts", "readers", "sources", "users", "views", "works", "write")
+    __slots__ = ("buffer", "busy", "holds", "lane", "parts", "readers", "sources", "users", "views", "works", "write")
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, lane: weakref.ref[Lane] | None = None) -> None:
+        self.lane, self.busy = lane, False
         with lasting():
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.write = self.buffer.data
         self.holds: Key | None = None
         self.sources: tuple[Tensor, ...] = ()
         self.works: list[Handle] = []
-        self.views: dict[tuple[Wire, bool], list[Tensor]] = {}
+        self.views: dict[tuple[Wire, bool | None], list[Tensor]] = {}
         self.parts: dict[Wire, Part] = {}
         self.users = 0
         self.readers: weakref.WeakSet[Saved] = weakref.WeakSet()
@@ -91,14 +96,11 @@ class Slot:
 
     def fill(self, holds: Key, wires: Wires, shards: tuple[Tensor, ...], link_of: LinkOf) -> None:
         """Starts to gather shards into it, once what is under way has arrived."""
-        self.settle()
-        self.forget()
-        if self.readers:
-            with lasting():
-                copy = self.buffer.clone()
-            for reader in self.readers:
-                reader.copy = copy
-            self.readers.clear()
+        self.give_back()
+        lane = self.lane() if self.lane is not None else None
+        if lane is not None and lane.slot is not self:
+            lane.slot.give_back()
+            lane.slot = self
         for wire, values in zip(wires.each, shards, strict=True):
             if wire.moves:
                 self._start(wire, values.detach(), link_of)
@@ -116,16 +118,16 @@ class Slot:
         if part.apart:
             for start, stop in part.shared:
                 part.own[start:stop].copy_(values[start:stop])
-            work = gather_apart(part.region, values.view(torch.uint8), wire.tag, axis, wire.dtype)
+            work = gather_apart(part.region, values.view(torch.uint8), part.tag, axis, wire.dtype)
         else:
             part.own.copy_(values)
             if last:
-                part.tail.copy_(wire.tag)
+                part.tail.copy_(part.tag)
             hops = [axis]
             if placement.hops:
                 hops = [hop for name in reversed(placement.axes) if (hop := link_of((name,), wire.layout)) is not None]
             work = gather_by_hops(part.region, axis.axis.index, hops, wire.dtype)
-        self.works.append(_Arrival(work, part.tail, wire) if axis.checks and not last else work)
+        self.works.append(_Arrival(work, axis.group_names[0], part, wire, axis.checks and not last))
 
     def part(self, wire: Wire) -> Part:
         """The part of it that one wire fills."""
@@ -145,6 +147,29 @@ class Slot:
         """What it holds shall not be used again."""
         self.holds, self.sources = None, ()
 
+    def give_back(self) -> None:
+        """The end of a loan: what it held is gone, but for those who said that they read it.
+
+        In the debug mode every number in it becomes nan, or -1: whoever reads it still will see that.
+        """
+        self.settle()
+        self.forget()
+        if self.readers:
+            with lasting():
+                copy = self.buffer.clone()
+            for reader in self.readers:
+                reader.copy = copy
+            self.readers.clear()
+        if (
+            debugging.memory and not compat.inside_transform()
+        ):  # where one runs, a call can only be collected as garbage
+            with lasting():
+                self.write.fill_(255)
+
+    def alternates(self, other: Slot | None) -> bool:
+        """Whether the two cannot hold something at the same time."""
+        return other is not None and (other is self or (self.lane is not None and self.lane is other.lane))
+
 
 @dataclass
 class Part:
@@ -154,6 +179,7 @@ class Part:
         region: all of them.
         own: this rank's piece, in its dtype.
         tail: the end of the last piece.
+        tag: what stands there, on the device: a copy at every gather would make the host wait.
         apart: whether this rank's piece stays where it is, but for parameters that are cut.
         shared: where in the piece these are.
         inner: the parameters that are not cut: number, first element in the piece, elements, shape.
@@ -162,6 +188,7 @@ class Part:
     region: Tensor
     own: Tensor
     tail: Tensor
+    tag: Tensor
     shared: list[tuple[int, int]]
     inner: list[tuple[int, int, int, tuple[int, ...]]]
     apart: bool = False
@@ -175,24 +202,32 @@ def _part(region: Tensor, wire: Wire) -> Part:
     whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]
     shared = [(at, at + stop - start) for k, start, stop, at in cuts if stop - start < layout.entries[k].numel]
     inner = [(k, at, length, layout.entries[k].shape) for k, at, length in whole]
-    return Part(region, own, region[len(region) - len(wire.tag) :], shared, inner)
+    tag = _tag(wire, region.device)
+    return Part(region, own, region[len(region) - len(tag) :], tag, shared, inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tag(wire: Wire, device: torch.device) -> Tensor:
+    return wire.tag.to(device)
 
 
 class _Arrival:
     """A gather that looks whether what came is what was meant."""
 
-    __slots__ = ("work", "tail", "wire")  # noqa: RUF023
+    __slots__ = ("checks", "group", "part", "wire", "work")
 
-    def __init__(self, work: Any, tail: Tensor, wire: Wire) -> None:
-        self.work, self.tail, self.wire = work, tail, wire
+    def __init__(self, work: Handle, group: str, part: Part, wire: Wire, checks: bool) -> None:
+        self.work, self.group, self.part, self.wire, self.checks = work, group, part, wire, checks
 
     def wait(self) -> None:
-        self.work.wait()
-        tag, layout = self.wire.tag, self.wire.layout
-        if self.tail.device.type != "cpu":
-            compat.assert_on_device((self.tail == tag.to(self.tail.device)).all(), "ranks run different stages")
-        elif not torch.equal(self.tail, tag):
-            other = bytes(self.tail[8:].tolist()).decode(errors="replace").strip()
+        arrived(self.work, "all_gather", self.group, self.wire.layout.stage)
+        if not self.checks:
+            return
+        tail, tag, layout = self.part.tail, self.part.tag, self.wire.layout
+        if tail.device.type != "cpu":
+            compat.assert_on_device((tail == tag).all(), "ranks run different stages")
+        elif not torch.equal(tail, tag):
+            other = bytes(tail[8:].tolist()).decode(errors="replace").strip()
             raise RuntimeError(
                 f"it gathers for {bytes(tag[8:].tolist()).decode(errors='replace').strip()}, but the last rank along "
                 f"{' x '.join(layout.placement.axes)} for {other or 'another stage'}: ranks run different stages. "
@@ -205,14 +240,42 @@ def whole_parameters(
 ) -> list[list[Tensor]]:
     """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself."""
     return [
-        _of_slot(slot, wire, values, need) if slot and wire.moves else _leaves(wire.layout, values, need)
+        _of_slot(slot, wire, values, need) if slot and wire.moves else leaves(wire.layout, values, need)
         for wire, values, need in zip(wires.each, shards, needs, strict=False)
     ]
 
 
-def _leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
+def leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
+    """The parameters in a whole buffer, as leaves of autograd."""
     with lasting():
-        return [view.detach().requires_grad_(need) for view in layout.views(whole.detach())]
+        return [owned(view.detach(), need, layout.stage) for view in layout.views(whole.detach())]
+
+
+def owned(x: Tensor, need: bool, stage: str) -> Tensor:
+    """A leaf of the graph of one run of a stage, which nobody else may differentiate."""
+    if need:
+        x.requires_grad_()
+        x._shardfn_stage = stage  # type: ignore[attr-defined]
+        x.register_post_accumulate_grad_hook(_escaped)
+    return x
+
+
+def owner(x: Tensor) -> str | None:
+    """The stage whose graph a leaf belongs to; None if it is nobody's."""
+    return getattr(x, "_shardfn_stage", None)
+
+
+def escaped(stage: str) -> RuntimeError:
+    """What is wrong with a loss that reaches into a stage."""
+    return RuntimeError(
+        f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
+        f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, or detach it"
+    )
+
+
+def _escaped(leaf: Tensor) -> None:
+    leaf.grad = None
+    raise escaped(owner(leaf) or "")
 
 
 def _untouched(p: Tensor, need: bool) -> bool:
@@ -224,14 +287,46 @@ def _of_slot(slot: Slot, wire: Wire, values: Tensor, need: bool) -> list[Tensor]
     known: list[Tensor] | None = slot.views.get((wire, need))
     if known is None or not all(map(_untouched, known, [need] * len(known))):
         buffer = slot.buffer[wire.start : wire.stop].view(wire.dtype)
-        known = slot.views[(wire, need)] = _leaves(wire.layout, buffer, need)
+        known = slot.views[(wire, need)] = leaves(wire.layout, buffer, need)
+    own = own_parameters(slot, wire, values, need)
+    return [own.get(k, p) for k, p in enumerate(known)] if own else known
+
+
+def own_parameters(slot: Slot, wire: Wire, values: Tensor, need: bool) -> dict[int, Tensor]:
+    """Those that this rank's piece holds whole, and that have stayed there, by number."""
     part = slot.part(wire)
-    if part.apart:
-        with lasting():
-            known, own = list(known), values.detach()
-            for number, at, length, shape in part.inner:
-                known[number] = own[at : at + length].view(shape).requires_grad_(need)
-    return known
+    if not part.apart:
+        return {}
+    with lasting():
+        own = values.detach()
+        return {
+            number: owned(own[at : at + length].view(shape), need, wire.layout.stage)
+            for number, at, length, shape in part.inner
+        }
+
+
+class Lane:
+    """A place in the ring, where one slot holds something at a time.
+
+    That is the same slot for all calls, unless one grows. In the debug mode each call has its own, so that none
+    finds the numbers of another where its own have been.
+    """
+
+    __slots__ = ("__weakref__", "slot")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.slot = Slot(nbytes, device, weakref.ref(self))
+
+    def next(self, nbytes: int, room: int) -> Slot:
+        """The slot for another call, which has room for that many bytes."""
+        slot = self.slot
+        if slot.buffer.numel() < room:
+            # Calls that still need the smaller one keep it alive; it goes when they do.
+            slot.lane = None
+            self.slot = Slot(nbytes, slot.buffer.device, weakref.ref(self))
+        elif debugging.memory and slot.parts:
+            return Slot(nbytes, slot.buffer.device, weakref.ref(self))
+        return self.slot
 
 
 class Ring:
@@ -239,27 +334,35 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.slots: list[Slot] = []
+        self.lanes: list[Lane] = []
         self.spare: list[Slot] = []
         self.lent = 0  # bytes of the slots that are kept
         self.largest = 0
 
-    def at(self, turn: int, slots: int, nbytes: int) -> Slot:
-        """The slot for call number `turn` of a schedule with so many slots."""
+    @property
+    def slots(self) -> list[Slot]:
+        """What is in each lane now."""
+        return [lane.slot for lane in self.lanes]
+
+    def at(self, turn: int, slots: int, nbytes: int, spared: Slot | None = None) -> Slot | None:
+        """The slot for call number `turn` of a schedule with so many slots; None if that would take the spared one's.
+
+        A function that runs keeps its slot: what another one's backward calls, a checkpoint say, gets the next.
+        """
         self.largest = max(self.largest, nbytes)
         i = turn % slots
-        while len(self.slots) <= i:
-            self.slots.append(Slot(self.largest, self.device))
-        if self.slots[i].buffer.numel() < nbytes:
-            # Calls that still need the smaller one keep it alive; it goes when they do.
-            self.slots[i] = Slot(self.largest, self.device)
-        return self.slots[i]
+        if i < len(self.lanes) and self.lanes[i].slot.busy:
+            i = next((k for k, lane in enumerate(self.lanes) if not lane.slot.busy), len(self.lanes))
+        while len(self.lanes) <= i:
+            self.lanes.append(Lane(self.largest, self.device))
+        lane = self.lanes[i]
+        return None if lane.slot.alternates(spared) else lane.next(self.largest, nbytes)
 
     def find(self, holds: Key) -> Slot | None:
         """The slot that holds this already."""
-        for slot in self.slots:
-            if slot.holds == holds:
-                return slot
+        for lane in self.lanes:
+            if lane.slot.holds == holds:
+                return lane.slot
         return None
 
     def keep(self, nbytes: int) -> Slot:
@@ -273,9 +376,10 @@ class Ring:
 
     def give_back(self, slot: Slot) -> None:
         """The end of `keep`."""
-        slot.forget()
+        slot.give_back()
         self.lent -= slot.buffer.numel()
-        self.spare.append(slot)
+        if not debugging.memory:
+            self.spare.append(slot)
 
     def nbytes(self) -> int:
         """Of all slots."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,10 +13,13 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn import ops, transport
 from shardfn.agree import agree
-from shardfn.compat import inside_transform
-from shardfn.mesh import current_mesh, known_axes, scope, sizes
-from shardfn.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself, sliced
+from shardfn.compat import inside_transform, plain
+from shardfn.mesh import axis_of, current_mesh, known_axes, scope, sizes
+from shardfn.replicated import checksum
+from shardfn.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
+from shardfn.varying import Following, check_claim, mark
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,7 +71,10 @@ def shard_map(
         in_specs: one spec for all arguments; a tuple with one tree prefix of specs for each parameter, in the order
             of the signature (a `*args` parameter takes all that are left); or a dict of parameter name to specs.
         out_specs: a tree prefix of specs for the result.
-        inputs: `"global"`: every rank passes the whole value, and gets its piece; for tests and initialisation.
+        inputs: `"global"`: every rank passes the whole value, and gets its piece, a copy; for tests and
+            initialisation. The derivative with respect to a whole value is whole, the same on every rank, and that
+            of the same function on one process. Values that meet across what varies need `pvary` as ever; where
+            somebody differentiates, a missing one is an error.
 
     Returns:
         The function on local shards, returning local shards. A call with new shapes checks them, and that all
@@ -99,9 +106,11 @@ def shard_map(
         with scope(where, axes):
             if torch.compiler.is_compiling() and inputs == "local":
                 return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
+            followed = inputs == "global" and _differentiated((args, kwargs))
             args, kwargs = _enter(function, args, kwargs, in_specs, where, inputs, seen)
-            result = function(*args, **kwargs)
-            _leave(function, result, out_specs, where, seen)
+            with Following(where, f"shard_map({_name(function)})") if followed else contextlib.nullcontext():
+                result = function(*args, **kwargs)
+            _leave(function, result, out_specs, where, seen, followed)
             return result
 
     return mapped
@@ -126,7 +135,8 @@ def _enter(
     try:
         values = [*args, *kwargs.values()]
         named = zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True)
-        local = [_checked(value, label, specs, mesh, inputs, name, told) for value, (label, specs) in named]
+        whole = inputs == "global" and not alone
+        local = [_checked(value, label, specs, mesh, inputs, name, told, whole) for value, (label, specs) in named]
     except (ValueError, TypeError) as error:
         if not seen and not alone:  # a first call, for which the other ranks wait, with good arguments perhaps
             agree([str(error)], mesh, name, mine=error)
@@ -137,20 +147,33 @@ def _enter(
     return tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
 
 
-def _checked(value: Any, label: str, specs: Any, mesh: DeviceMesh, inputs: str, name: str, told: list[str]) -> Any:
-    """One argument as the body meets it; adds to `told` what it was."""
+def _checked(
+    value: Any, label: str, specs: Any, mesh: DeviceMesh, inputs: str, name: str, told: list[str], whole: bool
+) -> Any:
+    """One argument as the body meets it; adds to `told` what it was, its numbers too where all ranks have all."""
     found = match(specs, value, f"{name} in_specs for {label}", label)
     pieces = [_localized(leaf, mesh, inputs, name) for leaf in found]
     told += [_told(leaf, piece) for leaf, piece in zip(found, pieces, strict=True)]
+    if whole:
+        told += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in found if _is_whole(leaf)]
     return optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), pieces)
 
 
-def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any]) -> None:
+def _is_whole(leaf: Leaf) -> bool:
+    """Whether all ranks pass the same tensor."""
+    return (
+        isinstance(leaf.spec, P) and isinstance(leaf.value, Tensor) and not is_dtensor(leaf.value) and plain(leaf.value)
+    )
+
+
+def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], followed: bool) -> None:
     _, signature = _signature("out", result, mesh)
-    if signature not in seen:
+    if signature not in seen or followed:
         name = f"shard_map({_name(f)})"
         for leaf in match(out_specs, result, f"{name} out_specs", "result"):
             check(leaf, mesh, f"{name} out_specs")
+            if followed and isinstance(leaf.spec, P):
+                check_claim(leaf.value, leaf.spec.axes, f"{name} out_specs: {leaf.path}")
         seen.add(signature)
 
 
@@ -229,8 +252,29 @@ def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
         return _unwrapped(leaf, mesh, name)
     if inputs == "global" and isinstance(leaf.value, Tensor) and isinstance(leaf.spec, P):
         local_shape(leaf.value.shape, leaf.spec, mesh, f"{name} in_specs: {leaf.path}")
-        return sliced(leaf.value, leaf.spec, mesh)
+        return _cut(leaf.value, leaf.spec, mesh, f"{name}: {leaf.path}")
     return leaf.value
+
+
+def _cut(value: Tensor, spec: P, mesh: DeviceMesh, path: str) -> Tensor:
+    """This rank's piece of a whole value; its derivative is that of the whole one, on every rank."""
+    piece = value
+    for dim, names in enumerate(spec.by_dim()):
+        axis = axis_of(mesh, names)
+        if axis.size > 1:
+            piece = ops.local_slice(piece, dim, axis.index, axis.size, axis.group)
+    whole = tuple(name for name, size in sizes(mesh).items() if size > 1 and name not in spec.axes)
+    if whole and (value.is_floating_point() or value.is_complex()):
+        piece = ops.replicated(piece, f"{path} along {', '.join(map(repr, whole))}", axis_of(mesh, whole).group)
+    piece = transport.copy(piece) if piece is value else piece
+    mark([piece], [name for name in spec.axes if sizes(mesh)[name] > 1])
+    return piece
+
+
+def _differentiated(tree: Any) -> bool:
+    """Whether anybody may ask for a derivative with respect to a leaf."""
+    leaves = optree.tree_leaves(tree)
+    return inside_transform() or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:

@@ -20,7 +20,7 @@ from shardfn import collectives, compat
 from shardfn.agree import agree
 from shardfn.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.mesh import axis_of, check_axes, grid_of, mesh_of, scope
-from shardfn.random import mixed
+from shardfn.random import Drawing, mixed
 from shardfn.replicated import assert_replicated, checksum
 from shardfn.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
 from shardfn.strategy import Placement, Strategy
@@ -101,8 +101,12 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
     Args:
         makers: a pytree whose leaves are functions of a `torch.Generator` that return tensors or pytrees of them, and
             tensors.
-        seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path.
+        seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path, also
+            where it names none; torch's own generators are left as they are.
         fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
+
+    Raises:
+        RuntimeError: a maker that seeds torch's own generators.
     """
     return _made(makers, "", seed, fill)
 
@@ -182,6 +186,9 @@ def shard_named(
                 raise ValueError(f"{name!r} is no parameter: the tree has {_some(rules.places)}")
             if name not in waiting:
                 raise ValueError(f"{name!r} came twice")
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name!r} is of type {type(tensor).__name__}, not a tensor")
+            _refuse_sparse(name, tensor)
             flat, number, shape = waiting.pop(name)
             if tensor.shape != shape or tensor.dtype != flat.layout.dtype:
                 raise ValueError(
@@ -343,6 +350,7 @@ class _Rules:
                 f"{name or 'the tree'} is {what}; parameters are plain tensors (what configures a model belongs in its "
                 f"functions, by functools.partial say)"
             )
+        _refuse_sparse(name, leaf)
         if leaf.is_meta or leaf.numel() == 0:
             same: Any = id(leaf)
         else:
@@ -468,6 +476,7 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     for accessor, leaf in zip(accessors, leaves, strict=True):
         name = ".".join(word for word in (path, dotted(accessor)) if word)
         if isinstance(leaf, Tensor):
+            _refuse_sparse(name, leaf)
             made.append(_drawn(functools.partial(fill, name, leaf), name, seed) if fill and leaf.is_meta else leaf)
         elif callable(leaf):
             made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
@@ -479,12 +488,16 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     return optree.tree_unflatten(tree, made)
 
 
+def _refuse_sparse(name: str, leaf: Tensor) -> None:
+    if leaf.layout != torch.strided:
+        raise TypeError(f"{name or 'the tree'} is {leaf.layout}; parameters are dense tensors: pass its to_dense()")
+
+
 def _drawn(make: Make, path: str, seed: int) -> Any:
-    """What a maker makes at a path; torch's own generator is seeded too, for makers that know no other."""
-    number = mixed(seed, path)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(number)
-        return make(torch.Generator().manual_seed(number))
+    """What a maker makes at a path; where it draws without a generator, too, it is from the one that it is given."""
+    generator = torch.Generator().manual_seed(mixed(seed, path))
+    with Drawing(generator, f"the maker of {path or 'the tree'}"):
+        return make(generator)
 
 
 def _patterns(patterns: Iterable[str], name: str) -> list[re.Pattern[str]]:

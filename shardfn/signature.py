@@ -91,7 +91,7 @@ class Signature:
         sources: for each of those leaves the numbers of the flat leaves that it is made of.
         layouts: of the flat shards, in order of leaves; `shards` has their numbers.
         known: wires by the dtypes of the shards.
-        checked: those with which a call was seen to close over nothing.
+        shares_memory: whether outputs were seen to share memory, which transforms cannot be told.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Signature:
     shards: tuple[int, ...]
     layouts: tuple[Layout, ...]
     known: dict[Any, Wires] = field(default_factory=dict)
-    checked: set[Wires] = field(default_factory=set)
+    shares_memory: bool = False
 
     @functools.cached_property
     def stage(self) -> str:

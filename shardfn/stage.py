@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardfn import collectives, compat
-from shardfn.call import Call, cast, enter, refuse_inside, running
+from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, running
 from shardfn.engine import engine_of
 from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.ledger import here
@@ -186,6 +186,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         _refuse_away(signature)
     if torch.compiler.is_compiling() or compat.inside_batching_or_forward():
         return _composed(signature, leaves, mesh)
+    if signature.shares_memory and compat.inside_transform():
+        return _composed(signature, leaves, mesh)
     refuse_inside(signature)
     shards = _checked(signature, leaves)
     taken = set(signature.shards)
@@ -197,11 +199,17 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         static[i] = None
     call = Call(signature, engine_of(mesh), static, at, needs)
     if not any(needs):
-        return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)))
+        return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)), inputs)
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]
-    function = _Forward if call.transformed else _Direct
-    return call.rebuilt(compat.applied(function, call, *shards, *inputs))
+    if not call.transformed:
+        return call.rebuilt(compat.applied(_Direct, call, *shards, *inputs), inputs)
+    try:
+        return call.rebuilt(compat.applied(_Forward, call, *shards, *inputs), inputs)
+    except SharedMemory:
+        signature.shares_memory = True
+        with call.surroundings.again():
+            return _composed(signature, leaves, mesh)
 
 
 class _Forward(Function):
@@ -321,7 +329,7 @@ def _pure_backward(
             leaves[i] = x
         with call.surroundings.again():
             result = _composed(call.signature, leaves, call.engine.mesh)
-        every = [y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]
+        every = call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)])
         return tuple(y for y, yes in zip(every, call.differentiable, strict=True) if yes)
 
     values, pull = torch.func.vjp(outputs, *[tensors[i] for i in chosen])[:2]

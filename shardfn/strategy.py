@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -82,6 +82,11 @@ class Placement:
         shapes, and every rank the same tree.
         """
         return replace(self, home=(*self.home, *positions.items()))
+
+    def without(self, names: Collection[str]) -> Placement:
+        """The same, where other ranks along these replicas are left out of account."""
+        replicas, gradients = (tuple(n for n in some if n not in names) for some in (self.replicas, self.gradients))
+        return replace(self, replicas=replicas, gradients=gradients)
 
     @property
     def away(self) -> tuple[str, ...]:

@@ -1,7 +1,11 @@
 import importlib
+import os
 
 import pytest
 from hypothesis import settings
+
+# Lent memory is full of nan when nobody should read it, in every test and in every process that one starts.
+os.environ.setdefault("SHARDFN_DEBUG", "memory")
 
 pytest_plugins = ["shardfn.testing.plugin"]
 

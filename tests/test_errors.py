@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -296,3 +301,127 @@ def test_the_call_after_a_mistake_works() -> None:
         return found
 
     assert world(4).run(body) == [["refused", 4.0, "refused", 6.0]] * 4
+
+
+# --- flat shards where parameters are meant, and tensors that are no parameters ---
+
+
+FLAT: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "item": (lambda flat: flat["w"], TypeError, "cannot be indexed"),
+    "loop": (list, TypeError, "cannot be indexed"),
+    "contained": (lambda flat: "w" in flat, TypeError, "cannot be indexed"),
+    "length": (len, TypeError, "has no length"),
+    "shape": (lambda flat: flat.shape, AttributeError, "has no .shape"),
+    "parameter": (lambda flat: flat.w, AttributeError, "has no .w"),
+    "to": (lambda flat: flat.to(torch.bfloat16), AttributeError, "has no .to"),
+    "plus": (lambda flat: flat + 1, TypeError, "has no arithmetic"),
+    "minus": (lambda flat: 1 - flat, TypeError, "has no arithmetic"),
+    "negative": (lambda flat: -flat, TypeError, "has no arithmetic"),
+    "times a tensor": (lambda flat: flat * T, TypeError, "has no arithmetic"),
+    "product": (lambda flat: T @ flat, TypeError, "FlatShard"),
+    "of torch": (lambda flat: torch.sum(flat), TypeError, "torch's sum takes no FlatShard"),
+    "functional": (lambda flat: torch.nn.functional.linear(T, flat), TypeError, "torch's linear takes no FlatShard"),
+    "in a list": (lambda flat: torch.cat([flat, flat]), TypeError, "torch's cat takes no FlatShard"),
+}
+
+
+def flat_shard() -> tuple[Any, Any]:
+    on = mesh(data=1)
+    params = sf.shard({"blocks": [{"w": torch.ones(4, 4)}]}, on, sf.full_shard("data"))
+    return params["blocks"][0], lambda: sf.unshard(params, on)
+
+
+@pytest.mark.parametrize("row", FLAT)
+def test_a_flat_shard_in_place_of_parameters_says_how_to_get_them(row: str) -> None:
+    act, kind, says = FLAT[row]
+
+    def body() -> str:
+        with pytest.raises(kind) as caught:
+            act(flat_shard()[0])
+        return str(caught.value)
+
+    (told,) = world(1, "threads").run(body)
+    assert says in told
+    for word in ("stage 'blocks.0'", "shardfn.stage", "shardfn.unshard(params)", "shardfn.local_parameters(flat)"):
+        assert word in told
+
+
+def test_a_flat_shard_is_still_what_it_was() -> None:
+    def body() -> None:
+        flat, whole = flat_shard()
+        assert flat
+        assert not hasattr(flat, "shape")
+        assert torch.equal(copy.deepcopy(flat).values, flat.values)
+        assert torch.equal(pickle.loads(pickle.dumps(flat)).values, flat.values)
+        assert whole()["blocks"][0]["w"].sum() == 16
+        assert repr(flat).startswith("FlatShard(blocks.0: float32, whole")
+        cast = optree.tree_map(lambda x: x.to(torch.bfloat16), flat)
+        assert repr(cast).startswith("FlatShard(now bfloat16, 64 B; blocks.0: float32")
+
+    world(1, "threads").run(body)
+
+
+def sparse() -> Any:
+    return {"w": torch.eye(3).to_sparse()}
+
+
+def tensors() -> Any:
+    return {"w": torch.eye(3)}
+
+
+STRANGE: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "shard": (lambda: sf.shard(sparse(), mesh(a=1), sf.full_shard("a")), ["w is torch.sparse_coo", "to_dense()"]),
+    "init": (lambda: sf.init({"w": lambda g: sparse()["w"]}, 0), ["w is torch.sparse_coo", "to_dense()"]),
+    "init_sharded": (
+        lambda: sf.init_sharded({"w": lambda g: sparse()["w"]}, 0, mesh(a=1), sf.full_shard("a")),
+        ["w is torch.sparse_coo", "to_dense()"],
+    ),
+    "shard_named": (
+        lambda: sf.shard_named(sparse().items(), tensors(), mesh(a=1), sf.full_shard("a")),
+        ["w is torch.sparse_coo", "to_dense()"],
+    ),
+    "no tensor by name": (
+        lambda: sf.shard_named([("w", 3)], tensors(), mesh(a=1), sf.full_shard("a")),  # type: ignore[list-item]
+        ["'w' is of type int, not a tensor"],
+    ),
+    "meta": (
+        lambda: sf.shard({"w": torch.ones(3, device="meta")}, mesh(a=1), sf.full_shard("a")),
+        ["w is on the meta device", "fill="],
+    ),
+    "optimizer": (lambda: sf.optim.adamw(0.1).init(sparse()), ["w is torch.sparse_coo", "to_dense()"]),
+    "gradient": (lambda: step_with(sparse()), ["w: the gradient is torch.sparse_coo", "to_dense()"]),
+    "meta gradient": (
+        lambda: step_with({"w": torch.ones(3, 3, device="meta")}),
+        ["w: the gradient is on meta, the parameter on cpu"],
+    ),
+    "norms": (lambda: sf.optim.global_norm(sparse()), ["w is torch.sparse_coo", "to_dense()"]),
+    "tokens": (lambda: sf.parallel.embedding(torch.ones(3), T), ["tokens are torch.float32 (3,)", "integers"]),
+    "table": (lambda: sf.parallel.embedding(torch.ones(3).long(), T[0]), ["the table has shape (6,)", "[v, d]"]),
+}
+
+
+def step_with(grads: Any) -> Any:
+    optimizer = sf.optim.adamw(0.1)
+    return optimizer.step(tensors(), grads, optimizer.init(tensors()))
+
+
+@pytest.mark.parametrize("row", STRANGE)
+def test_a_tensor_that_is_no_parameter_is_named(row: str) -> None:
+    act, says = STRANGE[row]
+    for error in world(1, "threads").errors(act):
+        assert isinstance(error, (TypeError, ValueError))
+        assert [word for word in says if word not in str(error)] == []
+
+
+def test_an_embedding_without_an_axis_is_the_ordinary_one() -> None:
+    tokens = torch.tensor([[0, 3], [2, 1]])
+    assert torch.equal(sf.parallel.embedding(tokens, T), T[tokens])
+
+
+@pytest.mark.parametrize("package", ["cloudpickle", "hypothesis"])
+def test_a_package_that_is_missing_is_named_with_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("shardfn.testing")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=f"needs {package}, .*pip install 'shardfn\\[testing\\]'"):
+        importlib.import_module("shardfn.testing").strategies  # noqa: B018  # loaded when it is asked for

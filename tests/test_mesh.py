@@ -23,7 +23,11 @@ from hypothesis import Phase, example, given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardfn as sf
+from shardfn import compat
 from shardfn import mesh as meshes
+from shardfn.agree import _group
+from shardfn.checkpoint.team import team_of
+from shardfn.link import transports
 from shardfn.testing import World, world
 
 NAMES = ("a", "b", "c")
@@ -338,3 +342,97 @@ def test_sizes_names_the_fix_for_a_mesh_without_names() -> None:
             meshes.sizes(init_device_mesh("cpu", (2,)))
 
     world(2, "threads").run(body)
+
+
+@pytest.fixture(params=["gloo", "cpu:gloo", None])
+def backend(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def made_under(backend: str | None, store: str) -> Any:
+    """In a world of that backend: which groups have one of their own, and whether they work."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)  # type: ignore[attr-defined]
+    mesh = sf.make_mesh(a=2, device="cpu")
+    assert under(mesh, lambda: sf.psum(torch.ones(1), "a").item()) == 2
+    teams = [team_of((), use) for use in ("checkpoint", "ask")]
+    assert [team.gathered(rank) for team in teams] == [[0, 1]] * 2
+    groups = [team.group for team in teams] + [compat.group_of(_group(meshes.axis_of(mesh, "a").group))]
+    return len({group.group_name for group in [dist.group.WORLD, *groups]}), {dist.get_backend(g) for g in groups}
+
+
+def test_what_ranks_do_at_the_same_time_has_a_group_of_its_own_under_every_backend(
+    backend: str | None, tmp_path: Path
+) -> None:
+    with World(2) as fresh:
+        assert fresh.run(made_under, backend, str(tmp_path / "store")) == [(4, {"gloo"})] * 2
+
+
+def bound_to_a_device() -> Any:
+    """What the world is bound to while a group is made, and after."""
+    world_ = dist.group.WORLD
+    assert world_ is not None
+    world_.bound_device_id = torch.device("cuda:0")
+    seen = []
+
+    def look(*args: Any, **kwargs: Any) -> Any:
+        seen.append(world_.bound_device_id)
+        return make(*args, **kwargs)
+
+    make = dist.new_group
+    with mock.patch.object(dist, "new_group", look):
+        meshes.group_over([0, 1], "a use")
+    after, world_.bound_device_id = world_.bound_device_id, None
+    return seen, after == torch.device("cuda:0")
+
+
+def test_groups_are_not_split_off_a_world_that_is_bound_to_devices() -> None:
+    """A split is made by all ranks of the world, and a group by its members alone."""
+    with World(2) as fresh:
+        assert fresh.run(bound_to_a_device) == [([None], True)] * 2
+
+
+def on_devices(first: int, second: int, count: int) -> Any:
+    """Each rank says that it uses that device."""
+    fake = mock.Mock(is_initialized=lambda: True, device_count=lambda: count)
+    fake.current_device = lambda: (first, second)[dist.get_rank()]
+    fake.get_device_properties = lambda index: mock.Mock(uuid=f"GPU {index}")
+    with mock.patch.object(torch, "cuda", fake):
+        meshes._claim_device("cuda")
+        meshes._claim_device("cuda")  # another mesh
+
+
+@pytest.mark.parametrize(("devices", "count", "fine"), [((0, 1), 2, True), ((0, 0), 2, False), ((0, 0), 1, True)])
+def test_two_ranks_on_one_device_of_several_are_told(devices: tuple[int, int], count: int, fine: bool) -> None:
+    with World(2) as fresh:
+        errors = [error for error in fresh.errors(on_devices, *devices, count) if error]
+    assert (not errors) is fine
+    for error in errors:
+        assert re.search(r"ranks [01] and [01] both use cuda:0 .*set_device", str(error))
+
+
+def test_no_gloo_is_told() -> None:
+    def body() -> str:
+        mesh = sf.make_mesh(a=2, device="cpu")
+        with mock.patch.object(dist, "is_gloo_available", return_value=False), pytest.raises(RuntimeError) as caught:
+            under(mesh, lambda: sf.psum(torch.ones(1), "a"))
+        return str(caught.value)
+
+    with World(2) as fresh:
+        for said in fresh.run(body):
+            assert "built without gloo" in said
+
+
+def test_direct_messages_are_refused_on_nccl() -> None:
+    def body() -> None:
+        mesh = sf.make_mesh(a=2, device="cpu")
+        with mock.patch.object(compat, "backend_of", return_value="nccl"):
+            with transports(mesh, all_gather="native"):
+                pass
+            for op in ("all_gather", "reduce_scatter"):
+                direct = transports(mesh, **{op: "direct"})
+                with pytest.raises(ValueError, match=f'{op}="direct".* on NCCL use {op}="native"'), direct:
+                    pass
+
+    world(2).run(body)

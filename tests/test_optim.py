@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ def embed(p: Any, x: Tensor) -> Tensor:
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
 
 
 def params() -> Any:
@@ -392,13 +393,41 @@ def test_a_rate_can_be_changed_in_the_state(world: World, name: str) -> None:
     assert world.run(changed, name) == [0.0, 0.0]
 
 
+WRONG_THINGS: dict[str, Any] = {
+    "function": so.adamw,
+    "torch's": torch.optim.SGD([torch.ones(1)], 0.1),
+    "name": "blocks",
+    "tree": {"w": torch.ones(2)},
+}
+
+
+def stepped(optimizer: so.Optimizer) -> Any:
+    ps = {"w": torch.ones(3)}
+    return optimizer.step(ps, {"w": torch.ones(3)}, optimizer.init(ps))
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a gradient of another shape": (
         lambda: so.sgd(0.1).step({"w": torch.ones(3)}, {"w": torch.ones(2)}, so.sgd(0.1).init({"w": torch.ones(3)})),
         "w: the gradient has shape (2,), the parameter (3,)",
     ),
     "no tensor": (lambda: so.adamw(0.1).init({"w": 3}), "w is int; parameters are tensors"),
-    "a chain of two optimizers": (lambda: so.chain(so.sgd(0.1), so.adamw(0.1)), "any number of Transform, then one"),
+    "a chain of two optimizers": (lambda: so.chain(so.sgd(0.1), so.adamw(0.1)), "of transforms and then one"),
+    "an empty chain": (lambda: so.chain(), "but was given nothing"),
+    "a chain without an optimizer": (lambda: so.chain(so.clip_by_value(1.0)), "but was given a Transform"),
+    "a function for an optimizer": (lambda: so.ema(WRONG_THINGS["function"], 0.9), "3e-4), not the function adamw"),
+    "torch's optimizer": (lambda: so.skip_nonfinite(WRONG_THINGS["torch's"]), "torch's own SGD: see from_torch"),
+    "torch's optimizer for its class": (lambda: so.from_torch(WRONG_THINGS["torch's"]), "takes an optimizer's class"),
+    "a rule that is none": (lambda: so.masked(so.sgd(0.1), WRONG_THINGS["name"]), "the rule is a function of a param"),
+    "gradients for a limit": (lambda: so.clip_by_global_norm(WRONG_THINGS["tree"]), "the transform that it gives"),
+    "a rule that says nothing": (
+        lambda: stepped(so.adamw(0.1, weight_decay=lambda path, shape: None)),
+        "w: a rule for a parameter: weight_decay=None is a NoneType",
+    ),
+    "a schedule that says nothing": (
+        lambda: stepped(so.sgd(lambda step: None)),
+        "the schedule at step 1: lr=None is a NoneType",
+    ),
     "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
     "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit=-1.0"),
     "a decay above 1": (lambda: so.ema(so.sgd(0.1), 1.5), "decay=1.5"),
@@ -425,6 +454,53 @@ def test_what_makes_no_sense_is_refused(case: str) -> None:
     assert says in str(caught.value)
 
 
+# What takes each number, and what it is when it makes sense.
+NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "sgd": (so.sgd, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "adam": (so.adam, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
+    "adamw": (so.adamw, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
+    "lion": (so.lion, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "weight_decay": 0.1}),
+    "adafactor": (
+        so.adafactor,
+        {"lr": 0.1, "decay": -0.8, "clip": 1.0, "eps": 1e-8, "least": 1e-3, "weight_decay": 0.1},
+    ),
+    "muon": (so.muon, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "iterations": 5}),
+    "from_torch": (lambda **k: so.from_torch(torch.optim.Adam, **k), {"lr": 0.1, "block": 1}),
+    "clip_by_global_norm": (so.clip_by_global_norm, {"limit": 1.0}),
+    "clip_by_value": (so.clip_by_value, {"limit": 1.0}),
+    "ema": (lambda **k: so.ema(so.sgd(0.1), **k), {"decay": 0.9}),
+    "accumulate": (lambda **k: so.accumulate(so.sgd(0.1), **k), {"every": 2}),
+    "loss_scaled": (
+        lambda **k: so.loss_scaled(so.sgd(0.1), **k),
+        {"scale": 2.0, "growth": 2.0, "backoff": 0.5, "every": 2},
+    ),
+    "warmup_cosine": (so.warmup_cosine, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
+    "linear": (so.linear, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
+    "wsd": (so.wsd, {"peak": 0.1, "warmup": 2, "decay": 3, "steps": 9, "end": 0.0}),
+}  # fmt: skip
+SENSELESS = ["1e-3", True, [0.1], 1j, torch.ones(2), float("nan"), float("inf"), -1.0, -3]
+
+
+@pytest.mark.parametrize("name", list(NUMBERS))
+def test_a_number_that_makes_no_sense_is_refused_by_name(name: str) -> None:
+    make, numbers = NUMBERS[name]
+    make(**numbers)
+    for key, value in itertools.product(numbers, [*SENSELESS, None]):
+        if (key == "eps" and value is None) or (name == "adafactor" and key == "decay" and repr(value)[0] == "-"):
+            continue  # which make sense
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make(**numbers | {key: value})
+        assert str(caught.value).startswith(f"{name}: {key}")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adafactor", "muon"])
+def test_numbers_at_the_ends_of_their_ranges_are_taken(name: str) -> None:
+    make, numbers = NUMBERS[name]
+    make(**numbers | {"lr": 0, "weight_decay": 0})
+    make(**numbers | {"lr": torch.tensor(0.1), "weight_decay": decay, "donate": False})
+    make(**numbers | {"lr": so.warmup_cosine(0.1, warmup=0, steps=0)})
+
+
 @pytest.mark.parametrize(("module", "name"), [("torchao.optim", "AdamW8bit"), ("bitsandbytes.optim", "AdamW8bit")])
 def test_optimizers_of_other_libraries_where_installed(module: str, name: str) -> None:
     make = getattr(pytest.importorskip(module), name)
@@ -437,3 +513,239 @@ def test_optimizers_of_other_libraries_where_installed(module: str, name: str) -
         ps, state = optimizer.step(ps, optree.tree_map(torch.sin, ps), state)
         theirs, other = plain_one.step(theirs, optree.tree_map(torch.sin, theirs), other)
     assert (ps["w"] - theirs["w"]).abs().max() < 5e-3
+
+
+RATE_FREE: dict[str, Callable[[Any], so.Optimizer]] = {
+    "sgd": lambda lr: so.sgd(lr, momentum=0.9, weight_decay=decay),
+    "adam": so.adam,
+    "adamw": lambda lr: so.adamw(lr, weight_decay=decay),
+    "lion": lambda lr: so.lion(lr, weight_decay=decay),
+    "adafactor": so.adafactor,
+    "muon": lambda lr: so.masked(so.muon(lr, dtype=None, weight_decay=decay), is_matrix, so.lion(lr)),
+}
+
+
+@pytest.mark.parametrize("name", list(RATE_FREE))
+def test_a_rate_may_be_a_tensor_where_parameters_are_overwritten(name: str) -> None:
+    found = []
+    for rate in (0.05, torch.tensor(0.05, dtype=torch.float64)):
+        ps, _ = trained(RATE_FREE[name](rate), params(), lambda ps, _: optree.tree_map(torch.sin, ps))
+        found.append(ps)
+    assert distance(*found) < 1e-12
+
+
+# --- parameters of any kind ---
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "of all kinds": lambda: {
+        "sizes": {"rows": normal(0, 3, seed=1), "w": normal(3, 4, seed=2), "columns": normal(3, 0, seed=3),
+                  "scalar": normal(seed=4), "one": normal(1, seed=5), "none": normal(0, seed=6),
+                  "one of one": normal(1, 1, seed=7)},
+        "empty": {"rows": normal(0, 2, seed=1), "both": normal(0, 0, seed=2)},
+        "numbers": {"w": normal(2, 2, seed=8), "i": torch.arange(3), "b": torch.tensor(True), "nothing": None},
+        "frozen": {"w": normal(3, 2, seed=9)},
+        "beside": {"w": normal(5, 2, seed=10), "frozen": normal(3, seed=11)},
+        "no leaves": {},
+    },
+    "all frozen": lambda: {"a": {"frozen": normal(3, 2, seed=1)}, "frozen": normal(3, seed=2)},
+    "no parameters": lambda: {"a": {}, "b": []},
+}  # fmt: skip
+
+
+def sines(tree: Any) -> Any:
+    """Gradients of all that is trained."""
+
+    def one(leaf: Any) -> Any:
+        if type(leaf) is sf.FlatShard:
+            found: Any = torch.sin(leaf.values) if leaf.layout.trainable else None
+            return sf.FlatShard(found, leaf.layout)
+        return torch.sin(leaf) if leaf.is_floating_point() else None
+
+    return optree.tree_map(one, tree, is_leaf=lambda x: type(x) is sf.FlatShard)
+
+
+def of_any_kind(n: int) -> list[Any]:
+    mesh = sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+    every = OPTIMIZERS | {"loss_scaled": lambda **k: so.loss_scaled(so.adamw(0.02, **k), scale=2.0, **k)}
+    wrong = []
+    for kind, name, donate in itertools.product(ODD, every, (True, False)):
+        strategy = sf.zero1(DATA) if donate and n == 4 else sf.full_shard(DATA)
+        flat = sf.shard(ODD[kind](), mesh, strategy, frozen=[r".*frozen.*"] if "frozen" in str(ODD[kind]()) else [])
+        whole, rest = sf.partition(ODD[kind](), lambda path, shape: "frozen" not in path)
+        want, _ = trained(every[name](donate=True), whole, lambda ps, _: sines(ps))
+        got, _ = trained(every[name](donate=donate), flat, lambda ps, _: sines(ps))
+        pairs = zip(optree.tree_leaves(sf.unshard(got)), optree.tree_leaves(sf.combine(want, rest)), strict=True)
+        if not all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in pairs):
+            wrong.append((kind, name, donate))
+        assert so.finite(got)
+        assert abs(so.norms(got).total - so.global_norm(got).item()) < 1e-12
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
+)
+def test_every_optimizer_takes_parameters_of_any_size_and_kind(world: World) -> None:
+    assert world.within(120).run(of_any_kind, world.size) == [[]] * world.size
+
+
+# --- arguments that do not belong together ---
+
+
+def ones(flat: Any, rank: int) -> Any:
+    """Gradients as `value_and_grad` gives them."""
+
+    def one(node: sf.FlatShard) -> sf.FlatShard:
+        fine = node.layout.divided
+        return sf.FlatShard(torch.ones(fine.held(rank), dtype=node.values.dtype), fine)
+
+    return optree.tree_map(one, flat, is_leaf=lambda x: type(x) is sf.FlatShard)
+
+
+Call = Callable[..., Any]
+MISTAKES: dict[str, tuple[Call, str]] = {
+    "swapped": (lambda o, p, g, s, w: o.step(g, p, s), "step takes (params, grads, state): the "),
+    "as optax takes them": (lambda o, p, g, s, w: o.step(g, s, p), "which is where optax's update takes it"),
+    "state first": (lambda o, p, g, s, w: o.step(s, p, g), "the state came as the first argument"),
+    "state last but one": (lambda o, p, g, s, w: o.step(p, s, g), "the state came as the second argument"),
+    "no state": (lambda o, p, g, s, w: o.step(p, g, None), "the state is None"),
+    "value and gradients": (lambda o, p, g, s, w: o.step(p, (torch.ones(()), g), s), "pass the second of it"),
+    "whole gradients": (lambda o, p, g, s, w: o.step(p, params(), s), "are whole, the parameters are cut"),
+    "whole parameters": (lambda o, p, g, s, w: o.step(params(), g, s), "are cut, the parameters are whole"),
+    "nothing cut but the state": (lambda o, p, g, s, w: o.step(params(), params(), s), "of other parameters: "),
+    "another stage's gradient": (
+        lambda o, p, g, s, w: o.step(p, {**g, "blocks": g["blocks"][::-1]}, s),
+        "blocks.0: the gradient is of other parameters: of blocks.2: ",
+    ),
+    "too few stages": (lambda o, p, g, s, w: o.step(p, {**g, "blocks": g["blocks"][:2]}, s), "[0, 1] at blocks"),
+    "a key too few": (lambda o, p, g, s, w: o.step(p, {"embed": g["embed"]}, s), "the gradients have [embed], the"),
+    "a tensor for a stage": (lambda o, p, g, s, w: o.step(p, g | {"scale": normal(6, seed=3)}, s), "are whole"),
+    "no gradients": (lambda o, p, g, s, w: o.step(p, None, s), "there is None beside a dict"),
+    "another model's gradients": (lambda o, p, g, s, w: o.step(p, ones(w, 0), s), "is of other parameters"),
+    "another model's state": (lambda o, p, g, s, w: o.step(p, g, o.init(w)), "of other parameters: "),
+    "another optimizer's state": (lambda o, p, g, s, w: o.step(p, g, {"step": 0}), "state is of another optimizer"),
+    "parameters for a state": (lambda o, p, g, s, w: o.step(p, g, p), "this state is of another optimizer"),
+    "a piece of another length": (
+        lambda o, p, g, s, w: o.step(optree.tree_map(lambda x: x[:3], p), optree.tree_map(lambda x: x[:3], g), s),
+        "a tensor of shape (3,), but the layout",
+    ),
+}  # fmt: skip
+OF_SLOTS = ("nothing cut but the state", "another model's state")
+WRAPPERS: dict[str, Callable[..., so.Optimizer]] = {
+    "masked": lambda **k: so.masked(so.adamw(0.1), lambda path, shape: path != "embed.e"),
+    "accumulate": lambda **k: so.accumulate(so.sgd(0.1), 2),
+    "ema": lambda **k: so.ema(so.sgd(0.1), 0.9),
+    "skip_nonfinite": lambda **k: so.skip_nonfinite(so.sgd(0.1)),
+    "loss_scaled": lambda **k: so.loss_scaled(so.sgd(0.1)),
+    "shard_state": lambda **k: so.shard_state(so.sgd(0.1, momentum=0.9), "replica"),
+    "clip_by_value": lambda **k: so.chain(so.clip_by_value(1.0), so.lion(0.1)),
+}
+
+
+def mistaken(make: Callable[[], sf.Placement], names: list[str], steps: list[int]) -> list[str]:
+    """What is not refused, or not in the right words, or only after something has changed."""
+    mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
+    wider = params() | {"blocks": [p | {"more": normal(4, seed=9)} for p in params()["blocks"]]}
+    other = sf.shard(wider, mesh, make())
+    missed = []
+    for name in names:
+        o, flat = (OPTIMIZERS | WRAPPERS)[name](donate=True), sf.shard(params(), mesh, make())
+        state = o.init(flat)
+        for step in range(2):
+            if step not in steps:
+                flat, state = o.step(flat, ones(flat, mesh.get_rank()), state)
+                continue
+            grads = ones(flat, mesh.get_rank())
+            before = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (flat, grads, state))
+            for mistake, (call, says) in MISTAKES.items():
+                if mistake in OF_SLOTS and ("of torch" in name or name in ("sgd", "skip_nonfinite", "loss_scaled")):
+                    continue  # these remember nothing of a parameter, or not yet
+                try:
+                    call(o, flat, grads, state, other)
+                    missed.append(f"{name}, {mistake}: passed")
+                except (TypeError, ValueError) as error:
+                    if says not in str(error):
+                        missed.append(f"{name}, {mistake}: {error}")
+            for x, y in zip(optree.tree_leaves((flat, grads, state)), optree.tree_leaves(before), strict=True):
+                if not (torch.equal(x, y) if isinstance(x, Tensor) else x == y):
+                    missed.append(f"{name}: changed something")
+    return missed
+
+
+@pytest.mark.world(2)
+def test_a_step_refuses_what_does_not_belong_together(world: World) -> None:
+    every = [*OPTIMIZERS, *WRAPPERS]
+    assert world.within(90).run(mistaken, STRATEGIES["hybrid_shard"], every, [1]) == [[], []]
+    few = ["sgd-nesterov", "muon", "everything"]
+    assert world.within(90).run(mistaken, STRATEGIES["zero1"], few, [0, 1]) == [[], []]
+
+
+def test_a_swapped_call_is_noticed_wherever_the_parameters_are_known() -> None:
+    optimizer = so.sgd(0.1, donate=False)
+    ps = params()
+    state = optimizer.init(ps)
+    for _ in range(2):
+        grads = optree.tree_map(torch.ones_like, ps)
+        with pytest.raises(ValueError, match="the parameters came as grads"):
+            optimizer.step(grads, ps, state)
+        ps, state = optimizer.step(ps, grads, state)
+    optimizer.step(ps, ps, state)  # the gradient of half of a sum of squares
+    optimizer.step(optree.tree_map(torch.clone, ps), optree.tree_map(torch.clone, ps), state)
+
+
+@pytest.mark.parametrize("clip", [so.clip_by_global_norm(1.0), so.clip_by_value(1.0)])
+def test_a_transform_refuses_what_does_not_belong_together(clip: so.Transform) -> None:
+    ps, grads = params(), optree.tree_map(torch.ones_like, params())
+    state = clip.init(ps)
+    clip.update(grads, state, ps)
+    for wrong, says in (
+        ((ps, grads, state), "update takes (grads, state, params): the state came as the third argument"),
+        ((state, grads, ps), "the state came as the first argument"),
+        (((torch.ones(()), grads), state, ps), "pass the second of it"),
+        ((grads, None, ps), "the state is None"),
+        (({"embed": grads["embed"]}, state, ps), "the gradients have [embed]"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            clip.update(*wrong)
+        assert says in str(caught.value)
+
+
+def unevenly(x: Tensor) -> Tensor:
+    """The same numbers, with gaps between them in memory."""
+    gaps = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2]
+    return gaps.copy_(x)
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in order": torch.clone,
+    "by columns": lambda x: x.mT.contiguous().mT if x.ndim == 2 else x.clone(),
+    "with gaps": unevenly,
+}
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "fused adamw of torch"])
+def test_how_a_tensor_lies_in_memory_does_not_matter(name: str, donate: bool) -> None:
+    """As the gradients of `x @ w.T` do, which lie by columns, and of a sum, whose elements are one."""
+    every = OPTIMIZERS | {"fused adamw of torch": lambda donate: so.from_torch(torch.optim.AdamW, lr=0.01, fused=True)}
+    ps = {"w": normal(4, 3, seed=1), "b": normal(3, seed=2)}
+
+    def run(of_params: Callable[[Tensor], Tensor], of_grads: Callable[[Tensor], Tensor]) -> Any:
+        given = optree.tree_map(of_params, ps)
+        return trained(every[name](donate=donate), given, lambda p, n: optree.tree_map(of_grads, sines(ps)))[0]
+
+    want = run(torch.clone, torch.clone)
+    for first, second in itertools.product(ORDERS.values(), repeat=2):
+        assert distance(run(first, second), want) < 1e-12
+    same = [run(torch.clone, f) for f in (lambda x: x.new_ones(()).expand(x.shape), lambda x: x.new_ones(x.shape))]
+    assert distance(*same) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["sgd-nesterov", "adam", "adamw", "lion"])
+def test_a_state_of_another_dtype_is_refused(name: str) -> None:
+    optimizer, ps = OPTIMIZERS[name](donate=True), params()
+    state = optimizer.init(ps)
+    ps = optree.tree_map(torch.Tensor.float, ps)
+    with pytest.raises(ValueError, match=r"the parameter is torch\.float32, but the state torch"):
+        optimizer.step(ps, ps, state)

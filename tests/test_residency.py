@@ -55,6 +55,7 @@ class Setting:
         return optree.tree_map(lambda x: x.grad, leaves)
 
 
+@sf.debug(memory=False)  # where each call has memory of its own
 def slots(options: dict[str, Any], how: str) -> Any:
     s = Setting(**options)
     found = []
@@ -100,6 +101,7 @@ class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
+@sf.debug(memory=False)  # where each call has memory of its own
 def allocated(options: dict[str, Any], how: str) -> Any:
     s = Setting(**options)
     run = getattr(s, how)

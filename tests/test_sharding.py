@@ -398,20 +398,92 @@ def test_makers_give_the_same_parameters_on_every_mesh() -> None:
             assert same(one, plain)
 
 
+def dropped(x: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(x, 0.5)
+
+
+CARELESS: dict[str, Any] = {
+    "rand": lambda: torch.rand(3),
+    "randn": lambda: torch.randn(3, dtype=torch.float64),
+    "randint": lambda: torch.randint(1, 9, (3,)).double(),
+    "randperm": lambda: torch.randperm(9).double(),
+    "like": lambda: torch.randn_like(torch.rand_like(torch.randint_like(torch.ones(3), 2, 9))),
+    "normal": lambda: torch.normal(torch.zeros(3), 1.0) + torch.normal(0.0, 1.0, (3,)),
+    "in place": lambda: torch.empty(3).uniform_().normal_().exponential_().log_normal_().cauchy_().geometric_(0.5),
+    "bernoulli": lambda: torch.bernoulli(torch.full((9,), 0.5)) + torch.empty(9).bernoulli_(0.5),
+    "multinomial": lambda: torch.multinomial(torch.ones(9), 4).float(),
+    "gamma": lambda: torch.distributions.Gamma(2.0, 1.0).sample((3,)) + torch.poisson(torch.full((3,), 4.0)),
+    "module": lambda: torch.nn.Linear(3, 2).weight.detach(),
+    "init": lambda: torch.nn.init.trunc_normal_(torch.nn.init.orthogonal_(torch.empty(3, 3))),
+    "default device": lambda: torch.rand(3, device=torch.device("cpu")),
+}
+
+
 def careless() -> Any:
-    """A maker that draws from torch's own generator."""
-    makers = {"a": [lambda g: torch.rand(3), lambda g: torch.nn.Linear(3, 2).weight]}
+    """Makers that draw from torch's own generator."""
+    makers = {"a": [lambda g, make=make: make() for make in CARELESS.values()]}
     mesh = sf.make_mesh(shard=-1, device="cpu")
     torch.manual_seed(mesh.get_rank())
-    before = torch.get_rng_state()
+    before, undisturbed = torch.get_rng_state(), dropped(torch.ones(64))
+    torch.set_rng_state(before)
     flat = sf.init_sharded(makers, 7, mesh, sf.full_shard("shard"))
     assert torch.equal(torch.get_rng_state(), before)
-    return same(sf.unshard(flat), optree.tree_map(torch.detach, sf.init(makers, 7)))
+    assert torch.equal(dropped(torch.ones(64)), undisturbed)
+    assert len({tuple(row) for row in sf.unshard(flat)["a"][0][None].tolist()}) == 1
+    return same(sf.unshard(flat), sf.init(makers, 7)), undisturbed.tolist()
 
 
 @pytest.mark.world(2)
-def test_makers_that_draw_from_the_global_generator_agree_too(world: World) -> None:
-    assert world.run(careless) == [True, True]
+def test_makers_that_draw_from_the_global_generator_agree_and_leave_it_alone(world: World) -> None:
+    (one, first), (other, second) = world.run(careless)
+    assert one
+    assert other
+    assert first != second  # ranks go on with numbers of their own
+
+
+@pytest.mark.parametrize("kind", CARELESS)
+def test_a_maker_without_a_generator_draws_from_the_one_that_it_is_given(kind: str) -> None:
+    torch.manual_seed(0)
+    found = sf.init({"a": lambda g: CARELESS[kind](), "b": lambda g: CARELESS[kind]()}, 7)
+    torch.manual_seed(1)
+    again = sf.init({"a": lambda g: CARELESS[kind](), "c": lambda g: CARELESS[kind]()}, 7)
+    assert same(found["a"], again["a"])
+    assert not same(found["a"], found["b"])
+    assert not same(sf.init(lambda g: [CARELESS[kind](), CARELESS[kind]()], 7)[0], found["a"])
+
+
+def test_a_generator_that_is_passed_and_one_that_is_not_give_one_stream() -> None:
+    both = sf.init(lambda g: [torch.rand(3, generator=g), torch.rand(3)], 7)
+    assert same(both, sf.init(lambda g: list(torch.rand(6, generator=g).split(3)), 7))
+    own = torch.Generator().manual_seed(5)
+    assert same(sf.init(lambda g: torch.rand(3, generator=own), 7), torch.rand(3, generator=own.manual_seed(5)))
+
+
+def seeded(g: torch.Generator) -> Tensor:
+    torch.manual_seed(3)
+    return torch.rand(3)
+
+
+def seeded_apart(g: torch.Generator) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return seeded(g)
+
+
+def seeded_afterwards(g: torch.Generator) -> Tensor:
+    made = torch.rand(3)
+    torch.manual_seed(3)
+    return made
+
+
+@pytest.mark.parametrize(
+    "maker", [seeded, seeded_apart, seeded_afterwards, lambda g: torch.native_dropout(torch.ones(3), 0.5, True)[0]]
+)
+def test_a_maker_that_seeds_for_itself_is_refused(maker: Any) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=r"the maker of a.w (seeds|draws from) torch's own generator.*Draw from"):
+        sf.init({"a": {"w": maker}}, 7)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same(sf.init({"a": lambda g: torch.native_dropout(torch.ones(3), 0.5, False)[0]}, 7), {"a": torch.ones(3)})
 
 
 def one_stage_at_a_time(depth: int) -> Any:
@@ -461,7 +533,7 @@ def from_meta() -> Any:
     sf.init_sharded(like, 3, mesh, sf.full_shard("shard"))
 
 
-@pytest.mark.world(2)  # threads share torch's own generator
+@pytest.mark.world(2)
 def test_meta_tensors_are_filled_by_path(world: World) -> None:
     for error in world.errors(from_meta):
         assert isinstance(error, ValueError)

@@ -276,16 +276,3 @@ def odd_functions() -> list[float]:
 @both_sizes
 def test_what_a_function_does_to_its_parameters_lasts_for_that_call(world: World) -> None:
     assert worst(x for found in world.run(odd_functions) for x in found) < 1e-12
-
-
-def handed_through() -> tuple[float, float]:
-    s = Setting()
-    x = s.x.clone()
-    y, _ = sf.stage(lambda p, x: (x[:, :2], p["w"].sum()))(s.flat[0], x)
-    y.mul_(2)
-    return (x - s.x).abs().max().item(), (y - 2 * s.x[:, :2]).abs().max().item()
-
-
-@pytest.mark.world(2, "processes")
-def test_outputs_have_memory_of_their_own(world: World) -> None:
-    assert world.run(handed_through) == [(0.0, 0.0)] * 2

@@ -84,7 +84,8 @@ def load(
 
     Raises:
         CheckpointError: what is missing, extra, of another shape or dtype, all at once; a damaged or foreign file. The
-            same on every rank. If damage is found on the way, `like` may have been overwritten in part.
+            same on every rank. Files that are gone or too short are found before anything is overwritten; where only a
+            checksum tells of damage, `like` may have been overwritten in part, and the message says what.
     """
     finish()
     wanted = apart(lambda: contents(like, shared=False))
@@ -99,6 +100,7 @@ def load(
         found[:] = [source, names]
         if differ.shapes or (strict and differ):
             raise CheckpointError(str(differ))
+        source.check(_parts(wanted, names))
         return str(differ) if differ else ""
 
     told = team.together(f"load {path}", prepare)
@@ -112,7 +114,10 @@ def load(
     def read() -> None:
         _read(source, wanted, names, tree)
 
-    team.together(f"load {path}", read)
+    try:
+        team.together(f"load {path}", read)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error
     return rebuilt(tree, {name: source.numbers[theirs] for name, theirs in names.items() if name in wanted.numbers})
 
 
@@ -167,6 +172,22 @@ def _compare_one(differ: Differences, name: str, source: Source, theirs: str, wa
         differ.shapes[name] = str(kind), str(ours)
     elif kind.dtype != ours.dtype:
         differ.kinds[name] = str(kind), str(ours)
+
+
+def _unusable(names: dict[str, str]) -> str:
+    """What a load that failed on the way may have written to, on some rank."""
+    listed = list(names)
+    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    return (
+        f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
+        f"{', '.join(listed[:8])}{more}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
+    )
+
+
+def _parts(wanted: Contents, names: dict[str, str]) -> list[Part]:
+    """What is to be read, under the checkpoint's names."""
+    parts = [Part(names[part.name], part.box, part.values) for part in wanted.parts if part.name in names]
+    return parts + [Part(names[name], whole(x.shape), x) for name, x in wanted.plain.items() if name in names]
 
 
 def _read(source: Source, wanted: Contents, names: dict[str, str], tree: Any) -> None:

@@ -179,16 +179,19 @@ def _staged(parts: list[Part]) -> list[Tensor]:
         last = runs[-1] if runs else None
         if last is None or last.address != storage.data_ptr() or not 0 <= start - last.stop <= _GAP:
             begin = -(-(last.begin + last.stop - last.start) // 64) * 64 if last else 0
-            last = _Run(storage, storage.data_ptr(), start, stop, begin)
+            last = _Run(storage, part.values.device, storage.data_ptr(), start, stop, begin)
             runs.append(last)
         last.stop = stop
         places.append(last.begin + start - last.start)
     total = runs[-1].begin + runs[-1].stop - runs[-1].start if runs else 0
-    if not _memory or _memory[0].numel() < total:
-        _memory[:] = [torch.empty(total, dtype=torch.uint8)]
+    devices = {run.device for run in runs if run.device.type != "cpu"}
+    if not _memory or _memory[0].numel() < total or (devices and not _memory[0].is_pinned()):
+        _memory[:] = [torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))]
     for run in runs:
-        every = torch.empty(0, dtype=torch.uint8, device=run.storage.device).set_(run.storage)
-        _memory[0][run.begin : run.begin + run.stop - run.start].copy_(every[run.start : run.stop])
+        every = torch.empty(0, dtype=torch.uint8, device=run.device).set_(run.storage)
+        _memory[0][run.begin : run.begin + run.stop - run.start].copy_(every[run.start : run.stop], non_blocking=True)
+    for device in devices:  # one wait for all copies
+        torch.get_device_module(device).current_stream(device).synchronize()
     return [
         _memory[0][at : at + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
         for at, x in zip(places, (part.values for part in parts), strict=True)
@@ -200,6 +203,7 @@ class _Run:
     """Bytes `start` to `stop` of a storage, which go to `begin`."""
 
     storage: Any
+    device: torch.device
     address: int
     start: int
     stop: int

@@ -40,6 +40,17 @@ class Source:
     numbers: dict[str, Scalar]
     by_rank: dict[str, int]
 
+    def check(self, parts: Iterable[Part]) -> None:
+        """Raises CheckpointError where a file is gone or too short for what these parts need of it."""
+        for file, wanted in _by_file(parts, self.chunks).items():
+            with opened(self.folder / file) as descriptor:
+                has, needed = os.fstat(descriptor).st_size, max(chunk.offset + chunk.length for chunk, *_ in wanted)
+            if has < needed:
+                names = ", ".join(dict.fromkeys(name for chunk, name, _ in wanted if chunk.offset + chunk.length > has))
+                raise CheckpointError(
+                    f"{self.folder / file} is damaged: it ends after {has} of {needed} bytes, in {names}"
+                )
+
     def read(self, parts: Iterable[Part]) -> None:
         """Fills each part's values, of whatever dtype, from the box of the tensor of its name.
 

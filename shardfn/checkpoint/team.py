@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardfn.mesh import Grid, group_over
+from shardfn import waiting
+from shardfn.mesh import Grid, cpu_group
 
 T = TypeVar("T")
 
@@ -26,19 +27,22 @@ class Team:
         rank: this one's number among them.
         size: how many they are.
         group: by which they talk; None for one process.
+        use: what they do together, for the message of one that waits.
     """
 
     rank: int
     size: int
     group: Any = None
+    use: str = "checkpoint"
 
-    def gathered(self, mine: T) -> list[T]:
-        """Every rank's object."""
+    def gathered(self, mine: T, what: str = "") -> list[T]:
+        """Every rank's object; `what` they do meanwhile is for the message of one that waits."""
         if self.group is None:
             return [mine]
         every: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(every, mine, group=self.group)
+            with waiting.on("meeting", self.group.group_name, what or self.use):
+                dist.all_gather_object(every, mine, group=self.group)
         except RuntimeError as error:
             raise CheckpointError(f"a rank is gone, or did not come: {error}") from error
         return every
@@ -55,7 +59,7 @@ class Team:
             mine = run()
         except Exception as error:
             cause = error
-        every = self.gathered((mine, None if cause is None else _told(cause)))
+        every = self.gathered((mine, None if cause is None else _told(cause)), what)
         failed: dict[str, list[int]] = {}
         for rank, (_, told) in enumerate(every):
             if told is not None:
@@ -84,8 +88,7 @@ def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
     ranks = list(found.pop())
     if len(ranks) == 1:
         return Team(0, 1)
-    own = dist.get_backend() in ("gloo", "nccl", "undefined")  # others know no gloo beside them
-    return Team(ranks.index(dist.get_rank()), len(ranks), group_over(ranks, *((use, "gloo") if own else ())))
+    return Team(ranks.index(dist.get_rank()), len(ranks), cpu_group(ranks, use), use)
 
 
 def apart(run: Callable[[], T]) -> T:

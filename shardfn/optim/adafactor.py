@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
+from shardfn.optim.core import Optimizer, Rule, of_rule
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.meta import lent, numbered, plain_but_rate, tied
+from shardfn.optim.meta import lent, numbered, tied
 from shardfn.optim.norms import squares, totals, wide
-from shardfn.optim.units import Segment, Unit, Units, pairs, refuse_complex, spread, units
+from shardfn.optim.ranges import at_step, check
+from shardfn.optim.units import Segment, Unit, Units, pairs, refuse_complex, spread, units, zeros
 from shardfn.optim.wrappers import masked
 
 
@@ -49,7 +49,7 @@ def adafactor(
     Sources: Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost (2018), algorithms 4, 6.
     """
     numbers = {"lr": lr, "decay": decay, "clip": clip, "least": least, "weight_decay": weight_decay}
-    plain_but_rate("adafactor", numbers)
+    check("adafactor", numbers | ({} if eps is None else {"eps": eps}) | {"donate": donate})
     matrices, vectors = (_optimizer(kind, numbers, eps, donate) for kind in (_Factored(), _Whole()))
     return masked(matrices, lambda path, shape: len(shape) > 1, vectors)
 
@@ -58,7 +58,7 @@ class _Whole:
     """Second moments of every element."""
 
     def init(self, known: Units) -> Any:
-        return known.like(torch.zeros_like(unit.values) if unit.trainable else None for unit in known.each)
+        return known.like(zeros(unit.values) if unit.trainable else None for unit in known.each)
 
     def updated(self, known: Units, state: Any, grads: list[Tensor | None], mixed: float) -> Any:
         old = known.beside(state)
@@ -86,7 +86,7 @@ class _Factored:
             one.path: _sums(one, grad.reshape(-1)[one.start : one.stop].to(wide(grad)).square())
             for unit, grad in zip(known.each, grads, strict=True)
             if grad is not None
-            for one in unit.segments
+            for one in unit.filled
         }
         shapes = {path: whole for unit in known.each for _, path, whole in spread(unit)}
         found = totals(known, here, _length, [grad for grad in grads if grad is not None])
@@ -96,7 +96,7 @@ class _Factored:
         unit = known.each[i]
         flat, rows, last = unit.values.new_ones(unit.values.numel()), [], 0
         means, ties = lent(state, unit)
-        for one in unit.segments:
+        for one in unit.filled:
             rows += [flat[last : one.start], _estimate(one, means[one.path], least).to(flat.dtype)]
             last = one.stop
         return tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), ties)
@@ -124,7 +124,7 @@ def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bo
                     grad = kind.of(known, square, i, least).clamp(min=least * least).rsqrt() * grad
                 updates.append(grad)
             moving = [
-                replace(unit, values=unit.values if x is None else x, trainable=x is not None)
+                unit._replace(values=unit.values if x is None else x, trainable=x is not None)
                 for unit, x in zip(known.each, updates, strict=True)
             ]
             sizes = squares(known), squares(Units(moving, known.tree))
@@ -145,10 +145,11 @@ def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: i
         numbered(now["lr"], unit),
     )
     flat, rows, last = unit.values.reshape(-1), [], 0
-    for one in unit.segments:
+    for one in unit.filled:
         n, p = math.prod(one.whole), flat[one.start : one.stop]
         lr = rates[one.path]
-        rate = (of_params[one.path] / n).sqrt().clamp(min=now["least"]) * min(lr, count**-0.5)
+        most = lr.clamp(max=count**-0.5) if isinstance(lr, Tensor) else min(lr, count**-0.5)
+        rate = (of_params[one.path] / n).sqrt().clamp(min=now["least"]) * most
         rate = rate / ((of_updates[one.path] / n).sqrt() / now["clip"]).clamp(min=1.0)
         keep = 1 - lr * of_rule(now["weight_decay"], one)
         moved = p * keep - rate.to(p.dtype) * update.reshape(-1)[one.start : one.stop]
@@ -167,8 +168,8 @@ def _length(whole: tuple[int, ...]) -> int:
 
 def _counts(whole: tuple[int, ...], like: Tensor) -> Tensor:
     """How many elements each row has, and each column."""
-    counts = torch.full_like(like, whole[-2])
-    counts[: math.prod(whole[:-1])] = whole[-1]
+    counts = torch.full_like(like, max(1, whole[-2]))
+    counts[: math.prod(whole[:-1])] = max(1, whole[-1])
     return counts
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from shardfn.layout import Layout
 from shardfn.mesh import AxisName, as_names
+from shardfn.optim.checks import guarded, guarded_update
 from shardfn.optim.division import divides_init, divides_step
+from shardfn.optim.ranges import kind
 from shardfn.optim.units import Segment, units
 
 Rule = Callable[[str, tuple[int, ...]], Any]
@@ -21,7 +23,8 @@ Rule = Callable[[str, tuple[int, ...]], Any]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Two functions; neither has a memory of its own.
+    """Two functions. Neither has a memory of its own, but for a weak reference by which it notices gradients in the
+    place of parameters.
 
     Where a strategy cuts optimizer state further than parameters, they meet this rank's part only, and new parameters
     are gathered.
@@ -29,15 +32,17 @@ class Optimizer:
     Attributes:
         init: `params -> state`.
         step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters; None, or a
-            frozen parameter's, is left out.
+            frozen parameter's, is left out. Where the three do not belong together it raises ValueError or TypeError,
+            before anything has changed.
     """
 
     init: Callable[[Any], Any]
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "init", divides_init(_apart(self.init)))
-        object.__setattr__(self, "step", divides_step(self.step))
+        init, step = guarded("step", divides_init(_apart(self.init)), divides_step(self.step))
+        object.__setattr__(self, "init", init)
+        object.__setattr__(self, "step", step)
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,9 @@ class Transform:
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "update", guarded_update(self.init, self.update))
 
 
 def _apart(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -87,6 +95,7 @@ def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), 5.1.
     """
+    must_be_optimizer("shard_state", optimizer)
     names = as_names(axis)
 
     def finer(layout: Layout) -> Layout:
@@ -108,10 +117,13 @@ def chain(*parts: Any) -> Optimizer:
     Example:
         ``chain(clip_by_global_norm(1.0), adamw(3e-4))``
     """
-    *transforms, last = parts
+    *transforms, last = parts or (None,)
     if not all(isinstance(part, Transform) for part in transforms) or not isinstance(last, Optimizer):
-        kinds = ", ".join(type(part).__name__ for part in parts)
-        raise TypeError(f"chain: ({kinds}); it takes any number of Transform, then one Optimizer")
+        kinds = ", ".join(map(kind, parts)) or "nothing"
+        raise TypeError(
+            f"chain: it takes any number of transforms and then one optimizer, chain(clip_by_global_norm(1.0), "
+            f"adamw(3e-4)) say, but was given {kinds}"
+        )
 
     def init(params: Any) -> Any:
         return tuple(part.init(params) for part in parts)
@@ -127,11 +139,12 @@ def chain(*parts: Any) -> Optimizer:
     return Optimizer(init, step)
 
 
+def must_be_optimizer(name: str, value: Any) -> None:
+    """Raises TypeError for what is no optimizer."""
+    if not isinstance(value, Optimizer):
+        raise TypeError(f"{name} takes an optimizer, such as shardfn.optim.adamw(3e-4), not {kind(value)}")
+
+
 def of_rule(value: Any, segment: Segment) -> Any:
     """A number, or what a rule says of a parameter."""
     return value(segment.path, segment.whole) if callable(value) else value
-
-
-def at_step(value: Any, step: int) -> Any:
-    """A number, or what a schedule says of a step."""
-    return value(step) if callable(value) else value

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardfn import collectives, compat
 from shardfn.layout import FlatShard, Layout, is_flat
 from shardfn.ledger import serving
-from shardfn.link import Handle, all_gather, link
+from shardfn.link import Handle, all_gather, arrived, link
 from shardfn.mesh import mesh_of, scope
 from shardfn.optim.meta import differentiable
 
@@ -101,7 +101,7 @@ def _part(node: FlatShard, fine: Layout) -> FlatShard:
 
 def _gathered(params: Any, parts: Any, before: list[int], made: Any, finer: Finer) -> Any:
     leaves, tree = optree.tree_flatten(params, is_leaf=is_flat)
-    handles: list[tuple[str, Handle]] = []
+    handles: list[tuple[str, str, Handle]] = []
     whole = []
     every = zip(leaves, tree.flatten_up_to(parts), before, tree.flatten_up_to(made), strict=True)
     for node, part, version, new in every:
@@ -114,15 +114,15 @@ def _gathered(params: Any, parts: Any, before: list[int], made: Any, finer: Fine
             # A rank may have nothing to update, and return it as it was: also one that overwrites nothing.
             donated = same and (_version(part) != version or differentiable(new.values))
             whole.append(FlatShard(_whole(node, new.values, donated, finer(node.layout), handles), node.layout))
-    for stage, handle in handles:
+    for stage, group, handle in handles:
         try:
-            handle.wait()
+            arrived(handle, "all_gather", group, stage)
         except RuntimeError as error:
             raise RuntimeError(f"stage {stage!r}: gathering its new parameters failed on this rank: {error}") from error
     return optree.tree_unflatten(tree, whole)
 
 
-def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, Handle]]) -> Tensor:
+def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, str, Handle]]) -> Tensor:
     """A parameter from all ranks' new parts; in its own memory, if this rank's part was updated in place."""
     layout = node.layout
     mesh, names = mesh_of(layout.grid, f"stage {layout.stage!r}"), _more(layout, fine)
@@ -137,7 +137,9 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
         if compat.storage_of(whole) != compat.storage_of(new):
             own.copy_(new)
         if layout.grid.size(names) > 1 and layout.here(compat.global_rank()):
-            handles.append((layout.stage, all_gather(whole.view(torch.uint8), link(mesh, names), whole.dtype)))
+            along = link(mesh, names)
+            handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
+            handles.append((layout.stage, along.group_names[0], handle))
     return values if donated else whole
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
-from shardfn.optim.meta import plain_but_rate, tied, varied
-from shardfn.optim.units import Unit, joined, pairs, runs, units, zeros_like
+from shardfn.optim.core import Optimizer, Rule, of_rule
+from shardfn.optim.meta import tied, varied
+from shardfn.optim.ranges import at_step, check, check_rule
+from shardfn.optim.units import Unit, dense, joined, pairs, runs, units, zeros_like
 
 Number = float | Tensor
 Schedule = Callable[[int], Any]
@@ -39,7 +40,7 @@ class Elementwise:
 
 def optimizer(name: str, rule: Elementwise, numbers: dict[str, Any], donate: bool) -> Optimizer:
     """An optimizer by a rule. A number may be a schedule, if it is the learning rate, or else a rule for parameters."""
-    plain_but_rate(name, numbers)
+    check(name, numbers | {"donate": donate}, numbers)
     constant = {name: value for name, value in numbers.items() if not callable(value)}
     varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
 
@@ -82,22 +83,55 @@ def _spans(unit: Unit, varying: dict[str, Rule]) -> list[Span]:
     """Stretches with the same numbers."""
     if not varying:
         return [((), 0, unit.values.numel())]
-    return runs(unit, lambda one: tuple((name, of_rule(rule, one)) for name, rule in varying.items()))
+    found = runs(unit, lambda one: tuple((name, of_rule(rule, one)) for name, rule in varying.items()))
+    for key, *_ in found:
+        check_rule(unit.name, key)
+    return found
 
 
-def _overwrite(rule: Elementwise, every: list[tuple[_Work, list[Span]]], count: int, now: dict[str, Any]) -> None:
+def _overwrite(rule: Elementwise, work: list[tuple[_Work, list[Span]]], count: int, now: dict[str, Any]) -> None:
     groups: dict[Any, tuple[list[Tensor], list[Tensor], list[list[Tensor]]]] = {}
+    moved: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
-        for one, spans in every:
+        for one, spans in work:
             for key, start, stop in spans:
                 kind = (key, one.unit.values.dtype, one.unit.values.device)
                 ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in rule.slots]))
                 whole = (start, stop) == (0, one.unit.values.numel())
-                for into, x in zip((ps, gs, *slots), (one.unit.values, one.grad, *one.slots), strict=True):
-                    into.append(_real(x if whole else x[start:stop]))
+                every = [_real(x if whole else x[start:stop]) for x in (one.unit.values, one.grad, *one.slots)]
+                _refuse_dtypes(one)
+                for into, x in zip((ps, gs, *slots), _in_order(every, moved), strict=True):
+                    into.append(x)
         for (key, *_), (ps, gs, slots) in groups.items():
             rule.in_place(ps, gs, slots, count, now | dict(key))
             torch.autograd.graph.increment_version([*ps, *(x for slot in slots for x in slot)])  # fused kernels do not
+        for x, made in moved:
+            x.copy_(made)
+
+
+def _in_order(every: list[Tensor], moved: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """A parameter, its gradient and slots, all in one order in memory, in which fused kernels go through them.
+
+    What lies in another order is copied, and but for the gradient to be copied back.
+    """
+    if all(x.is_contiguous() for x in every):
+        return every
+    p, _, *slots = every
+    if all(x.stride() == p.stride() for x in every) and dense(p):
+        return every
+    found = [x.contiguous() for x in every]
+    moved += [(x, made) for x, made in zip((p, *slots), (found[0], *found[2:]), strict=True) if x is not made]
+    return found
+
+
+def _refuse_dtypes(one: _Work) -> None:
+    dtype = one.values.dtype
+    for slot in one.slots:
+        if slot.dtype != dtype:
+            raise ValueError(
+                f"{one.unit.name}: the parameter is {dtype}, but the state {slot.dtype}: cast both, or "
+                f"make a new state by init(params)"
+            )
 
 
 def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: dict[str, Any]) -> None:
@@ -119,7 +153,7 @@ def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: 
     inputs = [one.unit.values, one.grad, *one.slots, *(x for x in now.values() if isinstance(x, Tensor))]
     one.values = tied(joined([p for p, _ in made], one.unit, where), inputs)
     for i, old in enumerate(one.slots):
-        stand = replace(one.unit, values=old)
+        stand = one.unit._replace(values=old)
         one.slots[i] = tied(joined([slots[i] for _, slots in made], stand, where), inputs)
 
 
@@ -158,7 +192,8 @@ def _sgd_pure(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) ->
 
 def _adam_in_place(kernel: Any) -> Callable[..., None]:
     def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n: dict[str, Any]) -> None:
-        steps = [torch.tensor(float(step), device=ps[0].device)] * len(ps)
+        # A number that is filled in; one that is copied from the host's memory would be waited for.
+        steps = [torch.full((), float(step), dtype=torch.float32, device=ps[0].device)] * len(ps)
         kernel(
             ps,
             gs,
@@ -199,7 +234,11 @@ def _lion_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n:
     moves = torch._foreach_lerp(ms, gs, 1 - n["b1"])
     torch._foreach_sign_(moves)
     torch._foreach_mul_(ps, 1 - n["lr"] * n["weight_decay"])
-    torch._foreach_add_(ps, moves, alpha=-n["lr"])
+    if isinstance(n["lr"], Tensor):  # which as alpha would be read by the host
+        torch._foreach_mul_(moves, n["lr"])
+        torch._foreach_sub_(ps, moves)
+    else:
+        torch._foreach_add_(ps, moves, alpha=-n["lr"])
     torch._foreach_lerp_(ms, gs, 1 - n["b2"])
 
 
@@ -238,6 +277,7 @@ def sgd(
 
     Sources: Sutskever et al., On the importance of initialization and momentum in deep learning (2013).
     """
+    check("sgd", {"nesterov": nesterov, "momentum": momentum}, ("momentum",))
     if nesterov and not momentum:
         raise ValueError("sgd: nesterov=True needs a momentum above 0")
     numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}

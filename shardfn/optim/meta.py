@@ -54,13 +54,6 @@ def numbered(number: Any, unit: Unit) -> tuple[dict[str, Any], list[Tensor]]:
     return lent(each, unit) if isinstance(number, Tensor) else (each, [])
 
 
-def plain_but_rate(name: str, numbers: dict[str, Any]) -> None:
-    """Raises TypeError for a tensor that is not the learning rate, by which the rule has no derivative."""
-    for key, value in numbers.items():
-        if isinstance(value, Tensor) and key != "lr":
-            raise TypeError(f"{name}: {key} is a tensor; only lr may be one, and have a gradient: pass {key}.item()")
-
-
 def varied(number: Any, unit: Unit) -> Any:
     """The same for all elements of a unit: the number itself, or if it may be differentiated, a vector."""
     if not isinstance(number, Tensor) or unit.layout is None or not differentiable(number):

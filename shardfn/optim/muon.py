@@ -20,9 +20,10 @@ from shardfn import collectives, compat
 from shardfn.layout import Layout, Range
 from shardfn.ledger import record
 from shardfn.mesh import Grid, axis_of, mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, at_step, of_rule
+from shardfn.optim.core import Optimizer, Rule, of_rule
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.meta import numbered, plain_but_rate, tied
+from shardfn.optim.meta import numbered, tied
+from shardfn.optim.ranges import at_step, check, whole
 from shardfn.optim.units import Unit, pairs, refuse_complex, units, zeros_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -65,7 +66,10 @@ def muon(
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
     """
     numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    plain_but_rate("muon", numbers)
+    check("muon", numbers | {"nesterov": nesterov, "donate": donate})
+    whole("muon", "iterations", iterations, 1)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"muon: dtype={dtype!r}; it is a floating dtype, or None for the gradient's")
     constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def init(params: Any) -> Any:
@@ -81,6 +85,8 @@ def muon(
         momenta = known.beside(state["momentum"])
         present = {i: grad for i, (_, grad) in enumerate(pairs(known, grads)) if grad is not None}
         at, gs = list(present), list(present.values())
+        if not at:
+            return params, state | {"step": count}
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             ms: list[Tensor] = [momenta[i] for i in at]
             if donate:
@@ -107,17 +113,21 @@ def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
     rows: list[Tensor] = []
     last = 0
     rates, ties = numbered(now["lr"], unit)
-    for one in unit.segments:
+    for one in unit.filled:
         lr = rates[one.path]
         scale = lr * max(1.0, one.whole[0] / one.whole[1]) ** 0.5
         keep = 1 - lr * of_rule(now["weight_decay"], one)
         p, direction = flat[one.start : one.stop], o.reshape(-1)[one.start : one.stop].to(flat.dtype)
         if donate:
-            p.mul_(keep).add_(direction, alpha=-scale)
+            p.mul_(keep)
+            # As alpha a tensor would be read by the host.
+            p.sub_(direction * scale) if isinstance(scale, Tensor) else p.add_(direction, alpha=-scale)
         else:
             rows += [flat[last : one.start], p * keep - scale * direction]
             last = one.stop
-    return unit.values if donate else tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), [o, *ties])
+    if donate:
+        return unit.values if unit.values.is_contiguous() else unit.values.copy_(flat.view(unit.values.shape))
+    return tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), [o, *ties])
 
 
 def _refuse(unit: Unit) -> None:
@@ -188,14 +198,14 @@ def _of_layout(layout: Layout, entries: tuple[int, ...]) -> tuple[Matrix, ...]:
     found = []
     for number in entries:
         rows, columns = layout.whole_shape(number)
-        found.append(Matrix(layout.entries[number].path, (rows, columns), layout, number))
+        if rows * columns:  # or else there is nothing to do, and nobody has a part
+            found.append(Matrix(layout.entries[number].path, (rows, columns), layout, number))
     return tuple(found)
 
 
 def _matrices(unit: Unit) -> tuple[Matrix, ...]:
     if unit.layout is None:
-        (one,) = unit.segments
-        return (Matrix(one.path, (one.shape[0], one.shape[1])),)
+        return tuple(Matrix(one.path, (one.shape[0], one.shape[1])) for one in unit.filled)
     return _of_layout(unit.layout, unit.entries)
 
 
@@ -372,7 +382,7 @@ def together(
                 mine = o if part is None else _block(o, part)
                 rows[matrix.path] = mine.reshape(-1)[one.first : one.first + one.stop - one.start]
         flat, filled, last = torch.zeros_like(update).reshape(-1), [], 0
-        for one in unit.segments:
+        for one in unit.filled:
             filled += [flat[last : one.start], rows[one.path]]
             last = one.stop
         made.append(tied(torch.cat([*filled, flat[last:]]).view(update.shape), every))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -17,7 +18,8 @@ from shardfn import collectives
 from shardfn.mesh import mesh_of, scope
 from shardfn.optim.core import Transform
 from shardfn.optim.meta import tied, varied
-from shardfn.optim.units import Units, spread, units
+from shardfn.optim.ranges import check, kind
+from shardfn.optim.units import Units, dense, spread, units
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,12 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
 
     Sources: Pascanu et al., On the difficulty of training recurrent neural networks (2013), algorithm 1.
     """
-    if not limit > 0:
-        raise ValueError(f"clip_by_global_norm: limit={limit!r}; it is above 0")
+    if not isinstance(limit, (int, float)) and optree.tree_leaves(limit) != [limit]:
+        raise TypeError(
+            f"clip_by_global_norm: limit is {kind(limit)}; it is a number, and what clips is the transform that it "
+            f"gives: chain(clip_by_global_norm(1.0), adamw(3e-4)), or grads, state = clip.update(grads, state, params)"
+        )
+    check("clip_by_global_norm", {"limit": limit, "donate": donate})
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         del params
@@ -90,36 +96,49 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
 
 def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
     """Clamps each element of the gradients to `[-limit, limit]`."""
-    if not limit > 0:
-        raise ValueError(f"clip_by_value: limit={limit!r}; it is above 0")
+    check("clip_by_value", {"limit": limit, "donate": donate})
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         del params
         known = units(grads)
-        values = [unit.values for unit in known.each if unit.trainable]
-        if donate:
+        values = [unit.values for unit in known.each if unit.trainable and unit.values is not None]
+        if donate and not values:
+            return grads, state
+        if donate and _writable(known):
             with torch.no_grad():
                 torch._foreach_clamp_min_(values, -limit)
                 torch._foreach_clamp_max_(values, limit)
             return grads, state
-        return known.like(u.values.clamp(-limit, limit) if u.trainable else u.values for u in known.each), state
+        made = (u.values.clamp(-limit, limit) if u.trainable and u.values is not None else u.values for u in known.each)
+        return known.like(made), state
 
     return Transform(lambda params: {"limit": limit}, update)
 
 
-def scaled(tree: Any, factor: Tensor, donate: bool) -> Any:
-    """A tree times a 0-d tensor, each in its own dtype."""
+def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
+    """A tree times a number or a 0-d tensor, each in its own dtype."""
     known = units(tree)
-    if donate:
+    if donate and _writable(known):
         with torch.no_grad():
             for unit in known.each:
-                if unit.trainable:
-                    unit.values.mul_(factor.to(unit.values.device))
+                if unit.trainable and unit.values is not None:
+                    unit.values.mul_(_at(factor, unit.values.device))
         return tree
     return known.like(
         (u.values * varied(factor, u)).to(u.values.dtype) if u.trainable and u.values is not None else u.values
         for u in known.each
     )
+
+
+def _writable(known: Units) -> bool:
+    """Whether no element stands for several, as in the gradient of a sum."""
+    return not any(
+        0 in u.values.stride() and not dense(u.values) for u in known.each if u.trainable and u.values is not None
+    )
+
+
+def _at(factor: Tensor | float, device: torch.device) -> Tensor | float:
+    return factor.to(device) if isinstance(factor, Tensor) else factor
 
 
 def squares(known: Units) -> dict[str, Tensor]:

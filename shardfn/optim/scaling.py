@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from shardfn.optim.core import Optimizer
+from shardfn.optim.core import Optimizer, must_be_optimizer
 from shardfn.optim.norms import scaled
+from shardfn.optim.ranges import check, whole
 from shardfn.optim.wrappers import finite
 
 
@@ -40,11 +39,9 @@ def loss_scaled(
     Example:
         ``grads = sf.grad(lambda p: loss(p) * state["scale"])(params); params, state = opt.step(params, grads, state)``
     """
-    if not (scale > 0 and growth >= 1 and 0 < backoff <= 1 and every >= 1):
-        raise ValueError(
-            f"loss_scaled: scale={scale!r}, growth={growth!r}, backoff={backoff!r}, every={every!r}; a scale above 0, "
-            f"growth of 1 or more, backoff from 0 to 1, and 1 or more steps"
-        )
+    must_be_optimizer("loss_scaled", optimizer)
+    check("loss_scaled", {"scale": scale, "growth": growth, "backoff": backoff, "donate": donate})
+    whole("loss_scaled", "every", every, 1)
 
     def init(params: Any) -> Any:
         return {"optimizer": optimizer.init(params), "scale": float(scale), "good": 0, "skipped": 0}
@@ -56,7 +53,7 @@ def loss_scaled(
                 "good": 0,
                 "skipped": state["skipped"] + 1,
             }
-        divided = scaled(grads, torch.tensor(1 / state["scale"], dtype=torch.float64), donate)
+        divided = scaled(grads, 1 / state["scale"], donate)
         params, inner = optimizer.step(params, divided, state["optimizer"])
         good = state["good"] + 1
         grown = good >= every

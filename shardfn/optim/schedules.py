@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from shardfn.optim.ranges import check, whole
+
 Schedule = Callable[[int], float]
 
 
@@ -13,7 +15,7 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
 
     Sources: Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts (2017), equation 5.
     """
-    _check("warmup_cosine", warmup, steps)
+    _check("warmup_cosine", peak, end, {"warmup": warmup, "steps": steps})
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -26,6 +28,7 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
 
 def linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
     """From 0 up to `peak` in a line over `warmup` steps, then down to `end` in a line, reached at `steps`."""
+    _check("linear", peak, end, {"warmup": warmup, "steps": steps})
     return wsd(peak, warmup=warmup, decay=steps - warmup, steps=steps, end=end)
 
 
@@ -34,7 +37,7 @@ def wsd(peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0) -
 
     Sources: Hu et al., MiniCPM (2024), section 4.2.
     """
-    _check("wsd", warmup + decay, steps)
+    _check("wsd", peak, end, {"warmup": warmup, "decay": decay, "steps": steps})
 
     def rate(step: int) -> float:
         if step < warmup:
@@ -45,6 +48,12 @@ def wsd(peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0) -
     return rate
 
 
-def _check(name: str, used: int, steps: int) -> None:
-    if not 0 <= used <= steps:
-        raise ValueError(f"{name}: {used} steps of warmup and decay do not fit into steps={steps}")
+def _check(name: str, peak: float, end: float, counts: dict[str, int]) -> None:
+    check(name, {"peak": peak, "end": end})
+    for key, value in counts.items():
+        whole(name, key, value, 0)
+    *parts, steps = counts.values()
+    if sum(parts) > steps:
+        raise ValueError(
+            f"{name}: {sum(parts)} steps of {' and '.join(list(counts)[:-1])} do not fit into steps={steps}"
+        )

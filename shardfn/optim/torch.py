@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, at_step
-from shardfn.optim.units import Unit, is_unit, pairs, stretches, units
+from shardfn.optim.core import Optimizer
+from shardfn.optim.ranges import at_step, check, kind, whole
+from shardfn.optim.units import Unit, dense, is_unit, pairs, stretches, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:
@@ -33,8 +34,11 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     Example:
         ``from_torch(torch.optim.RMSprop, lr=1e-3, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1))``
     """
-    if block < 1:
-        raise ValueError(f"from_torch: block={block!r}; it is 1 or more")
+    whole("from_torch", "block", block, 1)
+    if not callable(make):
+        raise TypeError(f"from_torch takes an optimizer's class, such as torch.optim.RMSprop, not {kind(make)}")
+    if "lr" in options:
+        check("from_torch", {"lr": options["lr"]})
     _refuse_coupled(make, options)
     rules = {name: value for name, value in options.items() if callable(value) and name != "lr"}
     constant = {name: value for name, value in options.items() if not callable(value)}
@@ -52,12 +56,19 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         groups: dict[Any, list[Tensor]] = {}
         work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
         memory = [dict(one) for one in state["memory"]]
+        moved: list[tuple[Tensor, Tensor]] = []
         for i, (unit, grad) in enumerate(pairs(known, grads)):
             if grad is None:
                 continue
             for one in _stretches(unit, rules, block):
-                variable = _cut(unit.values, one.start, one.stop).detach().requires_grad_()
-                variable.grad = _cut(grad, one.start, one.stop).detach()
+                variable = _cut(unit.values, one.start, one.stop).detach()
+                if not dense(variable):  # kernels may go through memory in order
+                    variable = variable.contiguous()
+                    moved.append((unit.values, variable))
+                variable.requires_grad_()
+                own = _cut(grad, one.start, one.stop).detach()
+                same = own.stride() == variable.stride()
+                variable.grad = own if same else torch.empty_like(variable, requires_grad=False).copy_(own)
                 groups.setdefault(one.options, []).append(variable)
                 work.append((variable, unit, memory[i], one))
         if not groups:
@@ -69,6 +80,9 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
                 optimizer.state[variable] = {name: x.values if is_unit(x) else x for name, x in kept.items()}
         optimizer.step()
         torch.autograd.graph.increment_version([variable for variable, *_ in work])  # fused kernels do not
+        with torch.no_grad():
+            for x, made in moved:
+                x.copy_(made)
         for variable, unit, known_of, one in work:
             known_of[one.name] = {
                 name: unit.part(one.entries, one.start, one.stop, x)

@@ -79,8 +79,7 @@ compat.register_in_torch(
 )
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """One leaf of a tree of parameters.
 
     Attributes:
@@ -89,6 +88,7 @@ class Unit:
         layout: of the flat shard that it is, or is a part of; None for a plain tensor.
         entries: numbers of its parameters in the layout, on whatever rank they are.
         start: where in that shard it begins.
+        stop: where in that shard it ends; of a plain tensor, how many elements it has.
         trainable: whether it is trained.
     """
 
@@ -97,7 +97,13 @@ class Unit:
     layout: Layout | None
     entries: tuple[int, ...]
     start: int
+    stop: int
     trainable: bool
+
+    @property
+    def filled(self) -> list[Segment]:
+        """The segments that have elements."""
+        return [one for one in self.segments if one.start < one.stop]
 
     @property
     def name(self) -> str:
@@ -115,11 +121,10 @@ class Unit:
         """A node of the same kind as the leaf was."""
         if self.layout is None:
             return values
-        n = self.values.numel()
         held = self.layout.held(compat.global_rank())
-        if (self.start, n, len(self.entries)) == (0, held, len(self.layout.entries)):
+        if (self.start, self.stop, len(self.entries)) == (0, held, len(self.layout.entries)):
             return FlatShard(values, self.layout)
-        return Piece(values, self.layout, self.entries, self.start, self.start + n)
+        return Piece(values, self.layout, self.entries, self.start, self.stop)
 
 
 def is_unit(node: Any) -> bool:
@@ -159,17 +164,23 @@ def units(tree: Any) -> Units:
 def _unit(path: str, leaf: Any) -> Unit:
     if type(leaf) is Piece:
         segments = _segments(leaf.layout, leaf.entries, leaf.start, leaf.stop)
-        return Unit(leaf.values, segments, leaf.layout, leaf.entries, leaf.start, leaf.layout.trainable)
+        return Unit(leaf.values, segments, leaf.layout, leaf.entries, leaf.start, leaf.stop, leaf.layout.trainable)
     if is_flat(leaf):
-        layout = leaf.layout
-        every = tuple(range(len(layout.entries)))
-        held = layout.held(compat.global_rank())
-        return Unit(leaf.values, _segments(layout, every, 0, held), layout, every, 0, layout.trainable)
+        return Unit(leaf.values, *_of_layout(leaf.layout, compat.global_rank()))
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{path or 'the tree'} is {type(leaf).__name__}; parameters are tensors")
+    if leaf.layout is not torch.strided:
+        raise TypeError(f"{path or 'the tree'} is {leaf.layout}; an optimizer takes dense tensors: pass its to_dense()")
     shape = tuple(leaf.shape)
     whole = Segment(path, shape, shape, (0,) * len(shape), 0, 0, leaf.numel())
-    return Unit(leaf, (whole,), None, (), 0, leaf.is_floating_point() or leaf.is_complex())
+    return Unit(leaf, (whole,), None, (), 0, leaf.numel(), leaf.is_floating_point() or leaf.is_complex())
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_layout(layout: Layout, rank: int) -> tuple[tuple[Segment, ...], Layout, tuple[int, ...], int, int, bool]:
+    """All that is known of a flat shard on a rank but its numbers, as `Unit` takes it."""
+    every, held = tuple(range(len(layout.entries))), layout.held(rank)
+    return _segments(layout, every, 0, held), layout, every, 0, held, layout.trainable
 
 
 @functools.lru_cache(maxsize=4096)
@@ -252,7 +263,12 @@ def refuse_complex(known: Units, name: str) -> None:
 def zeros_like(tree: Any) -> Any:
     """Zeros for every trained parameter, None for the others."""
     known = units(tree)
-    return known.like(torch.zeros_like(unit.values) if unit.trainable else None for unit in known.each)
+    return known.like(zeros(unit.values) if unit.trainable else None for unit in known.each)
+
+
+def zeros(x: Tensor) -> Tensor:
+    """Zeros like a tensor; on the meta device, where there are no numbers, without what torch would import for them."""
+    return x.new_empty(x.shape) if x.is_meta else torch.zeros_like(x)
 
 
 def pairs(known: Units, grads: Any) -> list[tuple[Unit, Tensor | None]]:
@@ -262,17 +278,36 @@ def pairs(known: Units, grads: Any) -> list[tuple[Unit, Tensor | None]]:
         ValueError: a gradient of another shape.
     """
     found: list[tuple[Unit, Tensor | None]] = []
-    for unit, grad in zip(known.each, known.beside(grads), strict=True):
+    for unit, node in zip(known.each, known.tree.flatten_up_to(grads), strict=True):
+        grad = node.values if is_unit(node) else node
         if not unit.trainable or grad is None:
             found.append((unit, None))
             continue
+        layout = node.layout if is_unit(node) else None
+        if layout is not unit.layout and layout != unit.layout and grad.shape == unit.values.shape:
+            raise ValueError(
+                f"{unit.name}: the gradient is of {layout or 'a plain tensor'}, and the parameter is {unit.layout}"
+            )
         if grad.shape != unit.values.shape:
             raise ValueError(
                 f"{unit.name}: the gradient has shape {tuple(grad.shape)}, the parameter {tuple(unit.values.shape)}; a "
                 f"gradient that is cut further than its parameter goes through shard_state"
             )
-        found.append((unit, grad.to(unit.values.dtype)))
+        dtype = unit.values.dtype
+        found.append((unit, grad if grad.dtype == dtype else grad.to(dtype)))
     return found
+
+
+def dense(x: Tensor) -> bool:
+    """Whether a tensor's elements are each others' neighbours in memory, in whatever order, and none is there twice."""
+    if x.is_contiguous():
+        return True
+    wanted = 1
+    for stride, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n > 1 and stride != wanted:
+            return False
+        wanted *= n
+    return True
 
 
 def joined(parts: Sequence[Tensor], unit: Unit, spans: Sequence[tuple[int, int]]) -> Tensor:

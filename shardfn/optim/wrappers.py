@@ -10,8 +10,9 @@ from torch import Tensor
 
 from shardfn import collectives, compat
 from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule
+from shardfn.optim.core import Optimizer, Rule, must_be_optimizer
 from shardfn.optim.meta import differentiable
+from shardfn.optim.ranges import check, kind, whole
 from shardfn.optim.units import Units, is_unit, joined, pairs, stretches, units, zeros_like
 
 
@@ -26,6 +27,10 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
     Example:
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
     """
+    for one in (optimizer, *([] if otherwise is None else [otherwise])):
+        must_be_optimizer("masked", one)
+    if not callable(rule):
+        raise TypeError(f"masked: the rule is a function of a parameter's path and shape, not {kind(rule)}")
     parts = {"chosen": (True, optimizer)} | ({"others": (False, otherwise)} if otherwise else {})
 
     def init(params: Any) -> Any:
@@ -98,8 +103,8 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
         decay: :math:`d`, from 0 to 1.
         donate: the average is overwritten.
     """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"ema: decay={decay!r}; it is from 0 to 1")
+    must_be_optimizer("ema", optimizer)
+    check("ema", {"decay": decay, "donate": donate})
 
     def init(params: Any) -> Any:
         known = units(params)
@@ -111,6 +116,8 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
         known = units(params)
         averages = known.beside(state["average"])
         moving = [i for i, unit in enumerate(known.each) if unit.trainable]
+        if not moving:
+            return params, state | {"optimizer": inner}
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             old = [averages[i] for i in moving]
             now = [known.each[i].values.to(average.dtype) for i, average in zip(moving, old, strict=True)]
@@ -130,8 +137,8 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
     Sums, not means: a loss that is divided by what the whole batch has gives the whole batch's gradient. Where the
     micro-batches are at hand at once, `shardfn.accumulate` moves less.
     """
-    if every < 1:
-        raise ValueError(f"accumulate: every={every!r}; it is 1 or more")
+    must_be_optimizer("accumulate", optimizer)
+    whole("accumulate", "every", every, 1)
 
     def init(params: Any) -> Any:
         return {"optimizer": optimizer.init(params), "count": 0, "sum": zeros_like(params)}
@@ -154,6 +161,7 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
     The state counts the steps that were skipped, under `"skipped"`.
     """
+    must_be_optimizer("skip_nonfinite", optimizer)
 
     def init(params: Any) -> Any:
         return {"optimizer": optimizer.init(params), "skipped": 0}
@@ -170,12 +178,16 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 def finite(tree: Any) -> bool:
     """Whether all numbers of a tree are finite on all ranks of its mesh. All ranks call it together."""
     known = units(tree)
-    seen = [unit for unit in known.each if unit.trainable and unit.values is not None]
-    bad = torch.zeros((), dtype=torch.float32)
-    for unit in seen:
-        bad = bad + (~unit.values.detach().isfinite()).any().float().to(bad.device)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for unit in known.each:
+        if unit.trainable and unit.values is not None:
+            by_device.setdefault(unit.values.device, []).append(unit.values.detach().isfinite().all())
+    bad = [(~torch.stack(good)).any().float() for good in by_device.values()]
     for grid in dict.fromkeys(unit.layout.grid for unit in known.each if unit.layout):
         mesh = mesh_of(grid, "a tree")
+        here = torch.zeros((), device=mesh.device_type)
+        for one in bad:
+            here = here + one.to(here.device, non_blocking=here.device.type != "cpu")
         with scope(mesh), torch.no_grad():
-            bad = collectives.psum(bad.to(mesh.device_type), tuple(name for name, _ in grid.sizes)).cpu()
-    return not bad.item()
+            bad = [collectives.psum(here, tuple(name for name, _ in grid.sizes))]
+    return not any(one.item() for one in bad)  # all that the host waits for

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfn import compat, transport
+from shardfn import compat, ops
 from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
 from shardfn.firstorder import Rule
 from shardfn.mesh import AxisName, bound_axis
@@ -114,7 +114,7 @@ def positions(length: int, axis: AxisName, *, balanced: bool = True, device: tor
     """
     size = axis_size(axis)
     _divides(length, size, balanced, axis)
-    return _places(length // size, axis_index(axis), size, balanced).to(device)
+    return _places(length // size, axis_index(axis), size, balanced, device)
 
 
 def _divides(length: int, size: int, balanced: bool, axis: AxisName) -> None:
@@ -127,12 +127,13 @@ def _divides(length: int, size: int, balanced: bool, axis: AxisName) -> None:
         )
 
 
-def _places(own: int, index: int, size: int, balanced: bool) -> Tensor:
+def _places(own: int, index: int, size: int, balanced: bool, device: torch.device | None) -> Tensor:
     if not balanced or size == 1:
-        return torch.arange(index * own, (index + 1) * own)
+        return torch.arange(index * own, (index + 1) * own, device=device)
     half = own // 2
-    first, second = index * half, (2 * size - 1 - index) * half
-    return torch.cat((torch.arange(first, first + half), torch.arange(second, second + half)))
+    return torch.cat(
+        [torch.arange(piece * half, (piece + 1) * half, device=device) for piece in (index, 2 * size - 1 - index)]
+    )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
@@ -153,9 +154,9 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
         scores = q @ k.mT * scale
         if causal:
             own = q.shape[2]
-            mine = _places(own, axis_index(axis), size, balanced)
-            every = torch.cat([_places(own, index, size, balanced) for index in range(size)])
-            unseen = (every[None, :] > mine[:, None]).to(q.device)
+            mine = _places(own, axis_index(axis), size, balanced, q.device)
+            every = torch.cat([_places(own, index, size, balanced, q.device) for index in range(size)])
+            unseen = every[None, :] > mine[:, None]
             scores = scores.masked_fill(unseen, -torch.inf)
         return (scores.softmax(-1) @ v,)
 
@@ -232,7 +233,7 @@ def _sent(x: Tensor, axis: AxisName) -> Callable[[], Tensor]:
     bound = bound_axis(axis, "ring_attention")
     if bound.size == 1:
         return lambda: x
-    return transport.shifted(x, bound.index, bound.size, bound.group)
+    return ops.shifted(x, bound.index, bound.size, bound.group)
 
 
 def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:

@@ -6,6 +6,7 @@ with `sequence=` they are those of its sequence parallelism, where what lies bet
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,18 +43,28 @@ def from_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> 
     return psum(x, axis) if sequence is None else reduce_scatter(x, axis, dim=sequence)
 
 
-def embedding(tokens: Tensor, table: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
+def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: int | None = None) -> Tensor:
     """Rows of a table that is cut by rows over `axis`: `[...], [v / size, d] -> [..., d]`.
 
     Args:
         tokens: integers from 0 to `v - 1`, the same on all ranks along `axis`.
         table: this rank's rows.
-        axis: that cuts it.
+        axis: that cuts it; `()` where nothing does.
         sequence: the dimension along which the result shall be cut; else it is the same on all ranks, `V -> I`.
 
     Raises:
         IndexError: a token outside of the table.
+        TypeError: tokens that are no integers.
+        ValueError: a table that is no matrix.
     """
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(
+            f"embedding: tokens are {tokens.dtype} {tuple(tokens.shape)}; they are integers, and come first"
+        )
+    if table.ndim != 2:
+        raise ValueError(
+            f"embedding: the table has shape {tuple(table.shape)}; it is [v, d], cut by rows over {axis!r}"
+        )
     size = axis_size(axis)
     if size == 1:
         return F.embedding(tokens, table)

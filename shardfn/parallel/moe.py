@@ -212,9 +212,10 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     size, count, k = axis_size(axis), routing.logits.shape[-1], routing.experts.shape[-1]
     choices = routing.experts.flatten()
     order = choices.argsort(stable=True)  # by expert
-    counts = torch.bincount(choices, minlength=count).view(size, -1)
+    counts = _hot(choices, count).sum(0).view(size, -1)  # bincount would make the host wait for the largest number
     coming = all_to_all(counts, axis, split_dim=0, concat_dim=0)  # from each rank, for each expert here
-    lengths, send, receive = coming.tolist(), counts.sum(1).tolist(), coming.sum(1).tolist()
+    going, lengths = torch.stack((counts, coming)).tolist()
+    send, receive = ([sum(row) for row in rows] for rows in (going, lengths))
     rows = x.flatten(0, 1)[order // k]
     there = ragged_all_to_all(rows, axis, send, receive)
     pieces = there.split([n for row in lengths for n in row])

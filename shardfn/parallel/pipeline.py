@@ -7,25 +7,25 @@ by reverse mode come from the schedule, others from the same passes in step, wit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-import pickle
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardfn import compat
 from shardfn.autodiff import layouts_of, moves
-from shardfn.collectives import axis_index, axis_size, ppermute, psum
+from shardfn.collectives import axis_index, axis_size, ppermute, psum, pvary
 from shardfn.firstorder import Rule
-from shardfn.ledger import record
-from shardfn.link import Link, link
-from shardfn.mesh import AxisName, as_names, current_mesh, known_axes
+from shardfn.layout import FlatShard, Layout, is_flat
+from shardfn.mesh import AxisName, apart, as_names, check_together
+from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
 from shardfn.reduction import Step
 
 Part = Callable[[Any, Any, Any], Any]
@@ -63,23 +63,41 @@ def pipeline(
     Example:
         ``loss = pipeline(part, params, list(tokens.chunk(4)), "pipe")``, with ``value_and_grad`` around it
     """
+    if axis_size(axis) == 1:
+        many = _batches(batches, schedule)
+        return torch.stack([_loss(part(params, None, batch)) for batch in many]).sum()
+    check_together(axis, "pipeline")
+    team = team_of(axis)
+    try:
+        job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), team, schedule)
+    except BaseException as error:
+        return team.run(functools.partial(_raise, error))[0]  # which tells the others
+    return Rule(job.pure, job.forward, job.backward)(*tensors)[0]
+
+
+def _batches(batches: Iterable[Any], schedule: Schedule) -> list[Any]:
     if schedule not in get_args(Schedule):
         raise ValueError(f"pipeline: schedule={schedule!r}; it is one of {', '.join(map(repr, get_args(Schedule)))}")
     many = list(batches)
     if not many:
         raise ValueError("pipeline: there are no micro-batches")
-    if axis_size(axis) == 1:
-        return torch.stack([_loss(part(params, None, batch)) for batch in many]).sum()
-    between = _surveyed(part, params, many, axis)
-    leaves, tree = optree.tree_flatten((params, many))
-    layouts = layouts_of((params, many))
+    return many
+
+
+def _job(part: Part, arguments: Any, team: Team, schedule: Schedule) -> tuple[_Job, list[Tensor]]:
+    leaves, tree = optree.tree_flatten(arguments)
+    layouts = layouts_of(arguments)
     moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
-    inside = compat.inside_transform()
-    needs = [inside or (torch.is_grad_enabled() and leaves[i].requires_grad) for i in moving]
+    inside, records = compat.inside_transform(), torch.is_grad_enabled()
+    needs = [inside or (records and leaves[i].requires_grad) for i in moving]
     flat = [(i, layouts[i]) for i in moving]
     collected = {i for i, layout in flat if layout is not None and layout.divided is layout}
-    job = _Job(part, leaves, tree, moving, needs, collected, axis, between, schedule)
-    return Rule(job.pure, job.forward, job.backward)(*[leaves[i] for i in moving])[0]
+    made = _Job(part, leaves, tree, moving, needs, inside, inside or records, collected, team, schedule)
+    return made, [leaves[i] for i in moving]
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
 
 
 def split_layers(count: int, size: int) -> list[range]:
@@ -108,21 +126,6 @@ def passes(schedule: Schedule, index: int, size: int, count: int) -> list[tuple[
     return found + [("backward", m) for m in range(count - ahead, count)]
 
 
-@dataclass(frozen=True)
-class _Between:
-    """What passes from rank to rank: a pytree of tensors of these shapes and dtypes; and the dtype of the loss."""
-
-    tree: Any
-    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    loss: torch.dtype = torch.float32
-
-    def __str__(self) -> str:
-        return ", ".join(f"{str(dtype).removeprefix('torch.')} {shape}" for shape, dtype in self.kinds)
-
-    def empty(self, device: torch.device) -> list[Tensor]:
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.kinds]
-
-
 @dataclass
 class _Job:
     """One pipeline, as functions of the leaves that may be differentiated."""
@@ -132,9 +135,10 @@ class _Job:
     tree: Any
     moving: list[int]
     needs: list[bool]
+    inside: bool
+    records: bool
     collected: set[int]
-    axis: AxisName
-    between: _Between
+    team: Team
     schedule: Schedule
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Any]]:
@@ -144,27 +148,25 @@ class _Job:
         made: tuple[Any, list[Any]] = optree.tree_unflatten(self.tree, mixed)
         return made
 
+    def on(self, params: Any, x: Any, batch: Any) -> tuple[list[Tensor], Any]:
+        """What this rank's part makes of a micro-batch, tensors and their structure; of the last one the loss."""
+        watched = _RefuseWrapped() if self.inside and not compat.inside_transform() else contextlib.nullcontext()
+        with apart(as_names(self.team.axis)), watched:
+            made = self.part(params, x, batch)
+        if self.team.index == self.team.size - 1:
+            return [_loss(made)], None
+        leaves, tree = optree.tree_flatten(made)
+        if not leaves or not all(isinstance(y, Tensor) for y in leaves):
+            kinds = ", ".join(type(y).__name__ for y in leaves)
+            raise TypeError(f"pipeline: a part returns a pytree of tensors to the next rank, not of ({kinds})")
+        return leaves, tree
+
     def pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All ranks in step: what each makes goes to the next by `ppermute`."""
-        params, batches = self.rebuilt(tensors)
-        size, index, device = axis_size(self.axis), axis_index(self.axis), _device(tensors)
-        # Everything hangs on one chain, so that all ranks take part in each exchange of a derivative, in order.
-        nothing = _nothing([x for x in (*tensors, *self.leaves) if isinstance(x, Tensor)])
-        coming = [_hung_on(x.zero_(), [], nothing) for x in self.between.empty(device)]
-        losses: list[Tensor] = []
-        chain = [(rank, rank + 1) for rank in range(size - 1)]
-        for tick in range(len(batches) + size - 1):
-            going, number = coming, tick - index
-            if 0 <= number < len(batches):
-                x = optree.tree_unflatten(self.between.tree, coming) if index else None
-                made = self.part(params, x, batches[number])
-                if index == size - 1:
-                    losses.append(_loss(made))
-                else:
-                    going = optree.tree_leaves(made)
-            coming = [ppermute(_hung_on(x, coming, nothing), self.axis, chain) for x in going]
-        own = torch.stack(losses).sum() if losses else torch.zeros((), dtype=self.between.loss, device=device)
-        return (psum(_hung_on(own, coming, nothing), self.axis),)
+        work = _InStep(self, tensors)
+        dtypes = self.team.run(work.run)
+        own = work.loss.to(dtypes[-1])
+        return (psum(_hung_on(own, work.chain, work.nothing), self.team.axis),)
 
     def forward(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The loss, and where anybody asks, its gradients."""
@@ -173,10 +175,10 @@ class _Job:
             v for v, i, need in zip(variables, self.moving, self.needs, strict=True) if i in self.collected and need
         ]
         with Step(steps, "replicas", ordered=False) as step:
-            work = _Work(self, variables, _link(self.axis), step)
-            work.run()
+            work = _Work(self, variables, step)
+            dtypes = self.team.run(work.run)
             found = step.finish()
-        total = psum(work.loss.to(self.between.loss), self.axis)
+        total = psum(work.loss.to(dtypes[-1]), self.team.axis)
         if not any(self.needs):
             return (total,), ()
         kept = []
@@ -199,6 +201,14 @@ class _Job:
         return [(g * ct).to(g.dtype) if need else None for g, need in zip(kept, needs, strict=True)]
 
 
+class _Waiting(NamedTuple):
+    """A micro-batch between its forward and its backward: what came, what was made, and its versions."""
+
+    came: list[Tensor]
+    made: list[Tensor]
+    versions: list[int]
+
+
 class _Work:
     """One rank's passes.
 
@@ -207,179 +217,172 @@ class _Work:
         sums: of gradients by the variables, which autograd found.
     """
 
-    def __init__(self, job: _Job, variables: list[Tensor], link: Link, step: Step) -> None:
-        self.job, self.variables, self.link, self.step = job, variables, link, step
+    def __init__(self, job: _Job, variables: list[Tensor], step: Step) -> None:
+        self.job, self.variables, self.team, self.step = job, variables, job.team, step
         self.params, self.batches = job.rebuilt(variables)
-        self.size, self.index = axis_size(job.axis), axis_index(job.axis)
-        self.device = _device(variables)
-        self.loss = torch.zeros((), dtype=job.between.loss, device=self.device)
+        self.first, self.last = self.team.index == 0, self.team.index == self.team.size - 1
+        self.loss = torch.zeros((), device=self.team.device)
         self.sums: list[Tensor | None] = [None] * len(variables)
-        self.waiting: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # what came and what was made, until backward
-        self.under_way: list[tuple[Any, Tensor]] = []
+        self.waiting: dict[int, _Waiting] = {}
+        self.asked = False  # whether the ranks before want gradients of what came
         self.trains = any(job.needs)
 
-    def run(self) -> None:
-        for kind, number in passes(self.job.schedule, self.index, self.size, len(self.batches)):
-            if kind == "forward":
-                self._forward(number)
-            elif self.trains:
-                self._backward(number)
-        for work, _ in self.under_way:
-            work.wait()
+    def run(self) -> torch.dtype:
+        team = self.team
+        try:
+            for kind, number in passes(self.job.schedule, team.index, team.size, len(self.batches)):
+                if kind == "forward":
+                    self._forward(number)
+                elif self.trains:
+                    self._backward(number)
+        finally:
+            self.waiting.clear()  # what still comes after a failure needs room
+        return self.loss.dtype
 
     def _forward(self, number: int) -> None:
-        came = self._received(self.index - 1, "gathers") if self.index else []
-        came = [x.requires_grad_(self.trains and x.is_floating_point()) for x in came]
-        x = optree.tree_unflatten(self.job.between.tree, came) if self.index else None
-        with torch.set_grad_enabled(self.trains):
-            made = self.job.part(self.params, x, self.batches[number])
-            leaves = [_loss(made)] if self.index == self.size - 1 else optree.tree_leaves(made)
-        if self.index == self.size - 1:
-            self.loss = self.loss + leaves[0].detach()
+        came, x = ([], None) if self.first else self._came()
+        with torch.set_grad_enabled(self.trains or self.job.records):
+            made, tree = self.job.on(self.params, x, self.batches[number])
+        self._refuse_closure(made, came)
+        if self.last:
+            loss = made[0].detach()
+            self.loss = self.loss + loss if number else loss
         else:
-            self._send([y.detach() for y in leaves], self.index + 1, "gathers")
+            said = self.trains, len(self.batches), self.job.schedule
+            self.team.send(made, self.team.index + 1, "gathers", said, packed(tree))
         if self.trains:
-            self.waiting[number] = came, leaves
+            self.waiting[number] = _Waiting(came, made, versions(made))
+
+    def _came(self) -> tuple[list[Tensor], Any]:
+        before = self.team.index - 1
+        message = self.team.receive(before)
+        self.asked, *theirs = message.said
+        _refuse_other(theirs, [len(self.batches), self.job.schedule], before, self.team.axis)
+        self.trains = self.trains or self.asked
+        for x, (*_, needs) in zip(message.tensors, message.kinds, strict=True):
+            x.requires_grad_(needs and self.asked)
+        return list(message.tensors), optree.tree_unflatten(unpacked(message.tree), message.tensors)
 
     def _backward(self, number: int) -> None:
-        came, made = self.waiting.pop(number)
+        came, made, before = self.waiting.pop(number)
         cotangents: list[Tensor | None] = [None]
-        if self.index < self.size - 1:
-            rest = iter(self._received(self.index + 1, "reductions", floating=True))
-            cotangents = [next(rest) if y.is_floating_point() else None for y in made]
+        if not self.last:
+            message = self.team.receive(self.team.index + 1)
+            self.team.delivered(self.team.index + 1, len(self.waiting))
+            rest = iter(message.tensors)
+            cotangents = [next(rest) if given else None for given in message.said]
+        refuse_changed(made, before)
+        pairs = [
+            (y, ct) for y, ct in zip(made, cotangents, strict=True) if y.requires_grad and (self.last or ct is not None)
+        ]
         wanted = [x for x in (*came, *self.variables) if x.requires_grad]
-        pairs = [(y, ct) for y, ct in zip(made, cotangents, strict=True) if y.requires_grad]
         found: Sequence[Tensor | None] = [None] * len(wanted)
-        with self.step.differentiating():
+        with self.step.differentiating(), _without_autocast(self.team.device):
             if pairs:
                 ys, cts = zip(*pairs, strict=True)
                 found = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
         rest_found = iter(found)
         back = [next(rest_found) if x.requires_grad else None for x in came]
-        if self.index:
-            moves = [(x, g) for x, g in zip(came, back, strict=True) if x.is_floating_point()]
-            self._send([torch.zeros_like(x) if g is None else g for x, g in moves], self.index - 1, "reductions")
+        if self.asked:
+            given = [g is not None for g in back]
+            self.team.send([g for g in back if g is not None], self.team.index - 1, "reductions", given)
         for i, variable in enumerate(self.variables):
             g = next(rest_found) if variable.requires_grad else None
-            before = self.sums[i]
-            self.sums[i] = before if g is None else g if before is None else before + g
+            so_far = self.sums[i]
+            self.sums[i] = so_far if g is None else g if so_far is None else so_far + g
 
-    def _send(self, tensors: Sequence[Tensor], to: int, way: str) -> None:
-        group, peer = self._peer(to, way)
-        for x in tensors:
-            x = x.contiguous()
-            record(
-                "send", self.link.axis.group, x.dtype, x.nbytes, "native", self.link.names,
-                scheduled=True, backward=way == "reductions",
-            )  # fmt: skip
-            self.under_way.append((dist.isend(x, peer, group=group), x))
-        self.under_way = [one for one in self.under_way if not one[0].is_completed()]
-
-    def _received(self, source: int, way: str, floating: bool = False) -> list[Tensor]:
-        group, peer = self._peer(source, way)
-        found = [x for x in self.job.between.empty(self.device) if x.is_floating_point() or not floating]
-        coming: list[Any] = [dist.irecv(x, peer, group=group) for x in found]
-        for work in coming:
-            work.wait()
-        return found
-
-    def _peer(self, index: int, way: str) -> tuple[Any, int]:
-        group = getattr(self.link, way)  # two communicators: neither direction waits for the other
-        return group, dist.get_process_group_ranks(group)[index]
+    def _refuse_closure(self, made: Sequence[Tensor], came: Sequence[Tensor]) -> None:
+        """Raises RuntimeError if a part reached a tensor that needs a gradient and was not passed to it."""
+        if not _leaves(made) <= {id(x) for x in (*came, *self.variables)}:
+            raise RuntimeError(_CLOSURE)
 
 
-def _surveyed(part: Part, params: Any, batches: list[Any], axis: AxisName) -> _Between:
-    """What passes between ranks, found out once by running each rank's part on one micro-batch.
+class _InStep:
+    """One rank's passes forward, all of them differentiable, a tick at a time on all ranks.
 
-    Raises:
-        ValueError, RuntimeError: on all ranks along `axis`, if something does not fit or fails on one of them.
+    Attributes:
+        loss: the sum so far.
+        chain: what the last exchange gave. Everything hangs on one chain, so that all ranks take part in each exchange
+            of a derivative, in order.
+        nothing: 0, as a result of all arguments.
     """
-    mesh = current_mesh()
-    assert mesh is not None, "an axis of several ranks belongs to a mesh"
-    leaves, tree = optree.tree_flatten((params, batches[0]))
-    shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    code = getattr(part, "__code__", part)
-    known = mesh.__dict__.setdefault("_shardfn_pipelines", {})
-    key = (code, tree, repr(shapes), len(batches), axis)
-    if key in known:
-        return known[key]
-    size, index = axis_size(axis), axis_index(axis)
-    store, place = compat.default_store(), _place(mesh, axis)  # no tensors: a transform may be running
-    device = _device([x for x in leaves if isinstance(x, Tensor)])
-    between: _Between | None = None
-    problem: Exception | None = None
-    for turn in range(size):  # each tells what it found, or what is wrong, and hears of it from all
-        if turn == index:
-            found: Any = None
-            if problem is None:
-                try:
-                    found = _tried(part, params, batches, between, index, size, device)
-                except Exception as failure:
-                    problem = failure
-            told = found if problem is None else f"{type(problem).__name__}: {problem}"
-            store.set(f"{place}/{turn}", pickle.dumps(told))
-        else:
-            found = pickle.loads(store.get(f"{place}/{turn}"))
-            if isinstance(found, str):
-                problem = problem or RuntimeError(f"pipeline: the part of rank {turn} along {axis!r} failed: {found}")
-        if problem is None:
-            between, problem = _joined(between, found, turn, size, len(batches), axis)
-    if problem is not None:
-        raise problem
-    assert between is not None, "the last rank returned a loss"
-    known[key] = between
-    return between
+
+    def __init__(self, job: _Job, tensors: Sequence[Tensor]) -> None:
+        self.job, self.team = job, job.team
+        self.params, self.batches = job.rebuilt(tensors)
+        self.loss = torch.zeros((), device=self.team.device)
+        given = [x for x in (*tensors, *job.leaves) if isinstance(x, Tensor)]
+        self.nothing = _nothing([torch.zeros(0, device=self.team.device), *given])
+        self.chain: list[Tensor] = []
+
+    def run(self) -> torch.dtype:
+        index, size, count = self.team.index, self.team.size, len(self.batches)
+        x: Any = None
+        for tick in range(count + size - 1):
+            made, tree = self._made(tick - index, x) if 0 <= tick - index < count else ([], None)
+            kinds = tuple([(tuple(y.shape), y.dtype, False) for y in made])
+            heard = self.team.exchange((packed(kinds), packed(tree), count, self.job.schedule))
+            for rank, (_, _, *theirs) in enumerate(heard):
+                _refuse_other(theirs, [count, self.job.schedule], rank, self.team.axis)
+            came = self._moved(made, [unpacked(theirs) for theirs, *_ in heard])
+            if came:
+                x = optree.tree_unflatten(unpacked(heard[index - 1][1]), came)
+        return self.loss.dtype
+
+    def _made(self, number: int, x: Any) -> tuple[list[Tensor], Any]:
+        made, tree = self.job.on(self.params, x, self.batches[number])
+        known = compat.followed(self.nothing)
+        if any(not compat.followed(y) <= known for y in made):
+            raise RuntimeError(_CLOSURE)
+        if self.team.index < self.team.size - 1:
+            return made, tree
+        self.loss = self.loss + made[0] if number else made[0]
+        return [], None
+
+    def _moved(self, made: list[Tensor], kinds: list[tuple[Kind, ...]]) -> list[Tensor]:
+        """What comes, when what was made has gone: one vector a dtype, as long as the longest of any rank."""
+        flats: dict[torch.dtype, Tensor] = {}
+        forth = [(rank, rank + 1) for rank in range(self.team.size - 1)]
+        for dtype in sorted({dtype for each in kinds for _, dtype, _ in each}, key=str):
+            lengths = [sum(math.prod(shape) for shape, other, _ in each if other == dtype) for each in kinds]
+            rest = torch.zeros(max(1, *lengths) - lengths[self.team.index], dtype=dtype, device=self.team.device)
+            flat = torch.cat([*(y.reshape(-1) for y in made if y.dtype == dtype), rest])
+            flats[dtype] = ppermute(_hung_on(flat, self.chain, self.nothing), self.team.axis, forth)
+            if dtype.is_floating_point or dtype.is_complex:  # others have no derivative
+                self.chain = [flats[dtype]]
+        came = []
+        for shape, dtype, _ in kinds[self.team.index - 1] if self.team.index else ():
+            own, flats[dtype] = flats[dtype].tensor_split([math.prod(shape)])
+            came.append(own.view(shape))
+        return came
 
 
-def _joined(
-    between: _Between | None, found: Any, turn: int, size: int, own: int, axis: AxisName
-) -> tuple[_Between | None, Exception | None]:
-    """What passes between ranks after one more told what it returns, or what is wrong with that."""
-    count, made = found
-    if count != own:
-        return between, ValueError(
-            f"pipeline: rank {turn} along {axis!r} has {count} micro-batches, and this one {own}: all have as many"
-        )
-    if between is None:
-        return made, None
-    if turn == size - 1:
-        return replace(between, loss=made), None
-    if made != between:
-        return between, ValueError(
-            f"pipeline: rank {turn} along {axis!r} returns {made}, but those before {between}: all return the same "
-            f"structure, shapes and dtypes"
-        )
-    return between, None
+def _alone(tree: Any, axis: AxisName) -> Any:
+    """A tree whose flat shards are stages of this rank alone among those along the axis, which run apart.
+
+    One that all of them hold goes through `pvary`, which sums over the ranks' gradients at the end: inside, some ranks
+    may use it more often than others, or never.
+    """
+    places = tuple((name, axis_index(name)) for name in as_names(axis))
+
+    def own(node: Any) -> Any:
+        if not is_flat(node) or not isinstance(node.values, Tensor):
+            return node
+        layout, values = _layout_alone(node.layout, places), node.values
+        shared = tuple(name for name, _ in places if name in node.layout.placement.replicas)
+        if shared and layout.trainable and (compat.inside_transform() or values.requires_grad):
+            values = pvary(values, shared)
+        return FlatShard(values, layout)
+
+    return optree.tree_map(own, tree, is_leaf=is_flat)
 
 
-def _place(mesh: Any, axis: AxisName) -> str:
-    """A place in the store for one survey by the ranks along an axis."""
-    ranks = dist.get_process_group_ranks(compat.group_of(_link(axis).axis.group))
-    number = next(mesh.__dict__.setdefault("_shardfn_surveys", itertools.count()))
-    return f"shardfn/pipeline/{known_axes(mesh).number}/{'-'.join(map(str, ranks))}/{number}"
-
-
-def _tried(
-    part: Part, params: Any, batches: list[Any], between: _Between | None, index: int, size: int, device: torch.device
-) -> tuple[int, Any]:
-    x = None
-    if between is not None:
-        x = optree.tree_unflatten(between.tree, [y.zero_() for y in between.empty(device)])
-    given = optree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (params, x, batches[0]))
-    with torch.enable_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        made = part(*given)
-    if any(y.requires_grad for y in optree.tree_leaves(made) if isinstance(y, Tensor)):
-        raise RuntimeError(
-            "pipeline: a part uses a tensor that needs a gradient and is not among its arguments: the gradient would "
-            "be lost. Pass it with params, or detach it"
-        )
-    if index == size - 1:
-        return len(batches), _loss(made).dtype
-    leaves, tree = optree.tree_flatten(made)
-    if not leaves or not all(isinstance(y, Tensor) for y in leaves):
-        kinds = ", ".join(type(y).__name__ for y in leaves)
-        raise TypeError(f"pipeline: a part returns a pytree of tensors to the next rank, not of ({kinds})")
-    return len(batches), _Between(tree, tuple((tuple(y.shape), y.dtype) for y in leaves))
+@functools.lru_cache(maxsize=4096)
+def _layout_alone(layout: Layout, places: tuple[tuple[str, int], ...]) -> Layout:
+    names = {name for name, _ in places}
+    known = names <= {name for name, _ in layout.grid.sizes}
+    cut = names.intersection(layout.placement.axes)  # a stage that uses such a one says that it cannot
+    return layout if not known or cut or names <= set(layout.placement.away) else layout.alone(places)
 
 
 def _nothing(tensors: Sequence[Tensor]) -> Tensor:
@@ -390,7 +393,8 @@ def _nothing(tensors: Sequence[Tensor]) -> Tensor:
 def _hung_on(x: Tensor, others: Sequence[Tensor], nothing: Tensor) -> Tensor:
     """`x`, as a result of the others too; what their cotangents are made of depends on `nothing`, on every rank."""
     for other in others:
-        x = x + (other.reshape(-1)[:0] * nothing.to(other.dtype)).sum().to(x.dtype)
+        none = (other.reshape(-1)[:0] * nothing.to(other.dtype)).sum()
+        x = x + (none.real if none.is_complex() and not x.is_complex() else none).to(x.dtype)
     return x + nothing.to(x.dtype)
 
 
@@ -401,12 +405,50 @@ def _loss(made: Any) -> Tensor:
     return made
 
 
-def _link(axis: AxisName) -> Link:
-    mesh = current_mesh()
-    assert mesh is not None, "an axis of several ranks belongs to a mesh"
-    return link(mesh, as_names(axis))
+def _refuse_other(theirs: Sequence[Any], own: Sequence[Any], rank: int, axis: AxisName) -> None:
+    """Raises ValueError unless another rank has as many micro-batches and the same schedule."""
+    for what, other, mine in zip(("{} micro-batches", "schedule={!r}"), theirs, own, strict=True):
+        if other != mine:
+            raise ValueError(
+                f"pipeline: rank {rank} along {axis!r} has {what.format(other)}, and this one {what.format(mine)}: "
+                f"all ranks have the same"
+            )
 
 
-def _device(tensors: Sequence[Tensor]) -> torch.device:
-    mesh = current_mesh()
-    return next((x.device for x in tensors), torch.device(mesh.device_type if mesh else "cpu"))
+_CLOSURE = (
+    "pipeline: a part uses a tensor that needs a gradient and is not among its arguments: the gradient would be lost. "
+    "Pass it with params, or detach it"
+)
+
+
+class _RefuseWrapped(torch.overrides.TorchFunctionMode):
+    """Refuses tensors of a torch.func transform that runs outside, which a part can only have closed over."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        computes = func is not Tensor.detach and any(isinstance(y, Tensor) for y in optree.tree_leaves(made))
+        if computes and any(map(compat.wrapped, optree.tree_leaves((args, kwargs)))):
+            raise RuntimeError(_CLOSURE)
+        return made
+
+
+def _leaves(made: Sequence[Tensor]) -> set[int]:
+    """The identities of the tensors at which the graphs of these begin."""
+    found = {id(y) for y in made if y.grad_fn is None and y.requires_grad}
+    nodes, seen = [y.grad_fn for y in made], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        nodes += [parent for parent, _ in node.next_functions]
+    return found
+
+
+def _without_autocast(device: torch.device) -> Any:
+    """A context for backward, whose ops take the dtypes that they had in forward."""
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else contextlib.nullcontext()

@@ -14,13 +14,38 @@ def test_every_rank_sees_the_sum():
 
 from typing import TYPE_CHECKING, Any
 
-from shardfn.testing.errors import Failure, WorldError, WorldTimeout
-from shardfn.testing.world import World, world
+_EXTRA = ("cloudpickle", "hypothesis", "pytest")
+
+
+def _explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The same error, or which extra has what is missing."""
+    if error.name not in _EXTRA:
+        return error
+    told = f"shardfn.testing needs {error.name}, which is in the extra testing: pip install 'shardfn[testing]'"
+    return ModuleNotFoundError(told, name=error.name)
+
+
+try:
+    from shardfn.testing.errors import Failure, WorldError, WorldTimeout
+    from shardfn.testing.simulated import Device, Wait, simulated
+    from shardfn.testing.world import World, world
+except ModuleNotFoundError as error:
+    raise _explained(error) from None
 
 if TYPE_CHECKING:
     import shardfn.testing.strategies as strategies
 
-__all__ = ["Failure", "World", "WorldError", "WorldTimeout", "strategies", "world"]
+__all__ = [
+    "Device",
+    "Failure",
+    "Wait",
+    "World",
+    "WorldError",
+    "WorldTimeout",
+    "simulated",
+    "strategies",
+    "world",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,5 +53,8 @@ def __getattr__(name: str) -> Any:
     if name == "strategies":
         from importlib import import_module
 
-        return import_module("shardfn.testing.strategies")
+        try:
+            return import_module("shardfn.testing.strategies")
+        except ModuleNotFoundError as error:
+            raise _explained(error) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

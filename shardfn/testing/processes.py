@@ -34,10 +34,13 @@ class _Rank:
 
 
 class Processes:
-    """Runs calls on `size` processes, started at the first call and again after any failure."""
+    """Runs calls on `size` processes, started at the first call and again after any failure.
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    With `alone` it is one process, which has no process group.
+    """
+
+    def __init__(self, size: int, alone: bool = False) -> None:
+        self._size, self._alone = size, alone
         self._ranks: list[_Rank] = []
         self._finalizer = weakref.finalize(self, _kill, self._ranks, os.getpid())
 
@@ -49,7 +52,7 @@ class Processes:
         """
         try:
             if not self._ranks:
-                _start(self._ranks, self._size)
+                _start(self._ranks, self._size, self._alone)
             _send(self._ranks, call)
             outcomes, groups = _collect(self._ranks, deadline)
         except BaseException:
@@ -69,10 +72,12 @@ class Processes:
         _kill(self._ranks, os.getpid())
 
 
-def _start(ranks: list[_Rank], size: int) -> None:
+def _start(ranks: list[_Rank], size: int, alone: bool) -> None:
     mother = zygote()
-    for forked in [_fork(mother, number, size) for number in range(size)]:
+    for forked in [_fork(mother, number, 0 if alone else size) for number in range(size)]:
         ranks.append(forked())
+    if alone:
+        return
     port = _receive(ranks, 0)
     for rank in ranks[1:]:
         rank.channel.send_bytes(port)

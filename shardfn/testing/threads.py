@@ -12,7 +12,7 @@ import time
 
 import torch.distributed as dist
 
-from shardfn import compat
+from shardfn import compat, mesh
 from shardfn.testing import stacks, state, wire
 from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
 
@@ -95,6 +95,7 @@ class _Run:
 
 def _leave() -> None:
     if dist.is_initialized():
+        mesh.forget_world()
         dist.destroy_process_group()
 
 

@@ -20,17 +20,19 @@ from shardfn.testing.zygote import die_with_parent
 
 
 def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
-    """Meet, answer calls, leave in good order. An empty message means: leave."""
+    """Meet, answer calls, leave in good order. An empty message means: leave. A size of 0: there is nobody to meet."""
     die_with_parent()
     stacks.record(log)
     torch.set_num_threads(1)
     with Connection(channel) as caller, contextlib.suppress(EOFError, BrokenPipeError):
-        _meet(rank, size, caller)
+        if size:
+            _meet(rank, size, caller)
         while setting := caller.recv_bytes():
             _answer(setting, caller)
-        # Without it a rank may be gone while another still talks to it, and the other aborts.
-        dist.barrier()
-        dist.destroy_process_group()
+        if size:
+            # Without it a rank may be gone while another still talks to it, and the other aborts.
+            dist.barrier()
+            dist.destroy_process_group()
         _exit()
     os._exit(1)  # the caller is gone
 

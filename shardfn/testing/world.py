@@ -16,7 +16,7 @@ from shardfn.testing.fake import Fake
 from shardfn.testing.processes import Processes
 from shardfn.testing.threads import Threads
 
-Kind = Literal["processes", "threads", "fake"]
+Kind = Literal["processes", "threads", "fake", "alone"]
 
 
 class _Engine(Protocol):
@@ -37,7 +37,8 @@ class World:
     Args:
         size: how many ranks.
         kind: "processes" (real CPU processes, gloo), "threads" (of this process, faster to start, no forward-mode
-            differentiation, process-wide defaults shared) or "fake" (nothing moves; any size at once).
+            differentiation, process-wide defaults shared), "fake" (nothing moves; any size at once) or "alone" (one
+            process without a process group, for what cannot be undone in a process).
         deadline: seconds that a run may take.
         ranks: for "fake", the ranks as which a function runs; rank 0 alone if not given.
 
@@ -139,6 +140,8 @@ def close_worlds() -> None:
 def _ranks(size: int, kind: Kind, ranks: Sequence[int] | None) -> tuple[int, ...]:
     if size < 1:
         raise ValueError(f"a world has at least one rank, got size {size}")
+    if kind == "alone" and size != 1:
+        raise ValueError(f'kind="alone" is one process, got size {size}')
     if ranks is None:
         return (0,) if kind == "fake" else tuple(range(size))
     if kind != "fake":
@@ -154,6 +157,8 @@ def _engine(size: int, kind: Kind, ranks: tuple[int, ...]) -> _Engine:
             return Processes(size)
         case "threads":
             return Threads(size)
+        case "alone":
+            return Processes(size, alone=True)
         case "fake":
             return Fake(size, ranks)
     raise ValueError(f"kind={kind!r} is not one of {', '.join(map(repr, get_args(Kind)))}")

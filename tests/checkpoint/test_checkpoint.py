@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -585,7 +585,45 @@ def test_damage_that_one_rank_meets_is_told_on_every_rank(world: World, tmp_path
     world.run(lambda: checkpoint.save(tmp_path / "one", simple(2)))
     for errors in world.run(load_damaged, str(tmp_path / "one")):
         assert len(errors) > 10
-        assert all("damaged" in error and "model." in error for error in errors)
+        told = [error.split(". It was found on the way")[0] for error in errors]
+        assert all("damaged" in error and "model." in error for error in told)
+
+
+def load_cut_off(path: str, harm: Callable[[Path], None]) -> tuple[str, bool]:
+    """What is said, and whether what would have been overwritten is as it was."""
+    like = simple(2)
+    before = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, like)
+    if torch.distributed.get_rank() == 0:
+        harm(Path(path) / "__1_0.distcp")
+    torch.distributed.barrier()
+    with pytest.raises(checkpoint.CheckpointError) as caught:
+        checkpoint.load(path, like)
+    both = zip(optree.tree_leaves(like), optree.tree_leaves(before), strict=True)
+    return str(caught.value), all(torch.equal(x, y) if isinstance(x, Tensor) else x == y for x, y in both)
+
+
+@pytest.mark.world(2)
+def test_a_file_that_is_gone_or_cut_off_leaves_everything_as_it_was(world: World, tmp_path: Path) -> None:
+    world.run(lambda: checkpoint.save(tmp_path / "one", optree.tree_map(lambda x: x + 1, simple(2))))
+    for harm in (lambda file: os.truncate(file, file.stat().st_size - 80), lambda file: file.unlink()):
+        for told, same in world.run(load_cut_off, str(tmp_path / "one"), harm):
+            assert "__1_0.distcp" in told
+            assert "found on the way" not in told
+            assert same
+
+
+def test_damage_that_is_found_on_the_way_tells_what_is_unusable(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "one", {"x": torch.ones(3), "y": torch.ones(2)})
+    file = tmp_path / "one" / "__0_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-100] + bytes([content[-100] ^ 4]) + content[-99:])
+    like = {"x": torch.zeros(3), "y": torch.zeros(2)}
+    with pytest.raises(checkpoint.CheckpointError, match=r"in part the checkpoint's, in part as they were: x, y\. "):
+        checkpoint.load(tmp_path / "one", like)
+    like = {"x": torch.zeros(3), "y": torch.zeros(2)}
+    with pytest.raises(checkpoint.CheckpointError, match="`like` is as it was"):
+        checkpoint.load(tmp_path / "one", like, donate=False)
+    assert like["x"].tolist() + like["y"].tolist() == [0.0] * 5
 
 
 class Harm:

@@ -122,11 +122,122 @@ def test_kernels_and_what_stands_in_for_them_are_attention(monkeypatch: pytest.M
     ct = torch.cos(q)
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(compat, "_fits_cpu", lambda q, k: False)
+            monkeypatch.setattr(compat, "_fits_cpu", lambda *_: False)
         out, lse = compat.attention(q, k, v, causal, WIDTH**-0.5)
         found = (out, *compat.attention_backward(ct, q, out, lse, k, v, causal, WIDTH**-0.5))
         for a, b in zip(found, (wanted[0], *wanted[1](ct)), strict=True):
             assert (a - b).abs().max() < 1e-13, f"fused: {fused}"
+
+
+LAYOUTS: dict[str, Any] = {
+    "as it is": lambda x: x,
+    "columns side by side": lambda x: x.mT.contiguous().mT,
+    "heads side by side": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "places before heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "every other number": lambda x: torch.stack((x, x), -1)[..., 0],
+    "behind others": lambda x: torch.cat((x.new_zeros(3), x.flatten()))[3:].view(x.shape),
+    "one for all": lambda x: x.new_full((), 0.5).expand(x.shape),
+}
+
+
+def vjp(f: Any, *inputs: Tensor) -> Any:
+    return torch.func.vjp(f, *inputs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_how_numbers_lie_in_memory_does_not_matter(layout: str) -> None:
+    given = (*drawn(HEADS), torch.cos(drawn(HEADS)[0]))
+    for chosen in (*((i,) for i in range(4)), range(4)):
+        q, k, v, ct = (LAYOUTS[layout](x) if i in chosen else x for i, x in enumerate(given))
+        for causal in (True, False):
+            wanted, pull = vjp(lambda *xs: plain(*xs, causal=causal), q, k, v)  # noqa: B023
+            found, own_pull = vjp(lambda *xs: parallel.attention(*xs, causal=causal), q, k, v)  # noqa: B023
+            for a, b in zip((found, *own_pull(ct)), (wanted, *pull(ct)), strict=True):
+                assert (a - b).abs().max() < 1e-13, (chosen, causal)
+
+
+def demanding(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CUDA's kernels as they are with what they are given; which of them ran."""
+    met: list[str] = []
+
+    def taken(*rows: Tensor) -> None:
+        for x in rows:
+            assert x.shape[-1] % 8 == 0
+            assert x.stride(-1) == 1
+            assert all(n % 8 == 0 for n in (x.storage_offset(), *x.stride()[:-1]))
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool, debug: bool, *, scale: float) -> Any:
+        met.append("forward")
+        taken(q, k, v)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, scale=scale)
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous(), *[None] * 7
+
+    def backward(
+        ct: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *more: Any, scale: float
+    ) -> Any:
+        met.append("backward")
+        taken(ct, q, k, v, out)
+        assert lse.shape == q.shape[:-1]
+        assert lse.dtype == torch.promote_types(q.dtype, torch.float32)
+        assert more[:5] == (None, None, q.shape[2], k.shape[2], 0.0)
+        lse = lse.as_strided(
+            lse.shape, torch.empty(lse.shape).stride(), lse.storage_offset()
+        )  # it takes them for these
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(ct, q, k, v, out, lse, 0.0, more[5], scale=scale)
+
+    monkeypatch.setattr(compat, "_fits_cpu", lambda *_: False)
+    monkeypatch.setattr(compat, "_fits_cuda", lambda *_: True)
+    monkeypatch.setattr(compat, "_fused_cuda", forward)
+    monkeypatch.setattr(compat, "_fused_cuda_backward", backward)
+    return met
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_kernels_of_a_gpu_get_what_they_take_for_granted(
+    monkeypatch: pytest.MonkeyPatch, layout: str, causal: bool
+) -> None:
+    met = demanding(monkeypatch)
+    *inputs, ct = (LAYOUTS[layout](x) for x in (*drawn(HEADS), torch.cos(drawn(HEADS)[0])))
+    wanted, pull = vjp(lambda *xs: plain(*xs, causal=causal), *inputs)
+    found, own_pull = vjp(lambda *xs: parallel.attention(*xs, causal=causal), *inputs)
+    for a, b in zip((found, *own_pull(ct)), (wanted, *pull(ct)), strict=True):
+        assert (a - b).abs().max() < 1e-13
+    assert met == ["forward", "backward"]
+
+
+def by_kernel() -> dict[Any, float]:
+    size = torch.distributed.get_world_size()
+    mesh, found = sf.make_mesh(context=size, device="cpu"), {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        met = demanding(monkeypatch)
+        for way, causal, groups in cells(size):
+            balanced, f = WAYS[way][1]["balanced"] and causal, called(way, causal, "context")
+
+            @sf.shard_map(mesh=mesh, in_specs=..., out_specs=...)
+            def worst(whole: Any, f: Any = f, causal: bool = causal, balanced: bool = balanced) -> float:
+                own = parallel.positions(LENGTH, "context", balanced=balanced)
+                local = [x[:, :, own] for x in whole]
+
+                def loss(*args: Tensor) -> Tensor:
+                    return sf.psum(f(*args).square().sum(), "context")
+
+                reference = torch.func.grad(lambda *xs: plain(*xs, causal=causal).square().sum(), (0, 1, 2))(*whole)
+                got = (f(*local), *sf.grad(loss, (0, 1, 2))(*local))
+                pairs = zip(got, (plain(*whole, causal=causal), *reference), strict=True)
+                return max(((a - b[:, :, own]).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+            found[way, causal, groups] = worst(drawn(groups))
+        assert met.count("backward") >= len(found)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4], indirect=True)
+def test_a_ring_of_gpu_kernels_is_attention(world: World) -> None:
+    for found in world.within(100).run(by_kernel):
+        assert len(found) == 12
+        assert not {cell: worst for cell, worst in found.items() if not worst < 1e-12}
 
 
 def refusals() -> list[str]:

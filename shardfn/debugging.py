@@ -1,0 +1,76 @@
+"""Which checks run that cost too much for every step, by the environment or for a block of code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class Debugging:
+    """What is checked beyond what costs nothing. Read where it matters: `if debugging.memory: ...`.
+
+    Attributes:
+        memory: lent memory is filled with nan when it is given back.
+        collectives: ranks compare what they are about to do, before each collective.
+    """
+
+    memory: bool = False
+    collectives: bool = False
+
+
+KINDS = tuple(field.name for field in fields(Debugging))
+debugging = Debugging()
+"""Of the whole process: backward may run on a thread that autograd started."""
+
+_asked: list[dict[str, bool]] = []  # by the environment first, then by each block, in the order in which they began
+
+
+@contextlib.contextmanager
+def debug(*, memory: bool | None = None, collectives: bool | None = None) -> Iterator[None]:
+    """Switches checks on or off while the block runs, in the whole process and on all ranks alike.
+
+    Without a block, the environment switches them on: `SHARDFN_DEBUG=collectives`, `memory,collectives`, or `all`.
+
+    Args:
+        memory: lent memory is filled with nan when it is given back, so that whoever still reads it sees that.
+        collectives: before each collective the ranks along its axis compare what they are about to do, and all of
+            them raise an error where they differ. Costs an exchange, and a wait of the host, for each.
+
+    What is left out stays as it is.
+
+    Example:
+        ``with sf.debug(collectives=True): step(params, tokens)``
+    """
+    asked = {name: on for name, on in {"memory": memory, "collectives": collectives}.items() if on is not None}
+    _asked.append(asked)
+    _settle()
+    try:
+        yield
+    finally:
+        _asked[:] = [one for one in _asked if one is not asked]  # other threads may have begun and ended meanwhile
+        _settle()
+
+
+def _settle() -> None:
+    for name in KINDS:
+        setattr(debugging, name, next((asked[name] for asked in reversed(_asked) if name in asked), False))
+
+
+def by_environment(said: str) -> dict[str, bool]:
+    """What `SHARDFN_DEBUG` asks for."""
+    words = [word.strip().lower() for word in said.split(",") if word.strip()]
+    unknown = [word for word in words if word not in (*KINDS, "1", "all", "0")]
+    if unknown:
+        raise ValueError(
+            f"SHARDFN_DEBUG={said!r}: {', '.join(unknown)} is nothing that can be checked; it is a list, with commas, "
+            f"of {', '.join(KINDS)}, or 1 or all for all of them"
+        )
+    everything = "1" in words or "all" in words
+    return {name: everything or name in words for name in KINDS}
+
+
+_asked.append(by_environment(os.environ.get("SHARDFN_DEBUG", "")))
+_settle()

@@ -1,0 +1,370 @@
+"""What the ranks of a pipeline send each other: tensors of any shapes, each message with a note that says what comes.
+
+A note goes from host to host and is of one size, whatever it says: no rank has to know what another will send, and
+none takes one thing for another. The last note to each other rank is an `End`: all went well, or why not. Who expects
+tensors and finds an end stops too, so what fails on one rank ends on all; and as each reads up to every end, nothing is
+left on the way for the next pipeline to find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import pickle
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn import compat
+from shardfn.ledger import record
+from shardfn.link import Link, link
+from shardfn.mesh import AxisName, as_names, current_mesh, group_over
+
+ROOM = 1024  # bytes of a note; what does not fit follows
+_LENGTH = struct.Struct("<q")
+_NOTE, _MORE, _TENSORS = 3, 4, 5  # tags: of notes, of what does not fit, and the first one of tensors
+_TAGS = 2**30
+_numbers = itertools.count()
+
+Way = Literal["gathers", "reductions"]  # two communicators: neither direction waits for the other
+Kind = tuple[tuple[int, ...], torch.dtype, bool]  # and whether it needs a gradient
+
+
+@dataclass(frozen=True)
+class End:
+    """A rank's last word.
+
+    Attributes:
+        said: what it found, if all went well.
+        wrong: what went wrong on it: an error's type and text.
+        stopped: whether it stopped because others had.
+    """
+
+    said: Any = None
+    wrong: tuple[str, str] | None = None
+    stopped: bool = False
+
+
+@dataclass(frozen=True)
+class Message:
+    """What came.
+
+    Attributes:
+        said: beside the tensors.
+        tree: their structure, packed.
+        kinds: of the tensors where they come from.
+        tensors: in memory of their own.
+    """
+
+    said: Any
+    tree: bytes = b""
+    kinds: tuple[Kind, ...] = ()
+    tensors: Sequence[Tensor] = ()
+
+
+_GONE = End(wrong=("does not answer", ""))
+_Sent = tuple[Any, Tensor, list[int]]  # the work, bytes, and their version
+_left: deque[Any] = deque(maxlen=16)  # what the last runs sent
+_cut_short: weakref.WeakKeyDictionary[Any, str] = (
+    weakref.WeakKeyDictionary()
+)  # groups on which something may be on its way that no run will read, and why
+
+
+class Stopped(Exception):
+    """Another rank has stopped, so this one does."""
+
+
+class _Gone(RuntimeError):
+    """Another rank does not answer."""
+
+
+def _wait(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise _Gone(str(error)) from error
+
+
+class _Line:
+    """Notes to and from one other rank, in order."""
+
+    def __init__(self, group: Any, peer: int) -> None:
+        self.group, self.peer = group, peer
+        self.coming: tuple[bytearray, Any] | None = None
+        self.going: deque[Any] = deque()
+
+    def send(self, note: Any) -> None:
+        body = pickle.dumps(note)
+        data = _LENGTH.pack(len(body)) + body
+        with compat.outside_transforms():
+            self._start(bytearray(data[:ROOM].ljust(ROOM)), _NOTE)
+            if len(data) > ROOM:
+                self._start(bytearray(data[ROOM:]), _MORE)
+
+    def _start(self, data: bytearray, tag: int) -> None:
+        # A work that nobody holds takes its message with it.
+        self.going.append(self.group.send([torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag))
+
+    def expect(self) -> None:
+        """Makes ready for the next note, which may then come while this rank computes."""
+        if self.coming is None:
+            data = bytearray(ROOM)
+            with compat.outside_transforms():
+                self.coming = data, self._coming(data, _NOTE)
+
+    def receive(self) -> Any:
+        self.expect()
+        assert self.coming is not None
+        data, work = self.coming
+        _wait(work)
+        self.coming = None
+        (length,) = _LENGTH.unpack_from(data)
+        body = data[_LENGTH.size : _LENGTH.size + length]
+        if length > len(body):
+            more = bytearray(length - len(body))
+            with compat.outside_transforms():
+                _wait(self._coming(more, _MORE))
+            body += more
+        return pickle.loads(body)
+
+    def _coming(self, data: bytearray, tag: int) -> Any:
+        return self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
+
+    def arrived(self) -> None:
+        """Until the other rank has all that was sent."""
+        while self.going:
+            _wait(self.going[0])
+            self.going.popleft()
+
+
+class Team:
+    """The ranks along an axis, on which one pipeline after another runs.
+
+    Attributes:
+        axis: its name.
+        device: where tensors go from and to.
+        size: ranks along it.
+        index: which of them this one is.
+    """
+
+    def __init__(self, axis: AxisName, along: Link, device: str) -> None:
+        backend = compat.backend_of(along.gathers, device)
+        if backend in ("fake", "threaded", "undefined"):
+            raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
+        self.axis, self.link, self.device = axis, along, torch.device(device)
+        self.size, self.index = along.axis.size, along.axis.index
+        ranks = dist.get_process_group_ranks(along.gathers)
+        hosts = along.gathers if backend == "gloo" else group_over(ranks, "notes", "gloo")
+        self.lines = {i: _Line(hosts, i) for i in range(self.size) if i != self.index}
+        self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
+        self.ends: dict[int, End] = {}
+        self.hosts = hosts
+
+    # --- a run ---
+
+    def run(self, body: Callable[[], Any]) -> list[Any]:
+        """What `body` returns on each rank, when it has on all; what it raises on one is an error on all.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: something went wrong on another rank, or it is gone.
+        """
+        said, failure = None, None
+        self.ends = {}
+        try:
+            self._refuse_after_a_cut()
+            said = body()
+            for to in self.sent:
+                self.delivered(to)
+        except BaseException as error:  # also an interrupt: others shall not wait for this rank
+            failure = error
+        try:
+            ends = self._finished(said, failure)
+            if failure is not None and not isinstance(failure, Stopped):
+                raise failure
+            self._raise_of(ends)
+        finally:
+            failure = None  # it knows this frame
+        return [end.said for end in ends]
+
+    def _refuse_after_a_cut(self) -> None:
+        if self.hosts in _cut_short:
+            raise RuntimeError(
+                f"pipeline along {self.axis!r}: an earlier one was cut short on this rank, {_cut_short[self.hosts]}, "
+                f"and its messages may still be on their way: start the processes again"
+            )
+
+    def _finished(self, said: Any, failure: BaseException | None) -> list[End]:
+        """Every rank's end, when nothing is on its way any more."""
+        stopped = isinstance(failure, Stopped)
+        wrong = None if failure is None or stopped else (type(failure).__name__, str(failure)[:8000])
+        own, before = End(said, wrong, stopped), _cut_short.get(self.hosts)
+        _cut_short[self.hosts] = before or "while ranks told each other how it ended"
+        for line in self.lines.values():
+            with contextlib.suppress(RuntimeError):  # one that is gone says nothing either
+                line.send(own)
+        cut = before or "; ".join(filter(None, [self._reads_to_the_end(source) for source in self.lines]))
+        for i, line in self.lines.items():
+            if self.ends.get(i, _GONE) is not _GONE:
+                line.arrived()
+        _left.append((self.sent, self.lines))  # others may still be reading it, if the run failed
+        self.sent = {i: deque() for i in self.lines}
+        if cut:
+            _cut_short[self.hosts] = cut
+        else:
+            del _cut_short[self.hosts]
+        return [own if i == self.index else self.ends.get(i, _GONE) for i in range(self.size)]
+
+    def _reads_to_the_end(self, source: int) -> str:
+        """What remains unread, if anything does."""
+        left = ""
+        while source not in self.ends:
+            try:
+                self._next(source)
+            except _Gone:
+                self.ends[source], left = _GONE, f"when rank {source} did not answer"
+            except RuntimeError:  # no memory for it, which may be what went wrong at first
+                left = f"when it could not take what rank {source} had sent"
+        return left
+
+    def _raise_of(self, ends: list[End]) -> None:
+        for i, end in enumerate(ends):
+            if end.wrong is not None:
+                kind, text = end.wrong
+                known = {"ValueError": ValueError, "TypeError": TypeError}.get(kind, RuntimeError)
+                told = kind if end is _GONE else f"failed: {kind}: {text}"
+                raise known(f"pipeline: rank {i} along {self.axis!r} {told}")
+
+    # --- what goes and comes during a run ---
+
+    def send(self, tensors: Sequence[Tensor], to: int, way: Way, said: Any, tree: bytes = b"") -> None:
+        """Sends tensors, which must stay as they are until they have arrived.
+
+        Raises:
+            TypeError: one that no message can hold; nothing was sent then.
+        """
+        rows = [self._row(x) for x in tensors]
+        kinds = tuple([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors])
+        tags = [_TENSORS + next(_numbers) % _TAGS for row in rows if row.nbytes]  # which nothing else ever has
+        self.lines[to].send((way, tags, packed(kinds), tree, said))
+        group = getattr(self.link, way)
+        going: list[_Sent] = []
+        self.sent[to].append(going)
+        for x, row in zip(tensors, rows, strict=True):
+            record(
+                "send", self.link.axis.group, x.dtype, row.nbytes, "native", self.link.names,
+                scheduled=True, backward=way == "reductions",
+            )  # fmt: skip
+            if row.nbytes:
+                row = row.clone() if row.is_inference() else row  # which nobody can see change
+                going.append((group.send([row], to, tags[len(going)]), row, versions([row])))
+        self.delivered(to, self.size)  # by then the schedule says that they are: neighbours wait for no tighter bound
+
+    def delivered(self, to: int, left: int = 0) -> None:
+        """Waits until at most so many messages are on their way to a rank.
+
+        Raises:
+            RuntimeError: a tensor was changed on its way.
+        """
+        while len(self.sent[to]) > left:
+            for work, row, version in self.sent[to].popleft():
+                work.wait()
+                refuse_changed([row], version)
+
+    def receive(self, source: int) -> Message:
+        """The next message from a rank.
+
+        Raises:
+            Stopped: it has stopped, or was stopped.
+            RuntimeError: it is at its end without that, or gone.
+        """
+        try:
+            found = self._next(source)
+        except _Gone as error:
+            self.ends[source] = _GONE
+            raise RuntimeError(f"pipeline: rank {source} along {self.axis!r} does not answer ({error})") from error
+        if isinstance(found, Message):
+            return found
+        if found.wrong or found.stopped:
+            raise Stopped
+        raise RuntimeError(f"pipeline: rank {source} along {self.axis!r} is at its end, and this one expected more")
+
+    def exchange(self, said: Any) -> list[Any]:
+        """What each rank says."""
+        for line in self.lines.values():
+            line.send(("gathers", [], packed(()), b"", said))
+        heard = {source: self.receive(source).said for source in self.lines}
+        return [heard.get(i, said) for i in range(self.size)]
+
+    def _next(self, source: int) -> Message | End:
+        if source not in self.ends:
+            note = self.lines[source].receive()
+            if not isinstance(note, End):
+                return self._message(source, *note)
+            self.ends[source] = note
+        return self.ends[source]
+
+    def _message(self, source: int, way: Way, tags: list[int], packed: bytes, tree: bytes, said: Any) -> Message:
+        self.lines[source].expect()
+        group, kinds = getattr(self.link, way), unpacked(packed)
+        found = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
+        rows = [self._row(x) for x in found if x.nbytes]
+        for work in [group.recv([row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
+            _wait(work)
+        return Message(said, tree, kinds, found)
+
+    def _row(self, x: Any) -> Tensor:
+        """A tensor's bytes, in order: its own memory where they are in order there."""
+        plain = type(x) in (Tensor, torch.nn.Parameter)
+        if not plain or x.layout != torch.strided or x.device.type != self.device.type:
+            told = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
+            raise TypeError(
+                f"pipeline: a part returns a pytree of tensors to the next rank, dense ones on {self.device.type}; "
+                f"among them is {told}"
+            )
+        return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def team_of(axis: AxisName) -> Team:
+    """The ranks along an axis of the mesh in scope. All of them take part the first time."""
+    mesh = current_mesh()
+    assert mesh is not None, "an axis of several ranks belongs to a mesh"
+    teams: dict[AxisName, Team] = mesh.__dict__.setdefault("_shardfn_teams", {})
+    found = teams.get(axis)
+    if found is None:
+        along = link(mesh, as_names(axis))
+        found = teams[axis] = Team(axis, along, mesh.device_type)
+    return found
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Change when tensors are written into."""
+    return [0 if x.is_inference() else x._version for x in tensors]
+
+
+def refuse_changed(tensors: Sequence[Tensor], before: list[int]) -> None:
+    """Raises RuntimeError if tensors were written into since they had these versions."""
+    if versions(tensors) != before:
+        raise RuntimeError(
+            "pipeline: a part changed in place a tensor that it had returned to the next rank, or had returned part "
+            "of: it may still be on its way, and its gradient is to come. Return another tensor, or a clone"
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def packed(known: Any) -> bytes:
+    """What a note can hold of something that is often the same."""
+    return pickle.dumps(known)
+
+
+@functools.lru_cache(maxsize=1024)
+def unpacked(data: bytes) -> Any:
+    """The inverse of `packed`."""
+    return pickle.loads(data)
