@@ -1212,6 +1212,8 @@ def perform(program: Program, folder: str) -> list[Answer]:
         machine, answers = Sharded(program, folder), []
         for action in program.actions:
             answers.append(_answered(machine, action))
+            if answers[-1].error:  # in case the others wait for this rank
+                Path(folder, f"error-{machine.rank}").write_text(f"{action.kind}: {answers[-1].error}\n{answers[-1].trace}")
             count = torch.tensor([float(answers[-1].found is None)])
             dist.all_reduce(count)
             if count.item() not in (0, dist.get_world_size()):
@@ -1246,10 +1248,13 @@ class Verdict:
 
 def judged(program: Program, where: World, folder: str) -> Verdict:
     """Runs a program on the ranks of a world, and compares."""
+    for old in Path(folder).glob("error-*"):
+        old.unlink()
     try:
         every = where.run(perform, program, folder)
     except WorldTimeout as error:
-        return Verdict("hang", str(error))
+        told = sorted(path.read_text() for path in Path(folder).glob("error-*"))
+        return Verdict(f"hang {[one.splitlines()[0] for one in told]}", "\n".join([*told, str(error)]))
     except WorldError as error:
         died = any(failure.how == "died" for failure in error.failures.values())
         return Verdict("a process died" if died else f"error outside of actions: {str(error)[:300]}", str(error))
@@ -1681,7 +1686,7 @@ def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folde
         if verdict.finding.startswith("action"):
             last = int(verdict.finding.split()[1]) + 1
             program = dataclasses.replace(program, actions=program.actions[:last])
-        program, verdict = made_small(program, verdict, judge, 300 if verdict.finding == "hang" else 120)
+        program, verdict = made_small(program, verdict, judge, 300 if verdict.finding.startswith("hang") else 120)
         tally.findings.append((features(program), program, verdict.finding))
         if "error: " in verdict.finding:
             tally.errors[_kind_of(verdict)] += 1
