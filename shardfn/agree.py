@@ -57,9 +57,11 @@ def agree(
         f"them. {advice}"
     )
     try:
-        digests, lengths = gathered(torch.tensor([digest, len(text)]), mesh, axes, f"comparing {what}", name).T.tolist()
+        digests, lengths = gathered(
+            torch.tensor([digest, len(text)]), mesh, axes, f"comparing {what}", name, alone
+        ).T.tolist()
     except RuntimeError as error:
-        raise RuntimeError(f"{alone} ({error})") from error
+        raise RuntimeError(f"{error}. {alone}") from error
     if len(set(digests)) == 1:
         return
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -75,17 +77,22 @@ def agree(
 
 
 def gathered(
-    row: Tensor, mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None = None, what: str = "comparing", of: str = ""
+    row: Tensor,
+    mesh: DeviceMesh | Axis,
+    axes: tuple[str, ...] | None = None,
+    what: str = "comparing",
+    of: str = "",
+    note: str = "",
 ) -> Tensor:
     """Every rank's row, or that of the ranks along some axes, on the CPU: `[ranks, *row.shape]`.
 
-    `what` is done meanwhile, and `of` is who asks for it, for the message of a rank that waits.
+    `what` is done meanwhile, `of` is who asks for it, and `note` says more, for the message of a rank that waits.
     """
     whole = _along(mesh, axes)
     if whole.size == 1:
         return row[None]
     group = _group(whole.group)
-    with waiting.on(what, group, of):
+    with waiting.on(what, group, of, note=note):
         return transport.all_gather(row[None], 0, whole.size, group)
 
 

@@ -171,6 +171,8 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
     values, auxes = [], []
     with torch.enable_grad(), Step(variables, defer) as step:
         for value, aux in losses(optree.tree_unflatten(treedef, mixed)):
+            if step.engines:
+                _reaches_others((value, aux), variables)
             if variables:
                 with step.differentiating():
                     found: Sequence[Tensor | None] = [None] * len(variables)
@@ -195,6 +197,8 @@ def _by_torch_func(
     if not leaves:
         return (*loss(), ())
     found, (value, aux) = torch.func.grad_and_value(loss, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
+    # What a stage computed has a graph outside of all transforms.
+    _reaches_others([compat.unwrapped(x) for x in optree.tree_leaves((value, aux)) if isinstance(x, Tensor)], [])
     return value, aux, [_divided(g, layout) for g, layout in zip(found, layouts, strict=True)]
 
 

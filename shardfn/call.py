@@ -315,7 +315,7 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not compat.inside_transform():
             for x in optree.tree_leaves((args, kwargs)):
-                if compat.wrapped(x):
+                if compat.wrapped(x) and compat.wrapped(compat.alive(x)):  # one that has ended inside is no harm
                     raise RuntimeError(_closes_over(self.signature, x))
         return func(*args, **(kwargs or {}))
 
@@ -325,7 +325,14 @@ def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[in
 
     Raises:
         RuntimeError: an output has the memory of parameters.
+        TypeError: one is sparse.
     """
+    for i, y in enumerate(outputs):
+        if y.layout is not torch.strided:
+            raise TypeError(
+                f"stage {signature.name} ({signature.stage!r}) returns a sparse tensor ({y.layout}) as output {i}: "
+                f"return y.to_dense(), or its indices and values"
+            )
     storages = [compat.storage_of(y) for y in outputs]
     if not own.isdisjoint(storages):
         i = next(i for i, storage in enumerate(storages) if storage in own)

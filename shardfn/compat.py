@@ -224,6 +224,13 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     return plain.apply(*(alive(x) if isinstance(x, torch.Tensor) else x for x in args))  # type: ignore[attr-defined]
 
 
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """A tensor without the wrapping of any transform."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def alive(x: torch.Tensor) -> torch.Tensor:
     """A tensor without the wrapping of transforms that have ended."""
     return torch._C._functorch.unwrap_if_dead(x)

@@ -8,6 +8,8 @@ follows in reverse to gather ahead; nothing outlives the step, so another order 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from threading import current_thread, get_ident
@@ -45,6 +47,7 @@ from shardfn.tape import LONGEST, Copies, Group, Habit, Order, Place, Tape, Turn
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_log = logging.getLogger("shardfn")
 _STAGES = (
     "the stages",
     "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank",
@@ -56,13 +59,11 @@ class Agreed:
 
     Attributes:
         compared: stages that run on all of them.
-        reads: whether backward of such a call was seen to need the parameters.
         inside: who runs a stage.
     """
 
     def __init__(self) -> None:
         self.compared: set[Wires] = set()
-        self.reads: dict[tuple[Signature, Wires], bool] = {}
         self.inside: _Alone | None = None
 
 
@@ -104,7 +105,8 @@ class Engine:
         self.orders: list[Order] = []  # what `layers` were told
         # Of the world and not of the mesh, which may go sooner on one rank than on another.
         self.agreed: Agreed = world_of_thread().agreed.setdefault(lane(), Agreed())
-        self.reads = self.agreed.reads
+        by_lane: dict[str, dict[Any, bool]] = mesh.__dict__.setdefault("_shardfn_reads", {})
+        self.reads = by_lane.setdefault(lane(), {})  # whether backward of such a call was seen to need the parameters
         self.met: set[Wires] = set()
         self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
@@ -426,6 +428,8 @@ class Engine:
         known = self.reads.get(turn.kind)
         if turn.slot is None or turn.kept or known or (known is None and call.transformed):
             return None
+        if not any(call.needs[: len(turn.shards)]):  # of a frozen stage, ranks differ in whether there is a backward
+            return None
         lent = loan(turn.slot, turn.wires, turn.shards, call.needs)
         if lent is None:
             self._saw(turn, True)
@@ -438,6 +442,8 @@ class Engine:
         around, remat = compat.saved_tensors_hooks(), signature.options.remat
         if remat not in (False, "offload"):
             return None if around is None else discarding(signature.stage)
+        if remat == "offload" and self.device.type == "cpu":
+            _offloads_nothing(signature.name)
         away = self.device if remat == "offload" and self.device.type != "cpu" else None
         return None if away is None and around is None else Saving(signature.name, own, away, around).context()
 
@@ -531,6 +537,16 @@ def _in_use(turn: Turn) -> Iterator[None]:
                 yield
     finally:
         slot.busy = before
+
+
+@functools.cache
+def _offloads_nothing(name: str) -> None:
+    """Says so once for each stage."""
+    _log.warning(
+        'stage %s: remat="offload" keeps activations in the memory of the host, where they are anyway on a mesh of '
+        "CPUs: it changes nothing here. remat=True saves memory everywhere",
+        name,
+    )
 
 
 def _kept(tape: Tape | None, call: Call) -> Keep:

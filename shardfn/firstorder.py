@@ -111,8 +111,9 @@ class _Backward(Function):
     def forward(call: _Call, needs: Sequence[bool], given: list[bool], sizes: Any, *tensors: Tensor) -> Tensors:
         cts, inputs, made = _apart(given, sizes, tensors)
         found = call.rule.backward(inputs, made[: sizes[1]], made[sizes[1] :], cts, needs)
-        return tuple(
-            torch.zeros_like(x) if g is None else g for g, x, need in zip(found, inputs, needs, strict=True) if need
+        return own(
+            [torch.zeros_like(x) if g is None else g for g, x, need in zip(found, inputs, needs, strict=True) if need],
+            tensors,
         )
 
     @staticmethod
@@ -137,6 +138,12 @@ class _Backward(Function):
             pull = torch.func.vjp(again, *[tensors[i] for i in moving])[1]
             found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
         return (None, None, None, None, *(found.get(i) for i in range(len(tensors))))
+
+
+def own(found: Sequence[Tensor], given: Sequence[Tensor]) -> Tensors:
+    """Outputs of a Function, of which none is an input: what is both cannot be saved for a second derivative."""
+    known = {id(x) for x in given}
+    return tuple([g.view_as(g) if id(g) in known else g for g in found])
 
 
 def _apart(given: list[bool], sizes: tuple[int, int], tensors: Sequence[Tensor]) -> Any:

@@ -204,7 +204,7 @@ def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torc
     if device.type == "cpu":
         return _Later(first, start)
     module = torch.get_device_module(device)
-    with module.stream(module.Stream()):
+    with module.stream(module.Stream(device=device)):
         first.wait()
         return start()
 

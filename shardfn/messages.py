@@ -189,6 +189,8 @@ def _arrive(works: Future[list[Any]], what: What, group: Any) -> None:
             for work in works.result():
                 work.wait()
     except RuntimeError as error:
+        if " in vain for " in str(error):
+            raise
         raise RuntimeError(
             f"this rank waited in vain for {told}, and not every other rank along the axis has come to the same: "
             f"{error}. SHARDFN_DEBUG=collectives says who does what"

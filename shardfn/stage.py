@@ -22,6 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from shardfn import collectives, compat
 from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, running
 from shardfn.engine import engine_of
+from shardfn.firstorder import own
 from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.ledger import here
 from shardfn.mesh import current_mesh, known_axes, mesh_of, scope
@@ -193,6 +194,12 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     taken = set(signature.shards)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in taken]
     inputs = [leaves[i] for i in at]
+    for x in inputs:
+        if x.layout is not torch.strided:
+            raise TypeError(
+                f"stage {signature.name} ({signature.stage!r}): a tensor of shape {tuple(x.shape)} among its arguments "
+                f"is sparse ({x.layout}), which stages do not take: pass x.to_dense(), or its indices and values"
+            )
     needs = _needs(signature, shards, inputs)
     static = list(leaves)
     for i in (*signature.shards, *at):
@@ -276,8 +283,9 @@ class _Backward(Function):
         cotangents, primals = _apart(given, tensors)
         n = len(call.signature.shards)
         found = call.engine.backward(call, needs, cotangents, primals[n:], collect=False)
-        return tuple(
-            torch.zeros_like(x) if g is None else g for g, x, need in zip(found, primals, needs, strict=True) if need
+        return own(
+            [torch.zeros_like(x) if g is None else g for g, x, need in zip(found, primals, needs, strict=True) if need],
+            tensors,
         )
 
     @staticmethod
@@ -431,3 +439,8 @@ def _check_options(options: Options) -> None:
         dtype = getattr(options, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"stage: {name}={dtype!r}; it is a floating torch.dtype, or None")
+        if dtype is not None and dtype.itemsize == 1:
+            raise ValueError(
+                f"stage: {name}={dtype}: numbers of 8 bits need a scale, without which they are off by a tenth or "
+                f"overflow: use torch.bfloat16, or scale and cast inside the stage's function"
+            )

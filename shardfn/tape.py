@@ -53,7 +53,7 @@ class Turn:
     @property
     def kind(self) -> Any:
         """What calls of its kind have in common, also of a stage that is made anew at every step."""
-        return self.signature.code, self.wires, self.needs
+        return self.signature.code, self.wires
 
 
 @dataclass(frozen=True, eq=False)

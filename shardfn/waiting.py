@@ -50,15 +50,24 @@ class on:
         of: what it is done to, a stage say. Ranks meet whose `what` and `of` are equal.
         ranks: the ranks it needs, where that is not the group's. Such a wait ends in an error only if they have come
             to wait for others in vain, or ended, before they came to this.
+        note: more about it, for this rank's log.
         sided: whether only some ranks wait for this, as for a message: it is logged, and never given up.
     """
 
-    __slots__ = ("__weakref__", "_before", "_outer", "count", "group", "of", "ranks", "sided", "verdict", "what")
+    __slots__ = (
+        "__weakref__", "_before", "_outer", "count", "group", "note", "of", "ranks", "sided", "verdict", "what",
+    )  # fmt: skip
 
     def __init__(
-        self, what: str, group: str, of: Any = "", ranks: Sequence[int] | None = None, sided: bool = False
+        self,
+        what: str,
+        group: str,
+        of: Any = "",
+        ranks: Sequence[int] | None = None,
+        note: str = "",
+        sided: bool = False,
     ) -> None:
-        self.what, self.group, self.of, self.ranks, self.sided = what, group, of, ranks, sided
+        self.what, self.group, self.of, self.ranks, self.note, self.sided = what, group, of, ranks, note, sided
 
     def __enter__(self) -> on:
         me = get_ident()
@@ -410,7 +419,8 @@ class _Watcher:
                 self.spoke[thread] = now + 2 * waited
                 late = [r for r in _ranks(wait) if r != self.rank and not _came_to(states.get(r), wait)]
                 said = _standing(late, states) if late else "all have come, and it has not arrived"
-                _log.warning("rank %d has waited %.1f s for %s: %s", self.rank, waited, wait, said)
+                more = f". {wait.note}" if wait.note else ""
+                _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, wait, said, more)
 
     def reached(self, stuck: dict[int, on]) -> dict[int, State]:
         """What this rank, those that it waits for, those that they wait for, ... have told."""

@@ -1022,6 +1022,10 @@ def misuse(how: str) -> Any:
             other = sf.make_mesh(data=-1, device="cpu")
             q = sf.shard(plain, other, sf.full_shard("data"))["blocks"][0]
             return sf.stage(both)(p, q, x)
+        case "sparse input":
+            return f(p, x.to_sparse())
+        case "sparse output":
+            return sf.stage(lambda p, x: (x, (x @ p["w"]).to_sparse()))(p, x)
     raise AssertionError(how)
 
 
@@ -1033,6 +1037,8 @@ def misuse(how: str) -> Any:
         ("no tensor", TypeError, "blocks.1.*holds int, not a tensor"),
         ("one of two", ValueError, "blocks.0.*came alone"),
         ("another mesh", ValueError, "different meshes.*blocks.1.*blocks.0"),
+        ("sparse input", TypeError, r"blocks.1.*shape \(3, 4\).*sparse.*to_dense"),
+        ("sparse output", TypeError, "blocks.1.*returns a sparse tensor.*output.*to_dense"),
     ],
 )
 @on_threads
@@ -1056,6 +1062,8 @@ def test_arguments_that_make_no_sense_are_refused(world: World, how: str, kind: 
         ({"reduce_dtype": "bfloat16"}, TypeError),
         ({"input_dtype": 16}, TypeError),
         ({"output_dtype": torch.bool}, TypeError),
+        ({"gather_dtype": torch.float8_e4m3fn}, ValueError),
+        ({"reduce_dtype": torch.float8_e5m2}, ValueError),
     ],
     ids=str,
 )

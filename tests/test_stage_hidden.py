@@ -93,10 +93,6 @@ def checkpointed(p: Any, x: Tensor) -> Tensor:
     return checkpoint(lambda x: plain(p, x), x, use_reentrant=False)
 
 
-def checkpointed_anew(p: Any, x: Tensor) -> Tensor:
-    return checkpoint(plain, p, x + 0, use_reentrant=True) if x.requires_grad else plain(p, x)
-
-
 def under_hooks(p: Any, x: Tensor) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         return plain(p, x)
@@ -128,14 +124,20 @@ def hooked_at_a_node(p: Any, x: Tensor) -> Tensor:
     return y
 
 
-def hooked_parameter(p: Any, x: Tensor) -> Tensor:
-    if p["b"].requires_grad:
-        p["b"].register_hook(lambda g: g * p["w"].detach().sum())
-    return x + p["b"]
+def hooked_near_a_parameter(p: Any, x: Tensor) -> Tensor:
+    b = p["b"] + 0
+    if b.requires_grad:
+        b.register_hook(lambda g: g * p["w"].detach().sum())
+    return x + b
 
 
 def differentiated_inside(p: Any, x: Tensor) -> Tensor:
     return x + torch.func.grad(lambda z: plain(p, z).square().sum())(x)
+
+
+def pulled_back_inside(p: Any, x: Tensor) -> Tensor:
+    y, pull = torch.func.vjp(lambda w: torch.tanh(x @ w), p["w"])
+    return y @ pull(y)[0] + p["b"]
 
 
 def cyclic(p: Any, x: Tensor) -> Tensor:
@@ -147,8 +149,9 @@ def cyclic(p: Any, x: Tensor) -> Tensor:
 READING: dict[str, Layer] = {
     f.__name__: f
     for f in (
-        plain, keeps_on_context, keeps_a_view, checkpointed, checkpointed_anew, under_hooks, under_low_level_hooks,
-        on_cpu, hooked, hooked_at_a_node, hooked_parameter, differentiated_inside, cyclic,
+        plain, keeps_on_context, keeps_a_view, checkpointed, under_hooks, under_low_level_hooks,
+        on_cpu, hooked, hooked_at_a_node, hooked_near_a_parameter, differentiated_inside,
+        pulled_back_inside, cyclic,
     )
 }  # fmt: skip
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -159,14 +162,17 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
+def _goes_by_func(name: str, frozen: bool) -> bool:
+    """torch.func takes neither hooks of saved tensors nor Functions of the old kind, and knows of no frozen leaf."""
+    return not frozen and name not in ("checkpointed", "under_hooks", "under_low_level_hooks", "on_cpu")
+
+
 def read(strategy: str, options: dict[str, Any]) -> dict[str, float]:
     rank, n = dist.get_rank(), dist.get_world_size()
     mesh = sf.make_mesh(replica=2 if n == 4 else 1, shard=2, device="cpu")
     found: dict[str, float] = {}
     for name, function in READING.items():
         for frozen in (False, True):
-            if frozen and name == "checkpointed_anew":
-                continue  # torch's own wants an input that needs a gradient
             want = everyone(function, n, frozen)
             flat = sf.shard(parameters(), mesh, STRATEGIES[strategy](), frozen=[r"\d+\.w"] if frozen else [])
             staged = sf.stage(function, **options)
@@ -175,6 +181,7 @@ def read(strategy: str, options: dict[str, Any]) -> dict[str, float]:
                 return net(staged, sf.layers(blocks), rows(rank))
 
             got = [sf.unshard(sf.grad(loss)(flat)) for _ in range(2)]
+            got.append(sf.unshard(torch.func.grad(loss)(flat)) if _goes_by_func(name, frozen) else got[0])
             leaves = optree.tree_map(lambda v: v.clone().requires_grad_(), flat)
             loss(leaves).backward()
             got.append(sf.unshard(optree.tree_map(lambda v: v.grad, leaves)) if not frozen else got[0])
@@ -203,3 +210,267 @@ def test_backward_reads_parameters_wherever_the_function_keeps_them(
 ) -> None:
     for found in world.run(read, strategy, options):
         assert worst(found.values()) < 1e-12, {name: off for name, off in found.items() if not off < 1e-12}
+
+
+# --- activations that leave by another door ---
+
+
+class Keeper:
+    """A function with a memory: what it computed last can be had past its outputs."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.kept = how, torch.zeros(())
+
+    def __call__(self, p: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ p["w"])
+        if self.how == "hook":
+            y = torch.nn.Identity()(y)
+        self.kept = y
+        return y + p["b"]
+
+
+def escapes(how: str, options: dict[str, Any]) -> tuple[str, float]:
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mesh = sf.make_mesh(shard=n, device="cpu")
+    flat = sf.shard(parameters(), mesh, sf.full_shard("shard"))
+    keeper = Keeper(how)
+    staged = sf.stage(keeper, **options)
+
+    def loss(blocks: Any) -> Tensor:
+        total = net(staged, blocks, rows(rank).requires_grad_() if how == "input" else rows(rank))
+        kept = keeper.kept
+        if how == "next stage":
+            return total + sf.stage(plain)(blocks[0], kept).sum()
+        if how == "closure of a stage":
+            return total + sf.stage(lambda p, x: plain(p, x) + kept)(blocks[0], rows(rank)).sum()
+        return total + kept.square().sum()
+
+    told = "nothing"
+    try:
+        if how == "backward":
+            leaves = optree.tree_map(lambda v: v.clone().requires_grad_(), flat)
+            loss(leaves).backward()
+        elif how == "accumulate":
+            sf.accumulate(lambda p, _: loss(p), [0, 1])(flat)
+        elif how == "func in value_and_grad":
+            torch.func.grad(lambda s: sf.value_and_grad(lambda p: loss(p) * s)(flat)[0])(torch.ones(()))
+        else:
+            sf.value_and_grad(loss)(flat)
+    except RuntimeError as error:
+        told = str(error)
+    got = sf.unshard(sf.grad(lambda ps: net(sf.stage(plain), ps, rows(rank)))(flat))
+    return told, distance(got, everyone(plain, n, False))
+
+
+DOORS = ["attribute", "hook", "input", "next stage", "closure of a stage", "backward", "accumulate"]
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@pytest.mark.parametrize("how", [*DOORS, "func in value_and_grad"])
+@pytest.mark.world(2, "threads")
+def test_an_activation_that_leaves_past_the_outputs_is_refused(world: World, how: str, options: dict[str, Any]) -> None:
+    for told, off in world.run(escapes, how, options):
+        assert "did not return" in told or "is not among its arguments" in told, told
+        assert off < 1e-12
+
+
+def looked_at(options: dict[str, Any]) -> float:
+    """To keep an activation is no sin; only a loss may not depend on it."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+    keeper = Keeper("attribute")
+    staged = sf.stage(keeper, **options)
+
+    def loss(blocks: Any) -> Tensor:
+        return net(staged, blocks, rows(rank)) + 0 * keeper.kept.detach().sum()
+
+    got = sf.unshard(sf.grad(loss)(flat))
+    assert keeper.kept.shape == (ROWS, D)
+    return distance(got, everyone(Keeper("attribute"), n, False))
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@pytest.mark.world(2, "threads")
+def test_an_activation_may_be_looked_at(world: World, options: dict[str, Any]) -> None:
+    assert worst(world.run(looked_at, options)) < 1e-12
+
+
+# --- closures that change ---
+
+
+def unfrozen(how: str, options: dict[str, Any]) -> list[str]:
+    n = dist.get_world_size()
+    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+    scale = {"s": torch.ones(D, dtype=torch.float64)}
+    staged = sf.stage(lambda p, x: plain(p, x) * scale["s"], **options)
+
+    def loss(blocks: Any) -> Tensor:
+        return net(staged, blocks, rows(dist.get_rank()))
+
+    found = []
+    for step in range(4):
+        if step == 2 and how == "unfrozen":
+            scale["s"].requires_grad_()
+        if step == 2 and how == "another tensor":
+            scale["s"] = torch.ones(D, dtype=torch.float64, requires_grad=True)
+        if step == 2 and how == "an activation":
+            scale["s"] = torch.ones(D, dtype=torch.float64, requires_grad=True) * 2
+        try:
+            sf.value_and_grad(loss)(flat)
+        except RuntimeError as error:
+            found.append(str(error))
+        else:
+            found.append("right")
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@pytest.mark.parametrize("how", ["unfrozen", "another tensor", "an activation"])
+@pytest.mark.world(2, "threads")
+def test_a_closure_that_starts_to_need_a_gradient_is_refused(world: World, how: str, options: dict[str, Any]) -> None:
+    for before, again, then, still in world.run(unfrozen, how, options):
+        assert (before, again) == ("right", "right")
+        assert "is not among its arguments" in then
+        assert "is not among its arguments" in still
+
+
+# --- outputs that share memory ---
+
+
+def same_twice(p: Any, x: Tensor) -> Any:
+    y = x @ p["w"] + p["b"]
+    return y, y
+
+
+def with_view(p: Any, x: Tensor) -> Any:
+    y = x @ p["w"] + p["b"]
+    return y, y.view(-1)[:D]
+
+
+def chunks(p: Any, x: Tensor) -> Any:
+    return (x @ p["w"] + p["b"]).chunk(2, -1)
+
+
+def with_detached(p: Any, x: Tensor) -> Any:
+    y = x @ p["w"] + p["b"]
+    return y, y.detach()
+
+
+def with_input(p: Any, x: Tensor) -> Any:
+    return x, x @ p["w"] + p["b"]
+
+
+def with_part_of_input(p: Any, x: Tensor) -> Any:
+    return x[:, :2], x @ p["w"] + p["b"]
+
+
+class Reversed(torch.autograd.Function):
+    """Hands its input through, with a derivative that is not the identity's."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return -g
+
+
+def reversed_input(p: Any, x: Tensor) -> Any:
+    return Reversed.apply(x), x @ p["w"] + p["b"]
+
+
+def input_alone(p: Any, x: Tensor) -> Any:
+    return x, p["b"] * 2
+
+
+SHARING = [same_twice, with_view, chunks, with_detached, with_input, with_part_of_input, reversed_input, input_alone]
+
+
+def shared(options: dict[str, Any]) -> dict[str, float | str]:
+    """Each function with nothing, the first and the second output written to by the caller, in each way of asking."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    flat = sf.shard(parameters()[:1], sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+
+    def program(f: Any, p: Any, x: Tensor, write: int | None) -> Tensor:
+        x = x * 1
+        outputs = f(p, x)
+        if write is not None:
+            outputs[write].mul_(3)
+        return torch.stack([(y * y).sum() * (i + 1) for i, y in enumerate(outputs)]).sum() + x.sum()
+
+    def reference(f: Any, write: int | None) -> Any:
+        whole = optree.tree_map(lambda v: v.clone().requires_grad_(), parameters()[:1])
+        inputs = [rows(k).requires_grad_() for k in range(n)]
+        values = [program(f, whole[0], x, write) for x in inputs]
+        torch.stack(values).sum().backward()
+        return values[rank].detach(), [whole[0]["w"].grad, whole[0]["b"].grad], inputs[rank].grad
+
+    def reference_by_func(f: Any, write: int | None) -> Any:
+        def everything(ps: Any, xs: Any) -> Any:
+            values = [program(f, ps[0], x, write) for x in xs]
+            return torch.stack(values).sum(), values[rank]
+
+        inputs = [rows(k) for k in range(n)]
+        (gs, gx), value = torch.func.grad(everything, argnums=(0, 1), has_aux=True)(parameters()[:1], inputs)
+        return value, [gs[0]["w"], gs[0]["b"]], gx[rank]
+
+    def by_value_and_grad(f: Any, write: int | None) -> Any:
+        value, (gs, gx) = sf.value_and_grad(lambda ps, x: program(f, ps[0], x, write), argnums=(0, 1))(flat, rows(rank))
+        return value, gs, gx
+
+    def by_backward(f: Any, write: int | None) -> Any:
+        leaves, x = optree.tree_map(lambda v: v.clone().requires_grad_(), flat), rows(rank).requires_grad_()
+        value = program(f, leaves[0], x, write)
+        value.backward()
+        return value.detach(), optree.tree_map(lambda v: v.grad, leaves), x.grad
+
+    def by_func(f: Any, write: int | None) -> Any:
+        found = torch.func.grad_and_value(lambda ps, x: program(f, ps[0], x, write), argnums=(0, 1))(flat, rows(rank))
+        return found[1], *found[0]
+
+    def without_gradients(f: Any, write: int | None) -> Any:
+        with torch.no_grad():
+            return program(f, flat[0], rows(rank), write), None, None
+
+    found: dict[str, float | str] = {}
+    for function in SHARING:
+        staged = sf.stage(function, **options)
+        for write in (None, 0, 1):
+            for ask in (by_value_and_grad, by_backward, by_func, without_gradients):
+                name = f"{function.__name__}, {write}, {ask.__name__}"
+                try:
+                    value, gs, gx = ask(staged, write)
+                except RuntimeError as error:
+                    found[name] = str(error)
+                    continue
+                try:
+                    wanted, (w, b), x = (reference_by_func if ask is by_func else reference)(function, write)
+                except RuntimeError:  # torch refuses to write into one of several views, where it takes gradients
+                    assert ask is without_gradients, name
+                    continue
+                off = [(value - wanted).abs().max().item()]
+                if gs is not None:
+                    whole = sf.unshard(gs)[0]
+                    for got, want in ((whole["w"], w), (whole["b"], b), (gx, x)):
+                        off.append((got - (0 if want is None else want)).abs().max().item())
+                found[name] = worst(off)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@pytest.mark.world(2, "threads")
+def test_outputs_that_share_memory_are_right_or_refuse_to_be_written(world: World, options: dict[str, Any]) -> None:
+    for found in world.run(shared, options):
+        for name, off in found.items():
+            if isinstance(off, str):
+                assert ", None, " not in name, (name, off)
+                assert "inplace" in off, (name, off)
+            else:
+                assert off < 1e-12, (name, off)
+        refused = [name for name, off in found.items() if isinstance(off, str)]
+        assert not any("without_gradients" in name or name.startswith("same_twice") for name in refused), refused

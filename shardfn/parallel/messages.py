@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import pickle
 import struct
 import weakref
@@ -86,63 +87,82 @@ class _Gone(RuntimeError):
     """Another rank does not answer."""
 
 
-def _wait(work: Any) -> None:
+def _tried(do: Callable[..., Any], *args: Any) -> Any:
+    """Something that only fails if the rank at the other end is gone."""
     try:
-        work.wait()
+        return do(*args)
     except RuntimeError as error:
         raise _Gone(str(error)) from error
 
 
 class _Line:
-    """Notes to and from one other rank, in order."""
+    """Notes to and from one other rank, in order.
+
+    A note has room for tensors behind it: as many bytes as those of the message before had, which both sides know.
+
+    Attributes:
+        here: bytes of room in the next note that comes.
+        there: in the next one that goes.
+    """
 
     def __init__(self, group: Any, peer: int) -> None:
         self.group, self.peer = group, peer
+        self.here = self.there = 0
         self.coming: tuple[bytearray, Any] | None = None
         self.going: deque[Any] = deque()
 
-    def send(self, note: Any) -> None:
+    def send(self, note: Any, rows: Sequence[Tensor] = ()) -> None:
+        """Sends a note, and behind it what there must be room for."""
         body = pickle.dumps(note)
         data = _LENGTH.pack(len(body)) + body
         with compat.outside_transforms():
-            self._start(bytearray(data[:ROOM].ljust(ROOM)), _NOTE)
+            first = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8)
+            first[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
+            for row, at in zip(rows, _places(rows), strict=False):
+                first[ROOM + at : ROOM + at + len(row)] = row
+            self._start(first, _NOTE)
             if len(data) > ROOM:
-                self._start(bytearray(data[ROOM:]), _MORE)
+                self._start(torch.frombuffer(bytearray(data[ROOM:]), dtype=torch.uint8), _MORE)
 
-    def _start(self, data: bytearray, tag: int) -> None:
-        # A work that nobody holds takes its message with it.
-        self.going.append(self.group.send([torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag))
+    def _start(self, row: Tensor, tag: int) -> None:
+        self.going.append(self.group.send([row], self.peer, tag))  # a work that nobody holds takes its message with it
 
     def expect(self) -> None:
         """Makes ready for the next note, which may then come while this rank computes."""
         if self.coming is None:
-            data = bytearray(ROOM)
+            data = bytearray(ROOM + self.here)
             with compat.outside_transforms():
                 self.coming = data, self._coming(data, _NOTE)
 
-    def receive(self) -> Any:
+    def receive(self) -> tuple[Any, bytearray]:
+        """The next note, and the memory that it came in, with room behind."""
         self.expect()
         assert self.coming is not None
         data, work = self.coming
-        _wait(work)
+        _tried(work.wait)
         self.coming = None
         (length,) = _LENGTH.unpack_from(data)
-        body = data[_LENGTH.size : _LENGTH.size + length]
+        body = data[_LENGTH.size : min(ROOM, _LENGTH.size + length)]
         if length > len(body):
             more = bytearray(length - len(body))
             with compat.outside_transforms():
-                _wait(self._coming(more, _MORE))
+                _tried(self._coming(more, _MORE).wait)
             body += more
-        return pickle.loads(body)
+        return pickle.loads(body), data
 
     def _coming(self, data: bytearray, tag: int) -> Any:
-        return self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
+        return _tried(self.group.recv, [torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
 
-    def arrived(self) -> None:
-        """Until the other rank has all that was sent."""
-        while self.going:
-            _wait(self.going[0])
+    def arrived(self, left: int = 0) -> None:
+        """Until the other rank has all that was sent but so much."""
+        while len(self.going) > left:
+            _tried(self.going[0].wait)
             self.going.popleft()
+
+
+def _places(rows: Sequence[Any]) -> list[int]:
+    """Where each of these bytes begin when they lie one after another, aligned; and where all end."""
+    return list(itertools.accumulate((-(-len(row) // 64) * 64 for row in rows), initial=0))
 
 
 class Team:
@@ -163,6 +183,7 @@ class Team:
         self.size, self.index = along.axis.size, along.axis.index
         ranks = dist.get_process_group_ranks(along.gathers)
         hosts = along.gathers if backend == "gloo" else group_over(ranks, "notes", "gloo")
+        self.together = hosts is along.gathers and self.device.type == "cpu"  # notes go where tensors go
         self.lines = {i: _Line(hosts, i) for i in range(self.size) if i != self.index}
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
         self.ends: dict[int, End] = {}
@@ -178,6 +199,8 @@ class Team:
         """
         said, failure = None, None
         self.ends = {}
+        for line in self.lines.values():
+            line.here = line.there = 0
         try:
             self._refuse_after_a_cut()
             said = body()
@@ -229,10 +252,10 @@ class Team:
             try:
                 self._next(source)
             except _Gone:
-                self.ends[source], left = _GONE, f"when rank {source} did not answer"
+                self.ends[source] = _GONE
             except RuntimeError:  # no memory for it, which may be what went wrong at first
                 left = f"when it could not take what rank {source} had sent"
-        return left
+        return f"when rank {source} did not answer" if self.ends[source] is _GONE else left
 
     def _raise_of(self, ends: list[End]) -> None:
         for i, end in enumerate(ends):
@@ -252,19 +275,23 @@ class Team:
         """
         rows = [self._row(x) for x in tensors]
         kinds = tuple([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors])
-        tags = [_TENSORS + next(_numbers) % _TAGS for row in rows if row.nbytes]  # which nothing else ever has
-        self.lines[to].send((way, tags, packed(kinds), tree, said))
-        group = getattr(self.link, way)
+        line, nbytes = self.lines[to], _places(rows)[-1]
+        fits = self.together and 0 < nbytes <= line.there
+        line.there = nbytes
+        # Tags that nothing else ever has.
+        tags = [] if fits else [_TENSORS + next(_numbers) % _TAGS for row in rows if row.nbytes]
+        line.send((way, tags, packed(kinds), tree, said), rows if fits else ())
         going: list[_Sent] = []
         self.sent[to].append(going)
+        group, left = getattr(self.link, way), iter(tags)
         for x, row in zip(tensors, rows, strict=True):
             record(
                 "send", self.link.axis.group, x.dtype, row.nbytes, "native", self.link.names,
                 scheduled=True, backward=way == "reductions",
             )  # fmt: skip
-            if row.nbytes:
+            if row.nbytes and not fits:
                 row = row.clone() if row.is_inference() else row  # which nobody can see change
-                going.append((group.send([row], to, tags[len(going)]), row, versions([row])))
+                going.append((group.send([row], to, next(left)), row, versions([row])))
         self.delivered(to, self.size)  # by then the schedule says that they are: neighbours wait for no tighter bound
 
     def delivered(self, to: int, left: int = 0) -> None:
@@ -277,6 +304,7 @@ class Team:
             for work, row, version in self.sent[to].popleft():
                 work.wait()
                 refuse_changed([row], version)
+        self.lines[to].arrived(2 * left + 1)
 
     def receive(self, source: int) -> Message:
         """The next message from a rank.
@@ -305,19 +333,29 @@ class Team:
 
     def _next(self, source: int) -> Message | End:
         if source not in self.ends:
-            note = self.lines[source].receive()
+            note, data = self.lines[source].receive()
             if not isinstance(note, End):
-                return self._message(source, *note)
+                return self._message(source, data, *note)
             self.ends[source] = note
         return self.ends[source]
 
-    def _message(self, source: int, way: Way, tags: list[int], packed: bytes, tree: bytes, said: Any) -> Message:
-        self.lines[source].expect()
-        group, kinds = getattr(self.link, way), unpacked(packed)
+    def _message(
+        self, source: int, data: bytearray, way: Way, tags: list[int], packed: bytes, tree: bytes, said: Any
+    ) -> Message:
+        kinds, line, group = unpacked(packed), self.lines[source], getattr(self.link, way)
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]
+        places = _places([range(n) for n in sizes])
+        line.here = places[-1]
+        line.expect()
+        if any(sizes) and not tags:  # they came with the note
+            found = [
+                _within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in zip(places, kinds, strict=False)
+            ]
+            return Message(said, tree, kinds, found)
         found = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in found if x.nbytes]
-        for work in [group.recv([row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
-            _wait(work)
+        for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
+            _tried(work.wait)
         return Message(said, tree, kinds, found)
 
     def _row(self, x: Any) -> Tensor:
@@ -330,6 +368,16 @@ class Team:
                 f"among them is {told}"
             )
         return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in memory that others lie in too, but with a version of its own."""
+    count = math.prod(shape)
+    return (
+        torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
+        if count
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def team_of(axis: AxisName) -> Team:

@@ -38,12 +38,15 @@ def pipeline(
     """The sum of a loss over micro-batches, where each rank along `axis` has a part of the model: 0-d, `V -> I`.
 
     Gradients by `params` are this rank's: of what lives at one place of `axis` (`Placement.at`) exactly the whole
-    batch's. Parameters that all ranks along the axis have, and use differently, go through `pvary` first.
+    batch's. A stage that all ranks along the axis hold (the axis is among its strategy's `replicas`) may be used by any
+    of the parts, an embedding by the first and the last, say: its gradient is the sum over all uses. Other parameters
+    that all have, and use differently, go through `pvary` first.
 
     Args:
         part: `(params, x, batch) -> y`. On the first rank `x` is None, on the others what the rank before returned;
-            what the last one returns is the micro-batch's loss, a scalar. In between goes a pytree of tensors, of one
-            structure and shape everywhere. `axis_index(axis)` says which rank it is; with one rank it is both.
+            what the last one returns is the micro-batch's loss, a scalar. In between goes a pytree of tensors, whose
+            structure, shapes and dtypes may be others each time; what was returned is not changed in place afterwards.
+            Nothing goes along `axis` inside. `axis_index(axis)` says which rank it is; with one rank it is both.
         params: a pytree.
         batches: micro-batches, as many on every rank, each a pytree.
         axis: the ranks of the pipeline; `()` for one.
@@ -54,9 +57,12 @@ def pipeline(
         The sum, the same on all ranks along `axis`. Ranks wait for `(size - 1) / (batches + size - 1)` of the time.
 
     Raises:
-        ValueError: on all ranks along `axis`: no micro-batches; another number of them, or other shapes, than other
-            ranks have; an unknown schedule.
-        RuntimeError: on all ranks, if `part` fails on one when it runs there for the first time.
+        ValueError: no micro-batches; another number of them, or another schedule, than other ranks have.
+        RuntimeError: a part uses a tensor that needs a gradient and that it was not given; changes what it returned;
+            wants to move something along `axis`. A rank is gone.
+
+        What one rank raises, also an interrupt, ends the pipeline on all ranks along `axis`: there as the same, or as a
+        ValueError, TypeError or RuntimeError that says what it was and where. The next call finds nothing of it.
 
     Sources: Huang et al., GPipe (2018), section 2.3; Narayanan et al., PipeDream-2BW (2020), section 3.2, for 1F1B.
 
@@ -441,11 +447,11 @@ def _leaves(made: Sequence[Tensor]) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found.add(id(variable))
-        nodes += [parent for parent, _ in node.next_functions]
-    return found
+        parents = node.next_functions
+        if not parents:  # only there, since asking another node takes long
+            found.add(id(getattr(node, "variable", None)))
+        nodes += [parent for parent, _ in parents]
+    return found - {id(None)}
 
 
 def _without_autocast(device: torch.device) -> Any:

@@ -18,6 +18,7 @@ import shardfn as sf
 from shardfn import parallel
 from shardfn.parallel.pipeline import passes
 from shardfn.testing import World
+from shardfn.testing.errors import GRACE
 
 either = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
 
@@ -462,7 +463,9 @@ def killed() -> None:
 
 
 @pytest.mark.world(4)
-def test_a_process_that_is_killed_is_an_error_on_all_others(world: World) -> None:
+def test_a_process_that_is_killed_is_an_error_on_all_others(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for how in ("died", "raised"):  # ranks have as long after that as they have here at all
+        monkeypatch.setitem(GRACE, how, 20.0)
     for rank, error in enumerate(world.within(30).errors(killed)):
         if rank == 1:
             assert isinstance(error, ChildProcessError)
@@ -474,8 +477,8 @@ def test_a_process_that_is_killed_is_an_error_on_all_others(world: World) -> Non
 # --- what a part's surroundings and habits are ---
 
 
-def mapped(f: Any, *args: Any) -> Any:
-    mesh = sf.make_mesh(pipe=torch.distributed.get_world_size(), device="cpu")
+def mapped(f: Any, *args: Any, mesh: Any = None) -> Any:
+    mesh = mesh or sf.make_mesh(pipe=torch.distributed.get_world_size(), device="cpu")
     return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)(*args)
 
 
@@ -492,12 +495,13 @@ def chained(ws: list[Tensor], x: Tensor) -> Tensor:
 
 def under_autocast() -> list[float]:
     """With and without it in turn; the same as one process that adds up the micro-batches' gradients."""
-    index, found = torch.distributed.get_rank(), []
+    mesh = sf.make_mesh(pipe=torch.distributed.get_world_size(), device="cpu")
+    index, found = torch.distributed.get_rank(), list[float]()
     ws = [w.float() for w in matrices(torch.distributed.get_world_size())]
     for on in (False, True, False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             loss = sf.value_and_grad(lambda w: parallel.pipeline(simple, w, list(batches(3).float()), "pipe"))
-            value, gradient = mapped(loss, ws[index])
+            value, gradient = mapped(loss, ws[index], mesh=mesh)
         total, sums = torch.zeros(()), torch.zeros(3, 3)
         for x in batches(3).float():
             leaves = [w.clone().requires_grad_() for w in ws]
