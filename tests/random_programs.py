@@ -1213,7 +1213,9 @@ def perform(program: Program, folder: str) -> list[Answer]:
         for action in program.actions:
             answers.append(_answered(machine, action))
             if answers[-1].error:  # in case the others wait for this rank
-                Path(folder, f"error-{machine.rank}").write_text(f"{action.kind}: {answers[-1].error}\n{answers[-1].trace}")
+                Path(folder, f"error-{machine.rank}").write_text(
+                    f"{action.kind}: {answers[-1].error}\n{answers[-1].trace}"
+                )
             count = torch.tensor([float(answers[-1].found is None)])
             dist.all_reduce(count)
             if count.item() not in (0, dist.get_world_size()):
