@@ -15,7 +15,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -388,6 +388,12 @@ def trace_dicts() -> None:
     for name in ("dict_flatten", "dict_unflatten"):
         if hasattr(pytree, name):
             getattr(pytree, name).__torch_dynamo_can_constant_fold_through__ = False
+
+
+def one_graph() -> Any:
+    """A context: while torch.compile traces, what it cannot follow inside is an error, and not run in pieces."""
+    strict = getattr(torch._dynamo, "error_on_graph_break", None) if torch.compiler.is_compiling() else None
+    return nullcontext() if strict is None else strict(True)
 
 
 def default_store() -> Any:

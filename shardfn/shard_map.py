@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import ops, transport
 from shardfn.agree import agree
-from shardfn.compat import inside_transform, plain, trace_dicts
+from shardfn.compat import inside_transform, one_graph, plain, trace_dicts
 from shardfn.mesh import axis_of, current_mesh, known_axes, scope, sizes
 from shardfn.replicated import checksum
 from shardfn.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
@@ -104,9 +104,15 @@ def shard_map(
     def mapped(*args: Any, **kwargs: Any) -> Any:
         where = mesh if mesh is not None else _mesh_in_scope()
         with scope(where, axes):
-            if torch.compiler.is_compiling() and inputs == "local":
+            if torch.compiler.is_compiling():
+                if inputs == "global":
+                    raise RuntimeError(
+                        'shard_map(inputs="global") checks and cuts whole values in Python, which a graph cannot hold: '
+                        'compile what is inside, shard_map(torch.compile(f), ...), or pass local values'
+                    )
                 trace_dicts()
-                return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
+                with one_graph():
+                    return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
             followed = inputs == "global" and _differentiated((args, kwargs))
             args, kwargs = _enter(function, args, kwargs, in_specs, where, inputs, seen)
             with Following(where, f"shard_map({_name(function)})") if followed else contextlib.nullcontext():

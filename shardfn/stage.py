@@ -121,7 +121,8 @@ def stage(
     @functools.wraps(function)
     def staged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return traced.called(name, function, options, args, kwargs)
+            with compat.one_graph():
+                return traced.called(name, function, options, args, kwargs)
         leaves, tree = optree.tree_flatten((args, kwargs))
         # The layouts are in the tree too, but optree leaves them out of its hash.
         key = (tree, *[arg.layout for arg in args if type(arg) is FlatShard])

@@ -57,6 +57,11 @@ def optimizer(name: str, rule: Elementwise, numbers: dict[str, Any], donate: boo
         work = [_Work(unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(pairs(known, grads))]
         every = [(one, _spans(one.unit, varying)) for one in work if one.grad is not None]
         if donate:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{name}: donate=True overwrites parameters by fused kernels, which a graph of torch.compile "
+                    f"cannot hold: pass donate=False to what is compiled"
+                )
             _overwrite(rule, every, count, now)
             return params, state | {"step": count}
         for one, spans in every:
