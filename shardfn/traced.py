@@ -94,7 +94,9 @@ def _whole(name: str, node: Any, options: Options) -> Any:
         values = flat.values
         piece, replicas, axes, lengths, chosen, entries = _plan(flat.layout)
         if not isinstance(values, Tensor) or values.shape != (piece,):
-            compat.refuse_in_graph(f"stage {name}: a flat shard does not hold a tensor of its piece's shape, ({piece},)")
+            compat.refuse_in_graph(
+                f"stage {name}: a flat shard does not hold a tensor of its piece's shape, ({piece},)"
+            )
         lower = (options.gather_dtype or values.dtype) if values.dtype.is_floating_point else values.dtype
         if lower != values.dtype:
             values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
