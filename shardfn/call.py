@@ -7,7 +7,10 @@ for when the call's turn comes in backward; or it is made then, by running the f
 from __future__ import annotations
 
 import contextlib
+import gc
+import inspect
 import threading
+import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,7 +82,8 @@ class Call:
         self.collected: list[Tensor | None] = []
         self.place: Place | None = None
         self.residuals: Residuals | None = None
-        self.surroundings = Surroundings(engine.device)
+        generators = [x for x in (*leaves, *signature.closed_over()) if type(x) is torch.Generator]
+        self.surroundings = Surroundings(engine.device, generators)
         remat = signature.options.remat
         self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
         self.transformed = compat.inside_transform()
@@ -102,10 +106,11 @@ class Call:
 class Surroundings:
     """The state that a function may depend on beside its arguments, for running it again."""
 
-    __slots__ = ("device", "numbers", "more", "autocast")  # noqa: RUF023
+    __slots__ = ("device", "generators", "numbers", "more", "autocast")  # noqa: RUF023
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = device
+        self.generators = [(one, one.get_state()) for one in generators]
         self.numbers = torch.get_rng_state()
         self.more = None if device.type == "cpu" else _module(device).get_rng_state(device)
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
@@ -122,7 +127,7 @@ class Surroundings:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The same random numbers and the same autocast as then."""
-        now = Surroundings(self.device)
+        now = Surroundings(self.device, [one for one, _ in self.generators])
         kinds = dict.fromkeys([*self.autocast, *now.autocast])
         self._restore()
         try:
@@ -136,6 +141,8 @@ class Surroundings:
 
     def _restore(self) -> None:
         torch.set_rng_state(self.numbers)
+        for one, state in self.generators:
+            one.set_state(state)
         if self.more is not None:
             _module(self.device).set_rng_state(self.more, self.device)
 
@@ -369,12 +376,39 @@ def refuse_closure(signature: Signature, made: Residuals) -> None:
 def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
     """Raises TypeError for an output in which tensors hide."""
     for leaf in leaves:
-        if leaf is not _TENSOR and any(isinstance(x, Tensor) for x in getattr(leaf, "__dict__", {}).values()):
+        if leaf is not _TENSOR and type(leaf) not in _PLAIN and _hides_tensors(leaf):
             kind = type(leaf).__name__
             raise TypeError(
                 f"stage {signature.name} ({signature.stage!r}) returns a {kind}, which is no pytree node, with tensors "
-                f"in it: their gradients would be lost. Return a tuple or dict, or register {kind} with optree"
+                f"in it: their gradients would be lost, and parameters among them get other numbers afterwards. "
+                f"Return a tuple or dict of tensors, or register {kind} with optree"
             )
+
+
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_MOST_LOOKED_AT = 1000
+
+
+def _hides_tensors(value: Any) -> bool:
+    """Whether a value leads to a tensor: by an attribute, a closure, a generator's frame, an array's memory."""
+    left, seen = [value], {id(value)}
+    while left and len(seen) < _MOST_LOOKED_AT:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            return True
+        if isinstance(one, types.FunctionType):  # not all that its module has
+            found = [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
+        elif isinstance(one, types.GeneratorType):
+            found = list(inspect.getgeneratorlocals(one).values())
+        elif type(one).__module__ == "numpy":
+            found = [getattr(one, "base", None)]
+        else:
+            found = [] if isinstance(one, (type, types.ModuleType)) else gc.get_referents(one)
+        for other in found:
+            if id(other) not in seen and not isinstance(other, (type, types.ModuleType)):
+                seen.add(id(other))
+                left.append(other)
+    return False
 
 
 class SharedMemory(Exception):

@@ -396,6 +396,16 @@ def one_graph() -> Any:
     return nullcontext() if strict is None else strict(True)
 
 
+@constant_when_traced
+def refuse_in_graph(message: str | None) -> None:
+    """Ends what torch.compile traces with an error, unless there is nothing to say; for use inside `one_graph`.
+
+    An exception that traced code raises would have it run again, uncompiled, in pieces.
+    """
+    if message is not None:
+        raise torch._dynamo.exc.UserError(torch._dynamo.exc.UserErrorType.INVALID_INPUT, message)
+
+
 def default_store() -> Any:
     """The store by which the processes of the default group met."""
     return dist.distributed_c10d._get_default_store()

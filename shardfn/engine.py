@@ -37,7 +37,7 @@ from shardfn.layout import Layout
 from shardfn.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.link import Link, link
 from shardfn.loan import Loan, loan
-from shardfn.mesh import apart_along, check_together, lane, scope, sizes, world_of_thread
+from shardfn.mesh import apart_along, check_together, in_lane, lane, scope, sizes, world_of_thread
 from shardfn.reduction import Dtypes, Links, Reductions, Step
 from shardfn.residency import Key, Ring, Slot, whole_parameters
 from shardfn.signature import Signature, Wires
@@ -95,7 +95,7 @@ class Engine:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
-        self.device = _device(mesh)
+        self.device, self.lane = _device(mesh), lane()
         self.ring = Ring(self.device)
         self.reductions = Reductions(self.device)
         self.tape = Tape(None)
@@ -170,7 +170,7 @@ class Engine:
         if place.tape is not None:
             place.tape.closed = True
         made, call.residuals = call.residuals, None
-        with self.alone, serving(call.signature.stage, backward=True):
+        with in_lane(self.lane), self.alone, serving(call.signature.stage, backward=True):
             if made is None or turn.reads:
                 if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
                     self._take(None, turn, call.signature.options.prefetch + 1)
@@ -197,7 +197,7 @@ class Engine:
                 continue
             place = Place(tape, index, turn)
             tape.closed = True
-            with serving(turn.wires.stage, backward=True):
+            with in_lane(self.lane), serving(turn.wires.stage, backward=True):
                 if turn.reads or turn.signature.options.remat not in (False, "offload"):
                     self._gather(turn)
                 self._behind(place)

@@ -99,6 +99,7 @@ class _Scope(threading.local):
         self.mesh: DeviceMesh | None = None
         self.axes: Axes | None = None
         self.apart: tuple[str, ...] = ()
+        self.lane: str | None = None
 
 
 @dataclass(frozen=True)
@@ -369,6 +370,8 @@ def lane() -> str:
     It is the thread's name, without the numbers that Python gives, by which it finds its like on the other ranks; the
     main thread's is empty.
     """
+    if _scope.lane is not None:
+        return _scope.lane
     thread = threading.current_thread()
     if thread is threading.main_thread():
         return ""
@@ -380,6 +383,21 @@ def lane() -> str:
         found = "" if compat.worlds_of_threads() else _NUMBERS.sub("", thread.name)
         thread.__dict__["_shardfn_lane"] = found
     return found
+
+
+class in_lane:
+    """A context: what runs inside belongs to a lane, on whichever thread autograd runs it."""
+
+    __slots__ = ("before", "lane")
+
+    def __init__(self, lane: str) -> None:
+        self.lane = lane
+
+    def __enter__(self) -> None:
+        self.before, _scope.lane = _scope.lane, self.lane
+
+    def __exit__(self, *_: object) -> None:
+        _scope.lane = self.before
 
 
 def world_of_thread() -> World:

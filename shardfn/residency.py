@@ -273,7 +273,8 @@ def escaped(stage: str) -> RuntimeError:
     """What is wrong with a loss that reaches into a stage."""
     return RuntimeError(
         f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
-        f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, or detach it"
+        f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, "
+        f"or keep y.detach().clone() of it"
     )
 
 

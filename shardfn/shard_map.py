@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import ops, transport
 from shardfn.agree import agree
-from shardfn.compat import inside_transform, one_graph, plain, trace_dicts
+from shardfn.compat import inside_transform, one_graph, plain, refuse_in_graph, trace_dicts
 from shardfn.mesh import axis_of, current_mesh, known_axes, scope, sizes
 from shardfn.replicated import checksum
 from shardfn.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
@@ -105,13 +105,10 @@ def shard_map(
         where = mesh if mesh is not None else _mesh_in_scope()
         with scope(where, axes):
             if torch.compiler.is_compiling():
-                if inputs == "global":
-                    raise RuntimeError(
-                        'shard_map(inputs="global") checks and cuts whole values in Python, which a graph cannot hold: '
-                        'compile what is inside, shard_map(torch.compile(f), ...), or pass local values'
-                    )
                 trace_dicts()
                 with one_graph():
+                    if inputs == "global":
+                        refuse_in_graph(_GLOBAL)
                     return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
             followed = inputs == "global" and _differentiated((args, kwargs))
             args, kwargs = _enter(function, args, kwargs, in_specs, where, inputs, seen)
@@ -121,6 +118,12 @@ def shard_map(
             return result
 
     return mapped
+
+
+_GLOBAL = (
+    'shard_map(inputs="global") checks and cuts whole values in Python, which a graph cannot hold: compile what is '
+    "inside, shard_map(torch.compile(f), ...), or pass local values"
+)
 
 
 def _enter(

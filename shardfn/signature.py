@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -93,6 +95,7 @@ class Signature:
         layouts: of the flat shards, in order of leaves; `shards` has their numbers.
         known: wires by the dtypes of the shards.
         shares_memory: whether outputs were seen to share memory, which transforms cannot be told.
+        writable: whether there are lists and dicts among the arguments.
     """
 
     name: str
@@ -104,6 +107,7 @@ class Signature:
     layouts: tuple[Layout, ...]
     known: dict[Any, Wires] = field(default_factory=dict)
     shares_memory: bool = False
+    writable: bool = False
 
     @functools.cached_property
     def stage(self) -> str:
@@ -162,7 +166,34 @@ class Signature:
             else:
                 outer.append(leaves[source[0]])
         args, kwargs = optree.tree_unflatten(self.outer, outer)
-        return self.function(*args, **kwargs)
+        result = self.function(*args, **kwargs)
+        if self.writable:
+            self._refuse_written((args, kwargs), outer)
+        return result
+
+    def _refuse_written(self, arguments: Any, before: Sequence[Any]) -> None:
+        """Raises RuntimeError if the function wrote into a list or a dict, of which it had a copy."""
+        try:
+            same = all(a is b for a, b in zip(self.outer.flatten_up_to(arguments), before, strict=True))
+        except ValueError:
+            same = False
+        if not same:
+            raise RuntimeError(
+                f"stage {self.name} ({self.stage!r}): its function writes into a list or a dict among its arguments. "
+                f"It has a copy, since it may run again in backward, and what it writes would be lost: return it"
+            )
+
+    def closed_over(self) -> list[Any]:
+        """What the function closes over itself."""
+        found = []
+        for cell in self._cells:
+            with contextlib.suppress(ValueError):  # an empty one
+                found.append(cell.cell_contents)
+        return found
+
+    @functools.cached_property
+    def _cells(self) -> tuple[Any, ...]:
+        return getattr(inspect.unwrap(self.function), "__closure__", None) or ()
 
 
 def signature_of(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Signature:
@@ -197,7 +228,10 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
                 f"stage {name}: {layout.stage!r} has parameters in several buffers, of which {layout} came alone: "
                 f"pass all that shard() put in its place"
             )
-    return Signature(name, function, options, outer, tuple(sources), tuple(shards), tuple(layouts))
+    values = (args, tuple(kwargs.values()))
+    containers = optree.tree_leaves(values, is_leaf=lambda x: is_stage(x) or isinstance(x, (list, dict, deque)))
+    writable = any(isinstance(x, (list, dict, deque)) and not is_stage(x) for x in containers)
+    return Signature(name, function, options, outer, tuple(sources), tuple(shards), tuple(layouts), writable=writable)
 
 
 def wires_of(gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> Wires:

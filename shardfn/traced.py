@@ -29,9 +29,7 @@ def called(name: str, function: Callable[..., Any], options: Options, args: Any,
     if not layouts:
         return function(*args, **kwargs)
     axes = current_axes()
-    wrong = _problem(None if axes is None else axes.number, name, *layouts)
-    if wrong is not None:
-        raise ValueError(wrong)
+    _check(None if axes is None else axes.number, name, *layouts)
     with scope(*_home(layouts[0])) if axes is None else contextlib.nullcontext():
         whole = [_whole(name, node, options) if _is_stage(node) else _cast(node, options.input_dtype) for node in nodes]
         args, kwargs = optree.tree_unflatten(tree, whole)
@@ -58,18 +56,17 @@ def _flats(node: Any) -> list[FlatShard]:
 
 
 @compat.constant_when_traced
-def _problem(number: int | None, name: str, *layouts: Layout) -> str | None:
-    """What is wrong with a call on these, where the axes of this number are in scope; None if nothing is."""
+def _check(number: int | None, name: str, *layouts: Layout) -> None:
+    """Refuses a call on these, if anything is wrong with it, where the axes of this number are in scope."""
     flats = tuple(FlatShard(None, layout) for layout in layouts)  # type: ignore[arg-type]
     try:
-        signature = signature_of(name, _problem, Options(), flats, {})
+        signature = signature_of(name, _check, Options(), flats, {})
         where = f"stage {name}: {signature.stage!r}"
         with contextlib.nullcontext() if number is None else scope(mesh_numbered(number)):
             mesh_of(signature.grid, where)
         signature.refuse_away()
     except ValueError as error:
-        return str(error)
-    return None
+        compat.refuse_in_graph(str(error))
 
 
 @compat.constant_when_traced
@@ -97,7 +94,9 @@ def _whole(name: str, node: Any, options: Options) -> Any:
         values = flat.values
         piece, replicas, axes, lengths, chosen, entries = _plan(flat.layout)
         if not isinstance(values, Tensor) or values.shape != (piece,):
-            raise ValueError(f"stage {name}: a flat shard does not hold a tensor of its piece's shape, ({piece},)")
+            compat.refuse_in_graph(
+                f"stage {name}: a flat shard does not hold a tensor of its piece's shape, ({piece},)"
+            )
         lower = (options.gather_dtype or values.dtype) if values.dtype.is_floating_point else values.dtype
         if lower != values.dtype:
             values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))

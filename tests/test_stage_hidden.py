@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -498,3 +500,89 @@ def test_outputs_that_share_memory_are_right_or_refuse_to_be_written(world: Worl
                 assert off < 1e-12, (name, off)
         refused = [name for name, off in found.items() if isinstance(off, str)]
         assert not any("without_gradients" in name or name.startswith("same_twice") for name in refused), refused
+
+
+# --- what is hidden in arguments and results ---
+
+
+def appends(p: Any, x: Tensor, box: Any) -> Tensor:
+    y = torch.tanh(x @ p["w"])
+    box["kept"].append(y)
+    return y
+
+
+def replaces(p: Any, x: Tensor, box: Any) -> Tensor:
+    box["kept"][0] = torch.tanh(x @ p["w"])
+    return x + p["b"]
+
+
+def reads(p: Any, x: Tensor, box: Any) -> Tensor:
+    return torch.tanh(x @ p["w"]) * box["kept"][0]
+
+
+HIDING: dict[str, tuple[Any, str]] = {
+    "a generator": (lambda p, x, _: (y for y in [x @ p["w"]]), "returns a generator"),
+    "a function": (lambda p, x, _: lambda y=x @ p["w"]: y, "returns a function"),
+    "a partial": (lambda p, x, _: functools.partial(torch.matmul, other=p["w"]), "returns a partial"),
+    "a set": (lambda p, x, _: {x @ p["w"]}, "returns a set"),
+    "an array": (lambda p, x, _: p["w"].detach().numpy(), "returns a ndarray"),
+    "a list inside an object": (lambda p, x, _: argparse.Namespace(ys=[x @ p["w"]]), "returns a Namespace"),
+    "a longer list": (appends, "writes into a list or a dict"),
+    "an item": (replaces, "writes into a list or a dict"),
+    "nothing": (reads, "right"),
+    "a plain object": (lambda p, x, _: (x @ p["w"], argparse.Namespace(n=3), {1, 2}, len), "right"),
+}
+
+
+def hidden(options: dict[str, Any], needs: bool) -> dict[str, str]:
+    flat = sf.shard(parameters(), sf.make_mesh(shard=-1, device="cpu"), sf.full_shard("shard"))[0]
+    if needs:
+        flat = optree.tree_map(lambda v: v.clone().requires_grad_(), flat)
+    found = {}
+    for name, (function, _) in HIDING.items():
+        try:
+            sf.stage(function, **options)(flat, rows(0), {"kept": [torch.ones(D, dtype=torch.float64)]})
+            found[name] = "right"
+        except (RuntimeError, TypeError) as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("needs", [False, True], ids=["values", "leaves"])
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@pytest.mark.world(2, "threads")
+def test_tensors_that_hide_in_arguments_and_results_are_refused(world: World, options: Any, needs: bool) -> None:
+    for found in world.run(hidden, options, needs):
+        assert {name: HIDING[name][1] in said for name, said in found.items()} == dict.fromkeys(HIDING, True), found
+
+
+def drawing(how: str, options: dict[str, Any]) -> float:
+    """A generator of the function's own goes on from where it was when the function runs again."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+
+    def loss(make: Any, blocks: Any, k: int) -> Tensor:
+        generator = torch.Generator().manual_seed(k)
+
+        def closing(p: Any, x: Tensor) -> Tensor:
+            return plain(p, x) * torch.rand(x.shape, generator=generator, dtype=x.dtype)
+
+        def given(p: Any, x: Tensor, g: torch.Generator) -> Tensor:
+            return plain(p, x) * torch.rand(x.shape, generator=g, dtype=x.dtype)
+
+        layer = make(closing) if how == "closure" else functools.partial(_with, make(given), generator)
+        return net(layer, blocks, rows(k))
+
+    want = torch.func.grad(lambda ps: torch.stack([loss(lambda f: f, ps, k) for k in range(n)]).sum())(parameters())
+    return distance(sf.unshard(sf.grad(lambda ps: loss(lambda f: sf.stage(f, **options), ps, rank))(flat)), want)
+
+
+def _with(layer: Any, generator: torch.Generator, p: Any, x: Tensor) -> Tensor:
+    return layer(p, x, generator)
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@pytest.mark.parametrize("how", ["closure", "argument"])
+@pytest.mark.world(2, "threads")
+def test_a_generator_draws_the_same_numbers_again(world: World, how: str, options: Any) -> None:
+    assert worst(world.run(drawing, how, options)) < 1e-12
