@@ -87,7 +87,7 @@ def _plan(layout: Layout) -> Any:
 
 
 def _whole(name: str, node: Any, options: Options) -> Any:
-    """A stage's parameters, by differentiable collectives; gradients are summed in the wider dtype asked for."""
+    """A stage's parameters, by collectives; gradients are summed in the wider of the dtypes asked for."""
     leaves: dict[str, Tensor] = {}
     flats = _flats(node)
     for flat in flats:
