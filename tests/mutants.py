@@ -87,18 +87,11 @@ MUTANTS = [
         TWO,
     ),
     Mutant(
-        "two slots of a lane hold something",
-        "residency.py",
-        "            lane.slot.give_back()\n            lane.slot = self",
-        "            lane.slot = self",
-        f"{CHAOS}[2-0-12]",
-    ),
-    Mutant(
         "a slot that runs is lent",
         "engine.py",
         "before, slot.busy = slot.busy, True",
         "before = False",
-        f"{RANKS}::test_a_backward_pass_inside_the_loss",
+        "tests/test_stage_hidden.py",
     ),
     Mutant(
         "an outgrown slot is dropped",
@@ -133,7 +126,7 @@ MUTANTS = [
         "engine.py",
         "0 if x.is_inference() else x._version) for x in shards",
         "0) for x in shards",
-        f"{STAGE}::test_forwards_see_the_parameters_of_the_moment",
+        f"{OWN}::test_parameters_that_change_when_they_are_gathered_already",
     ),
     Mutant(
         "a hop is left out",
