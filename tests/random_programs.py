@@ -1384,7 +1384,7 @@ REFUSALS: list[tuple[str, str, Callable[[Program, Action], bool]]] = [
     ("a stage in a stage", "is called inside stage", lambda p, a: has(p, "op nested")),
     (
         "closes over what needs a gradient",
-        "not among its arguments",
+        "not among its arguments|computed but did not return",
         lambda p, a: has(p, "op nested", "op side") or (has(p, "op closed") and has(p, "action closes")),
     ),
     (
