@@ -200,11 +200,15 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
 class Flight:
     """One gradient on its way."""
 
-    __slots__ = ("later", "links", "marks", "out", "place", "reducing", "scattering", "splitting", "stage", "total")
+    __slots__ = (
+        "ends", "later", "layout", "links", "marks", "out", "pieces", "place", "reducing", "scattering", "splitting", "stage",
+        "total",
+    )  # fmt: skip
 
     def __init__(
         self,
         place: Place,
+        layout: Layout,
         marks: Tensor | None,
         out: Tensor,
         links: Links,
@@ -212,7 +216,10 @@ class Flight:
         total: Sum | None,
         later: bool,
     ) -> None:
-        self.place, self.marks = place, marks
+        self.place, self.layout, self.marks = place, layout, marks
+        shard = links.shard
+        self.pieces = 1 if links.split is None else links.split.axis.size  # that it is still to be cut into
+        self.ends = shard is None or shard.axis.index == shard.axis.size - 1  # whether the end of the buffer is here
         self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later
         self.reducing: Handle | None = None
         self.splitting: tuple[Handle, Tensor] | None = None
@@ -225,27 +232,30 @@ class Flight:
         if self.scattering is not None:
             scattering, self.scattering = self.scattering, None
             self._wait(scattering, "reduce_scatter", self.links.shard)
-            self._check()
+            if self.marks is not None and self.ends and self.links.shard is not None and self.links.shard.checks:
+                _compare(self.out[len(self.out) - len(self.marks) :], self.marks.to(self.out.dtype), self.stage)
             self._reduce()
         else:
             self._split()
 
-    def _check(self) -> None:
-        """Takes the marks off the last piece, and looks whether all ranks meant the same stage."""
-        shard = self.links.shard
-        if shard is None or self.marks is None or not shard.checks or shard.axis.index != shard.axis.size - 1:
-            return
-        marks = self.marks.to(self.out.dtype)
-        end = self.out[len(self.out) - len(marks) :]
-        told = "ranks sum the gradients of different stages"
-        if end.device.type != "cpu":
-            compat.assert_on_device((end == marks * end[0]).all(), told)
-        elif not torch.equal(end, marks * end[0]):
-            raise RuntimeError(
-                f"stage {self.stage!r}: its gradient came together with another stage's: {told}. Whose output the "
-                f"loss uses must be the same on every rank, or be differentiated by shardfn.value_and_grad"
-            )
-        end.zero_()
+    def _marks(self) -> tuple[Tensor, Tensor] | None:
+        """The end of what is here of the buffer, and the marks for it; None where there are none."""
+        left = self.links.split or self.links.replica
+        marks = _marks(self.layout, self.out.dtype, self.out.device)
+        if not self.ends or left is None or not left.checks or len(self.out) < len(marks) * self.pieces:
+            return None
+        return self.out[len(self.out) - len(marks) :], marks
+
+    def _mark(self) -> None:
+        """What is summed next says which stage it is, too."""
+        found = self._marks()
+        if found is not None:
+            found[0].copy_(found[1])
+
+    def _unmark(self) -> None:
+        found = self._marks()
+        if found is not None:
+            _compare(*found, self.stage)
 
     def _wait(self, handle: Handle, op: str, link: Link | None) -> None:
         assert link is not None, "something moves along it"
@@ -258,6 +268,7 @@ class Flight:
         if self.later:
             return
         split, replica = self.links.split, self.links.replica
+        self._mark()
         with serving(self.stage, backward=True):
             if split is not None:
                 fine = self.out.new_empty(self.out.numel() // split.axis.size)
@@ -269,7 +280,12 @@ class Flight:
         if self.splitting is not None:
             (handle, self.out), self.splitting = self.splitting, None
             self._wait(handle, "reduce_scatter", self.links.split)
+            assert self.links.split is not None, "something was split"
+            self.ends = self.ends and self.links.split.axis.index == self.links.split.axis.size - 1
+            self.pieces = 1
+            self._unmark()
             if self.links.replica is not None:
+                self._mark()
                 with serving(self.stage, backward=True):
                     self.reducing = all_reduce(self.out, self.links.replica)
 
@@ -280,9 +296,23 @@ class Flight:
         if self.reducing is not None:
             reducing, self.reducing = self.reducing, None
             self._wait(reducing, "all_reduce", self.links.replica)
+            self._unmark()
         if self.total is not None:
             self.total.add(self.out)
         return self.out
+
+
+def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
+    """Takes the marks off the end of a buffer, and looks whether all ranks meant the same stage."""
+    told = "ranks sum the gradients of different stages"
+    if end.device.type != "cpu":
+        compat.assert_on_device((end == marks * end[0]).all(), told)
+    elif not torch.equal(end, marks * end[0]):
+        raise RuntimeError(
+            f"stage {stage!r}: its gradient came together with another stage's: {told}. Whose output the "
+            f"loss uses must be the same on every rank, or be differentiated by shardfn.value_and_grad"
+        )
+    end.zero_()
 
 
 @dataclass(frozen=True)
@@ -396,16 +426,20 @@ class Reductions:
     ) -> Flight:
         if links.shard is None:
             if links.replica is not None and not later and flat.dtype != out_dtype:
+                marks = _marks(layout, flat.dtype, flat.device)
+                end = flat[len(flat) - len(marks) :].copy_(marks)
                 arrived(all_reduce(flat, links.replica), "all_reduce", links.replica.group_names[1], here.stage)
+                if links.replica.checks:
+                    _compare(end, marks, here.stage)
                 later = True
-            flight = Flight(place, None, flat.to(out_dtype), links, None, total, later)
+            flight = Flight(place, layout, None, flat.to(out_dtype), links, None, total, later)
         else:
             marks = _marks(layout, flat.dtype, flat.device)
             out = torch.empty(layout.piece, dtype=out_dtype, device=self.device)
             scattering = reduce_scatter(
                 flat, out, links.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
             )
-            flight = Flight(place, marks, out, links, scattering, total, later)
+            flight = Flight(place, layout, marks, out, links, scattering, total, later)
         self.flights.append(flight)
         return flight
 
@@ -448,7 +482,7 @@ class Reductions:
                     target.add_(more[n])
 
         scattering = scatter_apart(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
-        flight = Flight(place, marks, out, links, scattering, total, later)
+        flight = Flight(place, layout, marks, out, links, scattering, total, later)
         self.flights.append(flight)
         return flight
 
@@ -492,5 +526,5 @@ class Reductions:
                     self._send((0, 0), total.layout, whole, total.links, total.dtype, total, False)
                 elif step.defer == "replicas" and total.out is not None:
                     out, total.out = total.out, None
-                    self.flights.append(Flight((0, 0), None, out, total.links, None, total, False))
+                    self.flights.append(Flight((0, 0), total.layout, None, out, total.links, None, total, False))
         self.drain()

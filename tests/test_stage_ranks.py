@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
@@ -276,3 +277,30 @@ def odd_functions() -> list[float]:
 @both_sizes
 def test_what_a_function_does_to_its_parameters_lasts_for_that_call(world: World) -> None:
     assert worst(x for found in world.run(odd_functions) for x in found) < 1e-12
+
+
+def other_blocks(strategy: str) -> None:
+    """Half of the ranks asks for the gradient of one block, the other half for another's."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    mesh = sf.make_mesh(replica=2, shard=n // 2, device="cpu")
+    chosen: Any = {
+        "ddp": sf.ddp(("replica", "shard")),
+        "zero1": sf.zero1(("replica", "shard")),
+        "hybrid_shard": sf.hybrid_shard("shard", "replica"),
+        "hfsdp": sf.hfsdp("shard", "replica"),
+        "hpz": sf.hpz("shard", "replica"),
+    }[strategy]
+    blocks = sf.shard([{"w": torch.full((8, 8), 0.1, dtype=torch.float64)} for _ in range(2)], mesh, chosen)
+    staged = sf.stage(lambda p, x: x @ p["w"])
+    x = torch.ones(3, 8, dtype=torch.float64)
+    sf.grad(lambda ps: (staged(ps[0], x) + staged(ps[1], x)).sum())(blocks)
+    sf.grad(lambda p: staged(p, x).sum())(blocks[rank // (n // 2)])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "hybrid_shard", "hfsdp", "hpz"])
+def test_replicas_that_sum_the_gradients_of_different_stages_are_told(strategy: str) -> None:
+    """The rank that has the end of the buffer is; the others notice at their next collective."""
+    with World(4) as four:
+        errors = four.errors(other_blocks, strategy)
+    told = [error for error in errors if "different stages" in str(error)]
+    assert len(told) >= (4 if strategy == "ddp" else 1), errors
