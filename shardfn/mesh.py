@@ -544,12 +544,13 @@ def _claim_device(device: str) -> None:
         RuntimeError: two ranks use one device, and there are others.
     """
     module: Any = None if device == "cpu" else getattr(torch, device, None)
-    if module is None or not module.is_initialized() or dist.get_backend() == "fake":
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed has started"
+    if module is None or not module.is_initialized() or compat.backend_of(world, device) == "fake":
         return  # what is not in use yet, `init_device_mesh` chooses by LOCAL_RANK
     index, rank = module.current_device(), dist.get_rank()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-    properties = getattr(module, "get_device_properties", lambda _: None)(index)  # not every kind of device has some
-    name = getattr(properties, "uuid", None) or f"{index} of {visible}"
+    name = getattr(module.get_device_properties(index), "uuid", None) or f"{index} of {visible}"
     first = compat.default_store().compare_set(f"shardfn/device/{socket.gethostname()}/{name}", "", str(rank)).decode()
     if first != str(rank) and module.device_count() > 1:
         local = os.environ.get("LOCAL_RANK", "its rank on this host")

@@ -201,8 +201,8 @@ class Flight:
     """One gradient on its way."""
 
     __slots__ = (
-        "ends", "later", "layout", "links", "marks", "out", "pieces", "place", "reducing", "scattering", "splitting", "stage",
-        "total",
+        "ends", "later", "layout", "links", "marks", "out", "pieces", "place", "reducing", "scattering", "splitting",
+        "stage", "total",
     )  # fmt: skip
 
     def __init__(
