@@ -354,7 +354,8 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
     Raises:
         RuntimeError: this torch has no gloo, which moves CPU tensors.
     """
-    if dist.get_backend() in ("fake", "threaded"):  # they know no gloo beside them
+    config = str(dist.get_backend_config())
+    if not any(kind in config for kind in _BACKENDS):  # those of tests know no gloo beside them
         return group_over(ranks)
     if not dist.is_gloo_available():
         raise RuntimeError(
@@ -362,6 +363,9 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
             f"({torch.__version__}) was built without gloo: install one with it, as PyTorch's own packages are"
         )
     return group_over(ranks, use, "gloo")
+
+
+_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "undefined")
 
 
 def lane() -> str:
@@ -546,7 +550,9 @@ def _claim_device(device: str) -> None:
     module: Any = None if device == "cpu" else getattr(torch, device, None)
     world = dist.group.WORLD
     assert world is not None, "torch.distributed has started"
-    if module is None or not module.is_initialized() or compat.backend_of(world, device) == "fake":
+    if not hasattr(module, "get_device_properties") or not module.is_initialized():
+        return
+    if compat.backend_of(world, device) == "fake":
         return  # what is not in use yet, `init_device_mesh` chooses by LOCAL_RANK
     index, rank = module.current_device(), dist.get_rank()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
