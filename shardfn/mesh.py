@@ -343,7 +343,7 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
 
 
 def _made(ranks: list[int], use: str, name: str, backend: str | None) -> dist.ProcessGroup:
-    if dist.get_backend() not in ("fake", "threaded"):
+    if _between_processes():
         waiting.meet(name, ranks, "the making of a group", use or "axes")
     return compat.new_group(ranks, name, backend)
 
@@ -354,8 +354,7 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
     Raises:
         RuntimeError: this torch has no gloo, which moves CPU tensors.
     """
-    config = str(dist.get_backend_config())
-    if not any(kind in config for kind in _BACKENDS):  # those of tests know no gloo beside them
+    if not _between_processes():
         return group_over(ranks)
     if not dist.is_gloo_available():
         raise RuntimeError(
@@ -365,7 +364,10 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
     return group_over(ranks, use, "gloo")
 
 
-_BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "undefined")
+def _between_processes() -> bool:
+    """Whether the world's ranks are processes that can meet, and not made up, or threads, as in tests."""
+    config = str(dist.get_backend_config())
+    return any(kind in config for kind in ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "undefined"))
 
 
 def lane() -> str:

@@ -275,30 +275,6 @@ def counted(mesh: Any) -> Step:
     return mapped(mesh, lambda x: sf.psum(x.sum(), DATA) / sf.psum(128, DATA), drawn(4))
 
 
-def piping(mesh: Any, schedule: Any) -> Step:
-    module: Any = importlib.import_module("shardfn.parallel.pipeline")  # the name in the package is the function's
-    between = module._Between(optree.tree_structure(0), (((4, WIDTH), torch.float32),))
-    params = sf.shard({"blocks": [layer()]}, mesh, sf.full_shard("replica").at(shard=0))
-    staged = sf.stage(block)
-
-    def part(params: Any, x: Any, batch: Tensor) -> Tensor:
-        return staged(params["blocks"][0], batch if x is None else x)
-
-    x = drawn(4, WIDTH)
-
-    def run(params: Any) -> Any:
-        return sf.value_and_grad(lambda p: module.pipeline(part, p, [x, x, x], "shard", schedule=schedule))(params)
-
-    step = mapped(mesh, run, params)
-
-    def known() -> Any:
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(module, "_surveyed", lambda *_: between)  # nobody else is there to tell
-            return step()
-
-    return known
-
-
 def norms_as_numbers(mesh: Any) -> Step:
     params = sharded(mesh, STRATEGIES["hybrid_shard"])
     return lambda: so.norms(params)
@@ -353,8 +329,6 @@ def cases() -> dict[str, Callable[[Any], Step]]:
     found["mixture, capacity"] = partial(mixing, capacity=8)
     found["mixture, refusing"] = partial(mixing, capacity=8, overflow="error")
     found["mixture, dropless"] = mixing
-    found["pipeline, 1f1b"] = partial(piping, schedule="1f1b")
-    found["pipeline, gpipe"] = partial(piping, schedule="gpipe")
     plain = {"a parameter used twice": tied, "backward by the user": backward_by_the_user, "vocabulary": language}
     plain |= {"a sum of a number": counted, "norms as numbers": norms_as_numbers, "a global norm": one_norm}
     plain |= {"a loss that is printed": printed, "unshard": unsharded, "staging": staging}
