@@ -37,12 +37,6 @@ def check(program: Program, folder: Path, kind: Any = "processes") -> None:
     )
 
 
-@settings(SETTINGS, max_examples=250)
-@given(program=programs(2))
-def test_programs_on_two_ranks(folder: Path, program: Program) -> None:
-    check(program, folder)
-
-
 @settings(SETTINGS, max_examples=70)
 @given(program=programs(4))
 def test_programs_on_four_ranks(folder: Path, program: Program) -> None:
@@ -53,12 +47,6 @@ def test_programs_on_four_ranks(folder: Path, program: Program) -> None:
 @given(program=programs(1))
 def test_programs_on_one_rank(folder: Path, program: Program) -> None:
     check(program, folder)
-
-
-@settings(SETTINGS, max_examples=70)
-@given(program=programs(2, forward_mode=False))
-def test_programs_on_threads(folder: Path, program: Program) -> None:
-    check(program, folder, "threads")
 
 
 # Programs that were wrong once, as small as they came to be.
