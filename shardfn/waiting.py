@@ -142,6 +142,7 @@ def _leave() -> None:
     """The process ends: nobody shall wait for it."""
     if _watcher is not None and dist.is_initialized():
         _watcher.over = True
+        _watcher.looks.acquire(timeout=TICK)  # a thread inside torch when the interpreter ends aborts the process
         failed = getattr(sys, "last_value", None)
         ended = "has ended" if failed is None else f"has failed: {type(failed).__name__}: {failed}"
         with contextlib.suppress(RuntimeError, UnicodeError):
@@ -359,6 +360,7 @@ class _Watcher:
         vain: what was given up.
         suspects: the waits that seem to be in vain, with the beat of each rank when they first did.
         store: this thread's own way to the store: one that is used by a blocked thread is blocked, too.
+        looks: is held while it looks.
     """
 
     rank: int
@@ -370,13 +372,15 @@ class _Watcher:
     vain: Vain = field(default_factory=dict)
     suspects: tuple[Any, dict[int, int]] = ((), {})
     store: Any = None
+    looks: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
         while not self.over:
             time.sleep(TICK)
             try:
-                if not self.over and dist.is_initialized():
-                    self.look()
+                with self.looks:
+                    if not self.over and dist.is_initialized():
+                        self.look()
             except Exception as error:  # the world may end meanwhile
                 _log.debug("looking after waits: %s", error)
 

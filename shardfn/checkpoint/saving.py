@@ -58,17 +58,17 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
 class Pending:
     """A checkpoint that is being written."""
 
-    def __init__(self, path: Path, run: Callable[[], None], asks: Team) -> None:
-        self.path, self.asks = path, asks
+    def __init__(self, save: _Save, asks: Team) -> None:
+        self.path, self.asks = save.path, asks
         self.error: Exception | None = None
-        self._run = run
+        self._save = save
         # A process that fails must not wait for it: others would wait for that process.
-        self._thread = threading.Thread(target=self._write, name=f"checkpoint {path.name}", daemon=True)
+        self._thread = threading.Thread(target=self._write, name=f"checkpoint {self.path.name}", daemon=True)
         self._thread.start()
 
     def _write(self) -> None:
         try:
-            self._run()
+            self._save.write()
         except Exception as error:
             self.error = error
             _log.error("the checkpoint %s was not written: %s", self.path, error)
@@ -76,6 +76,14 @@ class Pending:
     def done(self) -> bool:
         """Whether it is over, for better or worse."""
         return not self._thread.is_alive()
+
+    def stop(self) -> None:
+        """Gives it up, and waits a moment until the thread has seen it.
+
+        One that was still inside torch when the interpreter ends would abort the process.
+        """
+        self._save.stopped.set()
+        self._thread.join(_MOMENT)
 
     def wait(self) -> None:
         """Until it is whole.
@@ -125,7 +133,7 @@ def save_async(
     begun = _Save(Path(path), found, keep, overwrite)
     found.parts = [replace(part, values=copy) for part, copy in zip(found.parts, _staged(found.parts), strict=True)]
     found.plain = {name: x.cpu().clone() for name, x in found.plain.items()}
-    pending = Pending(begun.path, begun.write, team_of(found.grids, "ask"))
+    pending = Pending(begun, team_of(found.grids, "ask"))
     _pending.append(pending)
     _wait_at_exit()
     return pending
@@ -149,12 +157,14 @@ def finish() -> None:
 def _wait_at_exit() -> None:
     """A program that ends well ends when its last checkpoint is whole. Called when groups exist, so it runs before."""
 
-    def wait() -> None:
+    def leave() -> None:
         if getattr(sys, "last_value", None) is None:
             with contextlib.suppress(Exception):  # the log has it
                 finish()
+        for pending in _pending:
+            pending.stop()
 
-    atexit.register(wait)
+    atexit.register(leave)
 
 
 def _forget(pending: Pending) -> None:
@@ -211,6 +221,7 @@ class _Run:
 
 
 _GAP = 4096  # bytes between parts that are copied with them
+_MOMENT = 2.0  # seconds for which a program that fails waits for the thread that writes
 
 
 class _Save:
@@ -222,6 +233,11 @@ class _Save:
         self.path, self.found, self.keep, self.overwrite = path, found, keep, overwrite
         self.folder = files.aside(path, "writing")
         self.team = team_of(found.grids)
+        self.stopped = threading.Event()
+
+    def _go_on(self) -> None:
+        if self.stopped.is_set():
+            raise CheckpointError(f"save {self.path}: this rank has failed meanwhile")
 
     def write(self) -> None:
         """Everything to the disk, and then its name."""
@@ -229,6 +245,7 @@ class _Save:
         try:
             alone = self._agreed(self.team.together(what, self._begin))
             told = self.team.together(what, lambda: self._own(alone))
+            self._go_on()
             self.team.together(what, lambda: self._end(told) if self.team.rank == 0 else None)
         except BaseException:
             if self.team.rank == 0:
@@ -302,6 +319,7 @@ class _Save:
         kinds: dict[str, Kind] = {}
         try:
             for part in found.parts:
+                self._go_on()
                 chunks.append((part.name, writer.tensor(part.values, part.box)))
             load = [0] * team.size
             for name, x in found.plain.items():
@@ -310,7 +328,9 @@ class _Save:
                 if name in alone or turn == team.rank:
                     own = f"{name}.rank{team.rank}" if name in alone else name
                     kinds[own] = Kind(x.dtype, tuple(x.shape))
-                    chunks += [(own, writer.tensor(piece, box)) for box, piece in pieces(x, BUFFER)]
+                    for box, piece in pieces(x, BUFFER):
+                        self._go_on()
+                        chunks.append((own, writer.tensor(piece, box)))
             for name, value in found.numbers.items():
                 if name in alone or team.rank == 0:
                     own = f"{name}.rank{team.rank}" if name in alone else name

@@ -702,18 +702,20 @@ from shardfn import checkpoint
 from shardfn.checkpoint import files
 
 quick = files.publish
-files.publish = lambda *args: (time.sleep(1), quick(*args))
-checkpoint.save_async(sys.argv[1], {"w": torch.ones(3)})
+files.publish = lambda *args: (time.sleep(1 + 9 * (sys.argv[2] == "fail")), quick(*args))
+checkpoint.save_async(sys.argv[1], {str(i): torch.ones(3) for i in range(int(sys.argv[3]))})
 if sys.argv[2] == "fail":
     raise RuntimeError("broken here")
 """
 
 
-@pytest.mark.parametrize(("end", "code"), [("well", 0), ("fail", 1)])
-def test_a_program_waits_for_its_last_checkpoint_unless_it_fails(end: str, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "code", "tensors"), [("well", 0, 1), ("fail", 1, 1), ("fail", 1, 3000)])
+def test_a_program_waits_for_its_last_checkpoint_unless_it_fails(
+    end: str, code: int, tensors: int, tmp_path: Path
+) -> None:
+    """With many tensors, it fails while the thread is inside torch."""
     begun = time.monotonic()
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "one"), end], capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "one"), end, str(tensors)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, time.monotonic() - begun < 50) == (code, True), ran.stderr
     assert (checkpoint.latest(tmp_path) is not None) is (end == "well")
