@@ -10,6 +10,7 @@ import contextlib
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,16 +77,36 @@ class _All:
 
 
 class _Launched:
-    """Works that another thread starts."""
+    """Works that another thread starts.
 
-    __slots__ = ("works",)
+    If it is dropped, `left` gets them: gloo would forget a message that nobody holds, and give the next one that the
+    other rank sends to the wrong side of the gap. They are waited for with the next ones.
+    """
 
-    def __init__(self, works: Future[list[Any]]) -> None:
-        self.works = works
+    __slots__ = ("left", "works")
+
+    def __init__(self, works: Future[list[Any]], left: list[Future[list[Any]]]) -> None:
+        self.works: Future[list[Any]] | None = works
+        self.left = left
 
     def wait(self) -> None:
-        for work in self.works.result():
-            work.wait()
+        while self.left:
+            _wait_for(self.left.pop())
+        works, self.works = self.works, None
+        if works is not None:
+            _wait_for(works)
+
+    def __del__(self) -> None:
+        if self.works is not None:
+            self.left.append(self.works)
+
+
+def _wait_for(works: Future[list[Any]]) -> None:
+    for work in works.result():
+        work.wait()
+
+
+_left: weakref.WeakKeyDictionary[Any, list[Future[list[Any]]]] = weakref.WeakKeyDictionary()  # by group
 
 
 class _Later:
@@ -147,21 +168,22 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
     Args:
         mesh: the mesh.
         **chosen: `all_gather` is one of `"native"` (the backend's own), `"direct"` (each piece sent to each other
-            rank), `"broadcasts"`; `reduce_scatter` of `"native"`, `"direct"`, `"exchange"` (an all-to-all and a
-            local sum); `all_reduce` is `"native"`.
+            rank, on gloo), `"broadcasts"`; `reduce_scatter` of `"native"`, `"direct"`, `"exchange"` (an all-to-all
+            and a local sum); `all_reduce` is `"native"`.
 
     Raises:
-        ValueError: no such collective or transport.
+        ValueError: no such collective or transport, or not on this backend.
     """
     for op, how in chosen.items():
         if how not in TRANSPORTS.get(op, {}):
             known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
             raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
-        if how == "direct" and dist.group.WORLD and compat.backend_of(dist.group.WORLD, mesh.device_type) == "nccl":
+        backend = compat.backend_of(dist.group.WORLD, mesh.device_type) if dist.group.WORLD else "gloo"
+        if how == "direct" and backend != "gloo":
             raise ValueError(
-                f'transports: {op}="direct" sends each piece as a message of its own, and NCCL runs the messages of '
-                f"one communicator one after another, so that ranks which send first wait for each other for ever: "
-                f'on NCCL use {op}="native"'
+                f'transports: {op}="direct" sends each piece as a message of its own, as gloo can; {backend} may run '
+                f"the messages of one communicator one after another, so that ranks which send first wait for each "
+                f'other for ever, or have no messages: here, use {op}="native"'
             )
     overrides = _overrides(mesh)
     before = dict(overrides)
@@ -200,7 +222,7 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Link], dtype: torch
 def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
     """One collective when another has arrived, whose result it needs."""
     if how == "direct":
-        return _Launched(_launch(lambda: (first.wait(), [start()])[1]))
+        return _Launched(_launch(lambda: (first.wait(), [start()])[1]), [])
     if device.type == "cpu":
         return _Later(first, start)
     module = torch.get_device_module(device)
@@ -315,10 +337,10 @@ def _swap(
     others = [i for i in range(link.axis.size) if i != link.axis.index]
 
     def launch() -> list[Any]:
-        works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i]]
-        return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i]]
+        works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
+        return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
 
-    return _Launched(_launch(launch))
+    return _Launched(_launch(launch), _left.setdefault(group, []))
 
 
 def _tagged(tag: int, x: Tensor) -> int:

@@ -41,7 +41,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import shardfn as sf
 import shardfn.optim as so
-from shardfn import layout
+from shardfn import layout, waiting
+from shardfn.mesh import cpu_group
 from shardfn.testing import World, WorldError, WorldTimeout, world
 
 D = 3
@@ -1210,14 +1211,17 @@ def perform(program: Program, folder: str) -> list[Answer]:
     before, layout.COARSE = layout.COARSE, 0 if program.fine else layout.COARSE
     try:
         machine, answers = Sharded(program, folder), []
+        group = cpu_group(range(dist.get_world_size()), "programs")  # messages of others are not for this
         for action in program.actions:
             answers.append(_answered(machine, action))
             if answers[-1].error:  # in case the others wait for this rank
-                Path(folder, f"error-{machine.rank}").write_text(
-                    f"{action.kind}: {answers[-1].error}\n{answers[-1].trace}"
-                )
+                told = [len(answers) - 1, answers[-1].error, answers[-1].trace]
+                Path(folder, f"error-{machine.rank}").write_text(json.dumps(told))
             count = torch.tensor([float(answers[-1].found is None)])
-            dist.all_reduce(count)
+            with waiting.on("all_reduce", group.group_name, "an action's end"):
+                dist.all_reduce(count, group=group)
+            if " in vain for " in answers[-1].error:
+                raise RuntimeError(answers[-1].error)  # this world is broken
             if count.item() not in (0, dist.get_world_size()):
                 break
         return answers
@@ -1254,12 +1258,8 @@ def judged(program: Program, where: World, folder: str) -> Verdict:
         old.unlink()
     try:
         every = where.run(perform, program, folder)
-    except WorldTimeout as error:
-        told = sorted(path.read_text() for path in Path(folder).glob("error-*"))
-        return Verdict(f"hang {[one.splitlines()[0] for one in told]}", "\n".join([*told, str(error)]))
-    except WorldError as error:
-        died = any(failure.how == "died" for failure in error.failures.values())
-        return Verdict("a process died" if died else f"error outside of actions: {str(error)[:300]}", str(error))
+    except (WorldTimeout, WorldError) as error:
+        return _stopped(program, error, folder)
     verdict, plain = Verdict(), Plain(program)
     for number, action in enumerate(program.actions[: len(every[0])]):
         answers = [each[number] for each in every]
@@ -1272,6 +1272,29 @@ def judged(program: Program, where: World, folder: str) -> Verdict:
         if verdict.kinds[-1] == "refused":
             break
     return verdict
+
+
+def _stopped(program: Program, error: WorldTimeout | WorldError, folder: str) -> Verdict:
+    """Some rank did not come to the end of an action."""
+    told = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("error-*"))]
+    trace = "\n".join([*(trace for _, _, trace in told), str(error)])
+    first = min((number for number, _, _ in told), default=0)
+    errors = {text for number, text, _ in told if number == first and " in vain for " not in text}
+    if isinstance(error, WorldTimeout):
+        return Verdict(f"hang {sorted(errors)}", trace)
+    if any(failure.how == "died" for failure in error.failures.values()):
+        return Verdict("a process died", trace)
+    if not errors or not program.actions[first].ragged:
+        return Verdict(f"error outside of actions: {sorted(errors)} {str(error)[:300]}", trace)
+    plain, failed = Plain(program), []  # what only some ranks' losses read may be refused on those
+    for number, action in enumerate(program.actions[: first + 1]):
+        try:
+            plain.act(action, number == first)[1]()
+        except Exception as why:
+            failed.append(f"{type(why).__name__}: {why}")
+    kinds = {_refusal(program, program.actions[first], text, failed) for text in errors}
+    found = f"action {first} ({program.actions[first].kind}): error on some ranks: {sorted(errors)}"
+    return Verdict(found if "" in kinds else "", trace, sorted(kinds - {""}), [])
 
 
 def _judged_one(program: Program, plain: Plain, number: int, answers: list[Answer], verdict: Verdict) -> str:
@@ -1542,8 +1565,12 @@ def some(draw: st.DrawFn, everything: Sequence[str], most: int) -> list[str]:
 
 
 @st.composite
-def programs(draw: st.DrawFn, ranks: int, forward_mode: bool = True) -> Program:
-    """Programs for so many ranks: smooth ones that every transform takes, or hostile ones; rarely illegal ones."""
+def programs(draw: st.DrawFn, ranks: int, kind: str = "processes") -> Program:
+    """Programs for so many ranks: smooth ones that every transform takes, or hostile ones; rarely illegal ones.
+
+    Ranks that are threads share what torch keeps for the process, and send no messages.
+    """
+    apart = kind == "processes"
     mood = draw(st.sampled_from(["smooth", "hostile", "hostile", "hostile", "illegal"]))
     hostile = mood != "smooth"
     kinds, outs = SMOOTH, list(OUTS)[: list(OUTS).index("parameter")]
@@ -1551,7 +1578,7 @@ def programs(draw: st.DrawFn, ranks: int, forward_mode: bool = True) -> Program:
     caller = [*["layers"] * 4, *["call"] * 4, "pair", "branch", "add", "product", "detach"]
     acts = [*FIRST, *OTHERS, *FURTHER]
     if hostile:
-        kinds = [kind for kind in OPS if kind not in ILLEGAL and (forward_mode or kind not in ("dropout", "func_jvp"))]
+        kinds = [kind for kind in OPS if kind not in ILLEGAL and (apart or kind not in ("dropout", "func_jvp"))]
         kinds += [kind for kind in kinds if kind not in SMOOTH] * 2
         wraps = ["", *some(draw, list(WRAPS), 1)]
         arounds = ["", *some(draw, ["", "", "checkpoint", "save_on_cpu", "hooks", "no_grad", "reentrant"], 1)]
@@ -1560,7 +1587,7 @@ def programs(draw: st.DrawFn, ranks: int, forward_mode: bool = True) -> Program:
     if mood == "illegal":
         kinds, outs = [*kinds, *ILLEGAL * 3], list(OUTS)
         caller += ["box"]
-    if not forward_mode:
+    if not apart:
         acts = [act for act in acts if act not in ("hvp", "jvp")]
     low = hostile and draw(often(False, False, True))
     least = draw(st.sampled_from([1, 3]))  # more stages than the engine has buffers for
@@ -1577,8 +1604,8 @@ def programs(draw: st.DrawFn, ranks: int, forward_mode: bool = True) -> Program:
         actions=draw(st.lists(actions(acts), min_size=1, max_size=4).map(tuple)),
         ordered=draw(st.booleans()),
         fine=draw(often(False, True)),
-        gather=draw(often("", "native", "direct", "broadcasts")),
-        scatter=draw(often("", "native", "direct", "exchange")),
+        gather=draw(often("", "native", "broadcasts", *["direct"] * apart)),
+        scatter=draw(often("", "native", "exchange", *["direct"] * apart)),
         optimizer=draw(st.sampled_from(["sgd", "adamw"])),
         donate=draw(st.booleans()),
     )
@@ -1667,7 +1694,7 @@ def search(tally: Tally, ranks: int, number: int, until: float, kind: Any, folde
         max_examples=300, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
     @seed(number)
-    @given(programs(ranks, forward_mode=kind == "processes"))
+    @given(programs(ranks, kind))
     def one(program: Program) -> None:
         if wrong or time.monotonic() > until:
             return

@@ -424,15 +424,16 @@ def test_no_gloo_is_told() -> None:
             assert "built without gloo" in said
 
 
-def test_direct_messages_are_refused_on_nccl() -> None:
+@pytest.mark.parametrize("backend", ["nccl", "threaded"])
+def test_direct_messages_are_refused_where_they_may_wait_for_ever(backend: str) -> None:
     def body() -> None:
         mesh = sf.make_mesh(a=2, device="cpu")
-        with mock.patch.object(compat, "backend_of", return_value="nccl"):
+        with mock.patch.object(compat, "backend_of", return_value=backend):
             with transports(mesh, all_gather="native"):
                 pass
             for op in ("all_gather", "reduce_scatter"):
                 direct = transports(mesh, **{op: "direct"})
-                with pytest.raises(ValueError, match=f'{op}="direct".* on NCCL use {op}="native"'), direct:
+                with pytest.raises(ValueError, match=f'{op}="direct".*{backend} may.* use {op}="native"'), direct:
                     pass
 
     world(2).run(body)

@@ -49,6 +49,18 @@ def test_programs_on_one_rank(folder: Path, program: Program) -> None:
     check(program, folder)
 
 
+@settings(SETTINGS, max_examples=250)
+@given(program=programs(2))
+def test_programs_on_two_ranks(folder: Path, program: Program) -> None:
+    check(program, folder)
+
+
+@settings(SETTINGS, max_examples=70)
+@given(program=programs(2, "threads"))
+def test_programs_on_threads(folder: Path, program: Program) -> None:
+    check(program, folder, "threads")
+
+
 # Programs that were wrong once, as small as they came to be.
 ONCE = {
     "a checkpoint around a stage": '{"stages": [{"ops": [{}, {}]}], "lines": [{"around": "checkpoint"}]}',

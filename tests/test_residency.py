@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.testing import World
+from shardfn.link import all_gather
+from shardfn.link import link as link_of
+from shardfn.testing import World, world
 
 D, DEPTH = 8, 6
 
@@ -267,3 +271,23 @@ def dies_with_its_mesh() -> Any:
 @pytest.mark.world(2)
 def test_the_engine_goes_with_its_mesh(world: World) -> None:
     assert world.run(dies_with_its_mesh) == [True, True]
+
+
+def test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next() -> None:
+    """As when an engine is collected that had begun the gather of the next stage."""
+
+    def body() -> list[list[int]]:
+        mesh = sf.make_mesh(shard=2, device="cpu")
+        link, rank, came = link_of(mesh, ("shard",)), dist.get_rank(), []
+        for dropped in (True, False, True, False, False):
+            whole = torch.zeros(128, dtype=torch.uint8)
+            whole.view(2, -1)[rank] = rank + 10 * len(came)
+            time.sleep(0.2 * (rank == len(came) % 2))  # each is the later one, once
+            work = all_gather(whole, link, torch.uint8)
+            if not dropped:
+                work.wait()
+                came.append(whole.view(2, -1)[:, 0].tolist())
+            del work, whole
+        return came
+
+    assert world(2).within(20).run(body) == [[[0, 1], [10, 11], [20, 21]]] * 2
