@@ -65,13 +65,14 @@ class Call:
         surroundings: the random numbers and autocast that it began with.
         contexts: for the first run and the next, where a policy says what to keep.
         transformed: whether a torch.func transform is running outside.
+        reverse: whether all that run only take gradients.
         differentiable: which outputs may have a gradient.
         order: of the tensors in the result: the number of an output, or `~number` of an input handed through.
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
         "signature", "engine", "leaves", "at", "needs", "step", "collected", "place", "residuals", "surroundings",
-        "contexts", "transformed", "differentiable", "result", "static", "order", "__weakref__",
+        "contexts", "transformed", "reverse", "differentiable", "result", "static", "order", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +88,7 @@ class Call:
         remat = signature.options.remat
         self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
         self.transformed = compat.inside_transform()
+        self.reverse = self.transformed and not compat.inside_batching_or_forward()
         self.differentiable: list[bool] = []
         self.result: Any = None
         self.static: list[Any] = []
@@ -168,7 +170,7 @@ def run(
         if call.surroundings.autocast:
             stack.enter_context(call.surroundings.uncached())
         if call.transformed:
-            stack.enter_context(_RefuseWrapped(signature))
+            stack.enter_context(_RefuseWrapped(call))
         if call.contexts:
             stack.enter_context(call.contexts.pop(0))
         if saving:
@@ -314,18 +316,29 @@ def refuse_inside(signature: Signature) -> None:
 
 
 class _RefuseWrapped(torch.overrides.TorchFunctionMode):
-    """Refuses tensors of a running torch.func transform, which a stage's function can only have closed over."""
+    """Refuses tensors of a running torch.func transform, which a stage's function can only have closed over.
 
-    def __init__(self, signature: Signature) -> None:
+    All that is computed inside a transform is one of these; one without a derivative is the number that it is.
+    """
+
+    def __init__(self, call: Call) -> None:
         super().__init__()
-        self.signature = signature
+        self.call = call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not compat.inside_transform():
-            for x in optree.tree_leaves((args, kwargs)):
-                if compat.wrapped(x) and compat.wrapped(compat.alive(x)):  # one that has ended inside is no harm
-                    raise RuntimeError(_closes_over(self.signature, x))
+            leaves = optree.tree_leaves((args, kwargs))
+            if any(compat.wrapped(x) and compat.wrapped(compat.alive(x)) for x in leaves):  # an ended one is no harm
+                args, kwargs = optree.tree_map(self._plain, (args, kwargs))
         return func(*args, **(kwargs or {}))
+
+    def _plain(self, x: Any) -> Any:
+        if not compat.wrapped(x) or not compat.wrapped(compat.alive(x)):
+            return x
+        number = compat.constant(x) if self.call.reverse else None
+        if number is None:
+            raise RuntimeError(_closes_over(self.call.signature, x))
+        return number
 
 
 def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[int]) -> list[int]:
@@ -359,17 +372,15 @@ def refuse_closure(signature: Signature, made: Residuals) -> None:
         if y.grad_fn is None and y.requires_grad and id(y) not in known:
             raise RuntimeError(_closes_over(signature, y))
     # At every call: a tensor that needed no gradient may need one now.
-    nodes = [y.grad_fn for y in made.outputs if y.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
+    nodes: list[Any] = [y.grad_fn for y in made.outputs if y.grad_fn is not None]
+    seen = {None, *nodes}
+    for node in nodes:  # which grows
         parents = node.next_functions
-        if parents:
-            for parent, _ in parents:
-                if parent is not None and parent not in seen:
-                    seen.add(parent)
-                    nodes.append(parent)
-        elif id(variable := getattr(node, "variable", None)) not in known and variable is not None:
+        for parent, _ in parents:
+            if parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)
+        if not parents and id(variable := getattr(node, "variable", None)) not in known and variable is not None:
             raise RuntimeError(_closes_over(signature, variable))
 
 

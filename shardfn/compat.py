@@ -199,6 +199,16 @@ def followed(x: torch.Tensor) -> set[tuple[int, str]]:
         return {(top.level(), one) for one in found} | followed(functorch.get_unwrapped(x) if own else x)
 
 
+def constant(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor inside what torch.func's gradients have wrapped; None if some level follows a gradient of it."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if x.requires_grad or not functorch.is_gradtrackingtensor(x):
+            return None
+        x = functorch.get_unwrapped(x)
+    return x
+
+
 def inside_batching_or_forward() -> bool:
     """Whether a tensor may be a batch of vmap's, or carry a tangent: torch.func.grad and vjp alone do neither."""
     if forward_ad._current_level >= 0:

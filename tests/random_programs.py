@@ -1211,7 +1211,7 @@ def perform(program: Program, folder: str) -> list[Answer]:
     before, layout.COARSE = layout.COARSE, 0 if program.fine else layout.COARSE
     try:
         machine, answers = Sharded(program, folder), []
-        group = cpu_group(range(dist.get_world_size()), "programs")  # messages of others are not for this
+        group = cpu_group(list(range(dist.get_world_size())), "programs")  # messages of others are not for this
         for action in program.actions:
             answers.append(_answered(machine, action))
             if answers[-1].error:  # in case the others wait for this rank

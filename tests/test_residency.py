@@ -278,7 +278,8 @@ def test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next() -> None:
 
     def body() -> list[list[int]]:
         mesh = sf.make_mesh(shard=2, device="cpu")
-        link, rank, came = link_of(mesh, ("shard",)), dist.get_rank(), []
+        link, rank = link_of(mesh, ("shard",)), dist.get_rank()
+        came: list[list[int]] = []
         for dropped in (True, False, True, False, False):
             whole = torch.zeros(128, dtype=torch.uint8)
             whole.view(2, -1)[rank] = rank + 10 * len(came)

@@ -963,7 +963,10 @@ def test_a_stage_inside_a_stage_is_refused(world: World) -> None:
         assert off < 1e-12
 
 
-CLOSED_OVER = ["a leaf", "an activation", "returned", "torch.func", "nothing else needs one", "value_and_grad"]
+CLOSED_OVER = [
+    "a leaf", "an activation", "returned", "torch.func", "nothing else needs one", "value_and_grad",
+    "an outer gradient",
+]  # fmt: skip
 
 
 def closing_over(how: str, options: dict[str, Any]) -> Any:
@@ -993,6 +996,16 @@ def closing_over(how: str, options: dict[str, Any]) -> Any:
             return sf.stage(lambda p, x: block(p, x) * scale, **options)(s.flat["blocks"][0], x).sum()
 
         sf.grad(of_scale)(torch.ones((), dtype=torch.float64))
+    elif how == "an outer gradient":
+
+        def outer(scale: Tensor) -> Tensor:
+            def inner(p: Any) -> Tensor:
+                two = torch.tensor(2.0) * scale  # a constant here, and not outside
+                return sf.stage(lambda p, x: block(p, x) * two, **options)(p, x).sum()
+
+            return optree.tree_leaves(torch.func.grad(inner)(s.flat["blocks"][0]))[0].sum()
+
+        torch.func.grad(outer)(torch.ones((), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("how", [*CLOSED_OVER])
@@ -1001,6 +1014,38 @@ def closing_over(how: str, options: dict[str, Any]) -> Any:
 def test_a_tensor_closed_over_that_needs_a_gradient_is_refused(world: World, how: str, options: Any) -> None:
     for error in world.errors(closing_over, how, options):
         assert "not among its arguments" in str(error)
+
+
+CONSTANTS: dict[str, Callable[[Any], Tensor]] = {
+    "computed": lambda p: torch.arange(D).double() * 2,
+    "detached": lambda p: optree.tree_leaves(p)[0].detach().new_ones(D) * 3,
+    "made without gradients": torch.no_grad()(lambda p: torch.ones(D).double().sin()),
+    "written to": lambda p: torch.zeros(D).double().add_(1.5),
+}
+
+
+def constants(options: dict[str, Any]) -> list[float]:
+    """A stage closes over numbers that the loss computed inside the transform."""
+    s = Setting(**options)
+    p, x, off = s.flat["blocks"][0], rows_of(0), []
+    plain = {name: value.clone() for name, value in s.plain["blocks"][0].items()}
+    for made in CONSTANTS.values():
+
+        def loss(p: Any, stage: Any = sf.stage, made: Any = made) -> Tensor:
+            c = made(p)
+            return stage(lambda p, x: block(p, x) * c)(p, x).square().sum()
+
+        got = sf.unshard(torch.func.grad(loss)(p))
+        want = torch.func.grad(lambda p, loss=loss: s.n * loss(p, lambda f: f))(plain)
+        off.append(worst((got[name] - want[name]).abs().max().item() for name in plain))
+    return off
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@on_threads
+def test_a_constant_of_a_transform_may_be_closed_over(world: World, options: Any) -> None:
+    for off in world.run(constants, options):
+        assert worst(off) < 1e-12
 
 
 def misuse(how: str) -> Any:

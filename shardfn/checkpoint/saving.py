@@ -10,7 +10,6 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
