@@ -1196,6 +1196,8 @@ def zero_or(x: Tensor) -> Tensor:
 
 # --- both together ---
 
+BROKEN = 1000.0  # more than there are ranks
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -1217,11 +1219,12 @@ def perform(program: Program, folder: str) -> list[Answer]:
             if answers[-1].error:  # in case the others wait for this rank
                 told = [len(answers) - 1, answers[-1].error, answers[-1].trace]
                 Path(folder, f"error-{machine.rank}").write_text(json.dumps(told))
-            count = torch.tensor([float(answers[-1].found is None)])
+            broken = " in vain for " in answers[-1].error  # so are this world's groups
+            count = torch.tensor([BROKEN if broken else float(answers[-1].found is None)])
             with waiting.on("all_reduce", group.group_name, "an action's end"):
                 dist.all_reduce(count, group=group)
-            if " in vain for " in answers[-1].error:
-                raise RuntimeError(answers[-1].error)  # this world is broken
+            if count.item() >= BROKEN:
+                raise RuntimeError(f"ranks waited for each other in vain: {answers[-1].error}")
             if count.item() not in (0, dist.get_world_size()):
                 break
         return answers
