@@ -1,4 +1,4 @@
-"""Functions with a first derivative written by hand, and every other one by composition.
+"""Functions with a first derivative of their own, and every further one by composition.
 
 What a kernel, a ring or a schedule does faster than autograd would is a forward and a backward of its own; a second
 derivative, a tangent or a batch goes through the plain function that both mean. One meaning, two speeds.
@@ -7,9 +7,10 @@ derivative, a tangent or a batch goes through the plain function that both mean.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,20 +22,58 @@ from shardfn.mesh import current_mesh, scope
 Tensors = tuple[Tensor, ...]
 
 
+class Derivative(Protocol):
+    """A function of tensors with a derivative of its own, as `call` takes it."""
+
+    @property
+    def trains(self) -> Sequence[bool] | None:
+        """Which inputs may have a gradient; None for all."""
+
+    @property
+    def differentiable(self) -> Sequence[bool] | None:
+        """Which outputs may, known after `fwd`; None for all."""
+
+    def pure(self, *inputs: Tensor) -> Tensors:
+        """The outputs, by operations that every transform goes through."""
+
+    def fwd(self, *inputs: Tensor) -> tuple[Tensors, Tensors]:
+        """The same outputs, and residuals, of which some may be inputs or outputs. Runs without autograd."""
+
+    def begin(self, again: bool) -> None:
+        """A backward pass has come here; `again` says that what it finds may be differentiated itself."""
+
+    def bwd(
+        self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the inputs that need one; None for the others, and for one that is zero.
+
+        A cotangent is None where nobody uses the output.
+        """
+
+
 @dataclass(frozen=True)
-class Rule:
-    """A function of tensors, said twice.
+class custom_vjp:
+    """A function of tensors with a derivative written by hand, as `jax.custom_vjp` has it.
+
+    Every transform that needs more than one first derivative goes through `pure`.
 
     Attributes:
-        pure: `(*inputs) -> outputs`, of ops that every transform goes through.
-        forward: `(*inputs) -> (outputs, kept)`: the same outputs, and tensors for backward. Runs without autograd.
-        backward: `(inputs, outputs, kept, cotangents, needs) -> gradients`, None for an input that has none. A
-            cotangent is None where nobody uses the output; `needs` says which gradients are asked for.
+        pure: `(*inputs) -> outputs`.
+        fwd: `(*inputs) -> (outputs, residuals)`: tuples of tensors. Residuals may be inputs and outputs themselves.
+        bwd: `(residuals, cotangents, needs) -> gradients`, one for each input: None where it needs none, or is zero. A
+            cotangent is None where nobody uses the output.
+        trains: which inputs may have a gradient; None for all.
+        differentiable: which outputs may; None for all.
     """
 
     pure: Callable[..., Tensors]
-    forward: Callable[..., tuple[Tensors, Tensors]]
-    backward: Callable[..., Sequence[Tensor | None]]
+    fwd: Callable[..., tuple[Tensors, Tensors]]
+    bwd: Callable[..., Sequence[Tensor | None]]
+    trains: Sequence[bool] | None = None
+    differentiable: Sequence[bool] | None = None
+
+    def begin(self, again: bool) -> None:
+        """There is nothing to do."""
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         """The outputs; all ranks take the same way, by the transforms around them."""
@@ -42,19 +81,72 @@ class Rule:
             return self.pure(*inputs)
         asked = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         if not asked and not compat.inside_transform():
-            return self.forward(*inputs)[0]
-        call = _Call(self)
-        found: Tensors = compat.applied(_Forward, call, *inputs)
-        return found[: call.outputs]
+            return self.fwd(*inputs)[0]
+        return call(self, *inputs)
 
 
-class _Call:
-    """One call of a rule; no pytree node, so transforms pass it through."""
+def call(function: Derivative, *inputs: Tensor) -> Tensors:
+    """The outputs of a function, whose inputs are differentiated, outside of vmap and forward mode."""
+    run = _Run(function)
+    found: Tensors = compat.applied(_Forward if compat.inside_transform() else _Direct, run, *inputs)
+    return found[: run.outputs]
 
-    __slots__ = ("mesh", "outputs", "rule")
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule, self.outputs, self.mesh = rule, 0, current_mesh()
+class _Run:
+    """One call; no pytree node, so transforms pass it through.
+
+    Attributes:
+        plan: where each residual is among inputs, what was made beside outputs, and outputs, one after another.
+        made: of the last two, those that are saved, by their number in what forward gives.
+    """
+
+    __slots__ = ("function", "made", "mesh", "outputs", "plan")
+
+    def __init__(self, function: Derivative) -> None:
+        self.function, self.mesh = function, current_mesh()
+        self.outputs, self.plan, self.made = 0, list[int](), list[int]()
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        """Outputs, and the residuals that are neither these nor inputs."""
+        outputs, residuals = self.function.fwd(*inputs)
+        self.outputs = len(outputs)
+        places = {id(x): i for i, x in enumerate(inputs)}
+        every = [*outputs]
+        numbers = {id(x): i for i, x in enumerate(outputs)}
+        self.plan, self.made = [], []
+        for x in residuals:
+            if id(x) not in places:
+                if id(x) not in numbers:
+                    numbers[id(x)] = len(every)
+                    every.append(x)
+                places[id(x)] = len(inputs) + len(self.made)
+                self.made.append(numbers[id(x)])
+            self.plan.append(places[id(x)])
+        return tuple(every) or (torch.empty(0),)  # torch wants one
+
+    def backward(self, saved: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]) -> Any:
+        """Gradients by hand; `saved` are the inputs, and what was made of the residuals."""
+        return self.function.bwd([saved[i] for i in self.plan], cotangents, needs)
+
+    def composed(
+        self, inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Gradients by the plain function."""
+        chosen = [i for i, need in enumerate(needs) if need]
+        moves = self.function.differentiable
+
+        def outputs(*variables: Tensor) -> Tensors:
+            mixed = list(inputs)
+            for i, variable in zip(chosen, variables, strict=True):
+                mixed[i] = variable
+            found = self.function.pure(*mixed)
+            return found if moves is None else tuple(y for y, yes in zip(found, moves, strict=False) if yes)
+
+        values, pull = torch.func.vjp(outputs, *[inputs[i] for i in chosen])[:2]
+        given = cotangents if moves is None else [ct for ct, yes in zip(cotangents, moves, strict=True) if yes]
+        cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, given, strict=True))
+        found = dict(zip(chosen, pull(cts), strict=True))
+        return [found.get(i) for i in range(len(inputs))]
 
     def scope(self) -> Any:
         """What axis names meant when it was called: backward runs on another thread, or wherever it is asked for."""
@@ -64,80 +156,96 @@ class _Call:
 
 
 class _Forward(Function):
-    """`(call, *inputs) -> (*outputs, *kept)`; how many outputs there are is entered in the call."""
+    """`(run, *inputs) -> (*outputs, *residuals)` of which some stand there already."""
 
     @staticmethod
-    def forward(call: _Call, *inputs: Tensor) -> Tensors:
-        outputs, kept = call.rule.forward(*inputs)
-        call.outputs = len(outputs)
-        return (*outputs, *kept)
+    def forward(run: _Run, *inputs: Tensor) -> Tensors:
+        return run.forward(inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.call, ctx.outputs = inputs[0], inputs[0].outputs
-        ctx.inputs = len(inputs) - 1
-        ctx.save_for_backward(*inputs[1:], *output)
-        ctx.mark_non_differentiable(*output[ctx.outputs :])
+        run: _Run = inputs[0]
+        ctx.run = run
+        ctx.save_for_backward(*inputs[1:], *[output[i] for i in run.made])
+        moves = run.function.differentiable
+        still = [] if moves is None else [y for y, yes in zip(output, moves, strict=False) if not yes]
+        ctx.mark_non_differentiable(*still, *output[run.outputs :])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        with ctx.call.scope():
-            return _Forward._backward(ctx, cotangents)
+        run: _Run = ctx.run
+        needs = ctx.needs_input_grad[1:]
+        if run.function.trains is not None:
+            needs = [bool(asked and can) for asked, can in zip(needs, run.function.trains, strict=True)]
+        saved = [compat.alive(x) for x in ctx.saved_tensors]
+        if not any(needs):
+            return (None,) * (1 + len(needs))
+        inputs, cts = saved[: len(needs)], cotangents[: run.outputs]
+        with run.scope():
+            if compat.inside_batching_or_forward() or any(ct is not None and compat.batched(ct) for ct in cts):
+                return (None, *run.composed(inputs, cts, needs))
+            again = torch.is_grad_enabled()
+            run.function.begin(again)
+            if not again:
+                return (None, *run.backward(saved, cts, needs))
+            given = [ct is not None for ct in cts]
+            present = [ct for ct in cts if ct is not None]
+            found = iter(compat.applied(_Backward, run, needs, given, *present, *saved))
+            return (None, *(next(found) if need else None for need in needs))
+
+
+class _Direct(_Forward):
+    """The same outside of torch.func, where `apply` looks at the arguments of a function with a `setup_context`."""
+
+    setup_context = Function.setup_context
 
     @staticmethod
-    def _backward(ctx: Any, cotangents: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        rule: Rule = ctx.call.rule
-        every = [compat.alive(x) for x in ctx.saved_tensors]
-        inputs, made = every[: ctx.inputs], every[ctx.inputs :]
-        needs = ctx.needs_input_grad[1:]
-        cts = cotangents[: ctx.outputs]
-        if compat.inside_batching_or_forward() or any(ct is not None and compat.batched(ct) for ct in cts):
-            return (None, *_pure_backward(rule, needs, inputs, cts))
-        if not torch.is_grad_enabled():
-            found = rule.backward(inputs, made[: ctx.outputs], made[ctx.outputs :], cts, needs)
-            return (None, *found)
-        given = [ct is not None for ct in cts]
-        sizes = len(inputs), ctx.outputs
-        present = [ct for ct in cts if ct is not None]
-        grads = iter(compat.applied(_Backward, ctx.call, needs, given, sizes, *present, *inputs, *made))
-        return (None, *(next(grads) if need else None for need in needs))
+    def forward(ctx: Any, run: _Run, *inputs: Tensor) -> Tensors:  # type: ignore[override]
+        output = run.forward(inputs)
+        _Forward.setup_context(ctx, (run, *inputs), output)
+        return output
 
 
 class _Backward(Function):
-    """`(call, needs, given, sizes, *cotangents, *inputs, *outputs, *kept) -> gradients` of the inputs that need one."""
+    """`(run, needs, given, *cotangents, *inputs, *made) -> gradients` of the inputs that need one."""
 
     @staticmethod
-    def forward(call: _Call, needs: Sequence[bool], given: list[bool], sizes: Any, *tensors: Tensor) -> Tensors:
-        cts, inputs, made = _apart(given, sizes, tensors)
-        found = call.rule.backward(inputs, made[: sizes[1]], made[sizes[1] :], cts, needs)
+    def forward(run: _Run, needs: Sequence[bool], given: list[bool], *tensors: Tensor) -> Tensors:
+        cts, saved = _apart(given, tensors)
+        found = run.backward(saved, cts, needs)
         return own(
-            [torch.zeros_like(x) if g is None else g for g, x, need in zip(found, inputs, needs, strict=True) if need],
+            [torch.zeros_like(x) if g is None else g for g, x, need in zip(found, saved, needs, strict=False) if need],
             tensors,
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        ctx.call, ctx.needs, ctx.given, ctx.sizes = inputs[:4]
-        ctx.save_for_backward(*inputs[4:])
+        ctx.run, ctx.needs, ctx.given = inputs[:3]
+        ctx.save_for_backward(*inputs[3:])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        run: _Run = ctx.run
         tensors = [compat.alive(x) for x in ctx.saved_tensors]
-        used = len(tensors) - len(_apart(ctx.given, ctx.sizes, tensors)[2])  # what was kept follows from the inputs
+        used = sum(ctx.given) + len(ctx.needs)  # what was made follows from the inputs
         moving = [i for i, x in enumerate(tensors[:used]) if x.is_floating_point() or x.is_complex()]
 
         def again(*variables: Tensor) -> Tensors:
-            mixed = list(tensors)
+            mixed = tensors[:used]
             for i, variable in zip(moving, variables, strict=True):
                 mixed[i] = variable
-            cts, inputs, _ = _apart(ctx.given, ctx.sizes, mixed)
-            return tuple(g for g in _pure_backward(ctx.call.rule, ctx.needs, inputs, cts) if g is not None)
+            cts, inputs = _apart(ctx.given, mixed)
+            return tuple(g for g in run.composed(inputs, cts, ctx.needs) if g is not None)
 
-        with ctx.call.scope():
+        with run.scope():
             pull = torch.func.vjp(again, *[tensors[i] for i in moving])[1]
             found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
-        return (None, None, None, None, *(found.get(i) for i in range(len(tensors))))
+        return (None, None, None, *(found.get(i) for i in range(len(tensors))))
+
+
+for _function in (_Forward, _Backward):  # torch asks for it at every call
+    setattr(_function.forward, "__signature__", inspect.signature(_function.forward))  # noqa: B010
 
 
 def own(found: Sequence[Tensor], given: Sequence[Tensor]) -> Tensors:
@@ -146,26 +254,7 @@ def own(found: Sequence[Tensor], given: Sequence[Tensor]) -> Tensors:
     return tuple([g.view_as(g) if id(g) in known else g for g in found])
 
 
-def _apart(given: list[bool], sizes: tuple[int, int], tensors: Sequence[Tensor]) -> Any:
-    """Cotangents, None where there was none; inputs; and what forward made."""
-    rest = iter(tensors)
-    cts = [next(rest) if yes else None for yes in given]
-    inputs = [next(rest) for _ in range(sizes[0])]
-    return cts, inputs, list(rest)
-
-
-def _pure_backward(
-    rule: Rule, needs: Sequence[bool], inputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    chosen = [i for i, need in enumerate(needs) if need]
-
-    def outputs(*variables: Tensor) -> Tensors:
-        mixed = list(inputs)
-        for i, variable in zip(chosen, variables, strict=True):
-            mixed[i] = variable
-        return rule.pure(*mixed)
-
-    values, pull = torch.func.vjp(outputs, *[inputs[i] for i in chosen])[:2]
-    cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, cotangents, strict=True))
-    found = dict(zip(chosen, pull(cts), strict=True))
-    return [found.get(i) for i in range(len(inputs))]
+def _apart(given: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Cotangents, None where there was none, and what comes after them."""
+    rest: Iterator[Tensor] = iter(tensors)
+    return [next(rest) if yes else None for yes in given], list(rest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
@@ -16,13 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import optree
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from shardfn import collectives, compat, traced
+from shardfn import collectives, compat, firstorder, traced
 from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, running
 from shardfn.engine import engine_of
-from shardfn.firstorder import own
 from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.ledger import here
 from shardfn.mesh import current_mesh, known_axes, mesh_of, scope
@@ -212,142 +209,52 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)), inputs)
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]
-    if not call.transformed:
-        return call.rebuilt(compat.applied(_Direct, call, *shards, *inputs), inputs)
     try:
-        return call.rebuilt(compat.applied(_Forward, call, *shards, *inputs), inputs)
+        return call.rebuilt(firstorder.call(_Staged(call), *shards, *inputs), inputs)
     except SharedMemory:
         signature.shares_memory = True
         with call.surroundings.again():
             return _composed(signature, leaves, mesh)
 
 
-class _Forward(Function):
-    """A stage's forward by the schedule. `(call, *shards, *inputs) -> outputs`."""
+class _Staged:
+    """A call by the schedule, as `firstorder.call` takes it: `(*shards, *inputs) -> outputs`."""
 
-    @staticmethod
-    def forward(call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        n = len(call.signature.shards)
-        return call.engine.forward(call, tensors[:n], tensors[n:]) or (torch.empty(0),)
+    def __init__(self, call: Call) -> None:
+        self.call, self.trains = call, call.needs
+        self.differentiable: list[bool] = []
+        self.collects = False
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
-        ctx.set_materialize_grads(False)
-        rest = [y for y, yes in zip(output, ctx.call.differentiable, strict=False) if not yes]
-        ctx.mark_non_differentiable(*rest)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
-        tensors = tuple([compat.alive(x) for x in ctx.saved_tensors])
-        needs = [bool(asked and can) for asked, can in zip(ctx.needs_input_grad[1:], call.needs, strict=True)]
-        cotangents = cotangents[: len(call.differentiable)]
-        if not any(needs):
-            return (None,) * (1 + len(tensors))
-        n = len(call.signature.shards)
-        if compat.inside_batching_or_forward() or any(ct is not None and compat.batched(ct) for ct in cotangents):
-            return (None, *_pure_backward(call, needs, cotangents, tensors))
-        step, place = call.step, call.place
-        collect = step is not None and step.collects()
-        if step is not None and collect and place is not None and place.tape is not None:
-            step.catch_up(place.tape, place.index)
-        if not torch.is_grad_enabled():
-            return (None, *call.engine.backward(call, needs, cotangents, tensors[n:], collect))
-        given = [ct is not None for ct in cotangents]
-        found = iter(
-            compat.applied(_Backward, call, needs, given, *(ct for ct in cotangents if ct is not None), *tensors)
-        )
-        return (None, *(next(found) if need else None for need in needs))
-
-
-class _Direct(_Forward):
-    """The same outside of torch.func, where `apply` looks at the arguments of a function with a `setup_context`."""
-
-    setup_context = Function.setup_context
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        output = _Forward.forward(call, *tensors)
-        _Forward.setup_context(ctx, (call, *tensors), output)
-        return output
-
-
-class _Backward(Function):
-    """A stage's backward by the schedule, which can be differentiated again.
-
-    `(call, needs, given, *cotangents, *shards, *inputs) -> gradients`: `given` says which outputs have a cotangent,
-    `needs` which gradients to return.
-    """
-
-    @staticmethod
-    def forward(call: Call, needs: list[bool], given: list[bool], *tensors: Tensor) -> tuple[Tensor, ...]:
-        cotangents, primals = _apart(given, tensors)
-        n = len(call.signature.shards)
-        found = call.engine.backward(call, needs, cotangents, primals[n:], collect=False)
-        return own(
-            [torch.zeros_like(x) if g is None else g for g, x, need in zip(found, primals, needs, strict=True) if need],
-            tensors,
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call, ctx.needs, ctx.given = inputs[:3]
-        ctx.save_for_backward(*inputs[3:])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = [compat.alive(x) for x in ctx.saved_tensors]
-        moving = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
-
-        def again(*variables: Tensor) -> tuple[Tensor, ...]:
-            mixed = list(tensors)
-            for i, variable in zip(moving, variables, strict=True):
-                mixed[i] = variable
-            cts, primals = _apart(ctx.given, mixed)
-            found = _pure_backward(ctx.call, ctx.needs, cts, primals)
-            return tuple(g for g in found if g is not None)
-
-        pull = torch.func.vjp(again, *[tensors[i] for i in moving])[1]
-        found = dict(zip(moving, pull(tuple(cotangents)), strict=True))
-        return (None, None, None, *(found.get(i) for i in range(len(tensors))))
-
-
-for _function in (_Forward, _Backward):  # torch asks for it at every call
-    setattr(_function.forward, "__signature__", inspect.signature(_function.forward))  # noqa: B010
-
-
-def _apart(given: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], tuple[Tensor, ...]]:
-    """Cotangents, None where there was none, and primals."""
-    rest = iter(tensors)
-    cotangents = [next(rest) if yes else None for yes in given]
-    return cotangents, tuple(rest)
-
-
-def _pure_backward(
-    call: Call, needs: Sequence[bool], cotangents: Sequence[Tensor | None], tensors: Sequence[Tensor]
-) -> list[Tensor | None]:
-    """The gradients of a stage, by collectives that every transform goes through."""
-    chosen = [i for i, need in enumerate(needs) if need]
-
-    def outputs(*variables: Tensor) -> tuple[Tensor, ...]:
-        mixed = list(tensors)
-        for i, variable in zip(chosen, variables, strict=True):
-            mixed[i] = variable
+    def pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, by collectives that every transform goes through."""
+        call = self.call
         leaves = list(call.leaves)
-        for i, x in zip((*call.signature.shards, *call.at), mixed, strict=True):
+        for i, x in zip((*call.signature.shards, *call.at), tensors, strict=True):
             leaves[i] = x
         with call.surroundings.again():
             result = _composed(call.signature, leaves, call.engine.mesh)
-        every = call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)])
-        return tuple(y for y, yes in zip(every, call.differentiable, strict=True) if yes)
+        return tuple(call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]))
 
-    values, pull = torch.func.vjp(outputs, *[tensors[i] for i in chosen])[:2]
-    given = [ct for ct, yes in zip(cotangents, call.differentiable, strict=True) if yes]
-    cts = tuple(torch.zeros_like(y) if ct is None else ct for y, ct in zip(values, given, strict=True))
-    found = dict(zip(chosen, pull(cts), strict=True))
-    return [found.get(i) for i in range(len(needs))]
+    def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Outputs, and the inputs."""
+        call, n = self.call, len(self.call.signature.shards)
+        outputs = call.engine.forward(call, tensors[:n], tensors[n:])
+        self.differentiable = call.differentiable
+        return outputs, tensors[n:]
+
+    def begin(self, again: bool) -> None:
+        """First the part of this rank in the backward of later calls, in which its own loss has none."""
+        step, place = self.call.step, self.call.place
+        collects = step is not None and step.collects()
+        if step is not None and collects and place is not None and place.tape is not None:
+            step.catch_up(place.tape, place.index)
+        self.collects = collects and not again
+
+    def bwd(
+        self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Gradients of shards and inputs; None for those that the step takes, too."""
+        return self.call.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
 
 
 def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn import compat, ops
 from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
-from shardfn.firstorder import Rule
+from shardfn.firstorder import custom_vjp
 from shardfn.mesh import AxisName, bound_axis
 
 Part = tuple[slice, slice, bool]  # queries and keys that meet, and whether causally
@@ -147,7 +147,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
+def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_vjp:
     def pure(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         size = axis_size(axis)
         k, v = (_repeated(all_gather(x, axis, dim=2), q.shape[1] // x.shape[1]) for x in (k, v))
@@ -160,11 +160,11 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
             scores = scores.masked_fill(unseen, -torch.inf)
         return (scores.softmax(-1) @ v,)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def fwd(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
         if size == 1:
             out, lse = compat.attention(q, _repeated(k, more), _repeated(v, more), causal, scale)
-            return (out,), (lse,)
+            return (out,), (q, k, v, out, lse)
         out = torch.zeros_like(q, dtype=_wide(q))
         lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
         travelling = torch.stack((k, v))
@@ -176,16 +176,13 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
                 _merge(out[:, :, rows], lse[:, :, rows], new, logs)
             if coming is not None:
                 travelling = coming()
-        return (out.to(q.dtype),), (lse,)
+        out = out.to(q.dtype)
+        return (out,), (q, k, v, out, lse)
 
-    def backward(
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        needs: Sequence[bool],
+    def bwd(
+        residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        (q, k, v), (out,), (lse,), (ct,) = inputs, outputs, kept, cotangents
+        (q, k, v, out, lse), (ct,) = residuals, cotangents
         size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
         ct = torch.zeros_like(out) if ct is None else ct  # other ranks' keys and values come by all the same
         if size == 1:
@@ -213,7 +210,7 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
         dk, dv = arriving().to(k.dtype).unbind(0)
         return [dq.to(q.dtype), dk, dv]
 
-    return Rule(pure, forward, backward)
+    return custom_vjp(pure, fwd, bwd)
 
 
 def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Part]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardfn import compat
 from shardfn.autodiff import layouts_of, moves
 from shardfn.collectives import axis_index, axis_size, ppermute, psum, pvary
-from shardfn.firstorder import Rule
+from shardfn.firstorder import custom_vjp
 from shardfn.layout import FlatShard, Layout, is_flat
 from shardfn.mesh import AxisName, apart, as_names, check_together
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
@@ -78,7 +78,7 @@ def pipeline(
         job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), team, schedule)
     except BaseException as error:
         return team.run(functools.partial(_raise, error))[0]  # which tells the others
-    return Rule(job.pure, job.forward, job.backward)(*tensors)[0]
+    return custom_vjp(job.pure, job.fwd, job.bwd)(*tensors)[0]
 
 
 def _batches(batches: Iterable[Any], schedule: Schedule) -> list[Any]:
@@ -174,7 +174,7 @@ class _Job:
         own = work.loss.to(dtypes[-1])
         return (psum(_hung_on(own, work.chain, work.nothing), self.team.axis),)
 
-    def forward(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The loss, and where anybody asks, its gradients."""
         variables = [x.detach().requires_grad_(need) for x, need in zip(tensors, self.needs, strict=True)]
         steps = [
@@ -193,18 +193,13 @@ class _Job:
             kept.append(functools.reduce(torch.add, parts) if parts else torch.zeros_like(variable))
         return (total,), tuple(kept)
 
-    def backward(
-        self,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        needs: Sequence[bool],
+    def bwd(
+        self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         (ct,) = cotangents
         if ct is None:
-            return [None] * len(inputs)
-        return [(g * ct).to(g.dtype) if need else None for g, need in zip(kept, needs, strict=True)]
+            return [None] * len(needs)
+        return [(g * ct).to(g.dtype) if need else None for g, need in zip(residuals, needs, strict=True)]
 
 
 class _Waiting(NamedTuple):
