@@ -193,7 +193,7 @@ MUTANTS = [
         "call.py",
         "on, dtype = kind in self.autocast, self.autocast.get(kind)",
         "on, dtype = False, None",
-        f"{STAGE}::test_autocast_inside_a_stage_and_around_it",
+        f"{STAGE}::test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward",
     ),
     Mutant(
         "autocast of backward in what runs again",

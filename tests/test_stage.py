@@ -1306,6 +1306,47 @@ def test_autocast_inside_a_stage_and_around_it(world: World, where: str, options
         assert not {how: off for how, off in found.items() if not off < 1e-5}
 
 
+def penalized_under_autocast(where: str, options: dict[str, Any]) -> tuple[int, set[Any], float]:
+    """How often a function runs for a second derivative, the autocast that it meets, and how far the gradient is off.
+
+    In float64, which autocast leaves alone: in bfloat16 sums round in another order than one process's.
+    """
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    plain = params()["blocks"]
+    met: list[Any] = []
+
+    def noting(p: Any, x: Tensor) -> Tensor:
+        met.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+        return block(p, x)
+
+    def penalty(f: Any, ps: Any, rank: int) -> Tensor:
+        x = rows_of(rank).requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=where == "forward"):
+            y = x
+            for p in ps:
+                y = f(p, y)
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    want = by_backward(everyone(lambda ps, k: penalty(block, ps, k), mesh.size()), plain)[1]
+    flat = sf.shard(plain, mesh, sf.full_shard("shard"))
+    with torch.autocast("cpu", torch.bfloat16, enabled=where == "backward"):
+        got = by_backward(lambda ps: penalty(staged(noting, **options), ps, mesh.get_rank()), flat)[1]
+    return len(met) // len(plain), set(met), distance(sf.unshard(got), want)
+
+
+@pytest.mark.parametrize(("where", "dtype"), [("forward", torch.float16), ("backward", False)])
+@pytest.mark.parametrize("options", [{}, {"remat": True}], ids=str)
+@pytest.mark.world(2)
+def test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward(
+    world: World, options: Any, where: str, dtype: Any
+) -> None:
+    for runs, met, off in world.run(penalized_under_autocast, where, options):
+        assert runs > 1
+        assert met == {dtype}
+        assert off < 1e-12
+
+
 def lower(gather: Any, reduce: Any, options: dict[str, Any]) -> Any:
     """Against an emulation: parameters rounded, gradients of each rank rounded to the wire's dtype, then summed."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
