@@ -221,6 +221,29 @@ def test_gradients_have_zeros_where_no_parameter_is(world: World, width: int, tr
         assert not {how: d for how, d in left.items() if d != 0}
 
 
+def narrow_sums() -> dict[str, list[float]]:
+    """Gradients of which four ranks give numbers that are lost if each addition rounds."""
+    mesh = mesh_of(4)
+    found = {}
+    for dtype, large, much in ((torch.bfloat16, 256.0, 260.0), (torch.float16, 2048.0, 2052.0)):
+        x = torch.tensor(large if mesh.get_rank() == 0 else 1.0, dtype=dtype)
+        for length in (24, 50_000):  # the latter is sent from where it is, where that is exact
+            for wire in ("parameters", "sums"):
+                w = torch.ones(length, dtype=dtype if wire == "parameters" else torch.float32)
+                flat = sf.shard({"w": w}, mesh, sf.full_shard(DATA))
+                f = sf.stage(lambda p, x: (p["w"] * x).sum(), reduce_dtype=dtype)
+                got = sf.unshard(sf.grad(lambda p, f=f, x=x: f(p, x))(flat))["w"]
+                want = much if wire == "parameters" else large + 3
+                found[f"{dtype}, {length}, {wire}"] = [one - want for one in got.unique().tolist()]
+    return found
+
+
+@pytest.mark.world(4)
+def test_gradients_in_narrow_dtypes_are_rounded_once(world: World) -> None:
+    for found in world.run(narrow_sums):
+        assert not {how: off for how, off in found.items() if off != [0.0]}
+
+
 def lower() -> dict[str, float]:
     """Gradients of float32 parameters that are gathered as bfloat16, beside those of ddp."""
     mesh = mesh_of(4)
