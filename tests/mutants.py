@@ -46,6 +46,7 @@ RANKS = "tests/test_stage_ranks.py"
 STAGE = "tests/test_stage.py"
 OWN = "tests/test_chaos.py"
 ZEROS = "tests/test_strategies.py::test_gradients_have_zeros_where_no_parameter_is"
+NARROW = "tests/test_strategies.py::test_gradients_in_narrow_dtypes_are_rounded_once"
 COLLECTIVES = "tests/test_collectives.py"
 BITS = f"{COLLECTIVES}::test_a_sum_has_the_same_bits_on_all_ranks_and_narrow_numbers_are_rounded_once"
 PIPELINES = "tests/parallel/test_pipeline.py"
@@ -139,6 +140,13 @@ MUTANTS = [
         f"{GRADIENTS}[mics-4]",
     ),
     Mutant(
+        "a gather that is dropped is forgotten",
+        "link.py",
+        "self.left.append(self.works)",
+        "pass",
+        "tests/test_residency.py::test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next",
+    ),
+    Mutant(
         "lent memory keeps its numbers",
         "residency.py",
         "                self.write.fill_(255)",
@@ -152,6 +160,20 @@ MUTANTS = [
         "reader.copy = copy",
         "pass",
         f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
+    ),
+    Mutant(
+        "what is shown stays",
+        "residency.py",
+        "                self.write.copy_(now)\n",
+        "                pass\n",
+        f"{RANKS}::test_a_function_that_reads_at_times_among_others_that_do",
+    ),
+    Mutant(
+        "changed leaves are lent again",
+        "residency.py",
+        "return p.requires_grad is need and not p._backward_hooks and p.grad is None",
+        "return True",
+        f"{RANKS}::test_what_a_function_does_to_its_parameters_lasts_for_that_call",
     ),
     Mutant(
         "loans: nothing is ever kept",
@@ -201,6 +223,13 @@ MUTANTS = [
         "dict.fromkeys([*self.autocast, *now.autocast])",
         "dict.fromkeys(self.autocast)",
         f"{STAGE}::test_autocast_inside_a_stage_and_around_it",
+    ),
+    Mutant(
+        "autocast remembers parameters",
+        "call.py",
+        "torch.autocast(kind, dtype, cache_enabled=False))\n            yield",
+        "torch.autocast(kind, dtype, cache_enabled=True))\n            yield",
+        f"{STAGE}::test_autocast_around_steps_remembers_no_parameters",
     ),
     # gradients
     Mutant(
@@ -280,6 +309,20 @@ MUTANTS = [
         "return _All([work], lambda: out.copy_(narrow))",
         "return _All([work])",
         TWO,
+    ),
+    Mutant(
+        "narrow gradients are added where they arrive",
+        "reduction.py",
+        "(dtypes.sum.itemsize >= 4 or links.shard.axis.size == 2)",
+        "True",
+        NARROW,
+    ),
+    Mutant(
+        "narrow gradients round at every step",
+        "link.py",
+        "wide = out if out.dtype.itemsize >= 4 else",
+        "wide = out if True else",
+        NARROW,
     ),
     # refusals
     Mutant(

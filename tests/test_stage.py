@@ -1306,6 +1306,36 @@ def test_autocast_inside_a_stage_and_around_it(world: World, where: str, options
         assert not {how: off for how, off in found.items() if not off < 1e-5}
 
 
+@sf.debug(memory=False)  # where calls have memory of their own, they have leaves of their own
+def autocast_around_all(options: dict[str, Any]) -> list[float]:
+    """Two sets of parameters in turn, in one block, whose cache goes by tensors."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    x, f = rows_of(mesh.get_rank(), torch.float32), staged(block, **options)
+    plain = params(dtype=torch.float32)["blocks"]
+    sets = [plain, optree.tree_map(torch.neg, plain)]
+    flats = [sf.shard(one, mesh, sf.full_shard("shard")) for one in sets]
+
+    def net(f: Any, ps: Any) -> Tensor:
+        y = x
+        for p in sf.layers(ps):
+            y = f(p, y)
+        return y.float().square().sum()
+
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        want = [net(block, one).item() for one in sets]
+        for _ in range(3):
+            found += [by_backward(lambda ps: net(f, ps), flat)[0].item() for flat in flats]
+    return [got - sure for got, sure in zip(found, want * 3, strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}], ids=str)
+@pytest.mark.world(2)
+def test_autocast_around_steps_remembers_no_parameters(world: World, options: Any) -> None:
+    for found in world.run(autocast_around_all, options):
+        assert not any(found), found
+
+
 def penalized_under_autocast(where: str, options: dict[str, Any]) -> tuple[int, set[Any], float]:
     """How often a function runs for a second derivative, the autocast that it meets, and how far the gradient is off.
 
