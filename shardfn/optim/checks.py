@@ -185,6 +185,12 @@ def gradients_differ(params: Any, grads: Any) -> Exception | None:
 
 def _unit_differs(name: str, p: Any, g: Any) -> str:
     if not is_unit(g):
+        if _has_units(g):
+            return (
+                f"these parameters are only a part of what there are gradients of: at {name} there is {_told(p)} "
+                f"beside {_told(g)} of {_names(_inside(g) or {})} among the gradients. Pass the parameters whole, or "
+                f"their part of the gradients and a state of their own"
+            )
         return "" if g is None else (
             f"these gradients are whole, the parameters are cut: at {name} there is {_told(g)} beside {_told(p)}. Take "
             f"them with respect to the sharded parameters"
@@ -248,9 +254,19 @@ def _place_differs(name: str, p: Tensor, g: Tensor) -> str:
 
 
 def _whole_or_cut(name: str, p: Any, g: Any) -> str:
+    if is_unit(g) and _has_units(p):
+        return (
+            f"these gradients are only a part of what there are parameters of: at {name} there is {_told(g)} beside "
+            f"{_told(p)} of {_names(_inside(p) or {})}. Pass the whole tree that grad returns; None "
+            f"stands for what has no gradient"
+        )
     if is_unit(g):
         return f"these gradients are cut, the parameters are whole: at {name} there is {_told(g)} beside {_told(p)}"
     return f"the gradients' structure is not the parameters': at {name} there is {_told(g)} beside {_told(p)}"
+
+
+def _has_units(node: Any) -> bool:
+    return any(map(is_unit, optree.tree_leaves(node, is_leaf=is_unit)))
 
 
 def _moves(x: Tensor) -> bool:
@@ -279,9 +295,13 @@ def state_differs(want: Any, state: Any) -> Exception | None:
                 f"{tuple(w.shape)}"
             )
         if is_unit(w) != is_unit(s):
+            why = (
+                "one is a part of the other's tree"
+                if _has_units(w) and _has_units(s)
+                else "one is whole, and the other is cut"
+            )
             return ValueError(
-                f"this state is of other parameters: {name} is {_told(s)}, where init(params) has {_told(w)}: one is "
-                f"whole, and the other is cut"
+                f"this state is of other parameters: {name} is {_told(s)}, where init(params) has {_told(w)}: {why}"
             )
         if not _like(w, s):
             told = _structures(name, w, s, "init(params)", "it")
