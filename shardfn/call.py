@@ -207,7 +207,7 @@ def _run(signature: Signature, leaves: Sequence[Any], parameters: Sequence[Seque
             result = signature.call(leaves, parameters)
     except RuntimeError as error:
         if "leaf Variable that requires grad" in str(error):
-            raise RuntimeError(writes(signature)) from None
+            raise RuntimeError(writes(signature)) from error
         refuse_mixed(signature, error, parameters, leaves)
         raise
     finally:

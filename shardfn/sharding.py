@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import collectives, compat
+from shardfn import collectives, compat, waiting
 from shardfn.agree import agree
 from shardfn.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.mesh import axis_of, check_axes, grid_of, mesh_of, scope
@@ -92,7 +92,10 @@ def unshard(tree: Any, mesh: DeviceMesh | None = None) -> Any:
         shards = stage_shards(stage)
         return assemble([flat.layout for flat in shards], [_whole(flat, mesh) for flat in shards])
 
-    return optree.tree_map(whole, tree, is_leaf=is_stage)
+    if torch.compiler.is_compiling():
+        return optree.tree_map(whole, tree, is_leaf=is_stage)
+    with waiting.during("sf.unshard"):
+        return optree.tree_map(whole, tree, is_leaf=is_stage)
 
 
 def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
