@@ -10,6 +10,7 @@ import contextlib
 import gc
 import inspect
 import re
+import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from shardfn import compat
 from shardfn.ledger import in_place
@@ -313,6 +315,19 @@ def refuse_inside(signature: Signature) -> None:
             f"stage {signature.name} ({signature.stage!r}) is called inside stage {running.stage}: what one stage "
             f"gathers it hands back before the next, so call them one after another"
         )
+
+
+def refuse_reentrant(signature: Signature, differentiated: Sequence[bool]) -> None:
+    """Raises RuntimeError inside a reentrant checkpoint of torch's, where gradients asked for by name would be zero."""
+    frame = sys._getframe() if any(differentiated) else None
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                f"stage {signature.name} ({signature.stage!r}) is called inside torch.utils.checkpoint with "
+                f"use_reentrant=True, through which torch brings no gradient to value_and_grad: write "
+                f"use_reentrant=False, or make the stage with remat=True"
+            )
+        frame = frame.f_back
 
 
 class _RefuseWrapped(torch.overrides.TorchFunctionMode):

@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardfn import collectives, compat, traced
-from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, refuse_mixed, running
+from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, refuse_mixed, refuse_reentrant, running
 from shardfn.engine import engine_of
 from shardfn.firstorder import own
 from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
@@ -217,6 +217,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         static[i] = None
     call = Call(signature, engine_of(mesh), static, at, needs)
     if not any(needs):
+        if call.step is not None and not torch.is_grad_enabled():
+            refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
         return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)), inputs)
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]

@@ -14,6 +14,7 @@ import optree
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn import P
@@ -471,6 +472,21 @@ def mixes(way: Any = lambda f, p: f(p), **options: Any) -> Any:
     return way(lambda p: layer(p, T).float().sum(), params["body"])
 
 
+def checkpointed(reentrant: bool) -> Any:
+    params, _, layer, _ = net()
+    seen = layer(params["body"], T)  # outside
+    with torch.no_grad():
+        target = layer(params["head"], seen)
+
+    def loss(params: Any) -> Any:
+        with torch.no_grad():
+            layer(params["body"], T)  # nobody's gradient
+        made = checkpoint(layer, params["body"], T, use_reentrant=reentrant)
+        return (made - target).square().sum()
+
+    return sf.value_and_grad(loss)(params)[1]["body"].values.abs().sum()
+
+
 def part(of: str) -> Any:
     params, grads, _, optimizer = net()
     state = optimizer.init(params)
@@ -513,6 +529,7 @@ MEANT: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         RuntimeError,
         ["parameters of torch.bfloat16", "With gather_dtype=torch.bfloat16"],
     ),
+    "reentrant": (lambda: checkpointed(True), RuntimeError, ["'body'", "use_reentrant=True", "remat=True"]),
     "closes over": (lambda: closes_over("activation"), RuntimeError, ["'activation', of shape (4, 6), torch.float32"]),
     "closes over both": (
         lambda: closes_over("both"),
@@ -544,6 +561,10 @@ def test_right_dtypes_are_taken_and_another_error_stays_as_it_is() -> None:
             mixes(lambda f, p: sf.stage(lambda p, x: x @ p["w"], gather_dtype=torch.float64)(p, T.T))
 
     world(1, "threads").run(body)
+
+
+def test_a_checkpoint_that_is_not_reentrant_brings_gradients() -> None:
+    assert world(1, "threads").run(checkpointed, False)[0] > 0
 
 
 def test_a_seed_of_any_kind_of_int_is_that_int() -> None:
