@@ -52,16 +52,14 @@ def agree(
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
     what, advice = subject
-    alone = (
-        f"{name}: {what} are new to this rank ({'; '.join(told[:6])}), and not every other rank has come to compare "
-        f"them. {advice}"
-    )
+    alone = f"{name}: {what} are new to this rank ({'; '.join(told[:6])}), and not every other rank has come to compare"
     try:
         digests, lengths = gathered(
             torch.tensor([digest, len(text)]), mesh, axes, f"comparing {what}", name, alone
         ).T.tolist()
     except RuntimeError as error:
-        raise RuntimeError(f"{error}. {alone}") from error
+        more = alone if waiting.elsewhere(error) else f"{alone}. {advice}"
+        raise RuntimeError(f"{error}. {more}") from waiting.cause(error)
     if len(set(digests)) == 1:
         return
     padded = torch.zeros(max(lengths), dtype=torch.uint8)

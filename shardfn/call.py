@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import re
+import sys
 import threading
 import types
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from shardfn import compat
 from shardfn.ledger import in_place
@@ -209,6 +212,7 @@ def _run(signature: Signature, leaves: Sequence[Any], parameters: Sequence[Seque
     except RuntimeError as error:
         if "leaf Variable that requires grad" in str(error):
             raise RuntimeError(writes(signature)) from error
+        refuse_mixed(signature, error, parameters, leaves)
         raise
     finally:
         running.stage = None
@@ -315,6 +319,19 @@ def refuse_inside(signature: Signature) -> None:
         )
 
 
+def refuse_reentrant(signature: Signature, differentiated: Sequence[bool]) -> None:
+    """Raises RuntimeError inside a reentrant checkpoint of torch's, where gradients asked for by name would be zero."""
+    frame = sys._getframe() if any(differentiated) else None
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                f"stage {signature.name} ({signature.stage!r}) is called inside torch.utils.checkpoint with "
+                f"use_reentrant=True, through which torch brings no gradient to value_and_grad: write "
+                f"use_reentrant=False, or make the stage with remat=True"
+            )
+        frame = frame.f_back
+
+
 class _RefuseWrapped(torch.overrides.TorchFunctionMode):
     """Refuses tensors of a running torch.func transform, which a stage's function can only have closed over.
 
@@ -337,7 +354,8 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
             return x
         number = compat.constant(x) if self.call.reverse else None
         if number is None:
-            raise RuntimeError(_closes_over(self.call.signature, x))
+            told = f"a tensor of shape {tuple(x.shape)}, {x.dtype},"
+            raise RuntimeError(_closes_over(self.call.signature, [told]))
         return number
 
 
@@ -370,7 +388,7 @@ def refuse_closure(signature: Signature, made: Residuals) -> None:
     known = {id(x) for xs in (*made.parameters, made.inputs) for x in xs}
     for y in made.outputs:
         if y.grad_fn is None and y.requires_grad and id(y) not in known:
-            raise RuntimeError(_closes_over(signature, y))
+            raise RuntimeError(_closes_over(signature, _reached(signature, made.outputs, known)))
     # At every call: a tensor that needed no gradient may need one now.
     nodes: list[Any] = [y.grad_fn for y in made.outputs if y.grad_fn is not None]
     seen = {None, *nodes}
@@ -381,7 +399,38 @@ def refuse_closure(signature: Signature, made: Residuals) -> None:
                 seen.add(parent)
                 nodes.append(parent)
         if not parents and id(variable := getattr(node, "variable", None)) not in known and variable is not None:
-            raise RuntimeError(_closes_over(signature, variable))
+            raise RuntimeError(_closes_over(signature, _reached(signature, made.outputs, known)))
+
+
+def _reached(signature: Signature, outputs: Sequence[Tensor], known: set[int]) -> list[str]:
+    """What outputs depend on beside what is known, in words: the tensors that the function names; if it names none,
+    those where what depends on known ones meets what does not.
+    """
+    nodes: list[Any] = [y.grad_fn for y in outputs if y.grad_fn is not None]
+    parents: dict[Any, list[Any]] = {}
+    leaves = {id(y): y for y in outputs if y.grad_fn is None and y.requires_grad}
+    while nodes:
+        node = nodes.pop()
+        if node not in parents:
+            parents[node] = [edge for edge in node.next_functions if edge[0] is not None]
+            nodes += [parent for parent, _ in parents[node]]
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                leaves[id(variable)] = variable
+    named = [
+        f"{name!r}, of shape {tuple(x.shape)}, {x.dtype},"
+        for name, x in signature.named()
+        if id(x) not in known and (x.grad_fn in parents if x.grad_fn is not None else id(x) in leaves)
+    ]
+    own = {node for node in parents if id(getattr(node, "variable", None)) in known}
+    grown = -1
+    while grown < len(own):  # what depends on them
+        grown = len(own)
+        own |= {node for node, edges in parents.items() if any(parent in own for parent, _ in edges)}
+    met = {edge for node in own for edge in parents[node] if edge[0] not in own}
+    shapes = dict.fromkeys(compat.result_of(node, number) for node, number in met)
+    strays = [(tuple(x.shape), x.dtype) for key, x in leaves.items() if key not in known]
+    return named or [f"a tensor of shape {shape}, {dtype}," for shape, dtype in shapes or strays]
 
 
 def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
@@ -447,6 +496,30 @@ def leaving(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Ten
     return tuple(found)
 
 
+_DTYPES = re.compile("dtype|scalar type|weight type|bias type", re.IGNORECASE)
+
+
+def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arguments: Sequence[Any]) -> None:
+    """Raises RuntimeError in place of torch's where a function met parameters of one dtype and others of another."""
+    own, others = (
+        {x.dtype for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
+        for some in (parameters, [x for i, x in enumerate(arguments) if i not in signature.shards])
+    )
+    if not own or not others or len(own | others) == 1 or not _DTYPES.search(str(error)):
+        return
+    asked = {name: getattr(signature.options, name) for name in ("gather_dtype", "input_dtype")}
+    told = (
+        " and ".join(f"{name}={dtype}" for name, dtype in asked.items() if dtype)
+        or "no gather_dtype and no input_dtype"
+    )
+    first, second = (", ".join(sorted(map(str, some))) for some in (own, others))
+    raise RuntimeError(
+        f"stage {signature.name} ({signature.stage!r}): its function gets parameters of {first} and other arguments of "
+        f"{second}, which it mixes ({error}). With {told}: gather_dtype is the dtype in which it gets parameters, "
+        f"input_dtype that of its other arguments; give both the same, or cast inside the function"
+    ) from error
+
+
 def writes(signature: Signature) -> str:
     """What is wrong with writing into parameters."""
     return (
@@ -456,11 +529,13 @@ def writes(signature: Signature) -> str:
     )
 
 
-def _closes_over(signature: Signature, x: Tensor) -> str:
+def _closes_over(signature: Signature, found: Sequence[str]) -> str:
+    several = len(found) > 1
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function uses a tensor of shape {tuple(x.shape)}, "
-        f"{x.dtype}, that needs a gradient and is not among its arguments: the gradient would be lost. Pass it as an "
-        f"argument, or detach it"
+        f"stage {signature.name} ({signature.stage!r}): its function uses {' and '.join(found[:3])} that "
+        f"{'need' if several else 'needs'} a gradient and {'are' if several else 'is'} not among its arguments: the "
+        f"gradient would be lost. Pass {'them as arguments' if several else 'it as an argument'}, or use x.detach() of "
+        f"what shall have none"
     )
 
 

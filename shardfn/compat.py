@@ -603,6 +603,13 @@ def release_threads() -> None:
         group.exception_handle(None)
 
 
+def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype of one of the results whose gradient a node of autograd's graph takes."""
+    variable = getattr(node, "variable", None)
+    found = node._input_metadata[number] if variable is None else variable
+    return tuple(found.shape), found.dtype
+
+
 def backward_pass() -> int:
     """The number of the backward pass that runs on this thread; -1 for none."""
     number: int = torch._C._current_graph_task_id()

@@ -28,8 +28,9 @@ debugging = Debugging()
 _asked: list[dict[str, bool]] = []  # by the environment first, then by each block, in the order in which they began
 
 
-@contextlib.contextmanager
-def debug(*, memory: bool | None = None, collectives: bool | None = None) -> Iterator[None]:
+def debug(
+    *by_position: object, memory: bool | None = None, collectives: bool | None = None
+) -> contextlib._GeneratorContextManager[None]:
     """Switches checks on or off while the block runs, in the whole process and on all ranks alike.
 
     Without a block, the environment switches them on: `SHARDFN_DEBUG=collectives`, `memory,collectives`, or `all`.
@@ -41,10 +42,23 @@ def debug(*, memory: bool | None = None, collectives: bool | None = None) -> Ite
 
     What is left out stays as it is.
 
+    Raises:
+        TypeError: nothing to switch, or something by position.
+
     Example:
         ``with sf.debug(collectives=True): step(params, tokens)``
     """
     asked = {name: on for name, on in {"memory": memory, "collectives": collectives}.items() if on is not None}
+    if by_position or not asked:
+        given = ", ".join(map(repr, by_position))
+        raise TypeError(
+            f"debug({given}) says no check by name: write debug(memory=True), debug(collectives=True), or both"
+        )
+    return _switched(asked)
+
+
+@contextlib.contextmanager
+def _switched(asked: dict[str, bool]) -> Iterator[None]:
     _asked.append(asked)
     _settle()
     try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardfn import collectives, compat
+from shardfn import collectives, compat, waiting
 from shardfn.agree import agree
 from shardfn.call import (
     Call,
@@ -283,7 +283,7 @@ class Engine:
             slot.forget()
             raise RuntimeError(
                 f"stage {turn.signature.name}: gathering its parameters failed on this rank: {error}"
-            ) from error
+            ) from waiting.cause(error)
 
     def _fill(self, turn: Turn) -> None:
         assert turn.slot is not None, "a turn that moves bytes has a slot"

@@ -154,6 +154,7 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
     if not sizes or list(sizes.values()).count(-1) > 1:
         raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {_show(sizes)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
     _start_distributed()
     _claim_device(device)
     world = dist.get_world_size()
@@ -541,6 +542,18 @@ def _end_distributed() -> None:
             store.set(f"shardfn/leaving/{dist.get_rank()}", "")
             store.wait([f"shardfn/leaving/{rank}" for rank in ranks], LEAVE_TOGETHER)
         dist.destroy_process_group()
+
+
+def _check_device(device: str) -> None:
+    """Raises ValueError for what names no kind of device, such as one with an index."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.index is not None:
+        what = "a kind of device, without a number" if found is not None else "no device of torch"
+        fix = "cuda" if found is None or found.type == "cuda" else found.type
+        raise ValueError(f'make_mesh(device={device!r}): that is {what}; write device="{fix}" or device="cpu"')
 
 
 def _claim_device(device: str) -> None:

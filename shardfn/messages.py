@@ -184,17 +184,21 @@ def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message])
 
 def _arrive(works: Future[list[Any]], what: What, group: Any) -> None:
     told = _told(what)
+    here = waiting.on(str(what[0]), group.group_name, _told(what[1:]))
     try:
-        with waiting.on(str(what[0]), group.group_name, _told(what[1:])):
+        with here:
             for work in works.result():
                 work.wait()
     except RuntimeError as error:
         if " in vain for " in str(error):
             raise
+        if here.nested:  # the outer one knows more
+            said = f"not every other rank along the axis has come to {told} ({waiting.brief(error)})"
+            raise RuntimeError(said) from None
         raise RuntimeError(
-            f"this rank waited in vain for {told}, and not every other rank along the axis has come to the same: "
-            f"{error}. SHARDFN_DEBUG=collectives says who does what"
-        ) from error
+            f"this rank waited in vain for {told}, and not every other rank along the axis has come to the same. "
+            f"SHARDFN_DEBUG=collectives says who does what ({waiting.brief(error)})"
+        ) from None
 
 
 def _tag(what: What, number: int) -> int:

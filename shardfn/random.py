@@ -48,6 +48,18 @@ def _int(part: object) -> int:
         raise TypeError(f"fold_in takes ints and axis names, not {type(part).__name__}") from None
 
 
+def int_seed(seed: object) -> int:
+    """A seed, of whatever kind of int.
+
+    Raises:
+        TypeError: something else, of which `repr` may say something else on every rank.
+    """
+    try:
+        return operator.index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"a seed is an int, not {str(seed)[:40]!r} of type {type(seed).__name__}") from None
+
+
 def mixed(seed: int, *parts: int | str) -> int:
     """A 63-bit seed from a seed and further numbers or words: the same everywhere, unrelated for different parts."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()

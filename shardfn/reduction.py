@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from shardfn import compat
+from shardfn import compat, waiting
 from shardfn.debugging import debugging
 from shardfn.layout import ALIGNMENT, Layout
 from shardfn.ledger import here, serving
@@ -262,7 +262,9 @@ class Flight:
         try:
             arrived(handle, op, link.group_names[1], self.stage)
         except RuntimeError as error:
-            raise RuntimeError(f"stage {self.stage!r}: summing its gradient failed on this rank: {error}") from error
+            raise RuntimeError(
+                f"stage {self.stage!r}: summing its gradient failed on this rank: {error}"
+            ) from waiting.cause(error)
 
     def _reduce(self) -> None:
         if self.later:

@@ -274,7 +274,7 @@ def escaped(stage: str) -> RuntimeError:
     return RuntimeError(
         f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
         f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, "
-        f"or keep y.detach().clone() of it"
+        f"or keep y.detach().clone() of it; where numbers are read too late, SHARDFN_DEBUG=memory shows nan"
     )
 
 

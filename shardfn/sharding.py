@@ -16,11 +16,11 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import collectives, compat
+from shardfn import collectives, compat, waiting
 from shardfn.agree import agree
 from shardfn.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.mesh import axis_of, check_axes, grid_of, mesh_of, scope
-from shardfn.random import Drawing, mixed
+from shardfn.random import Drawing, int_seed, mixed
 from shardfn.replicated import assert_replicated, checksum
 from shardfn.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
 from shardfn.strategy import Placement, Strategy
@@ -92,7 +92,10 @@ def unshard(tree: Any, mesh: DeviceMesh | None = None) -> Any:
         shards = stage_shards(stage)
         return assemble([flat.layout for flat in shards], [_whole(flat, mesh) for flat in shards])
 
-    return optree.tree_map(whole, tree, is_leaf=is_stage)
+    if torch.compiler.is_compiling():
+        return optree.tree_map(whole, tree, is_leaf=is_stage)
+    with waiting.during("sf.unshard"):
+        return optree.tree_map(whole, tree, is_leaf=is_stage)
 
 
 def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
@@ -328,7 +331,7 @@ class _Rules:
                 f"{name} is on the meta device, without values: use init_sharded(..., fill=...) or shard_named"
             )
         entry, layout = flat.layout.entries[number], flat.layout
-        digest = f" sum {checksum(value)}" if self.inputs == "global" or not entry.spec.axes else ""
+        digest = f", values with checksum {checksum(value)}" if self.inputs == "global" or not entry.spec.axes else ""
         self.told.append(f"{name}: {tuple(value.shape)}{digest}")
         if not layout.here(self.rank):
             return
@@ -495,7 +498,7 @@ def _refuse_sparse(name: str, leaf: Tensor) -> None:
 
 def _drawn(make: Make, path: str, seed: int) -> Any:
     """What a maker makes at a path; where it draws without a generator, too, it is from the one that it is given."""
-    generator = torch.Generator().manual_seed(mixed(seed, path))
+    generator = torch.Generator().manual_seed(mixed(int_seed(seed), path))
     with Drawing(generator, f"the maker of {path or 'the tree'}"):
         return make(generator)
 

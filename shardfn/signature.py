@@ -191,6 +191,18 @@ class Signature:
                 found.append(cell.cell_contents)
         return found
 
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Tensors that the function's code names and does not get: what it closes over, and globals; for messages."""
+        function = inspect.unwrap(self.function)
+        code = getattr(function, "__code__", None)
+        found: dict[str, Any] = {}
+        for name, cell in zip(code.co_freevars if code else (), self._cells, strict=False):
+            with contextlib.suppress(ValueError):  # an empty one
+                found[name] = cell.cell_contents
+        around = getattr(function, "__globals__", {})
+        found |= {name: around[name] for name in (code.co_names if code else ()) if name in around}
+        return [(name, x) for name, value in found.items() for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
+
     @functools.cached_property
     def _cells(self) -> tuple[Any, ...]:
         return getattr(inspect.unwrap(self.function), "__closure__", None) or ()

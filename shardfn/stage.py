@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import optree
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardfn import collectives, compat, firstorder, traced
-from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, running
+from shardfn.call import Call, SharedMemory, cast, enter, refuse_inside, refuse_mixed, refuse_reentrant, running
 from shardfn.engine import engine_of
 from shardfn.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.ledger import here
@@ -165,6 +165,9 @@ def layers(items: Iterable[T]) -> Sequence[T]:
     Args:
         items: parameters of stages, in the order in which they will be used, each by its stage.
 
+    Raises:
+        TypeError: a dict, whose items are its keys.
+
     Returns:
         The same items. Their order is known to the engine as long as this sequence is alive.
 
@@ -173,6 +176,11 @@ def layers(items: Iterable[T]) -> Sequence[T]:
         ``ordered = layers([params["embed"], *params["blocks"], params["head"]])``, of which it uses ``ordered[0]``,
         ``ordered[1:-1]`` and ``ordered[-1]``.
     """
+    if isinstance(items, Mapping):
+        raise TypeError(
+            f"layers: the items are a {type(items).__name__}, which iterates over its keys, not over parameters: pass "
+            f"its values in the order of their use, layers(params.values())"
+        )
     return list(items) if torch.compiler.is_compiling() else Layers(items)
 
 
@@ -206,6 +214,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         static[i] = None
     call = Call(signature, engine_of(mesh), static, at, needs)
     if not any(needs):
+        if call.step is not None and not torch.is_grad_enabled():
+            refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
         return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)), inputs)
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]
@@ -265,7 +275,12 @@ def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> 
     before, here.stage = here.stage, signature.stage
     try:
         with scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext():
-            result = signature.call(mixed, [_whole(leaves[i], layout, options) for i, layout in _shards(signature)])
+            whole = [_whole(leaves[i], layout, options) for i, layout in _shards(signature)]
+            try:
+                result = signature.call(mixed, whole)
+            except RuntimeError as error:
+                refuse_mixed(signature, error, whole, mixed)
+                raise
     finally:
         here.stage, running.stage = before, None
     return optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from threading import get_ident
@@ -94,7 +94,12 @@ class on:
         else:
             _waits[get_ident()] = before
         if isinstance(error, RuntimeError) and (told := _failed(self, error)) is not error:
-            raise told from error
+            raise told from None  # what the backend says of it is in there, and comes after
+
+    @property
+    def nested(self) -> bool:
+        """Whether it is a part of another one of the same group, which says more."""
+        return self._outer
 
     def __str__(self) -> str:
         of = f" of {self.of!r}" if self.of != "" else ""
@@ -102,6 +107,19 @@ class on:
         return f"{self.what}{of}{f' over {along}' if along else ''}"
 
 
+@contextlib.contextmanager
+def during(call: str) -> Iterator[None]:
+    """What this thread waits for is a part of this call of the user's, `"sf.unshard"` say: messages name it."""
+    me = get_ident()
+    outer = _calls.setdefault(me, call)
+    try:
+        yield
+    finally:
+        if outer is call:
+            _calls.pop(me, None)
+
+
+_calls: dict[int, str] = {}  # of the user's, by thread
 _waits: dict[int, on] = {}  # by thread
 _counts: dict[tuple[int, str], dict[tuple[str, Any], int]] = {}  # what each thread came to, by group
 _along: dict[str, str] = {}  # the axes along which a group runs
@@ -132,6 +150,7 @@ def _forked() -> None:
     global _watcher
     _watcher = None
     _waits.clear()
+    _calls.clear()
     _counts.clear()
 
 
@@ -219,12 +238,17 @@ def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
     return {
         "group": wait.group,
         "ranks": _ranks(wait),
-        "told": str(wait),
+        "told": _named_wait(wait, thread),
         "key": _key(wait.what, wait.of),
         "count": wait.count,
         "sided": wait.sided,
         "first": sum(_counts.get((thread, wait.group), {}).values()) < 2,
     }
+
+
+def _named_wait(wait: on, thread: int) -> str:
+    call = _calls.get(thread)
+    return f"{wait} in {call}" if call else str(wait)
 
 
 def _ranks(wait: on) -> list[int]:
@@ -310,6 +334,35 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}:"
 
 
+def _advised(told: str) -> str:
+    """What is said, and what to do about it."""
+    if " has failed: " in told:
+        return f"{told}. Look at the output of that rank first"
+    found = _CALL.search(told)
+    if found is None:
+        return f"{told}. {_ADVICE}"
+    return f"{told}. All ranks call {found[1]}, whatever they do with it: only write files or print on rank 0"
+
+
+_CALL = re.compile(r" in (sf\.[\w.]*\w)")
+
+
+def brief(error: BaseException) -> str:
+    """What a backend says, without its general advice."""
+    return str(error).split(" This is typically")[0].rstrip(" .")
+
+
+def cause(error: BaseException) -> BaseException | None:
+    """From what an error is raised whose text has that of this one: nothing, where that says it all."""
+    return None if " in vain for " in str(error) else error
+
+
+def elsewhere(error: BaseException) -> bool:
+    """Whether the ranks that did not come are in no collective on tensors: they have ended, save something, ..."""
+    told = str(error)
+    return " waits for " not in told or _CALL.search(told) is not None or "the making of a group" in told
+
+
 _BROKEN = re.compile("connection|closed|closure|timed out|timeout|reset by peer|broken pipe|abort", re.IGNORECASE)
 
 
@@ -325,13 +378,12 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         states = _read(compat.default_store(), others[:64])
     for state in states.values():
         if str(_watcher.rank) in state["vain"]:
-            return RuntimeError(f"{state['vain'][str(_watcher.rank)][0]}. {_ADVICE}")
+            return RuntimeError(_advised(state["vain"][str(_watcher.rank)][0]))
     known = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
+    told = f"rank {_watcher.rank} waited in vain for {_named_wait(wait, get_ident())}"
     if known:
-        return RuntimeError(f"rank {_watcher.rank} waited in vain for {wait}: {_standing(known, states)}. {_ADVICE}")
-    return RuntimeError(
-        f"rank {_watcher.rank} waited in vain for {wait}, since a rank has gone; what it wrote last says why ({error})"
-    )
+        return RuntimeError(_advised(f"{told}: {_standing(known, states)}"))
+    return RuntimeError(f"{told}: a rank has ended; look at its output first ({brief(error)})")
 
 
 def _read(store: Any, ranks: Iterable[int]) -> dict[int, State]:
@@ -416,7 +468,7 @@ class _Watcher:
             this = [thread, wait.group, _key(wait.what, wait.of), wait.count]
             known = [told for told, *those in filter(None, [self.vain.get(str(self.rank)), *heard]) if this in those]
             if known and not wait.verdict and _waits.get(thread) is wait:
-                wait.verdict = f"{known[0]}. {_ADVICE}"
+                wait.verdict = _advised(known[0])
                 self.give_up(wait, stuck)
             elif now >= self.spoke.get(thread, 0):
                 waited = now - self.since[thread][1]
@@ -424,7 +476,8 @@ class _Watcher:
                 late = [r for r in _ranks(wait) if r != self.rank and not _came_to(states.get(r), wait)]
                 said = _standing(late, states) if late else "all have come, and it has not arrived"
                 more = f". {wait.note}" if wait.note else ""
-                _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, wait, said, more)
+                what = _named_wait(wait, thread)
+                _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, what, said, more)
 
     def reached(self, stuck: dict[int, on]) -> dict[int, State]:
         """What this rank, those that it waits for, those that they wait for, ... have told."""

@@ -1,7 +1,8 @@
 """Mechanisms broken on purpose, each with the test that must then fail.
 
 `python -m tests.mutants [--only NAME ...]` copies the project, breaks one mechanism at a time, runs its test there,
-and prints a table. A mutant that survives shows what no test would notice.
+and prints a table. A mutant that survives shows what no test would notice. A test that hangs has caught nothing, unless
+a deadline of its own ends it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ GRADIENTS = "tests/test_strategies.py::test_gradients_are_those_of_one_process"
 RANKS = "tests/test_stage_ranks.py"
 STAGE = "tests/test_stage.py"
 OWN = "tests/test_chaos.py"
+ZEROS = "tests/test_strategies.py::test_gradients_have_zeros_where_no_parameter_is"
+NARROW = "tests/test_strategies.py::test_gradients_in_narrow_dtypes_are_rounded_once"
 COLLECTIVES = "tests/test_collectives.py"
+BITS = f"{COLLECTIVES}::test_a_sum_has_the_same_bits_on_all_ranks_and_narrow_numbers_are_rounded_once"
 PIPELINES = "tests/parallel/test_pipeline.py"
 OPTIMIZERS = "tests/test_optim.py"
 ACCUMULATE = "tests/test_accumulate.py"
@@ -70,7 +74,7 @@ MUTANTS = [
         "residency.py",
         "return None if lane.slot.alternates(spared) else lane",
         "return lane",
-        TWO,
+        f"{OWN}::test_layers_that_look_ahead_by_counts_of_their_own",
     ),
     Mutant(
         "gathers behind into the slot in use",
@@ -91,7 +95,7 @@ MUTANTS = [
         "engine.py",
         "self.before, self.slot.busy = self.slot.busy, True",
         "self.before = self.slot.busy",
-        "tests/test_stage_hidden.py",
+        "tests/test_stage_hidden.py::test_a_stage_that_runs_keeps_its_parameters_when_a_hook_calls_another",
     ),
     Mutant(
         "an outgrown slot is dropped",
@@ -119,7 +123,7 @@ MUTANTS = [
         "engine.py",
         '            agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))',
         "            pass",
-        f"{STAGE}::test_ranks_that_run_different_stages_are_told",
+        f"{STAGE}::test_stages_that_are_new_are_compared_before_anything_moves",
     ),
     Mutant(
         "versions do not count in keys",
@@ -136,6 +140,13 @@ MUTANTS = [
         f"{GRADIENTS}[mics-4]",
     ),
     Mutant(
+        "a gather that is dropped is forgotten",
+        "link.py",
+        "self.left.append(self.works)",
+        "pass",
+        "tests/test_residency.py::test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next",
+    ),
+    Mutant(
         "lent memory keeps its numbers",
         "residency.py",
         "                self.write.fill_(255)",
@@ -149,6 +160,20 @@ MUTANTS = [
         "reader.copy = copy",
         "pass",
         f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
+    ),
+    Mutant(
+        "what is shown stays",
+        "residency.py",
+        "                self.write.copy_(now)\n",
+        "                pass\n",
+        f"{RANKS}::test_a_function_that_reads_at_times_among_others_that_do",
+    ),
+    Mutant(
+        "changed leaves are lent again",
+        "residency.py",
+        "return p.requires_grad is need and not p._backward_hooks and p.grad is None",
+        "return True",
+        f"{RANKS}::test_what_a_function_does_to_its_parameters_lasts_for_that_call",
     ),
     Mutant(
         "loans: nothing is ever kept",
@@ -190,7 +215,21 @@ MUTANTS = [
         "call.py",
         "on, dtype = kind in self.autocast, self.autocast.get(kind)",
         "on, dtype = False, None",
+        f"{STAGE}::test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward",
+    ),
+    Mutant(
+        "autocast of backward in what runs again",
+        "call.py",
+        "dict.fromkeys([*self.autocast, *now.autocast])",
+        "dict.fromkeys(self.autocast)",
         f"{STAGE}::test_autocast_inside_a_stage_and_around_it",
+    ),
+    Mutant(
+        "autocast remembers parameters",
+        "call.py",
+        "torch.autocast(kind, dtype, cache_enabled=False))\n            yield",
+        "torch.autocast(kind, dtype, cache_enabled=True))\n            yield",
+        f"{STAGE}::test_autocast_around_steps_remembers_no_parameters",
     ),
     # gradients
     Mutant(
@@ -240,15 +279,15 @@ MUTANTS = [
         "reduction.py",
         "    end.zero_()\n",
         "",
-        "tests/test_norms.py::test_every_element_counts_once",
+        ZEROS,
     ),
-    Mutant("gaps keep old numbers", "reduction.py", "        torch._foreach_zero_(gaps)\n", "", FOUR),
+    Mutant("gaps keep old numbers", "reduction.py", "        torch._foreach_zero_(gaps)\n", "", ZEROS),
     Mutant(
         "holes keep old numbers",
         "reduction.py",
         "            out[at : at + length].zero_()",
         "            pass",
-        "tests/test_norms.py",
+        ZEROS,
     ),
     Mutant(
         "the last gradient is the sum",
@@ -270,6 +309,20 @@ MUTANTS = [
         "return _All([work], lambda: out.copy_(narrow))",
         "return _All([work])",
         TWO,
+    ),
+    Mutant(
+        "narrow gradients are added where they arrive",
+        "reduction.py",
+        "(dtypes.sum.itemsize >= 4 or links.shard.axis.size == 2)",
+        "True",
+        NARROW,
+    ),
+    Mutant(
+        "narrow gradients round at every step",
+        "link.py",
+        "wide = out if out.dtype.itemsize >= 4 else",
+        "wide = out if True else",
+        NARROW,
     ),
     # refusals
     Mutant(
@@ -334,7 +387,7 @@ MUTANTS = [
         "messages.py",
         "(_digest(what) + number * 0x1E3779B1)",
         "_digest(what)",
-        COLLECTIVES,
+        f"{COLLECTIVES}::test_ranks_that_do_different_things_wait_and_get_no_wrong_values",
     ),
     Mutant(
         "messages do not say what they are",
@@ -348,14 +401,14 @@ MUTANTS = [
         "messages.py",
         'if op == "sum" and len(parts) > 2 and parts[0].dtype.itemsize < 4:',
         "if False:",
-        COLLECTIVES,
+        BITS,
     ),
     Mutant(
         "each rank sums in its own order",
         "messages.py",
-        "return combined(gather(p, x, *what[:2]).unbind(), op)",
-        "return combined(gather(p, x, *what[:2]).roll(-p.index, 0).unbind(), op)",
-        COLLECTIVES,
+        "    if p.size == 2:\n        return combined(gather(p, x, *what[:2]).unbind(), op)",
+        "    if True:\n        return combined(gather(p, x, *what[:2]).roll(-p.index, 0).unbind(), op)",
+        BITS,
     ),
     # beside stages
     Mutant(
@@ -398,7 +451,7 @@ MUTANTS = [
         "checkpoint/saving.py",
         "[replace(part, values=copy) for part, copy in zip(found.parts, _staged(found.parts), strict=True)]",
         "list(found.parts)",
-        f"{CHAOS}",
+        "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
     ),
 ]
 
@@ -424,7 +477,10 @@ def caught(mutant: Mutant, deadline: float = 300.0) -> tuple[bool, str]:
         (Path(place) / "shardfn" / mutant.file).write_text(differs(mutant))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", mutant.test]
         environment = os.environ | {"PYTHONPATH": place, "PYTHONDONTWRITEBYTECODE": "1"}
-        ran = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=deadline)
+        try:
+            ran = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=deadline)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{mutant.name}: {mutant.test} did not end within {deadline:.0f} s") from None
     lines = [line for line in (ran.stdout + ran.stderr).splitlines() if line.strip()] or [""]
     told = next((line for line in lines if line.startswith("FAILED")), lines[-1]).strip()
     if ran.returncode not in (0, 1):  # no such test, say
@@ -438,21 +494,22 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="their names and tests")
     args = parser.parse_args()
     chosen = [one for one in MUTANTS if not args.only or one.name in args.only]
-    survived = 0
+    left = 0
     for mutant in chosen:
         if args.list:
             print(f"{mutant.name} -> {mutant.test}")
             continue
         began = time.perf_counter()
-        found, told = caught(mutant)
-        survived += not found
+        try:
+            found, told = caught(mutant)
+            result = "caught   " if found else "SURVIVED "
+        except RuntimeError as error:
+            result, told = "NO RESULT", str(error)
+        left += result != "caught   "
         took = time.perf_counter() - began
-        print(
-            f"{'caught  ' if found else 'SURVIVED'} {mutant.name} ({mutant.file}), {took:.0f} s\n    {told[:200]}",
-            flush=True,
-        )
-    if survived:
-        raise SystemExit(f"{survived} of {len(chosen)} survived")
+        print(f"{result} {mutant.name} ({mutant.file}), {took:.0f} s\n    {told[:200]}", flush=True)
+    if left:
+        raise SystemExit(f"{left} of {len(chosen)} survived, or have no result")
 
 
 if __name__ == "__main__":

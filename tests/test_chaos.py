@@ -221,6 +221,28 @@ def test_training_is_that_of_one_process_whatever_the_timing(size: int, seed: in
     check(shared_world(size).run(programs, seed, str(tmp_path), count), count)
 
 
+def out_of_turn(count: int) -> dict[str, float]:
+    """Layers that look ahead by counts of their own: the next slot in turn may be the one in use."""
+    mesh, depth = sf.make_mesh(device="cpu", shard=-1), 8
+    n, rank, dice = mesh.size(), mesh.get_rank(), random.Random(0)
+    flat, found = sf.shard(params(depth), mesh, sf.full_shard("shard")), {}
+    want = torch.func.grad(lambda p: loss(layer, head, p, batch(0, n).flatten(0, 1)))(params(depth))
+    with chaos(mesh):
+        for k in range(count):
+            # The first is the shortest that needs care: 0, 1, 2, then slot 3 % 2, then 4 % 3.
+            ahead = [2, 1, 1, 2, *[2] * 4] if k < 2 else dice.choices(range(4), k=depth)
+            f = [sf.stage(layer, prefetch=one, remat=dice.choice([True, False])) for one in ahead]
+            with sf.debug(memory=k % 2 == 0):
+                got = sf.grad(lambda p, f=f: loss(f, sf.stage(head), p, batch(0, n)[rank]))(flat)
+            found[f"{k}: {ahead}"] = distance(sf.unshard(got), want)
+    return found
+
+
+@pytest.mark.world(2)
+def test_layers_that_look_ahead_by_counts_of_their_own(world: World) -> None:
+    check(world.run(out_of_turn, 16), 16)
+
+
 def switched() -> tuple[int, int]:
     """Bytes that are kept, and messages nobody waited for, after steps by stages that keep their parameters or not."""
     mesh = sf.make_mesh(device="cpu", shard=-1)

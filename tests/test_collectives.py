@@ -8,6 +8,7 @@ import math
 import re
 import threading
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -436,31 +437,63 @@ def test_a_stable_softmax_over_cut_logits_is_right() -> None:
     assert worst(world(4).run(lambda: under({"a": 4}, body))) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs"),
-    [
-        ("pvary", {}),
-        ("psum", {}),
-        ("local_slice", {}),
-        ("all_gather", {}),
-        ("ppermute", {"perm": [(0, 0), (1, 1)]}),
-        ("all_to_all", {"split_dim": 0, "concat_dim": 0}),
-        ("pmax", {}),
-    ],
-)
-def test_a_write_into_the_result_leaves_the_argument_alone(name: str, kwargs: Any) -> None:
+WRITTEN: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "pvary": lambda x, n: sf.pvary(x, "a"),
+    "psum": lambda x, n: sf.psum(x, "a"),
+    "pmean": lambda x, n: sf.pmean(x, "a"),
+    "local_slice": lambda x, n: sf.local_slice(x, "a"),
+    "all_gather": lambda x, n: sf.all_gather(x, "a"),
+    "all_gather to invariant": lambda x, n: sf.all_gather(x, "a", to="invariant"),
+    "reduce_scatter": lambda x, n: sf.reduce_scatter(x, "a"),
+    "ppermute": lambda x, n: sf.ppermute(x, "a", [(i, i) for i in range(n)]),
+    "all_to_all": lambda x, n: sf.all_to_all(x, "a", split_dim=0, concat_dim=0),
+    "ragged_all_to_all": lambda x, n: sf.ragged_all_to_all(x, "a", [4 // n] * n),
+    "pmax": lambda x, n: sf.pmax(x, "a"),
+    "pmin": lambda x, n: sf.pmin(x, "a"),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_write_into_the_result_leaves_the_argument_alone(name: str, size: int) -> None:
     def body() -> Any:
         x = torch.ones(4)
-        y = getattr(sf, name)(x, "a", **kwargs)
-        y.add_(7)
+        WRITTEN[name](x, size).add_(7)
         leaf = torch.ones(4, requires_grad=True)
-        if name != "pmax":
-            z = getattr(sf, name)(leaf, "a", **kwargs)
+        if name not in EXTREMES:
+            z = WRITTEN[name](leaf, size)
             z.mul_(3)
-            assert torch.autograd.grad(z.sum(), leaf)[0].ge(3).any()
+            assert torch.autograd.grad(z.sum(), leaf)[0].gt(1).any()
         return x.tolist(), leaf.tolist()
 
-    assert world(2).run(lambda: under({"a": 2}, body)) == [([1.0] * 4, [1.0] * 4)] * 2
+    assert world(2).run(lambda: under({"a": size, "b": 2 // size}, body)) == [([1.0] * 4, [1.0] * 4)] * 2
+
+
+# Of four ranks, where the order of additions matters: each is one number of these.
+INEXACT: dict[torch.dtype, tuple[list[float], float]] = {
+    torch.float64: ([1e16, 1.0, -1e16, 1.0], 1.0),  # by rank, step by step
+    torch.float32: ([1e8, 1.0, -1e8, 1.0], 1.0),
+    torch.bfloat16: ([256.0, 1.0, 1.0, 1.0], 260.0),  # rounded once
+    torch.float16: ([2048.0, 1.0, 1.0, 1.0], 2052.0),
+}
+
+
+def test_a_sum_has_the_same_bits_on_all_ranks_and_narrow_numbers_are_rounded_once() -> None:
+    """Small sums, which one rank adds up, and large ones, of which each rank adds up a piece."""
+
+    def body() -> set[tuple[str, float]]:
+        found = set()
+        for dtype, (numbers, want) in INEXACT.items():
+            for length in (4, 40_000):
+                x = torch.full((length,), numbers[sf.axis_index("a")], dtype=dtype)
+                sums = {"psum": sf.psum(x, "a"), "reduce_scatter": sf.reduce_scatter(x, "a")}
+                sums["pmean"] = sf.pmean(x, "a") * 4
+                found |= {(f"{name} {dtype}", one - want) for name, y in sums.items() for one in y.unique().tolist()}
+        return found
+
+    for found in world(4).run(lambda: under({"a": 4}, body)):
+        assert len(found) == 3 * len(INEXACT)
+        assert {name: off for name, off in found if off} == {}
 
 
 @pytest.mark.parametrize(
@@ -514,6 +547,10 @@ DIFFERING: dict[str, tuple[Any, Any]] = {
     "lengths that do not fit": (
         lambda: sf.ragged_all_to_all(torch.ones(4), "a", [1, 3], [1, 2]),
         lambda: sf.ragged_all_to_all(torch.ones(4), "a", [2, 2], [2, 2]),
+    ),
+    "a permutation that only one rank takes part in": (
+        lambda: [sf.ppermute(torch.full((2,), float(i)), "a", [(0, 1)]) for i in range(2)],
+        lambda: [sf.ppermute(torch.ones(2), "a", perm) for perm in ([], [(0, 1)])],
     ),
     "what only backward sends": (
         lambda: grad(lambda x: (sf.pvary(x, "a") * 2).sum())(torch.ones(3)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pickle
 import sys
@@ -13,6 +14,7 @@ import optree
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn import P
@@ -425,3 +427,147 @@ def test_a_package_that_is_missing_is_named_with_its_extra(package: str, monkeyp
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=f"needs {package}, .*pip install 'shardfn\\[testing\\]'"):
         importlib.import_module("shardfn.testing").strategies  # noqa: B018  # loaded when it is asked for
+
+
+# --- what is passed in another way than it is meant ---
+
+
+def net(**options: Any) -> tuple[Any, Any, Any, Any]:
+    """Parameters of two stages, gradients of them, and a stage."""
+    makers = {name: lambda g: {"w": torch.randn(6, 6, generator=g)} for name in ("body", "head")}
+    params = sf.init_sharded(makers, 0, mesh(a=1), sf.full_shard("a"))
+    layer = sf.stage(lambda p, x: x @ p["w"], **options)
+    return params, optree.tree_map(torch.ones_like, params), layer, sf.optim.adamw(0.1)
+
+
+def closes_over(what: str) -> Any:
+    """A stage that uses an activation of shape (4, 6), made from a scale, and the scale too."""
+    params, _, layer, _ = net()
+    scale = torch.ones((), requires_grad=True)
+
+    def loss(params: Any) -> Any:
+        activation = layer(params["body"], T) * scale
+        held = {"activation": [activation]}
+        uses: dict[str, Any] = {
+            "activation": lambda p, x: x @ p["w"] + activation,
+            "both": lambda p, x: x @ p["w"] * scale + activation,
+            "in a tree": lambda p, x: x @ p["w"] + held["activation"][0],
+            "in an object": functools.partial(lambda one, p, x: x @ p["w"] + one.value, Held(activation)),
+            "as it is": lambda p, x: activation,
+        }
+        return sf.stage(uses[what])(params["head"], T).sum()
+
+    return sf.value_and_grad(loss)(params)
+
+
+class Held:
+    """A value in an attribute."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def mixes(way: Any = lambda f, p: f(p), **options: Any) -> Any:
+    params, _, layer, _ = net(**options)
+    return way(lambda p: layer(p, T).float().sum(), params["body"])
+
+
+def checkpointed(reentrant: bool) -> Any:
+    params, _, layer, _ = net()
+    seen = layer(params["body"], T)  # outside
+    with torch.no_grad():
+        target = layer(params["head"], seen)
+
+    def loss(params: Any) -> Any:
+        with torch.no_grad():
+            layer(params["body"], T)  # nobody's gradient
+        x = T.clone().requires_grad_()  # without one that needs a gradient torch warns
+        made = checkpoint(layer, params["body"], x, use_reentrant=reentrant)
+        return (made - target).square().sum()
+
+    return sf.value_and_grad(loss)(params)[1]["body"].values.abs().sum()
+
+
+def part(of: str) -> Any:
+    params, grads, _, optimizer = net()
+    state = optimizer.init(params)
+    given = {"params": params, "grads": grads, "state": state}
+    given[of] = given[of]["head"] if of != "state" else optimizer.init(params["head"])
+    return optimizer.step(*given.values())
+
+
+MEANT: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
+    "gpu": (lambda: sf.make_mesh(a=1, device="gpu"), ValueError, ["device='gpu'", 'device="cuda"']),
+    "number": (lambda: sf.make_mesh(a=1, device="cpu:0"), ValueError, ["device='cpu:0'", "without a number", '"cpu"']),
+    "debug all": (lambda: sf.debug("all"), TypeError, ["debug('all')", "debug(memory=True)"]),
+    "debug nothing": (lambda: sf.debug(), TypeError, ["debug()", "debug(memory=True)"]),
+    "layers": (lambda: sf.layers({"a": T}), TypeError, ["layers", "dict", "keys", "params.values()"]),
+    "seed": (lambda: sf.init({"w": lambda g: T}, 0.5), TypeError, ["seed is an int", "0.5", "float"]),  # type: ignore[arg-type]
+    "part of gradients": (lambda: part("grads"), ValueError, ["only a part", "a flat shard of head", "[body, head]"]),
+    "part of parameters": (lambda: part("params"), ValueError, ["only a part", "flat shard of head", "[body, head]"]),
+    "part of state": (
+        lambda: part("state"),
+        ValueError,
+        ["mean is a flat shard of head", "a part of the other's tree"],
+    ),
+    "gather_dtype": (
+        lambda: mixes(gather_dtype=torch.bfloat16),
+        RuntimeError,
+        ["'body'", "parameters of torch.bfloat16", "other arguments of torch.float32"],
+    ),
+    "input_dtype": (
+        lambda: mixes(input_dtype=torch.bfloat16),
+        RuntimeError,
+        [
+            "parameters of torch.float32",
+            "arguments of torch.bfloat16",
+            "With input_dtype=torch.bfloat16",
+            "both the same",
+        ],
+    ),
+    "dtypes in jvp": (
+        lambda: mixes(lambda f, p: torch.func.jvp(f, (p,), (p,)), gather_dtype=torch.bfloat16),
+        RuntimeError,
+        ["parameters of torch.bfloat16", "With gather_dtype=torch.bfloat16"],
+    ),
+    "reentrant": (lambda: checkpointed(True), RuntimeError, ["'body'", "use_reentrant=True", "remat=True"]),
+    "closes over": (lambda: closes_over("activation"), RuntimeError, ["'activation', of shape (4, 6), torch.float32"]),
+    "closes over both": (
+        lambda: closes_over("both"),
+        RuntimeError,
+        ["'activation', of shape (4, 6)", "'scale', of shape ()"],
+    ),
+    "closes over a tree": (lambda: closes_over("in a tree"), RuntimeError, ["'held', of shape (4, 6), torch.float32"]),
+    "by an object": (
+        lambda: closes_over("in an object"),
+        RuntimeError,
+        ["uses a tensor of shape (4, 6), torch.float32"],
+    ),
+    "returns it": (lambda: closes_over("as it is"), RuntimeError, ["'activation', of shape (4, 6), torch.float32"]),
+}
+
+
+@pytest.mark.parametrize("row", MEANT)
+def test_what_is_passed_in_another_way_than_it_is_meant_says_which(row: str) -> None:
+    act, kind, says = MEANT[row]
+    for error in world(1, "threads").errors(act):
+        assert isinstance(error, kind)
+        assert [word for word in says if word not in str(error)] == [], str(error)
+
+
+def test_right_dtypes_are_taken_and_another_error_stays_as_it_is() -> None:
+    def body() -> None:
+        mixes(gather_dtype=torch.bfloat16, input_dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match=r"^mat1 and mat2 shapes"):
+            mixes(lambda f, p: sf.stage(lambda p, x: x @ p["w"], gather_dtype=torch.float64)(p, T.T))
+
+    world(1, "threads").run(body)
+
+
+def test_a_checkpoint_that_is_not_reentrant_brings_gradients() -> None:
+    assert world(1, "threads").run(checkpointed, False)[0] > 0
+
+
+def test_a_seed_of_any_kind_of_int_is_that_int() -> None:
+    makers = {"w": lambda g: torch.rand(3, generator=g)}
+    assert torch.equal(sf.init(makers, torch.tensor(3))["w"], sf.init(makers, 3)["w"])  # type: ignore[arg-type]

@@ -749,3 +749,59 @@ def test_a_state_of_another_dtype_is_refused(name: str) -> None:
     ps = optree.tree_map(torch.Tensor.float, ps)
     with pytest.raises(ValueError, match=r"the parameter is torch\.float32, but the state torch"):
         optimizer.step(ps, ps, state)
+
+
+# --- results that are dropped ---
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *WRAPPERS])
+def test_a_state_that_earlier_steps_have_used_up_is_refused(name: str) -> None:
+    o, ps = (OPTIMIZERS | WRAPPERS)[name](donate=True), params()
+    state, grads = o.init(ps), optree.tree_map(torch.ones_like, ps)
+    for _ in range(3):
+        ps, state = o.step(ps, grads, state)
+
+    def drop() -> None:
+        for _ in range(8):
+            o.step(ps, optree.tree_map(torch.clone, grads), state)
+
+    with pytest.raises(ValueError, match=r"already used by the 2 steps before.*params, state = optimizer\.step"):
+        drop()
+    ps, state = o.step(optree.tree_map(torch.clone, ps), grads, state)  # those may be others, put back
+    ps, state = o.step(ps, grads, state)
+
+
+def test_a_state_may_be_used_again_where_that_is_meant() -> None:
+    ps = params()
+    grads = optree.tree_map(torch.ones_like, ps)
+    pure, donating = so.adamw(0.1, donate=False), so.adamw(0.1)
+    state = pure.init(ps)
+    for _ in range(4):
+        pure.step(ps, grads, state)  # overwrites nothing
+    before = optree.tree_map(torch.clone, ps)
+    state = donating.init(ps)
+    for _ in range(4):
+        donating.step(ps, grads, state)
+        optree.tree_map_(lambda x, y: x.copy_(y), ps, before)  # put back
+    for _ in range(4):
+        ps, _ = donating.step(ps, grads, donating.init(ps))
+    for rate in (0.1, torch.tensor(0.1)):
+        plain = so.sgd(rate)
+        for _ in range(4):
+            ps, _ = plain.step(ps, grads, dict(plain.init(ps)))
+    for _ in range(4):
+        ps, state = donating.step(ps, grads, state | {"step": 0})
+    for _ in range(2):
+        for _ in range(2):
+            ps, state = donating.step(ps, grads, state)
+        state = dict(state, step=0)
+
+    def step(params: Any, grads: Any, state: Any) -> Any:
+        for x, g in zip(optree.tree_leaves(params), optree.tree_leaves(grads), strict=True):
+            x.sub_(g)
+        return params, state
+
+    own = so.Optimizer(lambda params: {"every": 3}, step)
+    state = own.init(ps)
+    for _ in range(4):
+        ps, state = own.step(ps, grads, state)

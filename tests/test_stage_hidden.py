@@ -238,6 +238,41 @@ def test_evaluation_in_inference_mode_between_steps(world: World) -> None:
     assert worst(world.run(evaluated_between)) < 1e-12
 
 
+def hook_that_calls() -> dict[str, float]:
+    """A hook inside a stage calls another stage, while backward of the first still reads its own parameters."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+
+    def through(stage: Any, blocks: Any, rank: int) -> Tensor:
+        other = stage(plain)
+
+        def hooked(p: Any, x: Tensor) -> Tensor:
+            y = torch.tanh(x @ p["w"])
+            if y.requires_grad:
+                y.register_hook(lambda g: g * other(blocks[-1], x.detach()).detach())
+            return torch.tanh(y @ p["w"] + p["b"])
+
+        return net(stage(hooked), blocks[:-1], rows(rank))
+
+    whole = optree.tree_map(lambda x: x.clone().requires_grad_(), parameters())
+    torch.stack([through(lambda f: f, whole, k) for k in range(n)]).sum().backward()
+    want = [p["w"].grad for p in whole[:-1]]
+    found = {}
+    for memory in (False, True):
+        for options in ({}, {"prefetch": 0}, {"prefetch": 2}, {"remat": True}, {"remat": True, "prefetch": 0}):
+            with sf.debug(memory=memory):
+                of_flat = sf.grad(lambda blocks, o=options: through(functools.partial(sf.stage, **o), blocks, rank))
+                got = sf.unshard(of_flat(flat))
+            found[f"{memory}, {options}"] = distance([p["w"] for p in got[:-1]], want)
+    return found
+
+
+@pytest.mark.world(2)
+def test_a_stage_that_runs_keeps_its_parameters_when_a_hook_calls_another(world: World) -> None:
+    for found in world.run(hook_that_calls):
+        assert not {how: off for how, off in found.items() if not off < 1e-12}
+
+
 # --- activations that leave by another door ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,14 @@ def distance(got: Any, want: Any) -> float:
 
 
 both_sizes = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
+# Where lent memory is filled with nan, calls have memory, and leaves of autograd, of their own.
+both_memories = pytest.mark.parametrize("memory", [True, False], ids=["own memory", "shared memory"])
 hows = pytest.mark.parametrize("how", ["value_and_grad", "accumulate"])
+
+
+def under(memory: bool, f: Any, *args: Any) -> Any:
+    with sf.debug(memory=memory):
+        return f(*args)
 
 
 def other_layers(how: str, options: Any) -> float:
@@ -145,13 +153,13 @@ def test_backward_with_other_stages_on_other_ranks_is_an_error_that_names_one(wo
         world.within(30).run(swapped_by_backward)
 
 
-def reads_at_times() -> list[float]:
+def reads_at_times(order: Any) -> list[float]:
     """The function's backward reads a parameter in some calls and on some ranks only."""
     s = Setting()
     on: list[Any] = [()]
     f = sf.stage(lambda p, x: (layer if s.rank in on[0] else shift)(p, x))
     found = []
-    for ranks in ((), range(4), range(4), (0,), (), (1, 3)):
+    for ranks in order:
         on[0] = ranks
 
         def of_rank(ps: Any, k: int, ranks: Any = ranks) -> Tensor:
@@ -161,9 +169,56 @@ def reads_at_times() -> list[float]:
     return found
 
 
+@pytest.mark.parametrize(
+    "order",
+    # What the ranks agree on is settled by the first of them.
+    [((), range(4), range(4), (0,), (), (1, 3)), ((0,), (), range(4)), ((1, 3), range(4), ())],
+    ids=["none at first", "one at first", "half at first"],
+)
+@both_memories
 @both_sizes
-def test_a_function_that_reads_its_parameters_at_times(world: World) -> None:
-    assert worst(x for found in world.run(reads_at_times) for x in found) < 1e-12
+def test_a_function_that_reads_its_parameters_at_times(world: World, order: Any, memory: bool) -> None:
+    assert worst(x for found in world.run(under, memory, reads_at_times, order) for x in found) < 1e-12
+
+
+@sf.debug(memory=False)
+def reads_at_times_among_others(count: int) -> dict[str, float]:
+    """Beside layers whose backward always reads, and with slots that are taken out of turn."""
+    s, dice, on = Setting(), random.Random(1), [False]
+    plain = [p for i in range(2) for p in optree.tree_map(lambda x, i=i: x + i, params())]
+    flat = sf.shard(plain, s.mesh, sf.full_shard("shard"))
+
+    def at_times(p: Any, x: Tensor) -> Tensor:
+        return (layer if on[0] and s.rank == 0 else shift)(p, x)
+
+    found = {}
+    for k in range(count):
+        drawn = [(dice.random() < 0.5, dice.randrange(3)) for _ in plain]
+        stages = [sf.stage(at_times if some else layer, prefetch=ahead) for some, ahead in drawn]
+
+        def loss(ps: Any, stages: Any = stages) -> Tensor:
+            x = s.x
+            for f, p in zip(stages, ps, strict=True):
+                x = f(p, x)
+            return x.square().sum()
+
+        def of_rank(ps: Any, rank: int, drawn: Any = drawn) -> Tensor:
+            plainly = [shift if some and (not on[0] or rank) else layer for some, _ in drawn]
+            x = rows()[rank]
+            for f, p in zip(plainly, ps, strict=True):
+                x = f(p, x)
+            return x.square().sum()
+
+        for on[0] in (False, True):
+            want = torch.func.grad(lambda p: torch.stack([of_rank(p, r) for r in range(s.size)]).sum())(plain)
+            found[f"{k}, {on[0]}: {drawn}"] = distance(sf.unshard(sf.grad(loss)(flat)), want)
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_a_function_that_reads_at_times_among_others_that_do(world: World) -> None:
+    for found in world.run(reads_at_times_among_others, 6):
+        assert not {how: off for how, off in found.items() if not off < 1e-12}
 
 
 def attack(how: str) -> float:
@@ -274,9 +329,10 @@ def odd_functions() -> list[float]:
     return [*found, distance(got, plain)]
 
 
+@both_memories
 @both_sizes
-def test_what_a_function_does_to_its_parameters_lasts_for_that_call(world: World) -> None:
-    assert worst(x for found in world.run(odd_functions) for x in found) < 1e-12
+def test_what_a_function_does_to_its_parameters_lasts_for_that_call(world: World, memory: bool) -> None:
+    assert worst(x for found in world.run(under, memory, odd_functions) for x in found) < 1e-12
 
 
 def other_blocks(strategy: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,93 @@ def with_transport(strategy: sf.Placement, gather: str) -> float:
 @pytest.mark.parametrize("strategy", ["hpz", "mics"])
 def test_hops_go_by_every_transport(world: World, strategy: str, gather: str) -> None:
     assert worst(world.within(60).run(with_transport, TABLE[strategy], gather)) < 1e-12
+
+
+def beside(flat: Any, rank: int) -> Tensor:
+    """What a piece holds that is of no parameter."""
+    start = flat.layout.grid.index(rank, flat.layout.placement.axes) * flat.layout.piece
+    offsets = {entry.path: entry.offset - start for entry in flat.layout.entries}
+    left = torch.ones(len(flat.values), dtype=torch.bool)
+    for part in flat.layout.ranges(rank):
+        left[offsets[part.path] + part.start : offsets[part.path] + part.stop] = False
+    chosen: Tensor = flat.values[left]
+    return chosen
+
+
+@contextlib.contextmanager
+def dirty_memory() -> Iterator[None]:
+    """Memory that nobody has written to yet is full of nan."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def in_dirty_memory(width: int, transports: dict[str, str]) -> tuple[dict[str, float], dict[str, float]]:
+    """How far gradients are from one process's, and what they hold that is of no parameter."""
+    mesh = mesh_of(4)
+    rank, every = mesh.get_rank(), normal(12, D, seed=5)
+    mine = every.tensor_split(4)[rank]
+    ps = [{"w": normal(D, width, seed=i), "v": normal(width, D, seed=9 + i), "b": normal(width, 3, seed=19 + i)}
+          for i in range(2)]  # fmt: skip
+
+    def loss(ps: Any, x: Tensor, stage: Any = sf.stage) -> Tensor:
+        for p in ps:
+            x = stage(lambda p, x: x + torch.tanh(x @ p["w"]) @ p["v"])(p, x)  # nobody reads `b`
+        return x.square().sum()
+
+    whole = optree.tree_map(lambda x: x.clone().requires_grad_(), ps)
+    loss(whole, every, plain).backward()
+    want = optree.tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, whole)
+    off, left = {}, {}
+    with dirty_memory(), sf.transports(mesh, **transports):
+        for name in ("ddp", "zero1", "full_shard", "hybrid_shard", "hfsdp", "hpz", "optimizer cut within nodes"):
+            flat = sf.shard(ps, mesh, (TABLE | OWN)[name])
+            found = {"value_and_grad": sf.grad(lambda p: loss(p, mine))(flat)}
+            for defer in ("replicas", "everything"):
+                found[defer] = sf.accumulate(loss, mine.tensor_split(2), defer=defer)(flat)[1]
+            for way, got in found.items():
+                off[f"{name}, {way}"] = distance(sf.unshard(got), want)
+                left[f"{name}, {way}"] = worst(beside(one, rank).abs().sum().item() for one in got)
+    return off, left
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    ("width", "transports"),
+    [(7, {}), (7, {"reduce_scatter": "native"}), (5003, {})],
+    ids=["small", "small, natively", "large, one by one"],
+)
+def test_gradients_have_zeros_where_no_parameter_is(world: World, width: int, transports: dict[str, str]) -> None:
+    """Any `tree_map` over them, such as a norm, takes them for part of the gradient."""
+    for off, left in world.run(in_dirty_memory, width, transports):
+        assert not {how: d for how, d in off.items() if not d < 1e-12}
+        assert not {how: d for how, d in left.items() if d != 0}
+
+
+def narrow_sums() -> dict[str, list[float]]:
+    """Gradients of which four ranks give numbers that are lost if each addition rounds."""
+    mesh = mesh_of(4)
+    found = {}
+    for dtype, large, much in ((torch.bfloat16, 256.0, 260.0), (torch.float16, 2048.0, 2052.0)):
+        x = torch.tensor(large if mesh.get_rank() == 0 else 1.0, dtype=dtype)
+        for length in (24, 50_000):  # the latter is sent from where it is, where that is exact
+            for wire in ("parameters", "sums"):
+                w = torch.ones(length, dtype=dtype if wire == "parameters" else torch.float32)
+                flat = sf.shard({"w": w}, mesh, sf.full_shard(DATA))
+                f = sf.stage(lambda p, x: (p["w"] * x).sum(), reduce_dtype=dtype)
+                got = sf.unshard(sf.grad(lambda p, f=f, x=x: f(p, x))(flat))["w"]
+                want = much if wire == "parameters" else large + 3
+                found[f"{dtype}, {length}, {wire}"] = [one - want for one in got.unique().tolist()]
+    return found
+
+
+@pytest.mark.world(4)
+def test_gradients_in_narrow_dtypes_are_rounded_once(world: World) -> None:
+    for found in world.run(narrow_sums):
+        assert not {how: off for how, off in found.items() if off != [0.0]}
 
 
 def lower() -> dict[str, float]:

@@ -72,6 +72,11 @@ def killed(params: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save(params: Any) -> None:
+    sf.checkpoint.save("/nowhere/at/all", params)
+
+
+CALLED = "All ranks call {}, whatever they do with it: only write files or print on rank 0"
 PROGRAMS: dict[str, tuple[Any, Any, str, str]] = {
     # what rank 0 does, what the other does, and what the two say
     "one stage more": (lambda p: step(p, "abc"), lambda p: step(p, "ab"), "all_gather of 'c'", "reduce_scatter of 'b'"),
@@ -80,17 +85,24 @@ PROGRAMS: dict[str, tuple[Any, Any, str, str]] = {
     "psum": (known(total), step, "all_reduce of", "all_gather of 'a'"),
     "norm": (known(sf.optim.global_norm), step, "all_reduce of", "all_gather of 'a'"),
     "new arguments": (lambda p: under(total, p), step, "comparing the arguments of 'shard_map(total)'", "all_gather"),
-    "unshard": (sf.unshard, step, "all_gather of", "all_gather of 'a'"),
-    "save": (lambda p: sf.checkpoint.save("/nowhere/at/all", p), step, "checkpoint", "all_gather of 'a'"),
-    "load": (lambda p: sf.checkpoint.load("/nowhere/at/all", p), step, "checkpoint", "all_gather of 'a'"),
-    "export": (lambda p: sf.checkpoint.export("/nowhere/at/all", p), step, "checkpoint", "all_gather of 'a'"),
+    "unshard": (sf.unshard, step, "over shard in sf.unshard", CALLED.format("sf.unshard")),
+    "save": (save, step, "in sf.checkpoint.save", CALLED.format("sf.checkpoint.save")),
+    "load": (lambda p: sf.checkpoint.load("/nowhere/at/all", p), step, "in sf.checkpoint.load", "all_gather of 'a'"),
+    "export": (lambda p: sf.checkpoint.export("/nowhere", p), step, "in sf.checkpoint.export", "all_gather of 'a'"),
+    "new arguments, saves": (
+        lambda p: under(total, p),
+        save,
+        "'shard_map(total)'",
+        CALLED.format("sf.checkpoint.save"),
+    ),
     "agree": (sf.assert_replicated, step, "comparing", "all_gather of 'a'"),
 }
 ENDINGS: dict[str, tuple[Any, Any, str, str]] = {
     "ends": (step, ends, "rank 1 has ended", ""),
     "raises": (step, raises, "rank 1 has failed: ValueError: broken here", ""),
-    "killed": (step, killed, "a rank has gone", ""),
-    "save, ends": (lambda p: sf.checkpoint.save("/nowhere/at/all", p), ends, "rank 1 has ended", ""),
+    "killed": (step, killed, "a rank has ended; look at its output first (", ""),
+    "save, ends": (save, ends, "rank 1 has ended", ""),
+    "new arguments, ends": (lambda p: under(total, p), ends, "rank 1 has ended", ""),
 }
 
 
@@ -116,6 +128,8 @@ def test_programs_that_cannot_meet_end_with_an_error_on_every_rank(size: int, na
         assert "in vain" in failure.message
         assert mine in failure.message, failure.message
         assert other in failure.message, failure.message
+        assert "pad them" not in failure.message or name in ("new arguments", "agree")
+        assert failure.message.count("waits in vain") == 1
     assert len(caught.value.failures) == size
 
 
@@ -124,7 +138,10 @@ def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
     with World(2) as fresh, pytest.raises(WorldError) as caught:
         fresh.within(30).run(program, name)
     assert caught.value.failures[0].how == "raised", caught.value.failures[0]
-    assert ENDINGS[name][2] in caught.value.failures[0].message
+    said = caught.value.failures[0].message
+    assert ENDINGS[name][2] in said
+    assert "GLHF" not in said + caught.value.failures[0].traceback
+    assert "pad them" not in said
 
 
 def only_slow() -> list[str]:

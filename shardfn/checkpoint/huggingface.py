@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import collectives, compat
+from shardfn import collectives, compat, waiting
 from shardfn.checkpoint.boxes import Box, Ints, whole
 from shardfn.checkpoint.contents import Contents, Kind, Part, as_bytes, contents, pieces
 from shardfn.checkpoint.loading import Differences
@@ -34,6 +34,7 @@ _Parsed = tuple[re.Pattern[str], str, bool]
 _log = logging.getLogger("shardfn")
 
 
+@waiting.during("sf.checkpoint.export")
 def export(
     path: str | os.PathLike[str],
     params: Any,
@@ -98,6 +99,7 @@ def export(
         raise
 
 
+@waiting.during("sf.checkpoint.import_")
 def import_(
     path: str | os.PathLike[str],
     like: Any,

@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn import waiting
 from shardfn.checkpoint import files
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Contents, Part, contents, generators, rebuilt
@@ -56,6 +57,7 @@ class Differences:
         return "; ".join(told) or "nothing differs"
 
 
+@waiting.during("sf.checkpoint.load")
 def load(
     path: str | os.PathLike[str],
     like: Any,
@@ -117,7 +119,7 @@ def load(
     try:
         team.together(f"load {path}", read)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error
+        raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
     return rebuilt(tree, {name: source.numbers[theirs] for name, theirs in names.items() if name in wanted.numbers})
 
 

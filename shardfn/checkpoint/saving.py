@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shardfn import waiting
 from shardfn.checkpoint import files
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import BUFFER, Contents, Kind, Part, Scalar, contents, crc, pieces
@@ -27,6 +28,7 @@ Busy = Literal["wait", "refuse"]
 _log = logging.getLogger("shardfn")
 
 
+@waiting.during("sf.checkpoint.save")
 def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, overwrite: bool = False) -> None:
     """Writes training state, on all ranks together, to a folder that all of them see.
 
@@ -67,7 +69,8 @@ class Pending:
 
     def _write(self) -> None:
         try:
-            self._save.write()
+            with waiting.during("sf.checkpoint.save_async"):
+                self._save.write()
         except Exception as error:
             self.error = error
             _log.error("the checkpoint %s was not written: %s", self.path, error)
@@ -97,6 +100,7 @@ class Pending:
             raise error
 
 
+@waiting.during("sf.checkpoint.save_async")
 def save_async(
     path: str | os.PathLike[str],
     state: Any,

@@ -44,7 +44,9 @@ class Team:
             with waiting.on("meeting", self.group.group_name, what or self.use):
                 dist.all_gather_object(every, mine, group=self.group)
         except RuntimeError as error:
-            raise CheckpointError(f"a rank is gone, or did not come: {error}") from error
+            raise CheckpointError(f"a rank has ended, or did not come: {waiting.brief(error)}") from waiting.cause(
+                error
+            )
         return every
 
     def together(self, what: str, run: Callable[[], T]) -> list[T]:

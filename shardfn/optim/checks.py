@@ -7,6 +7,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -21,19 +22,52 @@ from shardfn.spec import dotted
 Init = Callable[[Any], Any]
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
+Places = tuple[int | None, int | None, list[int]]
+
 ORDERS = {"step": ("params", "grads", "state"), "update": ("grads", "state", "params")}
+
+
+@dataclass(frozen=True)
+class Use:
+    """A state, as a step got it, by what tells it from the one that the step returns. No memory is kept by it.
+
+    Attributes:
+        state: its `id`. Of two states that follow each other both are alive for a moment, so theirs differ.
+        counts: the ints in it.
+        param: the first trained parameter.
+        slot: the first tensor in it that is more than a number.
+        kept: the state, if it has none, so that no other one gets its `id`.
+        version: of the parameter, before the step, or after it.
+        times: how many steps got it, one after another, if this one is made.
+    """
+
+    state: int
+    counts: list[int]
+    param: weakref.ref[Tensor]
+    slot: weakref.ref[Tensor] | None
+    kept: Any
+    version: int
+    times: int = 1
+
+    def again(self, before: Use | None) -> bool:
+        """Whether it is that very state, with nothing written to parameters since."""
+        if before is None or (self.state, self.counts, self.version) != (before.state, before.counts, before.version):
+            return False
+        slots = [None if use.slot is None else use.slot() for use in (self, before)]
+        return self.param() is before.param() and slots[0] is slots[1]
 
 
 class Guard:
     """Compares what a step gets. Trees of the same structure as before, and tensors of the same shapes, it lets pass.
 
     It keeps no tensors: of the parameters that were last seen as such it knows one, weakly, by which it notices
-    gradients in their place.
+    gradients in their place; and of the state that was last used one, by which it notices that this is used again.
     """
 
     def __init__(self, name: str, init: Init) -> None:
         self.name, self.init = name, init
-        self._passed: tuple[Any, list[Any], int, int] | None = None
+        self._passed: tuple[Any, list[Any], int, int, Places] | None = None
+        self._used: Use | None = None
         self._known: Callable[[], Any] = _nothing
 
     def keep(self, params: Any) -> None:
@@ -44,27 +78,67 @@ class Guard:
         values = first.values if is_unit(first) else first
         self._known = weakref.ref(values) if isinstance(values, Tensor) else _nothing
 
-    def compare(self, params: Any, grads: Any, state: Any) -> None:
-        """Raises ValueError or TypeError unless the three belong together."""
+    def compare(self, params: Any, grads: Any, state: Any) -> tuple[list[Any], Places] | None:
+        """The leaves of all three, and where among them is what `use` looks at; None in a graph, which has no memory.
+
+        Raises:
+            ValueError, TypeError: they do not belong together.
+        """
         if torch.compiler.is_compiling():
             compat.trace_dicts()
-            return  # a graph has no memory
+            return None
         leaves, spec = optree.tree_flatten((params, grads, state), is_leaf=is_unit)
         kinds = [_kind(leaf) for leaf in leaves]
         passed = self._passed
         if passed is None or passed[1] != kinds or passed[0] != spec:
             self._refuse(params, grads, state)
             own, others, _ = (child.num_leaves for child in spec.children())
-            passed = self._passed = spec, kinds, own, own + others
+            passed = self._passed = spec, kinds, own, own + others, _places(leaves, own, own + others)
+        self._refuse_swapped(leaves, *passed[2:4])
+        return leaves, passed[4]
+
+    def _refuse_swapped(self, leaves: list[Any], first: int, last: int) -> None:
         known = self._known()
         if known is None or not leaves or getattr(leaves[0], "values", leaves[0]) is known:
             return
-        tensors = [leaf.values if is_unit(leaf) else leaf for leaf in leaves[: passed[3]]]
-        own, others = tensors[: passed[2]], tensors[passed[2] :]
+        tensors = [leaf.values if is_unit(leaf) else leaf for leaf in leaves[:last]]
+        own, others = tensors[:first], tensors[first:]
         if not any(x is known for x in own) and any(x is known for x in others):
             raise ValueError(
                 f"{self._takes()}: the parameters came as grads here; if they are meant as gradients, pass a copy"
             )
+
+    def use(self, leaves: list[Any], places: Places, state: Any) -> Use | None:
+        """The state that a step gets.
+
+        Raises:
+            ValueError: it was used by the two steps before, which have overwritten parameters. By one, it may be a new
+                one that looks like it.
+        """
+        param, slot, counts = places
+        p = None if param is None else _values(leaves[param])
+        if p is None or p.is_inference():
+            return None
+        s = None if slot is None else weakref.ref(_values(leaves[slot]))
+        kept = state if s is None else None
+        made = Use(id(state), [leaves[i] for i in counts], weakref.ref(p), s, kept, p._version)
+        if not made.again(self._used):
+            return made
+        assert self._used is not None, "there is one that it is equal to"
+        if self._used.times > 1:
+            raise ValueError(
+                f"{self.name}: this state was already used by the {self._used.times} steps before, whose results were "
+                f"dropped: parameters have moved, and the state has not counted it. Write params, state = "
+                f"optimizer.step(params, grads, state)"
+            )
+        return replace(made, times=self._used.times + 1)
+
+    def used(self, use: Use | None, same: bool) -> None:
+        """Remembers the state of a step that was made, if it has overwritten parameters and returned another one."""
+        p = None if use is None else use.param()
+        self._used = None
+        if use is not None and p is not None and p._version != use.version and not same:
+            self._used = replace(use, version=p._version)
 
     def _refuse(self, params: Any, grads: Any, state: Any) -> None:
         wrong = gradients_differ(params, grads)
@@ -123,9 +197,11 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
 
     @functools.wraps(step)
     def checked(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        guard.compare(params, grads, state)
+        found = guard.compare(params, grads, state)
+        use = None if found is None else guard.use(*found, state)
         made = step(params, grads, state)
         guard.keep(made[0])
+        guard.used(use, made[1] is state)
         return made
 
     return first, checked
@@ -142,6 +218,24 @@ def guarded_update(init: Init, update: Step) -> Step:
         return update(grads, state, params)
 
     return checked
+
+
+def _places(leaves: list[Any], own: int, others: int) -> Places:
+    """Where the first trained parameter is, the first tensor of the state, and the ints of the state."""
+    trained = (i for i in range(own) if _trained(leaves[i]))
+    slots = (
+        i for i in range(others, len(leaves)) if isinstance(_values(leaves[i]), Tensor) and _values(leaves[i]).ndim
+    )
+    return next(trained, None), next(slots, None), [i for i in range(others, len(leaves)) if type(leaves[i]) is int]
+
+
+def _trained(leaf: Any) -> bool:
+    values = _values(leaf)
+    return isinstance(values, Tensor) and (leaf.layout.trainable if is_unit(leaf) else _moves(values))
+
+
+def _values(leaf: Any) -> Any:
+    return leaf.values if is_unit(leaf) else leaf
 
 
 def _kind(leaf: Any) -> Any:
@@ -185,6 +279,12 @@ def gradients_differ(params: Any, grads: Any) -> Exception | None:
 
 def _unit_differs(name: str, p: Any, g: Any) -> str:
     if not is_unit(g):
+        if _has_units(g):
+            return (
+                f"these parameters are only a part of what there are gradients of: at {name} there is {_told(p)} "
+                f"beside {_told(g)} of {_names(_inside(g) or {})} among the gradients. Pass the parameters whole, or "
+                f"their part of the gradients and a state of their own"
+            )
         return "" if g is None else (
             f"these gradients are whole, the parameters are cut: at {name} there is {_told(g)} beside {_told(p)}. Take "
             f"them with respect to the sharded parameters"
@@ -248,9 +348,19 @@ def _place_differs(name: str, p: Tensor, g: Tensor) -> str:
 
 
 def _whole_or_cut(name: str, p: Any, g: Any) -> str:
+    if is_unit(g) and _has_units(p):
+        return (
+            f"these gradients are only a part of what there are parameters of: at {name} there is {_told(g)} beside "
+            f"{_told(p)} of {_names(_inside(p) or {})}. Pass the whole tree that grad returns; None "
+            f"stands for what has no gradient"
+        )
     if is_unit(g):
         return f"these gradients are cut, the parameters are whole: at {name} there is {_told(g)} beside {_told(p)}"
     return f"the gradients' structure is not the parameters': at {name} there is {_told(g)} beside {_told(p)}"
+
+
+def _has_units(node: Any) -> bool:
+    return any(map(is_unit, optree.tree_leaves(node, is_leaf=is_unit)))
 
 
 def _moves(x: Tensor) -> bool:
@@ -279,9 +389,13 @@ def state_differs(want: Any, state: Any) -> Exception | None:
                 f"{tuple(w.shape)}"
             )
         if is_unit(w) != is_unit(s):
+            why = (
+                "one is a part of the other's tree"
+                if _has_units(w) and _has_units(s)
+                else "one is whole, and the other is cut"
+            )
             return ValueError(
-                f"this state is of other parameters: {name} is {_told(s)}, where init(params) has {_told(w)}: one is "
-                f"whole, and the other is cut"
+                f"this state is of other parameters: {name} is {_told(s)}, where init(params) has {_told(w)}: {why}"
             )
         if not _like(w, s):
             told = _structures(name, w, s, "init(params)", "it")

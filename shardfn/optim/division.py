@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import collectives, compat
+from shardfn import collectives, compat, waiting
 from shardfn.layout import FlatShard, Layout, is_flat
 from shardfn.ledger import serving
 from shardfn.link import Handle, all_gather, arrived, link
@@ -118,7 +118,8 @@ def _gathered(params: Any, parts: Any, before: list[int], made: Any, finer: Fine
         try:
             arrived(handle, "all_gather", group, stage)
         except RuntimeError as error:
-            raise RuntimeError(f"stage {stage!r}: gathering its new parameters failed on this rank: {error}") from error
+            told = f"stage {stage!r}: gathering its new parameters failed on this rank: {error}"
+            raise RuntimeError(told) from waiting.cause(error)
     return optree.tree_unflatten(tree, whole)
 
 

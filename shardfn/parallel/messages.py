@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import compat
+from shardfn import compat, waiting
 from shardfn.ledger import record
 from shardfn.link import Link, link
 from shardfn.mesh import AxisName, as_names, current_mesh, group_over
@@ -92,7 +92,7 @@ def _tried(do: Callable[..., Any], *args: Any) -> Any:
     try:
         return do(*args)
     except RuntimeError as error:
-        raise _Gone(str(error)) from error
+        raise _Gone(waiting.brief(error)) from error
 
 
 class _Line:
@@ -317,7 +317,7 @@ class Team:
             found = self._next(source)
         except _Gone as error:
             self.ends[source] = _GONE
-            raise RuntimeError(f"pipeline: rank {source} along {self.axis!r} does not answer ({error})") from error
+            raise RuntimeError(f"pipeline: rank {source} along {self.axis!r} does not answer ({error})") from None
         if isinstance(found, Message):
             return found
         if found.wrong or found.stopped:

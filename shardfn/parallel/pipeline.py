@@ -418,7 +418,7 @@ def _refuse_other(theirs: Sequence[Any], own: Sequence[Any], rank: int, axis: Ax
 
 _CLOSURE = (
     "pipeline: a part uses a tensor that needs a gradient and is not among its arguments: the gradient would be lost. "
-    "Pass it with params, or detach it"
+    "Pass it with params, or use its detach() if none is wanted"
 )
 
 

@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, checkpoint
-from shardfn.checkpoint import boxes, contents, files
+from shardfn.checkpoint import boxes, contents, files, saving
 from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.verifying import verify
@@ -481,11 +482,13 @@ def test_a_process_that_dies_while_it_replaces_a_checkpoint_leaves_one(tmp_path:
 def in_background(folder: str) -> Any:
     root, rank = Path(folder), torch.distributed.get_rank()
     state = simple(2, note=torch.zeros(3))
-    pending = checkpoint.save_async(root / "one", state)
-    for x in optree.tree_leaves(state):
-        if isinstance(x, Tensor):
-            x.fill_(-1)
-    pending.wait()
+    with late() as may_begin:
+        pending = checkpoint.save_async(root / "one", state)
+        for x in optree.tree_leaves(state):
+            if isinstance(x, Tensor):
+                x.fill_(-1)
+        may_begin.set()
+        pending.wait()
     assert pending.done()
     first = sf.unshard(checkpoint.load(root / "one", state)["model"])["w"]
     told = []
@@ -506,6 +509,19 @@ def in_background(folder: str) -> Any:
     checkpoint.save_async(root / "five", state)
     checkpoint.save(root / "six", state)
     return first, told, [path.name for path in files.checkpoints(root)]
+
+
+@contextlib.contextmanager
+def late() -> Iterator[threading.Event]:
+    """What is written in the background begins when it may."""
+    may_begin, write = threading.Event(), saving._Save.write
+
+    def later(self: Any) -> None:
+        may_begin.wait()
+        write(self)
+
+    with mock.patch.object(saving._Save, "write", later):
+        yield may_begin
 
 
 @contextlib.contextmanager
