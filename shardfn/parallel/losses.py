@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.collectives import axis_index, axis_size, pmax, psum
-from shardfn.firstorder import custom_vjp
-from shardfn.mesh import AxisName
+from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
+from shardfn.mesh.axes import AxisName
 from shardfn.parallel.linear import to_parallel
+from shardfn.transforms.custom_vjp import custom_vjp
 
 LOGITS = 2**23  # that are made at a time, unless told otherwise
 

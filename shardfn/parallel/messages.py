@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import compat, waiting
-from shardfn.ledger import record
-from shardfn.link import Link, link
-from shardfn.mesh import AxisName, as_names, current_mesh, group_over
+from shardfn.collectives.into_buffers import Link, link
+from shardfn.collectives.ledger import record
+from shardfn.compat import functorch, process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import AxisName, as_names, current_mesh, group_over
 
 ROOM = 1024  # bytes of a note; what does not fit follows
 _LENGTH = struct.Struct("<q")
@@ -115,7 +116,7 @@ class _Line:
         """Sends a note, and behind it what there must be room for."""
         body = pickle.dumps(note)
         data = _LENGTH.pack(len(body)) + body
-        with compat.outside_transforms():
+        with functorch.outside_transforms():
             first = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8)
             first[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
             for row, at in zip(rows, _places(rows), strict=False):
@@ -131,7 +132,7 @@ class _Line:
         """Makes ready for the next note, which may then come while this rank computes."""
         if self.coming is None:
             data = bytearray(ROOM + self.here)
-            with compat.outside_transforms():
+            with functorch.outside_transforms():
                 self.coming = data, self._coming(data, _NOTE)
 
     def receive(self) -> tuple[Any, bytearray]:
@@ -145,7 +146,7 @@ class _Line:
         body = data[_LENGTH.size : min(ROOM, _LENGTH.size + length)]
         if length > len(body):
             more = bytearray(length - len(body))
-            with compat.outside_transforms():
+            with functorch.outside_transforms():
                 _tried(self._coming(more, _MORE).wait)
             body += more
         return pickle.loads(body), data
@@ -176,7 +177,7 @@ class Team:
     """
 
     def __init__(self, axis: AxisName, along: Link, device: str) -> None:
-        backend = compat.backend_of(along.gathers, device)
+        backend = process_groups.backend_of(along.gathers, device)
         if backend in ("fake", "threaded", "undefined"):
             raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
         self.axis, self.link, self.device = axis, along, torch.device(device)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import axis_size, psum, pvary
-from shardfn.firstorder import custom_vjp
-from shardfn.mesh import AxisName
+from shardfn.collectives.functional import axis_size, psum, pvary
+from shardfn.mesh.axes import AxisName
+from shardfn.transforms.custom_vjp import custom_vjp
 
 
 def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | None = None) -> Tensor:

@@ -19,14 +19,14 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import compat
-from shardfn.autodiff import layouts_of, moves
-from shardfn.collectives import axis_index, axis_size, ppermute, psum, pvary
-from shardfn.firstorder import custom_vjp
-from shardfn.layout import FlatShard, Layout, is_flat
-from shardfn.mesh import AxisName, apart, as_names, check_together
+from shardfn.collectives.functional import axis_index, axis_size, ppermute, psum, pvary
+from shardfn.compat import functorch
+from shardfn.mesh.axes import AxisName, apart, as_names, check_together
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
-from shardfn.reduction import Step
+from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.transforms.autodiff import layouts_of, moves
+from shardfn.transforms.custom_vjp import custom_vjp
+from shardfn.transforms.step import Step
 
 Part = Callable[[Any, Any, Any], Any]
 Schedule = Literal["1f1b", "gpipe"]
@@ -94,7 +94,7 @@ def _job(part: Part, arguments: Any, team: Team, schedule: Schedule) -> tuple[_J
     leaves, tree = optree.tree_flatten(arguments)
     layouts = layouts_of(arguments)
     moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
-    inside, records = compat.inside_transform(), torch.is_grad_enabled()
+    inside, records = functorch.inside_transform(), torch.is_grad_enabled()
     needs = [inside or (records and leaves[i].requires_grad) for i in moving]
     flat = [(i, layouts[i]) for i in moving]
     collected = {i for i, layout in flat if layout is not None and layout.divided is layout}
@@ -156,7 +156,7 @@ class _Job:
 
     def on(self, params: Any, x: Any, batch: Any) -> tuple[list[Tensor], Any]:
         """What this rank's part makes of a micro-batch, tensors and their structure; of the last one the loss."""
-        watched = _RefuseWrapped() if self.inside and not compat.inside_transform() else contextlib.nullcontext()
+        watched = _RefuseWrapped() if self.inside and not functorch.inside_transform() else contextlib.nullcontext()
         with apart(as_names(self.team.axis)), watched:
             made = self.part(params, x, batch)
         if self.team.index == self.team.size - 1:
@@ -332,8 +332,8 @@ class _InStep:
 
     def _made(self, number: int, x: Any) -> tuple[list[Tensor], Any]:
         made, tree = self.job.on(self.params, x, self.batches[number])
-        known = compat.followed(self.nothing)
-        if any(not compat.followed(y) <= known for y in made):
+        known = functorch.followed(self.nothing)
+        if any(not functorch.followed(y) <= known for y in made):
             raise RuntimeError(_CLOSURE)
         if self.team.index < self.team.size - 1:
             return made, tree
@@ -371,7 +371,7 @@ def _alone(tree: Any, axis: AxisName) -> Any:
             return node
         layout, values = _layout_alone(node.layout, places), node.values
         shared = tuple(name for name, _ in places if name in node.layout.placement.replicas)
-        if shared and layout.trainable and (compat.inside_transform() or values.requires_grad):
+        if shared and layout.trainable and (functorch.inside_transform() or values.requires_grad):
             values = pvary(values, shared)
         return FlatShard(values, layout)
 
@@ -428,7 +428,7 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         computes = func is not Tensor.detach and any(isinstance(y, Tensor) for y in optree.tree_leaves(made))
-        if computes and any(map(compat.wrapped, optree.tree_leaves((args, kwargs)))):
+        if computes and any(map(functorch.wrapped, optree.tree_leaves((args, kwargs)))):
             raise RuntimeError(_CLOSURE)
         return made
 

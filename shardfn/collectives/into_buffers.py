@@ -1,0 +1,397 @@
+"""Asynchronous collectives into given buffers, by which the stage engine moves parameters and gradients.
+
+Each returns a handle whose `wait()` leaves the result in its place. Which transport an axis uses is chosen once, by
+its backend, and stands in the ledger; `transports` overrides it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.ledger import record, recording
+from shardfn.compat import process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import Axis, axis_of, group_over, lane
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Until it has arrived; on CUDA, until the current stream may use it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Axes of a mesh as the engine moves along them: one group for parameters, and where overlap needs it, another.
+
+    Attributes:
+        names: the axes, major to minor.
+        axis: their product as this rank sees it.
+        gathers: moves parameters.
+        reductions: moves gradients.
+        group_names: of these two.
+        chosen: transport of each collective, by default.
+        overrides: what `transports` says instead.
+        checks: whether what arrives is what was sent; a fake group moves nothing.
+    """
+
+    names: tuple[str, ...]
+    axis: Axis
+    gathers: Any
+    reductions: Any
+    group_names: tuple[str, str]
+    chosen: dict[str, str]
+    overrides: dict[str, str]
+    checks: bool
+
+
+class _All:
+    """Several works as one; `then` runs when all have arrived."""
+
+    __slots__ = ("then", "works")
+
+    def __init__(self, works: Sequence[Any], then: Callable[[], Any] | None = None) -> None:
+        self.works, self.then = works, then
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        if self.then:
+            self.then()
+        self.works, self.then = (), None
+
+
+class _Launched:
+    """Works that another thread starts.
+
+    If it is dropped, `left` gets them: gloo would forget a message that nobody holds, and give the next one that the
+    other rank sends to the wrong side of the gap. They are waited for with the next ones.
+    """
+
+    __slots__ = ("left", "works")
+
+    def __init__(self, works: Future[list[Any]], left: list[Future[list[Any]]]) -> None:
+        self.works: Future[list[Any]] | None = works
+        self.left = left
+
+    def wait(self) -> None:
+        while self.left:
+            _wait_for(self.left.pop())
+        works, self.works = self.works, None
+        if works is not None:
+            _wait_for(works)
+
+    def __del__(self) -> None:
+        if self.works is not None:
+            self.left.append(self.works)
+
+
+def _wait_for(works: Future[list[Any]]) -> None:
+    for work in works.result():
+        work.wait()
+
+
+_left: weakref.WeakKeyDictionary[Any, list[Future[list[Any]]]] = weakref.WeakKeyDictionary()  # by group
+
+
+class _Later:
+    """What starts when somebody waits for it."""
+
+    __slots__ = ("first", "start")
+
+    def __init__(self, first: Handle, start: Callable[[], Handle]) -> None:
+        self.first, self.start = first, start
+
+    def wait(self) -> None:
+        self.first.wait()
+        self.start().wait()
+
+
+def arrived(work: Handle, op: str, group: str, stage: str) -> None:
+    """Waits for what is under way; who waits long says that it is for this."""
+    with waiting.on(op, group, stage):
+        work.wait()
+
+
+# A send copies to the other side at once if that waits for it, which would hold up the rank that is late anyway.
+_NAME = "shardfn-link"
+_launcher = ThreadPoolExecutor(1, thread_name_prefix=_NAME)
+
+
+def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
+    """Starts works on the launcher's thread, in the order of the calls, and at once on that thread itself."""
+    if not threading.current_thread().name.startswith(_NAME):
+        return _launcher.submit(start)
+    done: Future[list[Any]] = Future()
+    done.set_result(start())
+    return done
+
+
+def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
+    """The axes of the mesh, made ready once. All ranks along them take part the first time."""
+    links: dict[tuple[str, tuple[str, ...]], Link] = mesh.__dict__.setdefault("_shardfn_links", {})
+    key = lane(), names
+    found = links.get(key)
+    if found is None:
+        axis = axis_of(mesh, names)
+        group = process_groups.group_of(axis.group)
+        backend = process_groups.backend_of(group, mesh.device_type)
+        # NCCL runs the collectives of one communicator one after another; two of them overlap.
+        second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
+        called = group.group_name, second.group_name
+        waiting.along(called[1], " x ".join(names))
+        found = links[key] = Link(
+            names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
+    """Overrides how the engine moves bytes along every axis of the mesh, while the block runs; on all ranks alike.
+
+    Args:
+        mesh: the mesh.
+        **chosen: `all_gather` is one of `"native"` (the backend's own), `"direct"` (each piece sent to each other
+            rank, on gloo), `"broadcasts"`; `reduce_scatter` of `"native"`, `"direct"`, `"exchange"` (an all-to-all
+            and a local sum); `all_reduce` is `"native"`.
+
+    Raises:
+        ValueError: no such collective or transport, or not on this backend.
+    """
+    for op, how in chosen.items():
+        if how not in TRANSPORTS.get(op, {}):
+            known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
+            raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
+        backend = process_groups.backend_of(dist.group.WORLD, mesh.device_type) if dist.group.WORLD else "gloo"
+        if how == "direct" and backend != "gloo":
+            raise ValueError(
+                f'transports: {op}="direct" sends each piece as a message of its own, as gloo can; {backend} may run '
+                f"the messages of one communicator one after another, so that ranks which send first wait for each "
+                f'other for ever, or have no messages: here, use {op}="native"'
+            )
+    overrides = _overrides(mesh)
+    before = dict(overrides)
+    overrides.update(chosen)
+    try:
+        yield
+    finally:
+        overrides.clear()
+        overrides.update(before)
+
+
+def all_gather(whole: Tensor, link: Link, dtype: torch.dtype) -> Handle:
+    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
+    how = _told("all_gather", whole, dtype, link)
+    return TRANSPORTS["all_gather"][how](whole, link)
+
+
+def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Link], dtype: torch.dtype) -> Handle:
+    """As `all_gather` over the product of axes, of which this rank is number `index`, one after another.
+
+    The first of `hops` is the minor axis: what it gathers is a stretch of `whole`, which the next one passes on.
+    """
+    steps, pieces = [], math.prod(link.axis.size for link in hops)
+    for link in hops:
+        pieces //= link.axis.size
+        index //= link.axis.size
+        region = whole.view(pieces, -1)[index]
+        how = _told("all_gather", region, dtype, link)
+        steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, link), how))
+    work: Handle = steps[0][0]()
+    for start, how in steps[1:]:
+        work = _followed(work, start, how, whole.device)
+    return work
+
+
+def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
+    """One collective when another has arrived, whose result it needs."""
+    if how == "direct":
+        return _Launched(_launch(lambda: (first.wait(), [start()])[1]), [])
+    if device.type == "cpu":
+        return _Later(first, start)
+    module = torch.get_device_module(device)
+    with module.stream(module.Stream(device=device)):
+        first.wait()
+        return start()
+
+
+def sends_apart(link: Link, op: str) -> bool:
+    """Whether what is sent, and what is received, need not lie in one buffer."""
+    return _how(link, op) == "direct"
+
+
+def gather_apart(whole: Tensor, own: Tensor, tag: Tensor, link: Link, dtype: torch.dtype) -> Handle:
+    """As `all_gather`, with this rank's piece, `own`, elsewhere. The last piece ends in `tag` in place of its end."""
+    _told("all_gather", whole, dtype, link)
+    pieces: list[list[Tensor]] = [[piece] for piece in whole.view(link.axis.size, -1).unbind()]
+    end = len(own) - len(tag)
+    pieces[-1] = [pieces[-1][0][:end], pieces[-1][0][end:]]
+    out = [own[:end], tag] if link.axis.index == link.axis.size - 1 else [own]
+    return _swap(pieces, [out] * link.axis.size, link, link.gathers, tag=1)
+
+
+def scatter_apart(
+    parts: Sequence[Sequence[Tensor]],
+    into: Sequence[Sequence[Tensor]],
+    add: Callable[[], None],
+    numel: int,
+    dtype: torch.dtype,
+    link: Link,
+) -> Handle:
+    """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, whose own for this one come into
+    `into[i]`, in step; `add` adds up what has come. `numel` elements are what all ranks' pieces have together.
+    """
+    if recording():
+        sent = numel * dtype.itemsize * (link.axis.size - 1) // link.axis.size
+        record("reduce_scatter", link.axis.group, dtype, sent, "direct", link.names)
+    return _All([_swap(into, parts, link, link.reductions, tag=2)], add)
+
+
+def reduce_scatter(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+    """Fills `out [n]` with the sum over ranks of their piece of `flat [size * n]` for this rank.
+
+    `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements like `flat`'s until the wait.
+    """
+    if flat.is_complex():
+        complex_scratch, flat, out = scratch, _real(flat), _real(out)
+
+        def scratch(n: int) -> Tensor:
+            return _real(complex_scratch(n // 2))
+
+    how = _told("reduce_scatter", flat, flat.dtype, link)
+    return TRANSPORTS["reduce_scatter"][how](flat, out, link, scratch)
+
+
+def all_reduce(x: Tensor, link: Link) -> Handle:
+    """Sums `x` over ranks, in place."""
+    x = _real(x)
+    how = _told("all_reduce", x, x.dtype, link)
+    return TRANSPORTS["all_reduce"][how](x, link)
+
+
+def _told(op: str, x: Tensor, dtype: torch.dtype, link: Link) -> str:
+    """The transport, entered in the ledger with what of `x` is sent."""
+    how = _how(link, op)
+    if recording():
+        times = 2 if op == "all_reduce" else 1
+        sent = times * x.numel() * x.element_size() * (link.axis.size - 1) // link.axis.size
+        record(op, link.axis.group, dtype, sent, how, link.names)
+    return how
+
+
+def _real(x: Tensor) -> Tensor:
+    """A complex vector as its parts, which is how it can be summed."""
+    return torch.view_as_real(x).view(-1) if x.is_complex() else x
+
+
+def _how(link: Link, op: str) -> str:
+    return link.overrides.get(op) or link.chosen[op]
+
+
+def _overrides(mesh: DeviceMesh) -> dict[str, str]:
+    found: dict[str, str] = mesh.__dict__.setdefault("_shardfn_transports", {})
+    return found
+
+
+def _gather_natively(whole: Tensor, link: Link) -> Handle:
+    own = whole.view(link.axis.size, -1)[link.axis.index]
+    return process_groups.start_all_gather(whole, own, link.gathers)
+
+
+def _gather_by_broadcasts(whole: Tensor, link: Link) -> Handle:
+    pieces = whole.view(link.axis.size, -1).unbind()
+    return _All(
+        [dist.broadcast(piece, group=link.gathers, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
+    )
+
+
+def _gather_directly(whole: Tensor, link: Link) -> Handle:
+    pieces = whole.view(link.axis.size, -1).unbind()
+    own = [pieces[link.axis.index]]
+    return _swap([[piece] for piece in pieces], [own] * len(pieces), link, link.gathers, tag=1)
+
+
+def _swap(
+    into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], link: Link, group: Any, tag: int
+) -> Handle:
+    """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`.
+
+    A message of another length than is expected would end the process; with another tag it is waited for.
+    """
+    others = [i for i in range(link.axis.size) if i != link.axis.index]
+
+    def launch() -> list[Any]:
+        works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
+        return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
+
+    return _Launched(_launch(launch), _left.setdefault(group, []))
+
+
+def _tagged(tag: int, x: Tensor) -> int:
+    return tag + 4 * (x.nbytes % 2**27)
+
+
+def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+    if out.dtype == flat.dtype:
+        return process_groups.start_reduce_scatter(out, flat, link.reductions)
+    narrow = scratch(out.numel())
+    work = process_groups.start_reduce_scatter(narrow, flat, link.reductions)
+    return _All([work], lambda: out.copy_(narrow))
+
+
+def _scatter_directly(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+    pieces = flat.view(link.axis.size, -1).unbind()
+    own, index = pieces[link.axis.index], link.axis.index
+    received = list(scratch(flat.numel() - own.numel()).view(link.axis.size - 1, -1).unbind())
+
+    def add() -> None:
+        # In a narrow dtype each addition would round: all but the last step are done in a wider one.
+        wide = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
+        torch.add(own, received[0], out=wide) if own.dtype == wide.dtype else wide.copy_(own).add_(received[0])
+        for piece in received[1:]:
+            wide.add_(piece)
+        if wide is not out:
+            out.copy_(wide)
+
+    into = [[piece] for piece in [*received[:index], own, *received[index:]]]
+    return _All([_swap(into, [[piece] for piece in pieces], link, link.reductions, tag=2)], add)
+
+
+def _scatter_by_exchange(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+    received = scratch(flat.numel())
+    work = dist.all_to_all_single(received, flat, group=link.reductions, async_op=True)
+    return _All([work], lambda: torch.sum(received.view(link.axis.size, -1), 0, dtype=out.dtype, out=out))
+
+
+def _reduce_natively(x: Tensor, link: Link) -> Handle:
+    return dist.all_reduce(x, group=link.reductions, async_op=True)
+
+
+TRANSPORTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "all_gather": {"native": _gather_natively, "direct": _gather_directly, "broadcasts": _gather_by_broadcasts},
+    "reduce_scatter": {"native": _scatter_natively, "direct": _scatter_directly, "exchange": _scatter_by_exchange},
+    "all_reduce": {"native": _reduce_natively},
+}
+
+
+def _defaults(backend: str) -> dict[str, str]:
+    if backend == "gloo":
+        return {"all_gather": "direct", "reduce_scatter": "direct", "all_reduce": "native"}
+    return {"all_gather": "native", "reduce_scatter": "native", "all_reduce": "native"}

@@ -1,0 +1,594 @@
+"""The schedule of stages on one mesh: what is gathered when, into which slot, and what flies in backward.
+
+Forward of a call: wait for its parameters, start the next gather, run the function on views of the slot. Backward:
+the same from the other end, then send the gradients on their way. The calls of a step form a tape, which backward
+follows in reverse to gather ahead; nothing outlives the step, so another order is never wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Sequence
+from threading import current_thread, get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import functional
+from shardfn.collectives.agree import agree
+from shardfn.collectives.into_buffers import Link, link
+from shardfn.collectives.ledger import here, in_place, record_buffers, recording, serving
+from shardfn.compat import autograd, process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import apart_along, check_together, in_lane, lane, scope, sizes, world_of_thread
+from shardfn.shards.layout import Layout
+from shardfn.shards.placement import Keep
+from shardfn.stages.call import (
+    Call,
+    Residuals,
+    Saving,
+    differentiated,
+    discarding,
+    leaving,
+    refuse_closure,
+    refuse_opaque,
+    refuse_returned,
+    run,
+    writes,
+)
+from shardfn.stages.loan import Loan, loan
+from shardfn.stages.reduction import Dtypes, Reductions
+from shardfn.stages.residency import Key, Ring, Slot, whole_parameters
+from shardfn.stages.signature import Signature, Wires
+from shardfn.stages.tape import LONGEST, Copies, Group, Habit, Order, Place, Tape, Turn
+from shardfn.transforms.step import Links, Step
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger("shardfn")
+_STAGES = (
+    "the stages",
+    "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank",
+)
+
+
+class Agreed:
+    """What the ranks have agreed on in one lane, whichever thread of it runs the stages.
+
+    Attributes:
+        compared: stages that run on all of them.
+        inside: who runs a stage.
+    """
+
+    def __init__(self) -> None:
+        self.compared: set[Wires] = set()
+        self.inside: _Alone | None = None
+
+
+class _Alone:
+    """A context: no other thread of the lane runs stages, since other ranks could not tell what is for which."""
+
+    __slots__ = ("agreed", "depth", "name")
+
+    def __init__(self, agreed: Agreed) -> None:
+        self.agreed, self.depth, self.name = agreed, 0, current_thread().name
+
+    def __enter__(self) -> None:
+        other = self.agreed.inside
+        if other is not None and other is not self:
+            raise RuntimeError(
+                f"threads {other.name!r} and {self.name!r} run stages at the same time, and other ranks cannot tell "
+                f"them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+            )
+        self.agreed.inside, self.depth = self, self.depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.agreed.inside = None
+
+
+class Engine:
+    """What the stages on one mesh share that one thread runs: the ring, the tape, and the gradients in flight."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = weakref.ref(mesh)
+        self.device, self.lane = _device(mesh), lane()
+        self.ring = Ring(self.device)
+        self.reductions = Reductions(self.device)
+        self.tape = Tape(None)
+        self.count = 0  # of slots taken from the ring by calls that no backward follows
+        self.kept: dict[Key, Slot] = {}  # from forward to backward
+        self.lasting: dict[Key, Slot] = {}  # until the step is over
+        self.orders: list[Order] = []  # what `layers` were told
+        # Of the world and not of the mesh, which may go sooner on one rank than on another.
+        self.agreed: Agreed = world_of_thread().agreed.setdefault(lane(), Agreed())
+        by_lane: dict[str, dict[Any, bool]] = mesh.__dict__.setdefault("_shardfn_reads", {})
+        self.reads = by_lane.setdefault(lane(), {})  # whether backward of such a call was seen to need the parameters
+        self.met: set[Wires] = set()
+        self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
+        self.habits: dict[tuple[Layout, ...], Habit] = {}
+        self._links: dict[tuple[str, ...], Link | None] = {}
+        self._routes: dict[tuple[Layout, bool], tuple[Layout, Links]] = {}
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh."""
+        mesh = self._mesh()
+        assert mesh is not None, "a mesh whose stages run is alive"
+        return mesh
+
+    def link(self, names: tuple[str, ...], layout: Layout) -> Link | None:
+        """The axes, or None where there is one rank along them."""
+        if names not in self._links:
+            self._links[names] = link(self.mesh, names) if layout.grid.size(names) > 1 else None
+        return self._links[names]
+
+    # --- a call, forward and backward ---
+
+    def forward(self, call: Call, shards: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Runs a call of a stage; its tensor outputs, without a graph."""
+        with self.alone, serving(call.signature.stage, backward=False):
+            place = self._begin(call, shards)
+            self._gather(place.turn)
+            self._ahead(call, place)
+            records = any(call.needs)
+            keeps = records and call.signature.options.remat in (False, "offload")
+            made, storages = self._run(call, place.turn, inputs, records, again=False)
+            if keeps:
+                call.residuals = made
+            call.differentiable = [y.requires_grad for y in made.outputs]
+            if not records and place.turn.slot is not None and not place.turn.kept:
+                place.turn.slot.give_back()
+            if place.tape is not None and isinstance(call.signature.keep, tuple) and (place.turn.reads or not keeps):
+                self._leave(place.tape, place.turn)
+            left: tuple[Tensor, ...] = leaving(made.outputs, storages, inputs, call.transformed)
+            return left
+
+    def backward(
+        self,
+        call: Call,
+        needs: Sequence[bool],
+        cotangents: Sequence[Tensor | None],
+        inputs: tuple[Tensor, ...],
+        collect: bool,
+    ) -> list[Tensor | None]:
+        """Gradients of a call with respect to shards and inputs; None for those that are collected or not needed.
+
+        Args:
+            call: as it ran forward.
+            needs: which gradients are needed.
+            cotangents: of the outputs; None for one that the loss does not use.
+            inputs: as in forward.
+            collect: whether the step may take gradients past autograd, and let them fly.
+        """
+        place = call.place
+        assert place is not None, "a call runs forward before backward"
+        turn = place.turn
+        if place.tape is not None:
+            place.tape.closed = True
+        made, call.residuals = call.residuals, None
+        with in_lane(self.lane), self.alone, serving(call.signature.stage, backward=True):
+            if made is None or turn.reads:
+                if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
+                    self._take(None, turn, call.signature.options.prefetch + 1)
+                self._gather(turn)
+            self._behind(place)
+            if made is None:
+                with call.surroundings.again():
+                    made, _ = self._run(call, turn, inputs, True, again=True)
+            with _in_use(turn):
+                gradients = differentiated(made, needs, cotangents)
+            of_shards = self._reduced(place, call.step, needs, gradients[0], collect)
+            self._done(place)
+            return [*of_shards, *gradients[1]]
+
+    def catch_up(self, tape: Tape, stop: int) -> None:
+        """Takes the part of this rank in the backward of later calls, whose outputs its own loss does not use.
+
+        Other ranks' losses may: what travels there comes in the order of the tape, on every rank.
+        """
+        front = len(tape.turns) if tape.front is None else tape.front
+        for index in range(front - 1, stop - 1, -1):
+            turn = tape.turns[index]
+            if turn.done or not any(x is not None for x in turn.collected):
+                continue
+            place = Place(tape, index, turn)
+            tape.closed = True
+            with in_lane(self.lane), serving(turn.wires.stage, backward=True):
+                if turn.reads or turn.signature.options.remat not in (False, "offload"):
+                    self._gather(turn)
+                self._behind(place)
+                nothing: list[list[Tensor | None]] = [[None] * len(wire.layout.entries) for wire in turn.wires.each]
+                needs = [x is not None for x in turn.collected]
+                self._reduced(place, tape.step, needs, nothing, True)
+                self._done(place)
+        tape.front = min(front, stop)
+
+    # --- gathering ---
+
+    def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> Place:
+        """Gives a call its place on the tape and its slot, which starts to fill."""
+        signature, options = call.signature, call.signature.options
+        for layout in signature.layouts if apart_along() else ():
+            check_together(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
+        wires = signature.wires(shards)
+        if wires not in self.met:
+            self._meet(signature, wires)
+        tape = self._tape(call, wires, shards) if any(call.needs) else None
+        kept = _kept(tape, call)
+        key = _key(tape, call.step, kept, wires, shards)
+        turn = Turn(signature, wires, shards, key, tuple(call.needs), kept=kept, collected=call.collected)
+        if tape is not None:
+            turn.copies = tape.copies.get(key)
+        self.habits[signature.layouts] = Habit(wires, tape is not None, turn.kept, signature)
+        if wires.nbytes:
+            self._take(tape, turn, options.prefetch + 1)
+        place = call.place = Place(tape, len(tape.turns) if tape else 0, turn)
+        if tape is not None:
+            tape.turns.append(turn)
+            tape.waiting += 1
+            if turn.kept is True and turn.slot is not None:
+                turn.slot.users += 1
+                weakref.finalize(call, self._release, place).atexit = False
+        return place
+
+    def _tape(self, call: Call, wires: Wires, shards: tuple[Tensor, ...]) -> Tape:
+        """The tape of a new call: another one after a backward, for another step, or for other parameters."""
+        now = _identities(shards)
+        if (
+            self.tape.closed
+            or self.tape.step is not call.step
+            or len(self.tape.turns) >= LONGEST
+            or self.tape.shards.get(wires, now) != now
+        ):
+            self.tape = Tape(call.step)
+            if call.step is not None:
+                call.step.join(self, self.tape)
+        self.tape.shards[wires] = now
+        return self.tape
+
+    def _take(self, tape: Tape | None, turn: Turn, slots: int, busy: Slot | None = None) -> bool:
+        """Finds the slot that holds what a turn needs, or else fills one; False if that one is busy."""
+        if turn.kept:
+            store = self.kept if turn.kept is True else self.lasting
+            turn.slot = store.get(turn.key)
+            if turn.slot is None:
+                turn.slot = store[turn.key] = self.ring.keep(turn.wires.nbytes)
+                self._fill(turn)
+            return True
+        turn.slot = self.ring.find(turn.key)
+        if turn.slot is None:
+            counter: Any = self if tape is None else tape
+            slot = self.ring.at(counter.count, slots, turn.wires.nbytes, busy)
+            if slot is None:
+                return False
+            counter.count += 1
+            turn.slot = slot
+            self._fill(turn)
+        return True
+
+    def _gather(self, turn: Turn) -> None:
+        """Until a turn's parameters are in its slot."""
+        slot = turn.slot
+        if slot is None:
+            return
+        try:
+            if slot.holds != turn.key:
+                self._fill(turn)
+            slot.settle()
+        except RuntimeError as error:
+            slot.forget()
+            raise RuntimeError(
+                f"stage {turn.signature.name}: gathering its parameters failed on this rank: {error}"
+            ) from waiting.cause(error)
+
+    def _fill(self, turn: Turn) -> None:
+        assert turn.slot is not None, "a turn that moves bytes has a slot"
+        with serving(turn.wires.stage, here.backward or False):
+            if recording():
+                held = {id(copy): copy for turn in self.tape.turns if turn.copies for copy in turn.copies.shards}
+                record_buffers(self.ring.nbytes() + sum(copy.nbytes for copy in held.values()))
+            if turn.copies is None:
+                turn.slot.fill(turn.key, turn.wires, turn.shards, self.link)
+            else:
+                turn.slot.fill(turn.key, turn.copies.wires, turn.copies.shards, self.link)
+                turn.slot.sources = turn.shards
+
+    def _leave(self, tape: Tape, turn: Turn) -> None:
+        """Copies what the next gathers of a turn's parameters shall come from."""
+        wires = turn.wires.near
+        if turn.copies is not None or wires is None or turn.slot is None:
+            return
+        shards = [
+            shard if wire is near else turn.slot.part(near).own.clone()
+            for wire, near, shard in zip(turn.wires.each, wires.each, turn.shards, strict=True)
+        ]
+        turn.copies = tape.copies[turn.key] = Copies(wires, tuple(shards))
+
+    def _ahead(self, call: Call, place: Place) -> None:
+        """Starts the gathers of the layers that come next."""
+        turn, prefetch = place.turn, call.signature.options.prefetch
+        found: list[Group] | None = None
+        for order in reversed(self.orders):
+            found = order.after(turn.shards[0], prefetch)
+            if found is not None:
+                break
+        for layouts, shards in found or ():
+            habit = self.habits.get(layouts)
+            if habit is not None and habit.wires.nbytes and habit.taped == (place.tape is not None):
+                key = _key(place.tape, call.step, habit.kept, habit.wires, shards)
+                coming = Turn(habit.signature, habit.wires, shards, key, kept=habit.kept)
+                if not self._take(place.tape, coming, prefetch + 1, busy=turn.slot):
+                    return
+
+    def _behind(self, place: Place) -> None:
+        """Starts the gathers for the calls whose backward comes next."""
+        if place.tape is None:
+            return
+        left = place.turn.signature.options.prefetch
+        for turn in reversed(place.tape.turns[: place.index]):
+            if left == 0:
+                return
+            if turn.done or turn.slot is None or turn.kept or not turn.reads:
+                continue
+            if turn.slot.alternates(place.turn.slot):
+                return
+            if turn.slot.holds != turn.key:
+                self._fill(turn)
+            left -= 1
+
+    def _release(self, place: Place) -> None:
+        """A kept slot goes back when its last call is done, or gone."""
+        turn = place.turn
+        slot = turn.slot
+        if turn.kept is True and slot is not None:
+            turn.slot, turn.kept = None, False
+            slot.users -= 1
+            if slot.users == 0:
+                self.kept.pop(turn.key, None)
+                self.ring.give_back(slot)
+
+    def _done(self, place: Place) -> None:
+        tape, turn = place.tape, place.turn
+        self._release(place)
+        turn.copies = None
+        if tape is not None and not turn.done:
+            tape.waiting -= 1
+            if tape.waiting == 0 and tape is self.tape and tape.step is None:
+                self.end()  # nobody else says so, and the parameters shall not be held on to
+        turn.done = True
+
+    def end(self) -> None:
+        """A step is over: nothing that it gathered is used again."""
+        self.reductions.drain()
+        self.tape = Tape(None)
+        for slot in self.lasting.values():
+            self.ring.give_back(slot)
+        self.lasting.clear()
+        # What was gathered ahead for calls that did not keep it, or never came.
+        for key in [key for key, slot in self.kept.items() if slot.users == 0]:
+            self.ring.give_back(self.kept.pop(key))
+        for slot in self.ring.slots:
+            slot.give_back()
+
+    # --- the function ---
+
+    def _run(
+        self, call: Call, turn: Turn, inputs: tuple[Tensor, ...], records: bool, again: bool
+    ) -> tuple[Residuals, list[int]]:
+        """The function on the gathered parameters, and the storages of its outputs; with `records`, under autograd."""
+        # What computes again in backward has a graph too, for a moment: it shows what is closed over, what may be
+        # differentiated, and it is what a loss runs into that gets past the outputs. Backward takes the same room.
+        keeps = records and not again and call.signature.options.remat in (False, "offload")
+        lent = self._loan(call, turn) if keeps else None
+        signature, slot = call.signature, turn.slot
+        own = {autograd.storage_of(x) for x in turn.shards}
+        if slot is not None:
+            own.add(autograd.storage_of(slot.buffer))
+        if lent is None:
+            parameters = whole_parameters(slot, turn.wires, turn.shards, call.needs)
+        else:
+            parameters = lent.parameters
+            own.add(lent.storage)
+        saving = self._saving(signature, own) if records and not again else None
+        versions = _versions(turn, inputs, lent)
+        try:
+            with _in_use(turn):
+                made = run(call, self.mesh, parameters, inputs, records, saving)
+        finally:
+            written = _versions(turn, inputs, lent) != versions
+            if written and slot is not None:
+                slot.forget()
+        if written:
+            raise RuntimeError(writes(signature))
+        storages = refuse_returned(signature, made.outputs, own)
+        refuse_opaque(signature, call.static)
+        if not again and (records or any(y.requires_grad for y in made.outputs)):
+            refuse_closure(signature, made)
+        if lent is not None:
+            self._saw(turn, lent.kept())
+        return made, storages
+
+    def _saw(self, turn: Turn, reads: bool) -> None:
+        """Whether a call's backward will gather, which all ranks must do or none: they agree once."""
+        kind = turn.kind
+        if kind not in self.reads:
+            with in_place(), scope(self.mesh), torch.no_grad():
+                flag = torch.tensor(float(reads), device=self.device)
+                self.reads[kind] = bool(functional.psum(flag, self._callers(turn.signature)))
+        turn.reads = self.reads[kind]
+        if reads and not turn.reads and turn.slot is not None:
+            turn.saved = turn.slot.save()
+
+    def _loan(self, call: Call, turn: Turn) -> Loan | None:
+        """A loan by which it is seen whether backward reads parameters; none where that is known, or makes no odds.
+
+        A call like one that did not is watched again, since gathering for its backward is left out.
+        """
+        known = self.reads.get(turn.kind)
+        if turn.slot is None or turn.kept or known or (known is None and call.transformed):
+            return None
+        if not any(call.needs[: len(turn.shards)]):  # of a frozen stage, ranks differ in whether there is a backward
+            return None
+        lent = loan(turn.slot, turn.wires, turn.shards, call.needs)
+        if lent is None:
+            self._saw(turn, True)
+        return lent
+
+    def _saving(self, signature: Signature, own: set[int]) -> Any:
+        """A context for what autograd saves, if hooks around the stage would take it, or it shall go to the host."""
+        if not autograd.saved_tensors_hooks_allowed():
+            return None
+        around, remat = autograd.saved_tensors_hooks(), signature.options.remat
+        if remat not in (False, "offload"):
+            return None if around is None else discarding(signature.stage)
+        if remat == "offload" and self.device.type == "cpu":
+            _offloads_nothing(signature.name)
+        away = self.device if remat == "offload" and self.device.type != "cpu" else None
+        return None if away is None and around is None else Saving(signature.name, own, away, around).context()
+
+    def _reduced(
+        self,
+        place: Place,
+        step: Step | None,
+        needs: Sequence[bool],
+        of_parameters: list[list[Tensor | None]],
+        collect: bool,
+    ) -> list[Tensor | None]:
+        """The gradients of the parameters become those of the shards."""
+        turn, parity = place.turn, place.index % 2  # the same memory for the same call at every step
+        found: list[Any] = [None] * len(turn.shards)
+        for k, (wire, shard) in enumerate(zip(turn.wires.each, turn.shards, strict=True)):
+            if not needs[k]:
+                continue
+            variable = turn.collected[k] if collect else None
+            layout, links = self._route(wire.layout, variable is not None)
+            total = step.sum_of(variable, layout, links, self.reductions) if step and variable is not None else None
+            dtypes = Dtypes(wire.dtype, turn.signature.options.sum_dtype(shard.dtype), shard.dtype)
+            defer = step.defer if step and total else "nothing"
+            flight = self.reductions.start((k, parity), layout, of_parameters[k], links, dtypes, total, defer)
+            found[k] = flight if total is None else None
+        return [None if flight is None else self.reductions.land(flight) for flight in found]
+
+    def _route(self, layout: Layout, divides: bool) -> tuple[Layout, Links]:
+        """Along which ranks a gradient is summed, and the layout that the first scatter goes by."""
+        known = self._routes.get((layout, divides))
+        if known is None:
+            fine = layout.divided if divides else layout
+            first = fine if layout.size == 1 else layout  # one that is whole is scattered once, over all
+            done, left = first.placement.axes, fine.placement.replicas
+            split = fine.placement.axes[len(done) :]
+            known = first, Links(*(self.link(names, layout) for names in (done, split, left)))
+            self._routes[(layout, divides)] = known
+        return known
+
+    def _meet(self, signature: Signature, wires: Wires) -> None:
+        """What runs here for the first time is compared between ranks, and the ring made large enough for its like."""
+        expected: dict[str, list[Layout]] = self.mesh.__dict__.get("_shardfn_stages", {})
+        lower = signature.options.gather_dtype
+        for layouts in expected.values():
+            sizes = [
+                one.padded * (lower or one.dtype).itemsize
+                for one in layouts
+                if (one.size > 1 or lower) and one.here(process_groups.global_rank())
+            ]
+            self.ring.reserve(sum(-(-size // 512) * 512 for size in sizes))
+        if wires in self.agreed.compared:
+            self.met.add(wires)
+            return
+        told = [
+            f"{signature.name} on {wire.layout}, gathered as {wire.dtype}, layout {bytes(wire.tag[:8].tolist()).hex()}"
+            for wire in wires.each
+        ]
+        with in_place():
+            agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))
+        self.agreed.compared.add(wires)
+        self.met.add(wires)
+
+    def _callers(self, signature: Signature) -> tuple[str, ...]:
+        """Along which all ranks call a stage: not where one position has its parameters, nor where ranks run apart."""
+        elsewhere = (*signature.away, *apart_along())
+        return tuple(name for name in sizes(self.mesh) if name not in elsewhere)
+
+
+def engine_of(mesh: DeviceMesh) -> Engine:
+    """The engine of a mesh for this thread: each has its own ring and its own tape."""
+    every: dict[tuple[int, str], Engine] = mesh.__dict__.setdefault("_shardfn_engines", {})
+    key = get_ident(), lane()
+    found = every.get(key)
+    if found is None:
+        found = every[key] = Engine(mesh)
+    return found
+
+
+class _in_use:
+    """A context: a function, or its backward, reads what a turn's slot holds."""
+
+    __slots__ = ("before", "showing", "slot")
+
+    def __init__(self, turn: Turn) -> None:
+        self.slot = turn.slot
+        self.showing = None if turn.saved is None or turn.slot is None else turn.slot.showing(turn.saved)
+
+    def __enter__(self) -> None:
+        if self.slot is not None:
+            self.before, self.slot.busy = self.slot.busy, True
+        if self.showing is not None:
+            self.showing.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.showing is not None:
+            self.showing.__exit__(*error)
+        if self.slot is not None:
+            self.slot.busy = self.before
+
+
+@functools.cache
+def _offloads_nothing(name: str) -> None:
+    """Says so once for each stage."""
+    _log.warning(
+        'stage %s: remat="offload" keeps activations in the memory of the host, where they are anyway on a mesh of '
+        "CPUs: it changes nothing here. remat=True saves memory everywhere",
+        name,
+    )
+
+
+def _kept(tape: Tape | None, call: Call) -> Keep:
+    """What a call keeps of its slot."""
+    keep = call.signature.keep
+    if keep == "step" and call.step is not None:
+        call.step.meet(call.engine)
+        return keep
+    return tape is not None and keep in (True, "step")
+
+
+def _key(tape: Tape | None, step: Step | None, kept: Keep, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
+    """By the tape's number, or what all tapes of a step have in common."""
+    one = step if kept == "step" else tape
+    return (0 if one is None else one.number, wires, _identities(shards))
+
+
+def _identities(shards: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards])
+
+
+def _versions(turn: Turn, inputs: tuple[Tensor, ...], lent: Loan | None) -> list[int]:
+    """Change when the function writes into its parameters, or into what else it was given."""
+    watched = [] if turn.slot is None else [turn.slot.buffer]
+    versions = [x._version for x in (*watched, *turn.shards, *inputs) if not x.is_inference()]
+    return versions if lent is None else [*versions, lent.version]
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    kind = torch.device(mesh.device_type)
+    return kind if kind.type == "cpu" else torch.device(kind.type, _module(kind).current_device())
+
+
+def _module(device: torch.device) -> Any:
+    return getattr(torch, device.type)
