@@ -23,7 +23,7 @@ from torch import Tensor
 from shardfn.collectives.ledger import record, recording
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import Axis, axis_of, group_over, lane
+from shardfn.mesh.axes import Axis, axis_of, group_over, lane, per_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,21 +145,18 @@ def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
 
 def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
     """The axes of the mesh, made ready once. All ranks along them take part the first time."""
-    links: dict[tuple[str, tuple[str, ...]], Link] = mesh.__dict__.setdefault("_shardfn_links", {})
-    key = lane(), names
-    found = links.get(key)
-    if found is None:
-        axis = axis_of(mesh, names)
-        group = process_groups.group_of(axis.group)
-        backend = process_groups.backend_of(group, mesh.device_type)
-        # NCCL runs the collectives of one communicator one after another; two of them overlap.
-        second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
-        called = group.group_name, second.group_name
-        waiting.along(called[1], " x ".join(names))
-        found = links[key] = Link(
-            names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake"
-        )
-    return found
+    return per_mesh(mesh, ("link", lane(), names), lambda: _linked(mesh, names))
+
+
+def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
+    axis = axis_of(mesh, names)
+    group = process_groups.group_of(axis.group)
+    backend = process_groups.backend_of(group, mesh.device_type)
+    # NCCL runs the collectives of one communicator one after another; two of them overlap.
+    second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
+    called = group.group_name, second.group_name
+    waiting.along(called[1], " x ".join(names))
+    return Link(names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake")
 
 
 @contextlib.contextmanager
@@ -306,8 +303,7 @@ def _how(link: Link, op: str) -> str:
 
 
 def _overrides(mesh: DeviceMesh) -> dict[str, str]:
-    found: dict[str, str] = mesh.__dict__.setdefault("_shardfn_transports", {})
-    return found
+    return per_mesh(mesh, "transports", dict[str, str])
 
 
 def _gather_natively(whole: Tensor, link: Link) -> Handle:

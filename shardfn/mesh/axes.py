@@ -16,11 +16,11 @@ import socket
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from shardfn.mesh import waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or several as their product, major to minor; `()` is none: this rank alone, on a mesh or without."""
@@ -280,11 +282,25 @@ def mesh_numbered(number: int) -> DeviceMesh:
 
 def grid_of(mesh: DeviceMesh) -> Grid:
     """The mesh's names, sizes and ranks; `mesh_of` finds the mesh again by them."""
-    grid: Grid | None = mesh.__dict__.get("_shardfn_grid")
-    if grid is None:
-        grid = mesh.__dict__["_shardfn_grid"] = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
-        world_of_thread().meshes[grid] = weakref.ref(mesh), mesh.device_type
+    return per_mesh(mesh, "grid", lambda: _grid_of(mesh))
+
+
+def _grid_of(mesh: DeviceMesh) -> Grid:
+    grid = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
+    world_of_thread().meshes[grid] = weakref.ref(mesh), mesh.device_type
     return grid
+
+
+def per_mesh(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
+    """What this mesh has under a key, made when it is asked for first.
+
+    It is on the mesh itself: equal meshes of two process groups, one ended and one alive, must not share it.
+    """
+    kept: dict[Hashable, Any] = mesh.__dict__.setdefault("_shardfn", {})
+    found = kept.get(key)
+    if found is None:
+        found = kept.setdefault(key, make())
+    return cast(T, found)
 
 
 def mesh_of(grid: Grid, where: str) -> DeviceMesh:
@@ -482,13 +498,13 @@ def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
 
 def known_axes(mesh: DeviceMesh) -> Axes:
     """The axes of the mesh that were used so far."""
-    # On the mesh itself: equal meshes of two process groups, one ended and one alive, must not share groups.
-    by_lane: dict[str, Axes] = mesh.__dict__.setdefault("_shardfn_axes", {})
     part = lane()
-    axes = by_lane.get(part)
-    if axes is None:
-        axes = by_lane.setdefault(part, Axes(next(_numbers), {}))
-        _meshes[axes.number], _lanes[axes.number] = weakref.ref(mesh), part
+    return per_mesh(mesh, ("axes", part), lambda: _new_axes(mesh, part))
+
+
+def _new_axes(mesh: DeviceMesh, part: str) -> Axes:
+    axes = Axes(next(_numbers), {})
+    _meshes[axes.number], _lanes[axes.number] = weakref.ref(mesh), part
     return axes
 
 

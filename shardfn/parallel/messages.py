@@ -28,7 +28,7 @@ from shardfn.collectives.into_buffers import Link, link
 from shardfn.collectives.ledger import record
 from shardfn.compat import functorch, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import AxisName, as_names, current_mesh, group_over
+from shardfn.mesh.axes import AxisName, as_names, current_mesh, group_over, lane, per_mesh
 
 ROOM = 1024  # bytes of a note; what does not fit follows
 _LENGTH = struct.Struct("<q")
@@ -385,12 +385,7 @@ def team_of(axis: AxisName) -> Team:
     """The ranks along an axis of the mesh in scope. All of them take part the first time."""
     mesh = current_mesh()
     assert mesh is not None, "an axis of several ranks belongs to a mesh"
-    teams: dict[AxisName, Team] = mesh.__dict__.setdefault("_shardfn_teams", {})
-    found = teams.get(axis)
-    if found is None:
-        along = link(mesh, as_names(axis))
-        found = teams[axis] = Team(axis, along, mesh.device_type)
-    return found
+    return per_mesh(mesh, ("team", lane(), axis), lambda: Team(axis, link(mesh, as_names(axis)), mesh.device_type))
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -20,7 +20,7 @@ from shardfn.collectives import functional
 from shardfn.collectives.agree import agree
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import axis_of, check_axes, grid_of, mesh_of, scope
+from shardfn.mesh.axes import axis_of, check_axes, grid_of, mesh_of, per_mesh, scope
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
@@ -307,7 +307,7 @@ class _Rules:
             key: self._flat(path, tree, *kind, group)
             for key, (kind, group) in zip(_keys(list(groups)), groups.items(), strict=True)
         }
-        self.mesh.__dict__.setdefault("_shardfn_stages", {})[path] = [flat.layout for flat in made.values()]
+        per_mesh(self.mesh, "stages", dict[str, list[Layout]])[path] = [flat.layout for flat in made.values()]
         return next(iter(made.values())) if len(made) == 1 else made
 
     def _flat(

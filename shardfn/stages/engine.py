@@ -24,7 +24,7 @@ from shardfn.collectives.into_buffers import Link, link
 from shardfn.collectives.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import apart_along, check_together, in_lane, lane, scope, sizes, world_of_thread
+from shardfn.mesh.axes import apart_along, check_together, in_lane, lane, per_mesh, scope, sizes, world_of_thread
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
 from shardfn.stages.call import (
@@ -108,8 +108,8 @@ class Engine:
         self.orders: list[Order] = []  # what `layers` were told
         # Of the world and not of the mesh, which may go sooner on one rank than on another.
         self.agreed: Agreed = world_of_thread().agreed.setdefault(lane(), Agreed())
-        by_lane: dict[str, dict[Any, bool]] = mesh.__dict__.setdefault("_shardfn_reads", {})
-        self.reads = by_lane.setdefault(lane(), {})  # whether backward of such a call was seen to need the parameters
+        # Whether backward of such a call was seen to need the parameters.
+        self.reads = per_mesh(mesh, ("reads", lane()), dict[Any, bool])
         self.met: set[Wires] = set()
         self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
         self.habits: dict[tuple[Layout, ...], Habit] = {}
@@ -490,7 +490,7 @@ class Engine:
 
     def _meet(self, signature: Signature, wires: Wires) -> None:
         """What runs here for the first time is compared between ranks, and the ring made large enough for its like."""
-        expected: dict[str, list[Layout]] = self.mesh.__dict__.get("_shardfn_stages", {})
+        expected = per_mesh(self.mesh, "stages", dict[str, list[Layout]])
         lower = signature.options.gather_dtype
         for layouts in expected.values():
             sizes = [
@@ -519,12 +519,7 @@ class Engine:
 
 def engine_of(mesh: DeviceMesh) -> Engine:
     """The engine of a mesh for this thread: each has its own ring and its own tape."""
-    every: dict[tuple[int, str], Engine] = mesh.__dict__.setdefault("_shardfn_engines", {})
-    key = get_ident(), lane()
-    found = every.get(key)
-    if found is None:
-        found = every[key] = Engine(mesh)
-    return found
+    return per_mesh(mesh, ("engine", get_ident(), lane()), lambda: Engine(mesh))
 
 
 class _in_use:
