@@ -183,8 +183,8 @@ def optimizer_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def mesh_link() -> into_buffers.Link:
-    return into_buffers.link(sf.make_mesh(data=-1, device="cpu"), ("data",))
+def mesh_link() -> into_buffers.Communicator:
+    return into_buffers.communicator_of(sf.make_mesh(data=-1, device="cpu"), ("data",))
 
 
 @functools.cache
@@ -193,11 +193,11 @@ def buffers(numel: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ones(numel * ranks), torch.empty(numel), torch.empty(numel * ranks)
 
 
-def gather_alone(along: into_buffers.Link, numel: int) -> None:
+def gather_alone(along: into_buffers.Communicator, numel: int) -> None:
     into_buffers.all_gather(buffers(numel)[0].view(torch.uint8), along, torch.float32).wait()
 
 
-def scatter_alone(along: into_buffers.Link, numel: int) -> None:
+def scatter_alone(along: into_buffers.Communicator, numel: int) -> None:
     flat, out, scratch = buffers(numel)
     into_buffers.reduce_scatter(flat, out, along, lambda n: scratch[:n]).wait()
 

@@ -65,8 +65,8 @@ MUTANTS = [
     Mutant(
         "no gather in backward",
         "stages/engine.py",
-        "                self._gather(turn)\n            self._behind(place)\n            if made",
-        "                turn.slot and turn.slot.settle()\n            self._behind(place)\n            if made",
+        "                self._gather(run)\n            self._behind(place)\n            if made",
+        "                run.slot and run.slot.settle()\n            self._behind(place)\n            if made",
         TWO,
     ),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "gathers behind into the slot in use",
         "stages/engine.py",
-        "            if turn.slot.alternates(place.turn.slot):\n                return\n",
+        "            if run.slot.alternates(place.run.slot):\n                return\n",
         "",
         TWO,
     ),
@@ -185,14 +185,14 @@ MUTANTS = [
     Mutant(
         "loans: only autograd's references count",
         "stages/loan.py",
-        "[compat.references(p) for p in self._lent]",
+        "[autograd.references(p) for p in self._lent]",
         "[]",
         "tests/stages/test_stage_hidden.py",
     ),
     Mutant(
         "each rank decides what backward gathers",
         "stages/engine.py",
-        "bool(collectives.psum(flag, self._callers(turn.signature)))",
+        "bool(functional.psum(flag, self._callers(run.signature)))",
         "reads",
         f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
     ),
@@ -235,15 +235,15 @@ MUTANTS = [
     Mutant(
         "scratch memory is taken too early",
         "stages/reduction.py",
-        "            if flight.place == place:",
+        "            if pending.place == place:",
         "            if False:",
         TWO,
     ),
     Mutant(
         "a step ends without its gradients",
         "stages/reduction.py",
-        "        for flight in flights:\n            flight.land()",
-        "        for flight in flights:\n            flight.total and flight.total.add(flight.out)",
+        "        for pending in in_flight:\n            pending.wait()",
+        "        for pending in in_flight:\n            pending.total and pending.total.add(pending.out)",
         TWO,
     ),
     Mutant(
@@ -256,7 +256,7 @@ MUTANTS = [
     Mutant(
         "no wait for the sum over replicas",
         "stages/reduction.py",
-        '            self._wait(reducing, "all_reduce", self.links.replica)',
+        '            self._wait(reducing, "all_reduce", self.route.replica)',
         "            pass",
         FOUR,
     ),
@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "the last gradient is the sum",
-        "stages/reduction.py",
+        "transforms/step.py",
         "self.out = out if self.out is None else self.out.add_(out)",
         "self.out = out",
         f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
@@ -313,7 +313,7 @@ MUTANTS = [
     Mutant(
         "narrow gradients are added where they arrive",
         "stages/reduction.py",
-        "(dtypes.sum.itemsize >= 4 or links.shard.axis.size == 2)",
+        "(dtypes.sum.itemsize >= 4 or route.shard.axis.size == 2)",
         "True",
         NARROW,
     ),
@@ -328,15 +328,15 @@ MUTANTS = [
     Mutant(
         "closures pass",
         "stages/call.py",
-        'elif id(variable := getattr(node, "variable", None)) not in known and variable is not None:',
-        "elif False:",
+        'if not parents and id(variable := getattr(node, "variable", None)) not in known and variable is not None:',
+        "if False:",
         f"{STAGE}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
     ),
     Mutant(
         "tensors of transforms pass",
         "stages/call.py",
-        "                if compat.wrapped(x) and compat.wrapped(compat.alive(x)):",
-        "                if False:",
+        "            if any(map(_followed, optree.tree_leaves((args, kwargs)))):",
+        "            if False:",
         f"{STAGE}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
     ),
     Mutant(
@@ -355,7 +355,7 @@ MUTANTS = [
     ),
     Mutant(
         "what escapes is lost",
-        "stages/residency.py",
+        "transforms/owned.py",
         '    raise escaped(owner(leaf) or "")',
         "    return",
         f"{OWN}::test_a_loss_of_what_escaped_is_refused",
@@ -378,7 +378,7 @@ MUTANTS = [
     Mutant(
         "no copy along one rank",
         "collectives/functional.py",
-        "return transport.copy(tensor) if tensor is leaf else tensor",
+        "return kernels.copy(tensor) if tensor is leaf else tensor",
         "return tensor",
         f"{COLLECTIVES}::test_a_write_into_the_result_leaves_the_argument_alone",
     ),

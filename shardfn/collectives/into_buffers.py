@@ -37,7 +37,7 @@ class Handle(Protocol):
 
 
 @dataclass(frozen=True)
-class Link:
+class Communicator:
     """Axes of a mesh as the engine moves along them: one group for parameters, and where overlap needs it, another.
 
     Attributes:
@@ -143,12 +143,12 @@ def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
     return done
 
 
-def link(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
+def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     """The axes of the mesh, made ready once. All ranks along them take part the first time."""
     return per_mesh(mesh, ("link", lane(), names), lambda: _linked(mesh, names))
 
 
-def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
+def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     axis = axis_of(mesh, names)
     group = process_groups.group_of(axis.group)
     backend = process_groups.backend_of(group, mesh.device_type)
@@ -156,7 +156,7 @@ def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Link:
     second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
     called = group.group_name, second.group_name
     waiting.along(called[1], " x ".join(names))
-    return Link(names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake")
+    return Communicator(names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake")
 
 
 @contextlib.contextmanager
@@ -193,24 +193,24 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         overrides.update(before)
 
 
-def all_gather(whole: Tensor, link: Link, dtype: torch.dtype) -> Handle:
+def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
     """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
-    how = _told("all_gather", whole, dtype, link)
-    return TRANSPORTS["all_gather"][how](whole, link)
+    how = _told("all_gather", whole, dtype, comm)
+    return TRANSPORTS["all_gather"][how](whole, comm)
 
 
-def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Link], dtype: torch.dtype) -> Handle:
+def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtype: torch.dtype) -> Handle:
     """As `all_gather` over the product of axes, of which this rank is number `index`, one after another.
 
     The first of `hops` is the minor axis: what it gathers is a stretch of `whole`, which the next one passes on.
     """
-    steps, pieces = [], math.prod(link.axis.size for link in hops)
-    for link in hops:
-        pieces //= link.axis.size
-        index //= link.axis.size
+    steps, pieces = [], math.prod(comm.axis.size for comm in hops)
+    for comm in hops:
+        pieces //= comm.axis.size
+        index //= comm.axis.size
         region = whole.view(pieces, -1)[index]
-        how = _told("all_gather", region, dtype, link)
-        steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, link), how))
+        how = _told("all_gather", region, dtype, comm)
+        steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, comm), how))
     work: Handle = steps[0][0]()
     for start, how in steps[1:]:
         work = _followed(work, start, how, whole.device)
@@ -229,19 +229,19 @@ def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torc
         return start()
 
 
-def sends_apart(link: Link, op: str) -> bool:
+def sends_apart(comm: Communicator, op: str) -> bool:
     """Whether what is sent, and what is received, need not lie in one buffer."""
-    return _how(link, op) == "direct"
+    return _how(comm, op) == "direct"
 
 
-def gather_apart(whole: Tensor, own: Tensor, tag: Tensor, link: Link, dtype: torch.dtype) -> Handle:
+def gather_apart(whole: Tensor, own: Tensor, tag: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
     """As `all_gather`, with this rank's piece, `own`, elsewhere. The last piece ends in `tag` in place of its end."""
-    _told("all_gather", whole, dtype, link)
-    pieces: list[list[Tensor]] = [[piece] for piece in whole.view(link.axis.size, -1).unbind()]
+    _told("all_gather", whole, dtype, comm)
+    pieces: list[list[Tensor]] = [[piece] for piece in whole.view(comm.axis.size, -1).unbind()]
     end = len(own) - len(tag)
     pieces[-1] = [pieces[-1][0][:end], pieces[-1][0][end:]]
-    out = [own[:end], tag] if link.axis.index == link.axis.size - 1 else [own]
-    return _swap(pieces, [out] * link.axis.size, link, link.gathers, tag=1)
+    out = [own[:end], tag] if comm.axis.index == comm.axis.size - 1 else [own]
+    return _swap(pieces, [out] * comm.axis.size, comm, comm.gathers, tag=1)
 
 
 def scatter_apart(
@@ -250,18 +250,18 @@ def scatter_apart(
     add: Callable[[], None],
     numel: int,
     dtype: torch.dtype,
-    link: Link,
+    comm: Communicator,
 ) -> Handle:
     """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, whose own for this one come into
     `into[i]`, in step; `add` adds up what has come. `numel` elements are what all ranks' pieces have together.
     """
     if recording():
-        sent = numel * dtype.itemsize * (link.axis.size - 1) // link.axis.size
-        record("reduce_scatter", link.axis.group, dtype, sent, "direct", link.names)
-    return _All([_swap(into, parts, link, link.reductions, tag=2)], add)
+        sent = numel * dtype.itemsize * (comm.axis.size - 1) // comm.axis.size
+        record("reduce_scatter", comm.axis.group, dtype, sent, "direct", comm.names)
+    return _All([_swap(into, parts, comm, comm.reductions, tag=2)], add)
 
 
-def reduce_scatter(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
     """Fills `out [n]` with the sum over ranks of their piece of `flat [size * n]` for this rank.
 
     `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements like `flat`'s until the wait.
@@ -272,24 +272,24 @@ def reduce_scatter(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int
         def scratch(n: int) -> Tensor:
             return _real(complex_scratch(n // 2))
 
-    how = _told("reduce_scatter", flat, flat.dtype, link)
-    return TRANSPORTS["reduce_scatter"][how](flat, out, link, scratch)
+    how = _told("reduce_scatter", flat, flat.dtype, comm)
+    return TRANSPORTS["reduce_scatter"][how](flat, out, comm, scratch)
 
 
-def all_reduce(x: Tensor, link: Link) -> Handle:
+def all_reduce(x: Tensor, comm: Communicator) -> Handle:
     """Sums `x` over ranks, in place."""
     x = _real(x)
-    how = _told("all_reduce", x, x.dtype, link)
-    return TRANSPORTS["all_reduce"][how](x, link)
+    how = _told("all_reduce", x, x.dtype, comm)
+    return TRANSPORTS["all_reduce"][how](x, comm)
 
 
-def _told(op: str, x: Tensor, dtype: torch.dtype, link: Link) -> str:
+def _told(op: str, x: Tensor, dtype: torch.dtype, comm: Communicator) -> str:
     """The transport, entered in the ledger with what of `x` is sent."""
-    how = _how(link, op)
+    how = _how(comm, op)
     if recording():
         times = 2 if op == "all_reduce" else 1
-        sent = times * x.numel() * x.element_size() * (link.axis.size - 1) // link.axis.size
-        record(op, link.axis.group, dtype, sent, how, link.names)
+        sent = times * x.numel() * x.element_size() * (comm.axis.size - 1) // comm.axis.size
+        record(op, comm.axis.group, dtype, sent, how, comm.names)
     return how
 
 
@@ -298,40 +298,40 @@ def _real(x: Tensor) -> Tensor:
     return torch.view_as_real(x).view(-1) if x.is_complex() else x
 
 
-def _how(link: Link, op: str) -> str:
-    return link.overrides.get(op) or link.chosen[op]
+def _how(comm: Communicator, op: str) -> str:
+    return comm.overrides.get(op) or comm.chosen[op]
 
 
 def _overrides(mesh: DeviceMesh) -> dict[str, str]:
     return per_mesh(mesh, "transports", dict[str, str])
 
 
-def _gather_natively(whole: Tensor, link: Link) -> Handle:
-    own = whole.view(link.axis.size, -1)[link.axis.index]
-    return process_groups.start_all_gather(whole, own, link.gathers)
+def _gather_natively(whole: Tensor, comm: Communicator) -> Handle:
+    own = whole.view(comm.axis.size, -1)[comm.axis.index]
+    return process_groups.start_all_gather(whole, own, comm.gathers)
 
 
-def _gather_by_broadcasts(whole: Tensor, link: Link) -> Handle:
-    pieces = whole.view(link.axis.size, -1).unbind()
+def _gather_by_broadcasts(whole: Tensor, comm: Communicator) -> Handle:
+    pieces = whole.view(comm.axis.size, -1).unbind()
     return _All(
-        [dist.broadcast(piece, group=link.gathers, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
+        [dist.broadcast(piece, group=comm.gathers, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
     )
 
 
-def _gather_directly(whole: Tensor, link: Link) -> Handle:
-    pieces = whole.view(link.axis.size, -1).unbind()
-    own = [pieces[link.axis.index]]
-    return _swap([[piece] for piece in pieces], [own] * len(pieces), link, link.gathers, tag=1)
+def _gather_directly(whole: Tensor, comm: Communicator) -> Handle:
+    pieces = whole.view(comm.axis.size, -1).unbind()
+    own = [pieces[comm.axis.index]]
+    return _swap([[piece] for piece in pieces], [own] * len(pieces), comm, comm.gathers, tag=1)
 
 
 def _swap(
-    into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], link: Link, group: Any, tag: int
+    into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator, group: Any, tag: int
 ) -> Handle:
     """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`.
 
     A message of another length than is expected would end the process; with another tag it is waited for.
     """
-    others = [i for i in range(link.axis.size) if i != link.axis.index]
+    others = [i for i in range(comm.axis.size) if i != comm.axis.index]
 
     def launch() -> list[Any]:
         works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
@@ -344,18 +344,18 @@ def _tagged(tag: int, x: Tensor) -> int:
     return tag + 4 * (x.nbytes % 2**27)
 
 
-def _scatter_natively(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+def _scatter_natively(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
     if out.dtype == flat.dtype:
-        return process_groups.start_reduce_scatter(out, flat, link.reductions)
+        return process_groups.start_reduce_scatter(out, flat, comm.reductions)
     narrow = scratch(out.numel())
-    work = process_groups.start_reduce_scatter(narrow, flat, link.reductions)
+    work = process_groups.start_reduce_scatter(narrow, flat, comm.reductions)
     return _All([work], lambda: out.copy_(narrow))
 
 
-def _scatter_directly(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
-    pieces = flat.view(link.axis.size, -1).unbind()
-    own, index = pieces[link.axis.index], link.axis.index
-    received = list(scratch(flat.numel() - own.numel()).view(link.axis.size - 1, -1).unbind())
+def _scatter_directly(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
+    pieces = flat.view(comm.axis.size, -1).unbind()
+    own, index = pieces[comm.axis.index], comm.axis.index
+    received = list(scratch(flat.numel() - own.numel()).view(comm.axis.size - 1, -1).unbind())
 
     def add() -> None:
         # In a narrow dtype each addition would round: all but the last step are done in a wider one.
@@ -367,17 +367,17 @@ def _scatter_directly(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[
             out.copy_(wide)
 
     into = [[piece] for piece in [*received[:index], own, *received[index:]]]
-    return _All([_swap(into, [[piece] for piece in pieces], link, link.reductions, tag=2)], add)
+    return _All([_swap(into, [[piece] for piece in pieces], comm, comm.reductions, tag=2)], add)
 
 
-def _scatter_by_exchange(flat: Tensor, out: Tensor, link: Link, scratch: Callable[[int], Tensor]) -> Handle:
+def _scatter_by_exchange(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
     received = scratch(flat.numel())
-    work = dist.all_to_all_single(received, flat, group=link.reductions, async_op=True)
-    return _All([work], lambda: torch.sum(received.view(link.axis.size, -1), 0, dtype=out.dtype, out=out))
+    work = dist.all_to_all_single(received, flat, group=comm.reductions, async_op=True)
+    return _All([work], lambda: torch.sum(received.view(comm.axis.size, -1), 0, dtype=out.dtype, out=out))
 
 
-def _reduce_natively(x: Tensor, link: Link) -> Handle:
-    return dist.all_reduce(x, group=link.reductions, async_op=True)
+def _reduce_natively(x: Tensor, comm: Communicator) -> Handle:
+    return dist.all_reduce(x, group=comm.reductions, async_op=True)
 
 
 TRANSPORTS: dict[str, dict[str, Callable[..., Any]]] = {

@@ -106,7 +106,7 @@ def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
                 f"shard_state: stage {layout.stage!r} is not the same over {wrong[0]!r}, but over "
                 f"{' and '.join(map(repr, placement.replicas)) or 'no axis'}: pass one of those, or another strategy"
             )
-        return layout.placed(placement.dividing(names)).divided
+        return layout.placed(placement.dividing(names)).state_layout
 
     return Optimizer(divides_init(optimizer.init, finer), divides_step(optimizer.step, finer))
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.collectives.into_buffers import Handle, all_gather, arrived, link
+from shardfn.collectives.into_buffers import Handle, all_gather, arrived, communicator_of
 from shardfn.collectives.ledger import serving
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
@@ -30,7 +30,7 @@ Finer = Callable[[Layout], Layout]
 
 def divided(layout: Layout) -> Layout:
     """The layout of a parameter's optimizer state, as its strategy says."""
-    return layout.divided
+    return layout.state_layout
 
 
 def divides_init(init: Init, finer: Finer = divided) -> Init:
@@ -140,7 +140,7 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
         if autograd.storage_of(whole) != autograd.storage_of(new):
             own.copy_(new)
         if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
-            along = link(mesh, names)
+            along = communicator_of(mesh, names)
             handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
             handles.append((layout.stage, along.group_names[0], handle))
     return values if donated else whole

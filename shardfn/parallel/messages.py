@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.into_buffers import Link, link
+from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import record
 from shardfn.compat import functorch, process_groups
 from shardfn.mesh import waiting
@@ -176,11 +176,11 @@ class Team:
         index: which of them this one is.
     """
 
-    def __init__(self, axis: AxisName, along: Link, device: str) -> None:
+    def __init__(self, axis: AxisName, along: Communicator, device: str) -> None:
         backend = process_groups.backend_of(along.gathers, device)
         if backend in ("fake", "threaded", "undefined"):
             raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
-        self.axis, self.link, self.device = axis, along, torch.device(device)
+        self.axis, self.communicator, self.device = axis, along, torch.device(device)
         self.size, self.index = along.axis.size, along.axis.index
         ranks = dist.get_process_group_ranks(along.gathers)
         hosts = along.gathers if backend == "gloo" else group_over(ranks, "notes", "gloo")
@@ -284,10 +284,10 @@ class Team:
         line.send((way, tags, packed(kinds), tree, said), rows if fits else ())
         going: list[_Sent] = []
         self.sent[to].append(going)
-        group, left = getattr(self.link, way), iter(tags)
+        group, left = getattr(self.communicator, way), iter(tags)
         for x, row in zip(tensors, rows, strict=True):
             record(
-                "send", self.link.axis.group, x.dtype, row.nbytes, "native", self.link.names,
+                "send", self.communicator.axis.group, x.dtype, row.nbytes, "native", self.communicator.names,
                 scheduled=True, backward=way == "reductions",
             )  # fmt: skip
             if row.nbytes and not fits:
@@ -343,7 +343,7 @@ class Team:
     def _message(
         self, source: int, data: bytearray, way: Way, tags: list[int], packed: bytes, tree: bytes, said: Any
     ) -> Message:
-        kinds, line, group = unpacked(packed), self.lines[source], getattr(self.link, way)
+        kinds, line, group = unpacked(packed), self.lines[source], getattr(self.communicator, way)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]
         places = _places([range(n) for n in sizes])
         line.here = places[-1]
@@ -385,7 +385,9 @@ def team_of(axis: AxisName) -> Team:
     """The ranks along an axis of the mesh in scope. All of them take part the first time."""
     mesh = current_mesh()
     assert mesh is not None, "an axis of several ranks belongs to a mesh"
-    return per_mesh(mesh, ("team", lane(), axis), lambda: Team(axis, link(mesh, as_names(axis)), mesh.device_type))
+    return per_mesh(
+        mesh, ("team", lane(), axis), lambda: Team(axis, communicator_of(mesh, as_names(axis)), mesh.device_type)
+    )
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -97,7 +97,7 @@ def _job(part: Part, arguments: Any, team: Team, schedule: Schedule) -> tuple[_J
     inside, records = functorch.inside_transform(), torch.is_grad_enabled()
     needs = [inside or (records and leaves[i].requires_grad) for i in moving]
     flat = [(i, layouts[i]) for i in moving]
-    collected = {i for i, layout in flat if layout is not None and layout.divided is layout}
+    collected = {i for i, layout in flat if layout is not None and layout.state_layout is layout}
     made = _Job(part, leaves, tree, moving, needs, inside, inside or records, collected, team, schedule)
     return made, [leaves[i] for i in moving]
 

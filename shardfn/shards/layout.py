@@ -150,15 +150,15 @@ class Layout:
         return self.piece * self.size
 
     @cached_property
-    def divided(self) -> Layout:
+    def state_layout(self) -> Layout:
         """Of the gradient and the optimizer state; its pieces are parts of these."""
-        return self.placed(self.placement.divided)
+        return self.placed(self.placement.of_state)
 
     @cached_property
-    def near(self) -> Layout | None:
+    def secondary(self) -> Layout | None:
         """Of the copy that backward gathers from; these pieces are parts of its."""
-        near = self.placement.near
-        return None if near is None else self.placed(near)
+        secondary = self.placement.secondary
+        return None if secondary is None else self.placed(secondary)
 
     def placed(self, placement: Placement) -> Layout:
         """The same buffer, placed otherwise."""
@@ -271,8 +271,8 @@ class Layout:
         spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"
         more = f", the same over {' x '.join(self.placement.replicas)}" if self.placement.replicas else ""
         more += "".join(f", only at {name}={position}" for name, position in self.placement.home)
-        if self.divided is not self:
-            more += f", gradients 1/{self.divided.size} over {' x '.join(self.placement.gradients)}"
+        if self.state_layout is not self:
+            more += f", gradients 1/{self.state_layout.size} over {' x '.join(self.placement.gradients)}"
         here = self.piece * self.dtype.itemsize
         return (
             f"{self.stage or 'all'}: {str(self.dtype).removeprefix('torch.')}{'' if self.trainable else ', frozen'}, "

@@ -68,7 +68,7 @@ class Placement:
         return replace(self, keep=keep)
 
     @property
-    def divided(self) -> Placement:
+    def of_state(self) -> Placement:
         """Of gradients and optimizer state."""
         if self.gradients == self.axes:
             return self
@@ -99,7 +99,7 @@ class Placement:
         return replace(self, gradients=(*self.gradients, *more))
 
     @property
-    def near(self) -> Placement | None:
+    def secondary(self) -> Placement | None:
         """Of the copy that backward gathers from, if that is cut less than the parameters."""
         if not isinstance(self.keep, tuple):
             return None

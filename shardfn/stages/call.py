@@ -87,7 +87,7 @@ class Call:
         self.place: Place | None = None
         self.residuals: Residuals | None = None
         generators = [x for x in (*leaves, *signature.closed_over()) if type(x) is torch.Generator]
-        self.surroundings = Surroundings(engine.device, generators)
+        self.surroundings = RngAndAutocast(engine.device, generators)
         remat = signature.options.remat
         self.contexts: list[Any] = list(remat()) if callable(remat) and any(needs) else []
         self.transformed = functorch.inside_transform()
@@ -108,7 +108,7 @@ class Call:
         return [found[k] for k in sorted(found) if k >= 0]
 
 
-class Surroundings:
+class RngAndAutocast:
     """The state that a function may depend on beside its arguments, for running it again."""
 
     __slots__ = ("device", "generators", "numbers", "more", "autocast")  # noqa: RUF023
@@ -132,7 +132,7 @@ class Surroundings:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The same random numbers and the same autocast as then."""
-        now = Surroundings(self.device, [one for one, _ in self.generators])
+        now = RngAndAutocast(self.device, [one for one, _ in self.generators])
         kinds = dict.fromkeys([*self.autocast, *now.autocast])
         self._restore()
         try:
@@ -152,7 +152,7 @@ class Surroundings:
             _module(self.device).set_rng_state(self.more, self.device)
 
 
-def run(
+def evaluate(
     call: Call,
     mesh: DeviceMesh,
     parameters: list[list[Tensor]],
@@ -344,21 +344,23 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not functorch.inside_transform():
-            leaves = optree.tree_leaves((args, kwargs))
-            if any(
-                functorch.wrapped(x) and functorch.wrapped(functorch.alive(x)) for x in leaves
-            ):  # an ended one is no harm
+            if any(map(_followed, optree.tree_leaves((args, kwargs)))):
                 args, kwargs = optree.tree_map(self._plain, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def _plain(self, x: Any) -> Any:
-        if not functorch.wrapped(x) or not functorch.wrapped(functorch.alive(x)):
+        if not _followed(x):
             return x
         number = functorch.constant(x) if self.call.reverse else None
         if number is None:
             told = f"a tensor of shape {tuple(x.shape)}, {x.dtype},"
             raise RuntimeError(_closes_over(self.call.signature, [told]))
         return number
+
+
+def _followed(x: Any) -> bool:
+    """Whether a transform that runs has wrapped it; one that has ended is no harm."""
+    return functorch.wrapped(x) and functorch.wrapped(functorch.alive(x))
 
 
 def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[int]) -> list[int]:

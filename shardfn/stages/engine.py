@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.collectives.agree import agree
-from shardfn.collectives.into_buffers import Link, link
+from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
@@ -33,19 +33,19 @@ from shardfn.stages.call import (
     Saving,
     differentiated,
     discarding,
+    evaluate,
     leaving,
     refuse_closure,
     refuse_opaque,
     refuse_returned,
-    run,
     writes,
 )
 from shardfn.stages.loan import Loan, loan
 from shardfn.stages.reduction import Dtypes, Reductions
 from shardfn.stages.residency import Key, Ring, Slot, whole_parameters
-from shardfn.stages.signature import Signature, Wires
-from shardfn.stages.tape import LONGEST, Copies, Group, Habit, Order, Place, Tape, Turn
-from shardfn.transforms.step import Links, Step
+from shardfn.stages.signature import GatherPlan, Signature
+from shardfn.stages.tape import LONGEST, Copies, Group, LastGather, Place, PrefetchOrder, StageRun, Tape
+from shardfn.transforms.step import ReductionRoute, Step
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +66,7 @@ class Agreed:
     """
 
     def __init__(self) -> None:
-        self.compared: set[Wires] = set()
+        self.compared: set[GatherPlan] = set()
         self.inside: _Alone | None = None
 
 
@@ -105,16 +105,16 @@ class Engine:
         self.count = 0  # of slots taken from the ring by calls that no backward follows
         self.kept: dict[Key, Slot] = {}  # from forward to backward
         self.lasting: dict[Key, Slot] = {}  # until the step is over
-        self.orders: list[Order] = []  # what `layers` were told
+        self.orders: list[PrefetchOrder] = []  # what `layers` were told
         # Of the world and not of the mesh, which may go sooner on one rank than on another.
         self.agreed: Agreed = world_of_thread().agreed.setdefault(lane(), Agreed())
         # Whether backward of such a call was seen to need the parameters.
         self.reads = per_mesh(mesh, ("reads", lane()), dict[Any, bool])
-        self.met: set[Wires] = set()
+        self.met: set[GatherPlan] = set()
         self.alone: Any = _Alone(self.agreed) if mesh.size() > 1 else contextlib.nullcontext()
-        self.habits: dict[tuple[Layout, ...], Habit] = {}
-        self._links: dict[tuple[str, ...], Link | None] = {}
-        self._routes: dict[tuple[Layout, bool], tuple[Layout, Links]] = {}
+        self.last_gathers: dict[tuple[Layout, ...], LastGather] = {}
+        self._links: dict[tuple[str, ...], Communicator | None] = {}
+        self._routes: dict[tuple[Layout, bool], tuple[Layout, ReductionRoute]] = {}
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -123,10 +123,10 @@ class Engine:
         assert mesh is not None, "a mesh whose stages run is alive"
         return mesh
 
-    def link(self, names: tuple[str, ...], layout: Layout) -> Link | None:
+    def communicator(self, names: tuple[str, ...], layout: Layout) -> Communicator | None:
         """The axes, or None where there is one rank along them."""
         if names not in self._links:
-            self._links[names] = link(self.mesh, names) if layout.grid.size(names) > 1 else None
+            self._links[names] = communicator_of(self.mesh, names) if layout.grid.size(names) > 1 else None
         return self._links[names]
 
     # --- a call, forward and backward ---
@@ -135,18 +135,18 @@ class Engine:
         """Runs a call of a stage; its tensor outputs, without a graph."""
         with self.alone, serving(call.signature.stage, backward=False):
             place = self._begin(call, shards)
-            self._gather(place.turn)
+            self._gather(place.run)
             self._ahead(call, place)
             records = any(call.needs)
             keeps = records and call.signature.options.remat in (False, "offload")
-            made, storages = self._run(call, place.turn, inputs, records, again=False)
+            made, storages = self._run(call, place.run, inputs, records, again=False)
             if keeps:
                 call.residuals = made
             call.differentiable = [y.requires_grad for y in made.outputs]
-            if not records and place.turn.slot is not None and not place.turn.kept:
-                place.turn.slot.give_back()
-            if place.tape is not None and isinstance(call.signature.keep, tuple) and (place.turn.reads or not keeps):
-                self._leave(place.tape, place.turn)
+            if not records and place.run.slot is not None and not place.run.kept:
+                place.run.slot.give_back()
+            if place.tape is not None and isinstance(call.signature.keep, tuple) and (place.run.reads or not keeps):
+                self._leave(place.tape, place.run)
             left: tuple[Tensor, ...] = leaving(made.outputs, storages, inputs, call.transformed)
             return left
 
@@ -169,20 +169,20 @@ class Engine:
         """
         place = call.place
         assert place is not None, "a call runs forward before backward"
-        turn = place.turn
+        run = place.run
         if place.tape is not None:
             place.tape.closed = True
         made, call.residuals = call.residuals, None
         with in_lane(self.lane), self.alone, serving(call.signature.stage, backward=True):
-            if made is None or turn.reads:
-                if turn.slot is None and turn.wires.nbytes:  # it gave its own back, and runs backward again
-                    self._take(None, turn, call.signature.options.prefetch + 1)
-                self._gather(turn)
+            if made is None or run.reads:
+                if run.slot is None and run.plan.nbytes:  # it gave its own back, and runs backward again
+                    self._take(None, run, call.signature.options.prefetch + 1)
+                self._gather(run)
             self._behind(place)
             if made is None:
                 with call.surroundings.again():
-                    made, _ = self._run(call, turn, inputs, True, again=True)
-            with _in_use(turn):
+                    made, _ = self._run(call, run, inputs, True, again=True)
+            with _in_use(run):
                 gradients = differentiated(made, needs, cotangents)
             of_shards = self._reduced(place, call.step, needs, gradients[0], collect)
             self._done(place)
@@ -193,19 +193,19 @@ class Engine:
 
         Other ranks' losses may: what travels there comes in the order of the tape, on every rank.
         """
-        front = len(tape.turns) if tape.front is None else tape.front
+        front = len(tape.runs) if tape.front is None else tape.front
         for index in range(front - 1, stop - 1, -1):
-            turn = tape.turns[index]
-            if turn.done or not any(x is not None for x in turn.collected):
+            run = tape.runs[index]
+            if run.done or not any(x is not None for x in run.collected):
                 continue
-            place = Place(tape, index, turn)
+            place = Place(tape, index, run)
             tape.closed = True
-            with in_lane(self.lane), serving(turn.wires.stage, backward=True):
-                if turn.reads or turn.signature.options.remat not in (False, "offload"):
-                    self._gather(turn)
+            with in_lane(self.lane), serving(run.plan.stage, backward=True):
+                if run.reads or run.signature.options.remat not in (False, "offload"):
+                    self._gather(run)
                 self._behind(place)
-                nothing: list[list[Tensor | None]] = [[None] * len(wire.layout.entries) for wire in turn.wires.each]
-                needs = [x is not None for x in turn.collected]
+                nothing: list[list[Tensor | None]] = [[None] * len(gather.layout.entries) for gather in run.plan.each]
+                needs = [x is not None for x in run.collected]
                 self._reduced(place, tape.step, needs, nothing, True)
                 self._done(place)
         tape.front = min(front, stop)
@@ -217,152 +217,152 @@ class Engine:
         signature, options = call.signature, call.signature.options
         for layout in signature.layouts if apart_along() else ():
             check_together(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
-        wires = signature.wires(shards)
-        if wires not in self.met:
-            self._meet(signature, wires)
-        tape = self._tape(call, wires, shards) if any(call.needs) else None
+        plan = signature.plan(shards)
+        if plan not in self.met:
+            self._meet(signature, plan)
+        tape = self._tape(call, plan, shards) if any(call.needs) else None
         kept = _kept(tape, call)
-        key = _key(tape, call.step, kept, wires, shards)
-        turn = Turn(signature, wires, shards, key, tuple(call.needs), kept=kept, collected=call.collected)
+        key = _key(tape, call.step, kept, plan, shards)
+        run = StageRun(signature, plan, shards, key, tuple(call.needs), kept=kept, collected=call.collected)
         if tape is not None:
-            turn.copies = tape.copies.get(key)
-        self.habits[signature.layouts] = Habit(wires, tape is not None, turn.kept, signature)
-        if wires.nbytes:
-            self._take(tape, turn, options.prefetch + 1)
-        place = call.place = Place(tape, len(tape.turns) if tape else 0, turn)
+            run.copies = tape.copies.get(key)
+        self.last_gathers[signature.layouts] = LastGather(plan, tape is not None, run.kept, signature)
+        if plan.nbytes:
+            self._take(tape, run, options.prefetch + 1)
+        place = call.place = Place(tape, len(tape.runs) if tape else 0, run)
         if tape is not None:
-            tape.turns.append(turn)
+            tape.runs.append(run)
             tape.waiting += 1
-            if turn.kept is True and turn.slot is not None:
-                turn.slot.users += 1
+            if run.kept is True and run.slot is not None:
+                run.slot.users += 1
                 weakref.finalize(call, self._release, place).atexit = False
         return place
 
-    def _tape(self, call: Call, wires: Wires, shards: tuple[Tensor, ...]) -> Tape:
+    def _tape(self, call: Call, plan: GatherPlan, shards: tuple[Tensor, ...]) -> Tape:
         """The tape of a new call: another one after a backward, for another step, or for other parameters."""
         now = _identities(shards)
         if (
             self.tape.closed
             or self.tape.step is not call.step
-            or len(self.tape.turns) >= LONGEST
-            or self.tape.shards.get(wires, now) != now
+            or len(self.tape.runs) >= LONGEST
+            or self.tape.shards.get(plan, now) != now
         ):
             self.tape = Tape(call.step)
             if call.step is not None:
                 call.step.join(self, self.tape)
-        self.tape.shards[wires] = now
+        self.tape.shards[plan] = now
         return self.tape
 
-    def _take(self, tape: Tape | None, turn: Turn, slots: int, busy: Slot | None = None) -> bool:
-        """Finds the slot that holds what a turn needs, or else fills one; False if that one is busy."""
-        if turn.kept:
-            store = self.kept if turn.kept is True else self.lasting
-            turn.slot = store.get(turn.key)
-            if turn.slot is None:
-                turn.slot = store[turn.key] = self.ring.keep(turn.wires.nbytes)
-                self._fill(turn)
+    def _take(self, tape: Tape | None, run: StageRun, slots: int, busy: Slot | None = None) -> bool:
+        """Finds the slot that holds what a run needs, or else fills one; False if that one is busy."""
+        if run.kept:
+            store = self.kept if run.kept is True else self.lasting
+            run.slot = store.get(run.key)
+            if run.slot is None:
+                run.slot = store[run.key] = self.ring.keep(run.plan.nbytes)
+                self._fill(run)
             return True
-        turn.slot = self.ring.find(turn.key)
-        if turn.slot is None:
+        run.slot = self.ring.find(run.key)
+        if run.slot is None:
             counter: Any = self if tape is None else tape
-            slot = self.ring.at(counter.count, slots, turn.wires.nbytes, busy)
+            slot = self.ring.at(counter.count, slots, run.plan.nbytes, busy)
             if slot is None:
                 return False
             counter.count += 1
-            turn.slot = slot
-            self._fill(turn)
+            run.slot = slot
+            self._fill(run)
         return True
 
-    def _gather(self, turn: Turn) -> None:
-        """Until a turn's parameters are in its slot."""
-        slot = turn.slot
+    def _gather(self, run: StageRun) -> None:
+        """Until a run's parameters are in its slot."""
+        slot = run.slot
         if slot is None:
             return
         try:
-            if slot.holds != turn.key:
-                self._fill(turn)
+            if slot.holds != run.key:
+                self._fill(run)
             slot.settle()
         except RuntimeError as error:
             slot.forget()
             raise RuntimeError(
-                f"stage {turn.signature.name}: gathering its parameters failed on this rank: {error}"
+                f"stage {run.signature.name}: gathering its parameters failed on this rank: {error}"
             ) from waiting.cause(error)
 
-    def _fill(self, turn: Turn) -> None:
-        assert turn.slot is not None, "a turn that moves bytes has a slot"
-        with serving(turn.wires.stage, here.backward or False):
+    def _fill(self, run: StageRun) -> None:
+        assert run.slot is not None, "a run that moves bytes has a slot"
+        with serving(run.plan.stage, here.backward or False):
             if recording():
-                held = {id(copy): copy for turn in self.tape.turns if turn.copies for copy in turn.copies.shards}
+                held = {id(copy): copy for run in self.tape.runs if run.copies for copy in run.copies.shards}
                 record_buffers(self.ring.nbytes() + sum(copy.nbytes for copy in held.values()))
-            if turn.copies is None:
-                turn.slot.fill(turn.key, turn.wires, turn.shards, self.link)
+            if run.copies is None:
+                run.slot.fill(run.key, run.plan, run.shards, self.communicator)
             else:
-                turn.slot.fill(turn.key, turn.copies.wires, turn.copies.shards, self.link)
-                turn.slot.sources = turn.shards
+                run.slot.fill(run.key, run.copies.plan, run.copies.shards, self.communicator)
+                run.slot.sources = run.shards
 
-    def _leave(self, tape: Tape, turn: Turn) -> None:
-        """Copies what the next gathers of a turn's parameters shall come from."""
-        wires = turn.wires.near
-        if turn.copies is not None or wires is None or turn.slot is None:
+    def _leave(self, tape: Tape, run: StageRun) -> None:
+        """Copies what the next gathers of a run's parameters shall come from."""
+        plan = run.plan.secondary
+        if run.copies is not None or plan is None or run.slot is None:
             return
         shards = [
-            shard if wire is near else turn.slot.part(near).own.clone()
-            for wire, near, shard in zip(turn.wires.each, wires.each, turn.shards, strict=True)
+            shard if gather is secondary else run.slot.part(secondary).own.clone()
+            for gather, secondary, shard in zip(run.plan.each, plan.each, run.shards, strict=True)
         ]
-        turn.copies = tape.copies[turn.key] = Copies(wires, tuple(shards))
+        run.copies = tape.copies[run.key] = Copies(plan, tuple(shards))
 
     def _ahead(self, call: Call, place: Place) -> None:
         """Starts the gathers of the layers that come next."""
-        turn, prefetch = place.turn, call.signature.options.prefetch
+        run, prefetch = place.run, call.signature.options.prefetch
         found: list[Group] | None = None
         for order in reversed(self.orders):
-            found = order.after(turn.shards[0], prefetch)
+            found = order.after(run.shards[0], prefetch)
             if found is not None:
                 break
         for layouts, shards in found or ():
-            habit = self.habits.get(layouts)
-            if habit is not None and habit.wires.nbytes and habit.taped == (place.tape is not None):
-                key = _key(place.tape, call.step, habit.kept, habit.wires, shards)
-                coming = Turn(habit.signature, habit.wires, shards, key, kept=habit.kept)
-                if not self._take(place.tape, coming, prefetch + 1, busy=turn.slot):
+            last = self.last_gathers.get(layouts)
+            if last is not None and last.plan.nbytes and last.taped == (place.tape is not None):
+                key = _key(place.tape, call.step, last.kept, last.plan, shards)
+                coming = StageRun(last.signature, last.plan, shards, key, kept=last.kept)
+                if not self._take(place.tape, coming, prefetch + 1, busy=run.slot):
                     return
 
     def _behind(self, place: Place) -> None:
         """Starts the gathers for the calls whose backward comes next."""
         if place.tape is None:
             return
-        left = place.turn.signature.options.prefetch
-        for turn in reversed(place.tape.turns[: place.index]):
+        left = place.run.signature.options.prefetch
+        for run in reversed(place.tape.runs[: place.index]):
             if left == 0:
                 return
-            if turn.done or turn.slot is None or turn.kept or not turn.reads:
+            if run.done or run.slot is None or run.kept or not run.reads:
                 continue
-            if turn.slot.alternates(place.turn.slot):
+            if run.slot.alternates(place.run.slot):
                 return
-            if turn.slot.holds != turn.key:
-                self._fill(turn)
+            if run.slot.holds != run.key:
+                self._fill(run)
             left -= 1
 
     def _release(self, place: Place) -> None:
         """A kept slot goes back when its last call is done, or gone."""
-        turn = place.turn
-        slot = turn.slot
-        if turn.kept is True and slot is not None:
-            turn.slot, turn.kept = None, False
+        run = place.run
+        slot = run.slot
+        if run.kept is True and slot is not None:
+            run.slot, run.kept = None, False
             slot.users -= 1
             if slot.users == 0:
-                self.kept.pop(turn.key, None)
+                self.kept.pop(run.key, None)
                 self.ring.give_back(slot)
 
     def _done(self, place: Place) -> None:
-        tape, turn = place.tape, place.turn
+        tape, run = place.tape, place.run
         self._release(place)
-        turn.copies = None
-        if tape is not None and not turn.done:
+        run.copies = None
+        if tape is not None and not run.done:
             tape.waiting -= 1
             if tape.waiting == 0 and tape is self.tape and tape.step is None:
                 self.end()  # nobody else says so, and the parameters shall not be held on to
-        turn.done = True
+        run.done = True
 
     def end(self) -> None:
         """A step is over: nothing that it gathered is used again."""
@@ -380,29 +380,29 @@ class Engine:
     # --- the function ---
 
     def _run(
-        self, call: Call, turn: Turn, inputs: tuple[Tensor, ...], records: bool, again: bool
+        self, call: Call, run: StageRun, inputs: tuple[Tensor, ...], records: bool, again: bool
     ) -> tuple[Residuals, list[int]]:
         """The function on the gathered parameters, and the storages of its outputs; with `records`, under autograd."""
         # What computes again in backward has a graph too, for a moment: it shows what is closed over, what may be
         # differentiated, and it is what a loss runs into that gets past the outputs. Backward takes the same room.
         keeps = records and not again and call.signature.options.remat in (False, "offload")
-        lent = self._loan(call, turn) if keeps else None
-        signature, slot = call.signature, turn.slot
-        own = {autograd.storage_of(x) for x in turn.shards}
+        lent = self._loan(call, run) if keeps else None
+        signature, slot = call.signature, run.slot
+        own = {autograd.storage_of(x) for x in run.shards}
         if slot is not None:
             own.add(autograd.storage_of(slot.buffer))
         if lent is None:
-            parameters = whole_parameters(slot, turn.wires, turn.shards, call.needs)
+            parameters = whole_parameters(slot, run.plan, run.shards, call.needs)
         else:
             parameters = lent.parameters
             own.add(lent.storage)
         saving = self._saving(signature, own) if records and not again else None
-        versions = _versions(turn, inputs, lent)
+        versions = _versions(run, inputs, lent)
         try:
-            with _in_use(turn):
-                made = run(call, self.mesh, parameters, inputs, records, saving)
+            with _in_use(run):
+                made = evaluate(call, self.mesh, parameters, inputs, records, saving)
         finally:
-            written = _versions(turn, inputs, lent) != versions
+            written = _versions(run, inputs, lent) != versions
             if written and slot is not None:
                 slot.forget()
         if written:
@@ -412,33 +412,33 @@ class Engine:
         if not again and (records or any(y.requires_grad for y in made.outputs)):
             refuse_closure(signature, made)
         if lent is not None:
-            self._saw(turn, lent.kept())
+            self._saw(run, lent.kept())
         return made, storages
 
-    def _saw(self, turn: Turn, reads: bool) -> None:
+    def _saw(self, run: StageRun, reads: bool) -> None:
         """Whether a call's backward will gather, which all ranks must do or none: they agree once."""
-        kind = turn.kind
+        kind = run.kind
         if kind not in self.reads:
             with in_place(), scope(self.mesh), torch.no_grad():
                 flag = torch.tensor(float(reads), device=self.device)
-                self.reads[kind] = bool(functional.psum(flag, self._callers(turn.signature)))
-        turn.reads = self.reads[kind]
-        if reads and not turn.reads and turn.slot is not None:
-            turn.saved = turn.slot.save()
+                self.reads[kind] = bool(functional.psum(flag, self._callers(run.signature)))
+        run.reads = self.reads[kind]
+        if reads and not run.reads and run.slot is not None:
+            run.saved = run.slot.save()
 
-    def _loan(self, call: Call, turn: Turn) -> Loan | None:
+    def _loan(self, call: Call, run: StageRun) -> Loan | None:
         """A loan by which it is seen whether backward reads parameters; none where that is known, or makes no odds.
 
         A call like one that did not is watched again, since gathering for its backward is left out.
         """
-        known = self.reads.get(turn.kind)
-        if turn.slot is None or turn.kept or known or (known is None and call.transformed):
+        known = self.reads.get(run.kind)
+        if run.slot is None or run.kept or known or (known is None and call.transformed):
             return None
-        if not any(call.needs[: len(turn.shards)]):  # of a frozen stage, ranks differ in whether there is a backward
+        if not any(call.needs[: len(run.shards)]):  # of a frozen stage, ranks differ in whether there is a backward
             return None
-        lent = loan(turn.slot, turn.wires, turn.shards, call.needs)
+        lent = loan(run.slot, run.plan, run.shards, call.needs)
         if lent is None:
-            self._saw(turn, True)
+            self._saw(run, True)
         return lent
 
     def _saving(self, signature: Signature, own: set[int]) -> Any:
@@ -462,33 +462,33 @@ class Engine:
         collect: bool,
     ) -> list[Tensor | None]:
         """The gradients of the parameters become those of the shards."""
-        turn, parity = place.turn, place.index % 2  # the same memory for the same call at every step
-        found: list[Any] = [None] * len(turn.shards)
-        for k, (wire, shard) in enumerate(zip(turn.wires.each, turn.shards, strict=True)):
+        run, parity = place.run, place.index % 2  # the same memory for the same call at every step
+        found: list[Any] = [None] * len(run.shards)
+        for k, (gather, shard) in enumerate(zip(run.plan.each, run.shards, strict=True)):
             if not needs[k]:
                 continue
-            variable = turn.collected[k] if collect else None
-            layout, links = self._route(wire.layout, variable is not None)
-            total = step.sum_of(variable, layout, links, self.reductions) if step and variable is not None else None
-            dtypes = Dtypes(wire.dtype, turn.signature.options.sum_dtype(shard.dtype), shard.dtype)
+            variable = run.collected[k] if collect else None
+            layout, route = self._route(gather.layout, variable is not None)
+            total = step.sum_of(variable, layout, route, self.reductions) if step and variable is not None else None
+            dtypes = Dtypes(gather.dtype, run.signature.options.sum_dtype(shard.dtype), shard.dtype)
             defer = step.defer if step and total else "nothing"
-            flight = self.reductions.start((k, parity), layout, of_parameters[k], links, dtypes, total, defer)
-            found[k] = flight if total is None else None
-        return [None if flight is None else self.reductions.land(flight) for flight in found]
+            pending = self.reductions.start((k, parity), layout, of_parameters[k], route, dtypes, total, defer)
+            found[k] = pending if total is None else None
+        return [None if pending is None else self.reductions.wait(pending) for pending in found]
 
-    def _route(self, layout: Layout, divides: bool) -> tuple[Layout, Links]:
+    def _route(self, layout: Layout, divides: bool) -> tuple[Layout, ReductionRoute]:
         """Along which ranks a gradient is summed, and the layout that the first scatter goes by."""
         known = self._routes.get((layout, divides))
         if known is None:
-            fine = layout.divided if divides else layout
+            fine = layout.state_layout if divides else layout
             first = fine if layout.size == 1 else layout  # one that is whole is scattered once, over all
             done, left = first.placement.axes, fine.placement.replicas
             split = fine.placement.axes[len(done) :]
-            known = first, Links(*(self.link(names, layout) for names in (done, split, left)))
+            known = first, ReductionRoute(*(self.communicator(names, layout) for names in (done, split, left)))
             self._routes[(layout, divides)] = known
         return known
 
-    def _meet(self, signature: Signature, wires: Wires) -> None:
+    def _meet(self, signature: Signature, plan: GatherPlan) -> None:
         """What runs here for the first time is compared between ranks, and the ring made large enough for its like."""
         expected = per_mesh(self.mesh, "stages", dict[str, list[Layout]])
         lower = signature.options.gather_dtype
@@ -499,17 +499,18 @@ class Engine:
                 if (one.size > 1 or lower) and one.here(process_groups.global_rank())
             ]
             self.ring.reserve(sum(-(-size // 512) * 512 for size in sizes))
-        if wires in self.agreed.compared:
-            self.met.add(wires)
+        if plan in self.agreed.compared:
+            self.met.add(plan)
             return
         told = [
-            f"{signature.name} on {wire.layout}, gathered as {wire.dtype}, layout {bytes(wire.tag[:8].tolist()).hex()}"
-            for wire in wires.each
+            f"{signature.name} on {gather.layout}, gathered as {gather.dtype}, layout "
+            f"{bytes(gather.tag[:8].tolist()).hex()}"
+            for gather in plan.each
         ]
         with in_place():
             agree(told, self.mesh, "stage", subject=_STAGES, axes=self._callers(signature))
-        self.agreed.compared.add(wires)
-        self.met.add(wires)
+        self.agreed.compared.add(plan)
+        self.met.add(plan)
 
     def _callers(self, signature: Signature) -> tuple[str, ...]:
         """Along which all ranks call a stage: not where one position has its parameters, nor where ranks run apart."""
@@ -523,13 +524,13 @@ def engine_of(mesh: DeviceMesh) -> Engine:
 
 
 class _in_use:
-    """A context: a function, or its backward, reads what a turn's slot holds."""
+    """A context: a function, or its backward, reads what a run's slot holds."""
 
     __slots__ = ("before", "showing", "slot")
 
-    def __init__(self, turn: Turn) -> None:
-        self.slot = turn.slot
-        self.showing = None if turn.saved is None or turn.slot is None else turn.slot.showing(turn.saved)
+    def __init__(self, run: StageRun) -> None:
+        self.slot = run.slot
+        self.showing = None if run.saved is None or run.slot is None else run.slot.showing(run.saved)
 
     def __enter__(self) -> None:
         if self.slot is not None:
@@ -563,20 +564,20 @@ def _kept(tape: Tape | None, call: Call) -> Keep:
     return tape is not None and keep in (True, "step")
 
 
-def _key(tape: Tape | None, step: Step | None, kept: Keep, wires: Wires, shards: tuple[Tensor, ...]) -> Key:
+def _key(tape: Tape | None, step: Step | None, kept: Keep, plan: GatherPlan, shards: tuple[Tensor, ...]) -> Key:
     """By the tape's number, or what all tapes of a step have in common."""
     one = step if kept == "step" else tape
-    return (0 if one is None else one.number, wires, _identities(shards))
+    return (0 if one is None else one.number, plan, _identities(shards))
 
 
 def _identities(shards: tuple[Tensor, ...]) -> tuple[tuple[int, int], ...]:
     return tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards])
 
 
-def _versions(turn: Turn, inputs: tuple[Tensor, ...], lent: Loan | None) -> list[int]:
+def _versions(run: StageRun, inputs: tuple[Tensor, ...], lent: Loan | None) -> list[int]:
     """Change when the function writes into its parameters, or into what else it was given."""
-    watched = [] if turn.slot is None else [turn.slot.buffer]
-    versions = [x._version for x in (*watched, *turn.shards, *inputs) if not x.is_inference()]
+    watched = [] if run.slot is None else [run.slot.buffer]
+    versions = [x._version for x in (*watched, *run.shards, *inputs) if not x.is_inference()]
     return versions if lent is None else [*versions, lent.version]
 
 

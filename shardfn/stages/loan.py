@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardfn.compat import autograd
 from shardfn.stages.residency import Slot, lasting, leaves, own_parameters
-from shardfn.stages.signature import Wire, Wires
+from shardfn.stages.signature import Gather, GatherPlan
 
 
 class Loan:
@@ -29,10 +29,12 @@ class Loan:
 
     __slots__ = ("_base", "_before", "_edges", "_lent", "parameters", "storage")
 
-    def __init__(self, base: Tensor, slot: Slot, wires: Wires, shards: Sequence[Tensor], needs: Sequence[bool]) -> None:
+    def __init__(
+        self, base: Tensor, slot: Slot, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool]
+    ) -> None:
         self._base, self.storage = base, autograd.storage_of(base)
-        pairs = zip(wires.each, shards, needs, strict=False)
-        self.parameters = [_parameters(base, slot, wire, values, need) for wire, values, need in pairs]
+        pairs = zip(plan.each, shards, needs, strict=False)
+        self.parameters = [_parameters(base, slot, gather, values, need) for gather, values, need in pairs]
         self._lent = [p for ps in self.parameters for p in ps if autograd.storage_of(p) == self.storage]
         # Autograd refers to a leaf once it is used: here that has happened already.
         self._edges = [get_gradient_edge(p) for p in self._lent if p.requires_grad]
@@ -51,18 +53,18 @@ class Loan:
         return autograd.storage_references(self._base), [autograd.references(p) for p in self._lent]
 
 
-def loan(slot: Slot, wires: Wires, shards: Sequence[Tensor], needs: Sequence[bool]) -> Loan | None:
+def loan(slot: Slot, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool]) -> Loan | None:
     """Lends what is in a slot; None where references cannot be counted, as those of fake tensors."""
     if not autograd.COUNTS_REFERENCES:
         return None
     with lasting():
         base = autograd.second_storage(slot.write)
-    return None if base is None else Loan(base, slot, wires, shards, needs)
+    return None if base is None else Loan(base, slot, plan, shards, needs)
 
 
-def _parameters(base: Tensor, slot: Slot, wire: Wire, values: Tensor, need: bool) -> list[Tensor]:
-    if not wire.moves:
-        return leaves(wire.layout, values, need)
-    own = own_parameters(slot, wire, values, need)
-    lent = leaves(wire.layout, base[wire.start : wire.stop].view(wire.dtype), need)
+def _parameters(base: Tensor, slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
+    if not gather.moves:
+        return leaves(gather.layout, values, need)
+    own = own_parameters(slot, gather, values, need)
+    lent = leaves(gather.layout, base[gather.start : gather.stop].view(gather.dtype), need)
     return [own.get(k, p) for k, p in enumerate(lent)]

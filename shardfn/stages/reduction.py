@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives.into_buffers import (
+    Communicator,
     Handle,
-    Link,
     all_reduce,
     arrived,
     reduce_scatter,
@@ -30,7 +30,7 @@ from shardfn.compat import dispatch
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.shards.layout import ALIGNMENT, Layout
-from shardfn.transforms.step import Defer, Links, Step, Sum
+from shardfn.transforms.step import Defer, GradientSum, ReductionRoute, Step
 
 Place = tuple[int, int]  # which of a stage's buffers, and which of the two memories for it
 
@@ -47,11 +47,11 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([1, *digits[1:]], dtype=dtype, device=device)
 
 
-class Flight:
+class PendingReduction:
     """One gradient on its way."""
 
     __slots__ = (
-        "ends", "later", "layout", "links", "marks", "out", "pieces", "place", "reducing", "scattering", "splitting",
+        "ends", "later", "layout", "marks", "out", "pieces", "place", "reducing", "route", "scattering", "splitting",
         "stage", "total",
     )  # fmt: skip
 
@@ -61,16 +61,16 @@ class Flight:
         layout: Layout,
         marks: Tensor | None,
         out: Tensor,
-        links: Links,
+        route: ReductionRoute,
         scattering: Handle | None,
-        total: Sum | None,
+        total: GradientSum | None,
         later: bool,
     ) -> None:
         self.place, self.layout, self.marks = place, layout, marks
-        shard = links.shard
-        self.pieces = 1 if links.split is None else links.split.axis.size  # that it is still to be cut into
+        shard = route.shard
+        self.pieces = 1 if route.split is None else route.split.axis.size  # that it is still to be cut into
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1  # whether the end of the buffer is here
-        self.out, self.links, self.scattering, self.total, self.later = out, links, scattering, total, later
+        self.out, self.route, self.scattering, self.total, self.later = out, route, scattering, total, later
         self.reducing: Handle | None = None
         self.splitting: tuple[Handle, Tensor] | None = None
         self.stage = here.stage
@@ -81,8 +81,8 @@ class Flight:
         """Until the scatter is done, whose buffers are free then, and what follows it has begun; or until that is."""
         if self.scattering is not None:
             scattering, self.scattering = self.scattering, None
-            self._wait(scattering, "reduce_scatter", self.links.shard)
-            if self.marks is not None and self.ends and self.links.shard is not None and self.links.shard.checks:
+            self._wait(scattering, "reduce_scatter", self.route.shard)
+            if self.marks is not None and self.ends and self.route.shard is not None and self.route.shard.checks:
                 _compare(self.out[len(self.out) - len(self.marks) :], self.marks.to(self.out.dtype), self.stage)
             self._reduce()
         else:
@@ -90,7 +90,7 @@ class Flight:
 
     def _marks(self) -> tuple[Tensor, Tensor] | None:
         """The end of what is here of the buffer, and the marks for it; None where there are none."""
-        left = self.links.split or self.links.replica
+        left = self.route.split or self.route.replica
         marks = _marks(self.layout, self.out.dtype, self.out.device)
         if not self.ends or left is None or not left.checks or len(self.out) < len(marks) * self.pieces:
             return None
@@ -107,10 +107,10 @@ class Flight:
         if found is not None:
             _compare(*found, self.stage)
 
-    def _wait(self, handle: Handle, op: str, link: Link | None) -> None:
-        assert link is not None, "something moves along it"
+    def _wait(self, handle: Handle, op: str, comm: Communicator | None) -> None:
+        assert comm is not None, "something moves along it"
         try:
-            arrived(handle, op, link.group_names[1], self.stage)
+            arrived(handle, op, comm.group_names[1], self.stage)
         except RuntimeError as error:
             raise RuntimeError(
                 f"stage {self.stage!r}: summing its gradient failed on this rank: {error}"
@@ -119,7 +119,7 @@ class Flight:
     def _reduce(self) -> None:
         if self.later:
             return
-        split, replica = self.links.split, self.links.replica
+        split, replica = self.route.split, self.route.replica
         self._mark()
         with serving(self.stage, backward=True):
             if split is not None:
@@ -131,23 +131,23 @@ class Flight:
     def _split(self) -> None:
         if self.splitting is not None:
             (handle, self.out), self.splitting = self.splitting, None
-            self._wait(handle, "reduce_scatter", self.links.split)
-            assert self.links.split is not None, "something was split"
-            self.ends = self.ends and self.links.split.axis.index == self.links.split.axis.size - 1
+            self._wait(handle, "reduce_scatter", self.route.split)
+            assert self.route.split is not None, "something was split"
+            self.ends = self.ends and self.route.split.axis.index == self.route.split.axis.size - 1
             self.pieces = 1
             self._unmark()
-            if self.links.replica is not None:
+            if self.route.replica is not None:
                 self._mark()
                 with serving(self.stage, backward=True):
-                    self.reducing = all_reduce(self.out, self.links.replica)
+                    self.reducing = all_reduce(self.out, self.route.replica)
 
-    def land(self) -> Tensor:
+    def wait(self) -> Tensor:
         """The gradient, arrived."""
         self.scattered()
         self._split()
         if self.reducing is not None:
             reducing, self.reducing = self.reducing, None
-            self._wait(reducing, "all_reduce", self.links.replica)
+            self._wait(reducing, "all_reduce", self.route.replica)
             self._unmark()
         if self.total is not None:
             self.total.add(self.out)
@@ -176,14 +176,14 @@ class Dtypes:
     shard: torch.dtype
 
 
-def _goes_apart(layout: Layout, links: Links, dtypes: Dtypes) -> bool:
+def _goes_apart(layout: Layout, route: ReductionRoute, dtypes: Dtypes) -> bool:
     """Whether gradients are sent from where they are. What decides is the same on every rank."""
     return (
-        links.shard is not None
-        and sends_apart(links.shard, "reduce_scatter")
+        route.shard is not None
+        and sends_apart(route.shard, "reduce_scatter")
         and layout.coarse
         and dtypes.function == dtypes.sum == dtypes.shard
-        and (dtypes.sum.itemsize >= 4 or links.shard.axis.size == 2)  # else each addition would round
+        and (dtypes.sum.itemsize >= 4 or route.shard.axis.size == 2)  # else each addition would round
         and not dtypes.sum.is_complex
     )
 
@@ -203,7 +203,7 @@ class Reductions:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.flights: list[Flight] = []
+        self.in_flight: list[PendingReduction] = []
         self.kept: dict[Any, Tensor] = {}
         self.spread: dict[Any, Spread] = {}  # the scratch memory for gradients, as a layout divides it
 
@@ -219,11 +219,11 @@ class Reductions:
         place: Place,
         layout: Layout,
         gradients: Sequence[Tensor | None],
-        links: Links,
+        route: ReductionRoute,
         dtypes: Dtypes,
-        total: Sum | None,
+        total: GradientSum | None,
         defer: Defer,
-    ) -> Flight | None:
+    ) -> PendingReduction | None:
         """Sends the gradients of one buffer's parameters on their way; `place` says by which memory."""
         if total is not None and defer == "everything":
             if total.whole is None:
@@ -232,20 +232,25 @@ class Reductions:
             if known:
                 torch._foreach_add_([view for view, _ in known], [g.to(dtypes.sum) for _, g in known])
             return None
-        for flight in self.flights:
-            if flight.place == place:
-                self._scattered(flight)
+        for pending in self.in_flight:
+            if pending.place == place:
+                self._scattered(pending)
         later = defer != "nothing"
-        if _goes_apart(layout, links, dtypes):
-            return self._send_apart(place, layout, gradients, links, dtypes.sum, total, later)
-        flat = self._flat(place, layout, gradients, links, dtypes.sum)
-        return self._send(place, layout, flat, links, dtypes.shard, total, later)
+        if _goes_apart(layout, route, dtypes):
+            return self._send_apart(place, layout, gradients, route, dtypes.sum, total, later)
+        flat = self._flat(place, layout, gradients, route, dtypes.sum)
+        return self._send(place, layout, flat, route, dtypes.shard, total, later)
 
     def _flat(
-        self, place: Place, layout: Layout, gradients: Sequence[Tensor | None], links: Links, dtype: torch.dtype
+        self,
+        place: Place,
+        layout: Layout,
+        gradients: Sequence[Tensor | None],
+        route: ReductionRoute,
+        dtype: torch.dtype,
     ) -> Tensor:
         """The gradients one after another, as their parameters lie in the layout."""
-        if links.shard is None:  # this rank's whole gradient is the piece itself
+        if route.shard is None:  # this rank's whole gradient is the piece itself
             flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
         else:
             buffer = self.scratch(("gradient", place), layout.padded, dtype)
@@ -257,7 +262,7 @@ class Reductions:
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
             views = [view for view, g in zip(views, gradients, strict=True) if g is not None]
         given = [g for g in gradients if g is not None]
-        if links.shard is None:
+        if route.shard is None:
             gaps = [*gaps, tail]
         else:
             views, given = [*views, tail], [*given, _marks(layout, dtype, self.device)]
@@ -271,42 +276,42 @@ class Reductions:
         place: Place,
         layout: Layout,
         flat: Tensor,
-        links: Links,
+        route: ReductionRoute,
         out_dtype: torch.dtype,
-        total: Sum | None,
+        total: GradientSum | None,
         later: bool,
-    ) -> Flight:
-        if links.shard is None:
-            if links.replica is not None and not later and flat.dtype != out_dtype:
+    ) -> PendingReduction:
+        if route.shard is None:
+            if route.replica is not None and not later and flat.dtype != out_dtype:
                 marks = _marks(layout, flat.dtype, flat.device)
                 end = flat[len(flat) - len(marks) :].copy_(marks)
-                arrived(all_reduce(flat, links.replica), "all_reduce", links.replica.group_names[1], here.stage)
-                if links.replica.checks:
+                arrived(all_reduce(flat, route.replica), "all_reduce", route.replica.group_names[1], here.stage)
+                if route.replica.checks:
                     _compare(end, marks, here.stage)
                 later = True
-            flight = Flight(place, layout, None, flat.to(out_dtype), links, None, total, later)
+            pending = PendingReduction(place, layout, None, flat.to(out_dtype), route, None, total, later)
         else:
             marks = _marks(layout, flat.dtype, flat.device)
             out = torch.empty(layout.piece, dtype=out_dtype, device=self.device)
             scattering = reduce_scatter(
-                flat, out, links.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
+                flat, out, route.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
             )
-            flight = Flight(place, layout, marks, out, links, scattering, total, later)
-        self.flights.append(flight)
-        return flight
+            pending = PendingReduction(place, layout, marks, out, route, scattering, total, later)
+        self.in_flight.append(pending)
+        return pending
 
     def _send_apart(
         self,
         place: Place,
         layout: Layout,
         gradients: Sequence[Tensor | None],
-        links: Links,
+        route: ReductionRoute,
         dtype: torch.dtype,
-        total: Sum | None,
+        total: GradientSum | None,
         later: bool,
-    ) -> Flight:
+    ) -> PendingReduction:
         """Sends what other ranks sum from the gradients themselves, and adds what comes to this rank's own."""
-        shard = links.shard
+        shard = route.shard
         assert shard is not None
         flats = [
             torch.zeros(entry.numel, dtype=dtype, device=self.device) if g is None else g.reshape(-1)
@@ -334,37 +339,37 @@ class Reductions:
                     target.add_(more[n])
 
         scattering = scatter_apart(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
-        flight = Flight(place, layout, marks, out, links, scattering, total, later)
-        self.flights.append(flight)
-        return flight
+        pending = PendingReduction(place, layout, marks, out, route, scattering, total, later)
+        self.in_flight.append(pending)
+        return pending
 
-    def land(self, flight: Flight) -> Tensor:
+    def wait(self, pending: PendingReduction) -> Tensor:
         """One gradient, at once."""
-        self.flights.remove(flight)
-        self._scattered(flight)
-        return flight.land()
+        self.in_flight.remove(pending)
+        self._scattered(pending)
+        return pending.wait()
 
     def scattered(self) -> None:
         """Until no gradient needs the scratch memory."""
-        for flight in self.flights:
-            self._scattered(flight)
+        for pending in self.in_flight:
+            self._scattered(pending)
 
-    def _scattered(self, flight: Flight) -> None:
+    def _scattered(self, pending: PendingReduction) -> None:
         """Until its scratch memory is free, which in the debug mode becomes nan then."""
-        lent = flight.scattering is not None
-        flight.scattered()
+        lent = pending.scattering is not None
+        pending.scattered()
         if debugging.memory and lent:
             for name in ("gradient", "received"):
-                if (name, flight.place) in self.kept:
-                    self.kept[name, flight.place].fill_(255)
+                if (name, pending.place) in self.kept:
+                    self.kept[name, pending.place].fill_(255)
 
     def drain(self) -> None:
         """Until every gradient has arrived."""
-        flights, self.flights = self.flights, []
-        for flight in flights:
-            self._scattered(flight)
-        for flight in flights:
-            flight.land()
+        in_flight, self.in_flight = self.in_flight, []
+        for pending in in_flight:
+            self._scattered(pending)
+        for pending in in_flight:
+            pending.wait()
 
     def settle(self, step: Step) -> None:
         """Does what the step put off."""
@@ -375,8 +380,10 @@ class Reductions:
                     *_, tail = _spread(whole, total.layout)
                     tail.copy_(_marks(total.layout, whole.dtype, whole.device))
                     self.scattered()
-                    self._send((0, 0), total.layout, whole, total.links, total.dtype, total, False)
+                    self._send((0, 0), total.layout, whole, total.route, total.dtype, total, False)
                 elif step.defer == "replicas" and total.out is not None:
                     out, total.out = total.out, None
-                    self.flights.append(Flight((0, 0), total.layout, None, out, total.links, None, total, False))
+                    self.in_flight.append(
+                        PendingReduction((0, 0), total.layout, None, out, total.route, None, total, False)
+                    )
         self.drain()

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives.into_buffers import Handle, Link, arrived, gather_apart, gather_by_hops, sends_apart
+from shardfn.collectives.into_buffers import Communicator, Handle, arrived, gather_apart, gather_by_hops, sends_apart
 from shardfn.compat import dispatch, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.shards.layout import Layout
-from shardfn.stages.signature import Wire, Wires
+from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.transforms.owned import owned
 
 Key = tuple[Any, ...]
-LinkOf = Callable[[tuple[str, ...], Layout], Link | None]
+LinkOf = Callable[[tuple[str, ...], Layout], Communicator | None]
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ class Slot:
         sources: the shards that `holds` speaks of, so that no other tensor takes their identity.
         works: what is under way into it.
         views: parameters in it, by what they are views for; None for stand-ins.
-        parts: what each wire fills of it.
+        parts: what each gather fills of it.
         users: calls that keep it.
         readers: of what it holds now, where that is not gathered again.
         lane: the place in its ring that it takes turns in; None outside of the ring.
@@ -69,8 +69,8 @@ class Slot:
         self.holds: Key | None = None
         self.sources: tuple[Tensor, ...] = ()
         self.works: list[Handle] = []
-        self.views: dict[tuple[Wire, bool | None], list[Tensor]] = {}
-        self.parts: dict[Wire, Part] = {}
+        self.views: dict[tuple[Gather, bool | None], list[Tensor]] = {}
+        self.parts: dict[Gather, Part] = {}
         self.users = 0
         self.readers: weakref.WeakSet[Saved] = weakref.WeakSet()
 
@@ -95,22 +95,22 @@ class Slot:
             finally:
                 self.write.copy_(now)
 
-    def fill(self, holds: Key, wires: Wires, shards: tuple[Tensor, ...], link_of: LinkOf) -> None:
+    def fill(self, holds: Key, plan: GatherPlan, shards: tuple[Tensor, ...], link_of: LinkOf) -> None:
         """Starts to gather shards into it, once what is under way has arrived."""
         self.give_back()
         lane = self.lane() if self.lane is not None else None
         if lane is not None and lane.slot is not self:
             lane.slot.give_back()
             lane.slot = self
-        for wire, values in zip(wires.each, shards, strict=True):
-            if wire.moves:
-                self._start(wire, values.detach(), link_of)
+        for gather, values in zip(plan.each, shards, strict=True):
+            if gather.moves:
+                self._start(gather, values.detach(), link_of)
         self.holds, self.sources = holds, shards
 
-    def _start(self, wire: Wire, values: Tensor, link_of: LinkOf) -> None:
-        part, placement = self.part(wire), wire.layout.placement
-        axis = link_of(placement.axes, wire.layout)
-        one = values.dtype == wire.dtype and values.is_contiguous() and not wire.whole
+    def _start(self, gather: Gather, values: Tensor, link_of: LinkOf) -> None:
+        part, placement = self.part(gather), gather.layout.placement
+        axis = link_of(placement.axes, gather.layout)
+        one = values.dtype == gather.dtype and values.is_contiguous() and not gather.whole
         part.apart = bool(axis and one and sends_apart(axis, "all_gather"))
         if axis is None:
             part.own.copy_(values)
@@ -119,23 +119,25 @@ class Slot:
         if part.apart:
             for start, stop in part.shared:
                 part.own[start:stop].copy_(values[start:stop])
-            work = gather_apart(part.region, values.view(torch.uint8), part.tag, axis, wire.dtype)
+            work = gather_apart(part.region, values.view(torch.uint8), part.tag, axis, gather.dtype)
         else:
             part.own.copy_(values)
             if last:
                 part.tail.copy_(part.tag)
             hops = [axis]
             if placement.hops:
-                hops = [hop for name in reversed(placement.axes) if (hop := link_of((name,), wire.layout)) is not None]
-            work = gather_by_hops(part.region, axis.axis.index, hops, wire.dtype)
-        self.works.append(_Arrival(work, axis.group_names[0], part, wire, axis.checks and not last))
+                hops = [
+                    hop for name in reversed(placement.axes) if (hop := link_of((name,), gather.layout)) is not None
+                ]
+            work = gather_by_hops(part.region, axis.axis.index, hops, gather.dtype)
+        self.works.append(_Arrival(work, axis.group_names[0], part, gather, axis.checks and not last))
 
-    def part(self, wire: Wire) -> Part:
-        """The part of it that one wire fills."""
-        found = self.parts.get(wire)
+    def part(self, gather: Gather) -> Part:
+        """The part of it that one gather fills."""
+        found = self.parts.get(gather)
         if found is None:
             with lasting():
-                found = self.parts[wire] = _part(self.write[wire.start : wire.stop], wire)
+                found = self.parts[gather] = _part(self.write[gather.start : gather.stop], gather)
         return found
 
     def settle(self) -> None:
@@ -195,36 +197,36 @@ class Part:
     apart: bool = False
 
 
-def _part(region: Tensor, wire: Wire) -> Part:
-    layout = wire.layout
+def _part(region: Tensor, gather: Gather) -> Part:
+    layout = gather.layout
     index = layout.grid.index(process_groups.global_rank(), layout.placement.axes)
-    own = region.view(wire.dtype).view(layout.size, -1)[index]
+    own = region.view(gather.dtype).view(layout.size, -1)[index]
     cuts = layout.cuts[index]
     whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]
     shared = [(at, at + stop - start) for k, start, stop, at in cuts if stop - start < layout.entries[k].numel]
     inner = [(k, at, length, layout.entries[k].shape) for k, at, length in whole]
-    tag = _tag(wire, region.device)
+    tag = _tag(gather, region.device)
     return Part(region, own, region[len(region) - len(tag) :], tag, shared, inner)
 
 
 @functools.lru_cache(maxsize=4096)
-def _tag(wire: Wire, device: torch.device) -> Tensor:
-    return wire.tag.to(device)
+def _tag(gather: Gather, device: torch.device) -> Tensor:
+    return gather.tag.to(device)
 
 
 class _Arrival:
     """A gather that looks whether what came is what was meant."""
 
-    __slots__ = ("checks", "group", "part", "wire", "work")
+    __slots__ = ("checks", "gather", "group", "part", "work")
 
-    def __init__(self, work: Handle, group: str, part: Part, wire: Wire, checks: bool) -> None:
-        self.work, self.group, self.part, self.wire, self.checks = work, group, part, wire, checks
+    def __init__(self, work: Handle, group: str, part: Part, gather: Gather, checks: bool) -> None:
+        self.work, self.group, self.part, self.gather, self.checks = work, group, part, gather, checks
 
     def wait(self) -> None:
-        arrived(self.work, "all_gather", self.group, self.wire.layout.stage)
+        arrived(self.work, "all_gather", self.group, self.gather.layout.stage)
         if not self.checks:
             return
-        tail, tag, layout = self.part.tail, self.part.tag, self.wire.layout
+        tail, tag, layout = self.part.tail, self.part.tag, self.gather.layout
         if tail.device.type != "cpu":
             dispatch.assert_on_device((tail == tag).all(), "ranks run different stages")
         elif not torch.equal(tail, tag):
@@ -237,12 +239,12 @@ class _Arrival:
 
 
 def whole_parameters(
-    slot: Slot | None, wires: Wires, shards: Sequence[Tensor], needs: Sequence[bool]
+    slot: Slot | None, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool]
 ) -> list[list[Tensor]]:
     """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself."""
     return [
-        _of_slot(slot, wire, values, need) if slot and wire.moves else leaves(wire.layout, values, need)
-        for wire, values, need in zip(wires.each, shards, needs, strict=False)
+        _of_slot(slot, gather, values, need) if slot and gather.moves else leaves(gather.layout, values, need)
+        for gather, values, need in zip(plan.each, shards, needs, strict=False)
     ]
 
 
@@ -257,25 +259,25 @@ def _untouched(p: Tensor, need: bool) -> bool:
     return p.requires_grad is need and not p._backward_hooks and p.grad is None
 
 
-def _of_slot(slot: Slot, wire: Wire, values: Tensor, need: bool) -> list[Tensor]:
-    known: list[Tensor] | None = slot.views.get((wire, need))
+def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
+    known: list[Tensor] | None = slot.views.get((gather, need))
     if known is None or not all(map(_untouched, known, [need] * len(known))):
         with lasting():
-            buffer = slot.buffer[wire.start : wire.stop].view(wire.dtype)
-        known = slot.views[(wire, need)] = leaves(wire.layout, buffer, need)
-    own = own_parameters(slot, wire, values, need)
+            buffer = slot.buffer[gather.start : gather.stop].view(gather.dtype)
+        known = slot.views[(gather, need)] = leaves(gather.layout, buffer, need)
+    own = own_parameters(slot, gather, values, need)
     return [own.get(k, p) for k, p in enumerate(known)] if own else known
 
 
-def own_parameters(slot: Slot, wire: Wire, values: Tensor, need: bool) -> dict[int, Tensor]:
+def own_parameters(slot: Slot, gather: Gather, values: Tensor, need: bool) -> dict[int, Tensor]:
     """Those that this rank's piece holds whole, and that have stayed there, by number."""
-    part = slot.part(wire)
+    part = slot.part(gather)
     if not part.apart:
         return {}
     with lasting():
         own = values.detach()
         return {
-            number: owned(own[at : at + length].view(shape), need, wire.layout.stage)
+            number: owned(own[at : at + length].view(shape), need, gather.layout.stage)
             for number, at, length, shape in part.inner
         }
 
@@ -320,13 +322,13 @@ class Ring:
         """What is in each lane now."""
         return [lane.slot for lane in self.lanes]
 
-    def at(self, turn: int, slots: int, nbytes: int, spared: Slot | None = None) -> Slot | None:
-        """The slot for call number `turn` of a schedule with so many slots; None if that would take the spared one's.
+    def at(self, number: int, slots: int, nbytes: int, spared: Slot | None = None) -> Slot | None:
+        """The slot for call number `number` of a schedule with so many slots; None if that would take the spared one's.
 
         A function that runs keeps its slot: what another one's backward calls, a checkpoint say, gets the next.
         """
         self.largest = max(self.largest, nbytes)
-        i = turn % slots
+        i = number % slots
         if i < len(self.lanes) and self.lanes[i].slot.busy:
             i = next((k for k, lane in enumerate(self.lanes) if not lane.slot.busy), len(self.lanes))
         while len(self.lanes) <= i:

@@ -40,7 +40,7 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
-class Wire:
+class Gather:
     """One buffer of a stage on its way into a slot.
 
     Attributes:
@@ -63,23 +63,23 @@ class Wire:
 
 
 @dataclass(frozen=True, eq=False)
-class Wires:
+class GatherPlan:
     """All buffers of a stage, and how many bytes of a slot they take."""
 
-    each: tuple[Wire, ...]
+    each: tuple[Gather, ...]
     nbytes: int
 
     @functools.cached_property
-    def near(self) -> Wires | None:
+    def secondary(self) -> GatherPlan | None:
         """The same slot, filled from copies that are cut less; None if there are none such."""
-        if all(wire.layout.near is None for wire in self.each):
+        if all(gather.layout.secondary is None for gather in self.each):
             return None
-        return Wires(tuple(_near(wire) for wire in self.each), self.nbytes)
+        return GatherPlan(tuple(_secondary(gather) for gather in self.each), self.nbytes)
 
     @functools.cached_property
     def stage(self) -> str:
         """Path of the stage, or of each of them."""
-        return "+".join(dict.fromkeys(wire.layout.stage for wire in self.each))
+        return "+".join(dict.fromkeys(gather.layout.stage for gather in self.each))
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Signature:
         outer: the arguments' structure, each stage's parameters one leaf.
         sources: for each of those leaves the numbers of the flat leaves that it is made of.
         layouts: of the flat shards, in order of leaves; `shards` has their numbers.
-        known: wires by the dtypes of the shards.
+        known: plans by the dtypes of the shards.
         shares_memory: whether outputs were seen to share memory, which transforms cannot be told.
         writable: whether there are lists and dicts among the arguments.
     """
@@ -105,7 +105,7 @@ class Signature:
     sources: tuple[tuple[int, ...], ...]
     shards: tuple[int, ...]
     layouts: tuple[Layout, ...]
-    known: dict[Any, Wires] = field(default_factory=dict)
+    known: dict[Any, GatherPlan] = field(default_factory=dict)
     shares_memory: bool = False
     writable: bool = False
 
@@ -147,12 +147,12 @@ class Signature:
                     f"nothing of it: call a stage where its parameters are, as in `if axis_index(...) == ...`"
                 )
 
-    def wires(self, shards: Sequence[Tensor]) -> Wires:
+    def plan(self, shards: Sequence[Tensor]) -> GatherPlan:
         """How these shards travel."""
         dtypes = tuple([shard.dtype for shard in shards])
         found = self.known.get(dtypes)
         if found is None:
-            found = self.known[dtypes] = wires_of(self.options.gather_dtype, self.layouts, dtypes)
+            found = self.known[dtypes] = plan_of(self.options.gather_dtype, self.layouts, dtypes)
         return found
 
     def call(self, leaves: Sequence[Any], views: Sequence[Sequence[Any]]) -> Any:
@@ -246,35 +246,39 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     return Signature(name, function, options, outer, tuple(sources), tuple(shards), tuple(layouts), writable=writable)
 
 
-def wires_of(gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> Wires:
+def plan_of(
+    gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
+) -> GatherPlan:
     """How shards with these layouts, of these dtypes, travel; one object for all time."""
     with _lock:  # ranks may be threads
-        return _wires_of(gather_dtype, layouts, dtypes)
+        return _plan_of(gather_dtype, layouts, dtypes)
 
 
 _lock = threading.Lock()
 
 
 @functools.cache
-def _wires_of(gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> Wires:
+def _plan_of(
+    gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
+) -> GatherPlan:
     made, at = [], 0
     for layout, own in zip(layouts, dtypes, strict=True):
         dtype = gather_dtype if gather_dtype and own.is_floating_point else own
         moves = layout.size > 1 or dtype != own
         stop = at + layout.padded * dtype.itemsize * moves
         tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
-        whole = layout.near is not None or layout.placement.hops
-        made.append(Wire(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT)), whole))
+        whole = layout.secondary is not None or layout.placement.hops
+        made.append(Gather(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT)), whole))
         at = -(-stop // 512) * 512
-    return Wires(tuple(made), at)
+    return GatherPlan(tuple(made), at)
 
 
-def _near(wire: Wire) -> Wire:
-    layout = wire.layout.near
+def _secondary(gather: Gather) -> Gather:
+    layout = gather.layout.secondary
     if layout is None:
-        return wire
-    tag = _tag(layout, wire.dtype, len(wire.tag))
-    return replace(wire, layout=layout, tag=tag, whole=True)
+        return gather
+    tag = _tag(layout, gather.dtype, len(gather.tag))
+    return replace(gather, layout=layout, tag=tag, whole=True)
 
 
 def _tag(layout: Layout, dtype: torch.dtype, length: int) -> Tensor:

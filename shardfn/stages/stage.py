@@ -26,7 +26,7 @@ from shardfn.stages import traced
 from shardfn.stages.call import Call, SharedMemory, cast, enter, refuse_inside, refuse_mixed, refuse_reentrant, running
 from shardfn.stages.engine import engine_of
 from shardfn.stages.signature import Options, Signature, signature_of
-from shardfn.stages.tape import Order
+from shardfn.stages.tape import PrefetchOrder
 from shardfn.transforms import custom_vjp
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Layers(Sequence[T]):
                 for flats in shards
                 if flats and flats[0].layout.grid == grid
             ]
-            orders, order = engine_of(mesh_of(grid, "layers: a stage")).orders, Order(groups)
+            orders, order = engine_of(mesh_of(grid, "layers: a stage")).orders, PrefetchOrder(groups)
             orders.append(order)
             weakref.finalize(self, orders.remove, order).atexit = False
 

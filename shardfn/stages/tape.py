@@ -12,7 +12,7 @@ from torch import Tensor
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
 from shardfn.stages.residency import Key, Saved, Slot
-from shardfn.stages.signature import Signature, Wires
+from shardfn.stages.signature import GatherPlan, Signature
 from shardfn.transforms.step import Step, numbered
 
 LONGEST = 4096  # calls on one tape, for a program that never asks for a gradient
@@ -21,7 +21,7 @@ Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
 
 
 @dataclass(eq=False)
-class Turn:
+class StageRun:
     """One call's place on the tape, and what gathering its parameters takes.
 
     Attributes:
@@ -38,7 +38,7 @@ class Turn:
     """
 
     signature: Signature
-    wires: Wires
+    plan: GatherPlan
     shards: tuple[Tensor, ...]
     key: Key
     needs: tuple[bool, ...] = ()
@@ -53,45 +53,45 @@ class Turn:
     @property
     def kind(self) -> Any:
         """What calls of its kind have in common, also of a stage that is made anew at every step."""
-        return self.signature.code, self.wires
+        return self.signature.code, self.plan
 
 
 @dataclass(frozen=True, eq=False)
 class Copies:
     """Larger pieces of a stage's parameters, which forward left for backward."""
 
-    wires: Wires
+    plan: GatherPlan
     shards: tuple[Tensor, ...]
 
 
 class Tape:
     """The calls of one step that may see a backward, in order."""
 
-    __slots__ = ("closed", "copies", "count", "front", "number", "shards", "step", "turns", "waiting")
+    __slots__ = ("closed", "copies", "count", "front", "number", "runs", "shards", "step", "waiting")
 
     def __init__(self, step: Step | None) -> None:
         self.number = numbered()  # what keys know it by: a reference would be a cycle, and keep gradients alive
-        self.turns: list[Turn] = []
+        self.runs: list[StageRun] = []
         self.waiting = 0  # calls without a backward yet
-        self.shards: dict[Wires, Any] = {}  # which tensors each stage was called with
+        self.shards: dict[GatherPlan, Any] = {}  # which tensors each stage was called with
         self.count = 0  # of slots taken from the ring
         self.closed = False
-        self.front: int | None = None  # the last turn that backward has come to
+        self.front: int | None = None  # the last run that backward has come to
         self.step = step
         self.copies: weakref.WeakValueDictionary[Key, Copies] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
-class Habit:
+class LastGather:
     """How the last call with such layouts gathered its parameters."""
 
-    wires: Wires
+    plan: GatherPlan
     taped: bool
     kept: Keep
     signature: Signature
 
 
-class Order:
+class PrefetchOrder:
     """The shards of stages in the order in which they are going to be used."""
 
     __slots__ = ("at", "groups", "places")
@@ -113,8 +113,8 @@ class Order:
 
 @dataclass(eq=False)
 class Place:
-    """Where a call stands: on which tape, how far along it, and its turn there."""
+    """Where a call stands: on which tape, how far along it, and its run there."""
 
     tape: Tape | None
     index: int
-    turn: Turn
+    run: StageRun

@@ -121,7 +121,7 @@ class Chaos:
 
         return self._launch("reduce_scatter", line, flat, [out], summed, lent=flat)
 
-    def all_reduce(self, x: Tensor, along: into_buffers.Link) -> _Message:
+    def all_reduce(self, x: Tensor, along: into_buffers.Communicator) -> _Message:
         """As the engine's own, in place."""
         line = self._line("reductions", along.reductions)
         return self._launch("all_reduce", line, x, [x], lambda rows: [_total(rows).view(x.shape)])

@@ -252,7 +252,7 @@ def _totals(
 
 def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
     """This rank's part of a gradient that several ranks have, where it shall be cut further than its parameter."""
-    if layout is None or layout.divided is layout:
+    if layout is None or layout.state_layout is layout:
         return gradient
     with scope(mesh_of(layout.grid, f"the gradient of {layout.stage!r}")):
         return functional.local_slice(gradient, layout.placement.gradients[len(layout.placement.axes) :])
@@ -260,10 +260,12 @@ def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
 
 def _placed(gradients: Any, layouts: Sequence[Layout | None]) -> Any:
     """A tree of gradients, whose flat shards know how they are cut."""
-    if all(layout is None or layout.divided is layout for layout in layouts):
+    if all(layout is None or layout.state_layout is layout for layout in layouts):
         return gradients
     return optree.tree_map(
-        lambda node: FlatShard(node.values, node.layout.divided) if is_flat(node) else node, gradients, is_leaf=is_flat
+        lambda node: FlatShard(node.values, node.layout.state_layout) if is_flat(node) else node,
+        gradients,
+        is_leaf=is_flat,
     )
 
 

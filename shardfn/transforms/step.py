@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from shardfn.collectives.into_buffers import Link
+from shardfn.collectives.into_buffers import Communicator
 from shardfn.compat import autograd
 from shardfn.shards.layout import Layout
 
@@ -30,7 +30,7 @@ def numbered() -> int:
 _UNKNOWN = -2  # no backward pass has this number
 
 
-class Sum:
+class GradientSum:
     """The gradient of one flat shard: what arrived of it so far.
 
     Attributes:
@@ -38,10 +38,10 @@ class Sum:
         whole: `[padded]`, this rank's own, where all reduction is put off.
     """
 
-    __slots__ = ("dtype", "layout", "links", "out", "reductions", "whole")
+    __slots__ = ("dtype", "layout", "out", "reductions", "route", "whole")
 
-    def __init__(self, layout: Layout, links: Links, reductions: Collector, dtype: torch.dtype) -> None:
-        self.layout, self.links, self.reductions, self.dtype = layout, links, reductions, dtype
+    def __init__(self, layout: Layout, route: ReductionRoute, reductions: Collector, dtype: torch.dtype) -> None:
+        self.layout, self.route, self.reductions, self.dtype = layout, route, reductions, dtype
         self.out: Tensor | None = None
         self.whole: Tensor | None = None
 
@@ -51,7 +51,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Links:
+class ReductionRoute:
     """Along which ranks a gradient is scattered, and along which it is then summed; None where there is one rank.
 
     Attributes:
@@ -60,9 +60,9 @@ class Links:
         replica: summed.
     """
 
-    shard: Link | None
-    split: Link | None
-    replica: Link | None
+    shard: Communicator | None
+    split: Communicator | None
+    replica: Communicator | None
 
 
 class Step:
@@ -80,7 +80,7 @@ class Step:
     def __init__(self, variables: Sequence[Tensor], defer: Defer = "nothing", ordered: bool = True) -> None:
         self.number, self.ordered = numbered(), ordered
         self.variables = {id(variable): variable for variable in variables}
-        self.sums: dict[int, Sum] = {}
+        self.sums: dict[int, GradientSum] = {}
         self.defer = defer
         self.live = False
         self.pass_: int | None = None
@@ -142,11 +142,11 @@ class Step:
             engine.reductions.settle(self)
         return {key: total.out for key, total in self.sums.items() if total.out is not None}
 
-    def sum_of(self, variable: Tensor, layout: Layout, links: Links, reductions: Collector) -> Sum:
+    def sum_of(self, variable: Tensor, layout: Layout, route: ReductionRoute, reductions: Collector) -> GradientSum:
         """Where the gradient of a variable is collected."""
         found = self.sums.get(id(variable))
         if found is None:
-            found = self.sums[id(variable)] = Sum(layout, links, reductions, variable.dtype)
+            found = self.sums[id(variable)] = GradientSum(layout, route, reductions, variable.dtype)
         return found
 
 

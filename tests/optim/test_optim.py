@@ -597,7 +597,7 @@ def ones(flat: Any, rank: int) -> Any:
     """Gradients as `value_and_grad` gives them."""
 
     def one(node: sf.FlatShard) -> sf.FlatShard:
-        fine = node.layout.divided
+        fine = node.layout.state_layout
         return sf.FlatShard(torch.ones(fine.held(rank), dtype=node.values.dtype), fine)
 
     return optree.tree_map(one, flat, is_leaf=lambda x: type(x) is sf.FlatShard)

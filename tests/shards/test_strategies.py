@@ -578,7 +578,7 @@ def nearby() -> tuple[list[int], int]:
         with sf.ledger() as log:
             sf.grad(lambda p: total(sf.stage, p, mine))(flat)
         sizes.append(log.gathered)
-    return sizes, sum(flat["blocks"][i].layout.near.piece * 8 for i in range(4))
+    return sizes, sum(flat["blocks"][i].layout.secondary.piece * 8 for i in range(4))
 
 
 @pytest.mark.world(4)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.collectives.into_buffers import all_gather
-from shardfn.collectives.into_buffers import link as link_of
+from shardfn.collectives.into_buffers import all_gather, communicator_of
 from shardfn.testing import World, world
 
 D, DEPTH = 8, 6
@@ -278,13 +277,13 @@ def test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next() -> None:
 
     def body() -> list[list[int]]:
         mesh = sf.make_mesh(shard=2, device="cpu")
-        link, rank = link_of(mesh, ("shard",)), dist.get_rank()
+        comm, rank = communicator_of(mesh, ("shard",)), dist.get_rank()
         came: list[list[int]] = []
         for dropped in (True, False, True, False, False):
             whole = torch.zeros(128, dtype=torch.uint8)
             whole.view(2, -1)[rank] = rank + 10 * len(came)
             time.sleep(0.2 * (rank == len(came) % 2))  # each is the later one, once
-            work = all_gather(whole, link, torch.uint8)
+            work = all_gather(whole, comm, torch.uint8)
             if not dropped:
                 work.wait()
                 came.append(whole.view(2, -1)[:, 0].tolist())
