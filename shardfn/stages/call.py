@@ -343,9 +343,8 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
         self.call = call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not functorch.inside_transform():
-            if any(map(_followed, optree.tree_leaves((args, kwargs)))):
-                args, kwargs = optree.tree_map(self._plain, (args, kwargs))
+        if not functorch.inside_transform() and any(map(_followed, optree.tree_leaves((args, kwargs)))):
+            args, kwargs = optree.tree_map(self._plain, (args, kwargs))
         return func(*args, **(kwargs or {}))
 
     def _plain(self, x: Any) -> Any:
