@@ -39,7 +39,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import shardfn as sf
 from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, rope_table, tokens
 from benchmarks.report import Goal, parser, publish
-from shardfn import P, compat
+from shardfn import P
+from shardfn.compat import process_groups
 
 PEAK = 989e12  # FLOP/s of an H100 or H200 in bfloat16
 RATE = 1e-5
@@ -167,7 +168,7 @@ def pretended(world: int, device: str) -> Iterator[None]:
             backend = "nccl" if device == "cuda" else "gloo"
             dist.init_process_group(backend, init_method=f"file://{file.name}", rank=0, world_size=1)
         else:
-            dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=world)
+            dist.init_process_group("fake", store=process_groups.fake_store(), rank=0, world_size=world)
         try:
             yield
         finally:

@@ -30,8 +30,8 @@ from benchmarks.model import SEED, Params
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY
 from shardfn import optim
-from shardfn.layout import is_flat
 from shardfn.optim.muon import Matrix, assigned, orthogonalised
+from shardfn.shards.layout import is_flat
 
 RATE, MOMENTUM, DECAY, ITERATIONS, DTYPE = 0.02, 0.95, 0.1, 5, torch.bfloat16
 LAYERS = 8

@@ -31,7 +31,8 @@ import shardfn as sf
 from benchmarks.crew import Crew, Usage, busy_seconds
 from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, tokens
 from benchmarks.report import Goal, parser, publish
-from shardfn import P, link
+from shardfn import P
+from shardfn.collectives import into_buffers
 
 RATE = 1e-3
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**40)}
@@ -182,8 +183,8 @@ def optimizer_alone(optimizer: torch.optim.Optimizer) -> None:
 
 
 @functools.cache
-def mesh_link() -> link.Link:
-    return link.link(sf.make_mesh(data=-1, device="cpu"), ("data",))
+def mesh_link() -> into_buffers.Communicator:
+    return into_buffers.communicator_of(sf.make_mesh(data=-1, device="cpu"), ("data",))
 
 
 @functools.cache
@@ -192,13 +193,13 @@ def buffers(numel: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ones(numel * ranks), torch.empty(numel), torch.empty(numel * ranks)
 
 
-def gather_alone(along: link.Link, numel: int) -> None:
-    link.all_gather(buffers(numel)[0].view(torch.uint8), along, torch.float32).wait()
+def gather_alone(along: into_buffers.Communicator, numel: int) -> None:
+    into_buffers.all_gather(buffers(numel)[0].view(torch.uint8), along, torch.float32).wait()
 
 
-def scatter_alone(along: link.Link, numel: int) -> None:
+def scatter_alone(along: into_buffers.Communicator, numel: int) -> None:
     flat, out, scratch = buffers(numel)
-    link.reduce_scatter(flat, out, along, lambda n: scratch[:n]).wait()
+    into_buffers.reduce_scatter(flat, out, along, lambda n: scratch[:n]).wait()
 
 
 # --- the tables ---

@@ -6,8 +6,7 @@ gradient that calculus gives them, under every torch.func transform.
 """
 
 from shardfn import checkpoint, optim, parallel
-from shardfn.autodiff import accumulate, grad, value_and_grad
-from shardfn.collectives import (
+from shardfn.collectives.functional import (
     all_gather,
     all_to_all,
     axis_index,
@@ -23,20 +22,15 @@ from shardfn.collectives import (
     ragged_all_to_all,
     reduce_scatter,
 )
+from shardfn.collectives.into_buffers import transports
+from shardfn.collectives.ledger import Ledger, Record, ledger
+from shardfn.collectives.redistribute import redistribute
 from shardfn.debugging import debug
-from shardfn.layout import FlatShard, Layout, local_parameters
-from shardfn.ledger import Ledger, Record, ledger
-from shardfn.link import transports
-from shardfn.mesh import AxisName, make_mesh
-from shardfn.partition import combine, partition
-from shardfn.pattern import redistribute
-from shardfn.random import fold_in
-from shardfn.replicated import assert_replicated
-from shardfn.shard_map import shard_map
-from shardfn.sharding import init, init_sharded, shard, shard_named, unshard
-from shardfn.spec import P, by_path, global_shape, local_shape
-from shardfn.stage import layers, stage
-from shardfn.strategy import (
+from shardfn.mesh.axes import AxisName, make_mesh
+from shardfn.mesh.spec import P, by_path, global_shape, local_shape
+from shardfn.shards.layout import FlatShard, Layout, local_parameters
+from shardfn.shards.partition import combine, partition
+from shardfn.shards.placement import (
     Placement,
     Strategy,
     ddp,
@@ -51,6 +45,12 @@ from shardfn.strategy import (
     zero1,
     zero2,
 )
+from shardfn.shards.random import fold_in
+from shardfn.shards.replicated import assert_replicated
+from shardfn.shards.sharding import init, init_sharded, shard, shard_named, unshard
+from shardfn.stages.stage import layers, stage
+from shardfn.transforms.autodiff import accumulate, grad, value_and_grad
+from shardfn.transforms.shard_map import shard_map
 
 __version__ = "0.1.0"
 

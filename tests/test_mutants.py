@@ -44,5 +44,7 @@ def test_what_changes_nothing_survives() -> None:
 
 
 def test_a_test_that_hangs_catches_nothing() -> None:
-    with pytest.raises(RuntimeError, match=r"a swapped call passes: tests/test_optim.py\S* did not end within 0 s"):
+    with pytest.raises(
+        RuntimeError, match=r"a swapped call passes: tests/optim/test_optim.py\S* did not end within 0 s"
+    ):
         caught(CHEAP, deadline=0.01)

@@ -12,12 +12,12 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import compat
 from shardfn.checkpoint.boxes import Box, Ints, boxes, whole
-from shardfn.layout import FlatShard, Layout, is_flat
-from shardfn.mesh import Grid
-from shardfn.optim.units import Piece, is_unit
-from shardfn.spec import is_dtensor
+from shardfn.compat import process_groups
+from shardfn.mesh.axes import Grid
+from shardfn.mesh.spec import is_dtensor
+from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.pieces import Piece, is_unit
 
 Scalar = bool | int | float | complex | str
 SCALARS = (bool, int, float, complex, str)
@@ -223,7 +223,7 @@ def _add_flat(found: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece,
         name = names[number] = ".".join(map(str, keys)) or "value"
         _known(found, name, keys)
         found.tensors[name] = Kind(values.dtype, layout.whole_shape(number))
-    for number, box, at in _cut(layout, compat.global_rank(), shared, values.element_size(), BUFFER):
+    for number, box, at in _cut(layout, process_groups.global_rank(), shared, values.element_size(), BUFFER):
         if number in names:
             own = values[at - first : at - first + box.numel].view(box.sizes)
             found.parts.append(Part(names[number], box, own))

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from shardfn import compat
 from shardfn.checkpoint import files, safetensors
 from shardfn.checkpoint.boxes import Box, whole
 from shardfn.checkpoint.contents import FEW, Kind
@@ -24,6 +23,7 @@ from shardfn.checkpoint.sources import Ours, Source, source_of
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import chosen
 from shardfn.checkpoint.verifying import check_parts
+from shardfn.compat import dcp
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _keys(source: Source) -> dict[str, tuple[Any, ...]]:
         known = files.read_manifest(source.folder).files[files.METADATA] if isinstance(source, Ours) else None
         if known is not None and known != (len(content), zlib.crc32(content)):
             raise CheckpointError(f"{path} is damaged: its checksum does not fit")
-        return compat.read_checkpoint_keys(content)
+        return dcp.read_checkpoint_keys(content)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
@@ -281,5 +281,5 @@ def _unread(source: Source) -> list[str]:
     """Names of what is neither tensor, number nor string."""
     if isinstance(source, Ours):
         return []
-    _, places = compat.read_checkpoint_metadata((source.folder / files.METADATA).read_bytes())
+    _, places = dcp.read_checkpoint_metadata((source.folder / files.METADATA).read_bytes())
     return [name for name in places if name not in source.numbers]

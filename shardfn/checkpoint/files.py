@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from shardfn import compat
 from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.contents import Kind, Scalar, as_bytes
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.compat import dcp
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = "shardfn checkpoint 1"
@@ -178,7 +178,7 @@ def write_metadata(
     folder: Path, manifest: Manifest, keys: dict[str, tuple[Any, ...]], numbers: dict[str, tuple[str, int, int]]
 ) -> None:
     """The file by which torch's loaders find what is there."""
-    found = compat.checkpoint_metadata(
+    found = dcp.checkpoint_metadata(
         {
             name: (kind.dtype, kind.shape, [(c.box.offsets, c.box.sizes, c.file, c.offset, c.length) for c in chunks])
             for name, kind in manifest.tensors.items()

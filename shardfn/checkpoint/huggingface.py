@@ -17,16 +17,18 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import collectives, compat, waiting
 from shardfn.checkpoint.boxes import Box, Ints, whole
 from shardfn.checkpoint.contents import Contents, Kind, Part, as_bytes, contents, pieces
 from shardfn.checkpoint.loading import Differences
 from shardfn.checkpoint.safetensors import Plan, Stored, aside, begin, clear, opened, planned, publish, stored_in
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
-from shardfn.layout import FlatShard, is_flat
-from shardfn.mesh import mesh_of, scope
-from shardfn.optim.units import is_unit
+from shardfn.collectives import functional
+from shardfn.compat import process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import mesh_of, scope
+from shardfn.shards.layout import FlatShard, is_flat
+from shardfn.shards.pieces import is_unit
 
 Rule = tuple[str, str] | tuple[str, str, str]
 STEP = 2**23  # bytes that are gathered or written at a time
@@ -232,7 +234,7 @@ def _turns(params: Any, names: Iterable[str], team: Team) -> Iterator[tuple[str,
 
 def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[str, Tensor]]:
     """As `unshard`, but views, and only on ranks that hold one copy between them: each its turn's parameters."""
-    layout, rank = flat.layout, compat.global_rank()
+    layout, rank = flat.layout, process_groups.global_rank()
     cut = {*layout.placement.axes, *(axis for entry in layout.entries for axis in entry.spec.axes)}
     holders = tuple(name for name, _ in layout.grid.sizes if name in cut)
     copies = tuple(name for name, _ in layout.grid.sizes if name not in {*cut, *layout.placement.away})
@@ -254,7 +256,7 @@ def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int) -> Tensor
     n = piece.shape[dim]
     joined = piece.new_empty(*piece.shape[:dim], n * size, *piece.shape[dim + 1 :])
     for box, some in pieces(piece, STEP // size):
-        for i, part in enumerate(collectives.all_gather(some[None], axes, to="invariant")):
+        for i, part in enumerate(functional.all_gather(some[None], axes, to="invariant")):
             joined.narrow(dim, i * n, n)[box.within(whole(piece.shape))] = part
     return joined
 

@@ -14,13 +14,13 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import waiting
 from shardfn.checkpoint import files
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Contents, Part, contents, generators, rebuilt
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.sources import Source, source_of
 from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
+from shardfn.mesh import waiting
 
 _log = logging.getLogger("shardfn")
 

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardfn import waiting
 from shardfn.checkpoint import files
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import BUFFER, Contents, Kind, Part, Scalar, contents, crc, pieces
 from shardfn.checkpoint.files import Chunk, Manifest, Writer
 from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
+from shardfn.mesh import waiting
 
 Busy = Literal["wait", "refuse"]
 _log = logging.getLogger("shardfn")

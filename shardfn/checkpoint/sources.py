@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn import compat
 from shardfn.checkpoint import files
 from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.contents import SCALARS, Kind, Part, Scalar, as_bytes
 from shardfn.checkpoint.files import Chunk
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.compat import dcp
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def source_of(path: Path) -> Source:
 def _torchs(folder: Path) -> Torchs:
     path = folder / files.METADATA
     try:
-        described, places = compat.read_checkpoint_metadata(path.read_bytes())
+        described, places = dcp.read_checkpoint_metadata(path.read_bytes())
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     tensors = {name: Kind(dtype, tuple(shape)) for name, (dtype, shape, _) in described.items()}

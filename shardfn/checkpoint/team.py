@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardfn import waiting
-from shardfn.mesh import Grid, cpu_group
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import Grid, cpu_group
 
 T = TypeVar("T")
 

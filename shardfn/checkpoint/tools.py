@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn import compat
 from shardfn.checkpoint import files
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Scalar, as_bytes
@@ -22,6 +21,7 @@ from shardfn.checkpoint.reading import Reader, Report, bytes_of, meter, parts, s
 from shardfn.checkpoint.sources import Source, source_of
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.verifying import check_parts, found_at
+from shardfn.compat import dcp
 
 AT_ONCE = 2**18  # elements that are compared at a time
 
@@ -189,7 +189,7 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -
 def _has_its_bytes(folder: Path) -> bool:
     """Whether files of torch.distributed.checkpoint are as long as what is in them."""
     try:
-        tensors, numbers = compat.read_checkpoint_metadata((folder / files.METADATA).read_bytes())
+        tensors, numbers = dcp.read_checkpoint_metadata((folder / files.METADATA).read_bytes())
         places = [*numbers.values(), *(place[2:] for _, _, some in tensors.values() for place in some)]
         lengths: dict[str, int] = {}
         for file, offset, length in places:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from shardfn import compat
 from shardfn.checkpoint import files
 from shardfn.checkpoint.boxes import Box, whole
 from shardfn.checkpoint.contents import Kind
@@ -16,6 +15,7 @@ from shardfn.checkpoint.files import Chunk, Manifest
 from shardfn.checkpoint.reading import Report, checksum, described, meter, misfits, silent, span
 from shardfn.checkpoint.sources import Source, opened
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.compat import dcp
 
 Count = Callable[[int], None]
 
@@ -219,7 +219,7 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
 
 def _items(content: bytes) -> tuple[int, list[tuple[str, int, int, str, Box | None]], list[Damage]]:
     """How many entries there are, where their items are, of which box of a tensor, and what they lack."""
-    found, places = compat.read_checkpoint_metadata(content)
+    found, places = dcp.read_checkpoint_metadata(content)
     items: list[tuple[str, int, int, str, Box | None]] = [(*place, name, None) for name, place in places.items()]
     damage: list[Damage] = []
     for name, (dtype, shape, parts) in found.items():

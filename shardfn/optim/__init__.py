@@ -1,15 +1,15 @@
 """Optimizers on local shards: pure functions whose state is a pytree like the parameters."""
 
 from shardfn.optim.adafactor import adafactor
-from shardfn.optim.core import Optimizer, Transform, chain, shard_state
 from shardfn.optim.elementwise import adam, adamw, lion, sgd
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms
+from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
 from shardfn.optim.scaling import loss_scaled
 from shardfn.optim.schedules import linear, warmup_cosine, wsd
 from shardfn.optim.torch import from_torch
-from shardfn.optim.units import Piece
 from shardfn.optim.wrappers import accumulate, ema, finite, masked, skip_nonfinite
+from shardfn.shards.pieces import Piece
 
 __all__ = [
     "Norms",

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer, Rule, of_rule
+from shardfn.optim.differentiable import lent, numbered, tied
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.meta import lent, numbered, tied
 from shardfn.optim.norms import squares, totals, wide
+from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.ranges import at_step, check
-from shardfn.optim.units import Segment, Unit, Units, pairs, refuse_complex, spread, units, zeros
 from shardfn.optim.wrappers import masked
+from shardfn.shards.pieces import Segment, Unit, Units, pairs, refuse_complex, spread, units, zeros
 
 
 def adafactor(

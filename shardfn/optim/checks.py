@@ -14,10 +14,10 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import compat
-from shardfn.layout import FlatShard, Layout, is_flat
-from shardfn.optim.units import Piece, is_unit
-from shardfn.spec import dotted
+from shardfn.compat import dynamo, process_groups
+from shardfn.mesh.spec import dotted
+from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.pieces import Piece, is_unit
 
 Init = Callable[[Any], Any]
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -85,7 +85,7 @@ class Guard:
             ValueError, TypeError: they do not belong together.
         """
         if torch.compiler.is_compiling():
-            compat.trace_dicts()
+            dynamo.trace_dicts()
             return None
         leaves, spec = optree.tree_flatten((params, grads, state), is_leaf=is_unit)
         kinds = [_kind(leaf) for leaf in leaves]
@@ -299,7 +299,7 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
         return f"{name}: the gradient is of other parameters: of {_of(g)}, and the parameter is {_of(p)}"
     if not p.layout.trainable or g.values is None:
         return ""
-    held = p.stop - p.start if type(p) is Piece else p.layout.held(compat.global_rank())
+    held = p.stop - p.start if type(p) is Piece else p.layout.held(process_groups.global_rank())
     if tuple(p.values.shape) != (held,):
         return f"{name}: the parameters are {_told(p.values)}, but the layout {p.layout} says ({held},)"
     if isinstance(g.values, Tensor) and (wrong := _place_differs(name, p.values, g.values)):

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn import compat
-from shardfn.optim.core import Optimizer, Rule, of_rule
-from shardfn.optim.meta import tied, varied
+from shardfn.compat import dynamo
+from shardfn.optim.differentiable import tied, varied
+from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.ranges import at_step, check, check_rule
-from shardfn.optim.units import Unit, dense, joined, pairs, runs, units, zeros_like
+from shardfn.shards.pieces import Unit, dense, joined, pairs, runs, units, zeros_like
 
 Number = float | Tensor
 Schedule = Callable[[int], Any]
@@ -59,7 +59,7 @@ def optimizer(name: str, rule: Elementwise, numbers: dict[str, Any], donate: boo
         every = [(one, _spans(one.unit, varying)) for one in work if one.grad is not None]
         if donate:
             if torch.compiler.is_compiling():
-                compat.refuse_in_graph(
+                dynamo.refuse_in_graph(
                     f"{name}: donate=True overwrites parameters by fused kernels, which a graph of torch.compile "
                     f"cannot hold: pass donate=False to what is compiled"
                 )

@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import collectives, compat
-from shardfn.layout import Layout, Range
-from shardfn.ledger import record
-from shardfn.mesh import Grid, axis_of, mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, of_rule
+from shardfn.collectives import functional
+from shardfn.collectives.ledger import record
+from shardfn.compat import process_groups
+from shardfn.mesh.axes import Grid, axis_of, mesh_of, scope
+from shardfn.optim.differentiable import numbered, tied
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.meta import numbered, tied
+from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.ranges import at_step, check, whole
-from shardfn.optim.units import Unit, pairs, refuse_complex, units, zeros_like
+from shardfn.shards.layout import Layout, Range
+from shardfn.shards.pieces import Unit, pairs, refuse_complex, units, zeros_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -302,8 +303,8 @@ def _moved_and_back(
 ) -> None:
     mesh = mesh_of(grid, "muon: a tree")
     axis = axis_of(mesh, axes)
-    group = compat.group_of(axis.group) if axis.size > 1 else None
-    matrices, rank = tuple(matrix for matrix, _ in members), compat.global_rank()
+    group = process_groups.group_of(axis.group) if axis.size > 1 else None
+    matrices, rank = tuple(matrix for matrix, _ in members), process_groups.global_rank()
     plan = planned(matrices, tuple(dist.get_process_group_ranks(group)) if group else (rank,), rank)
     here = {one.path: (i, one.start, one.stop) for i, unit in enumerate(chosen) for one in unit.segments}
 
@@ -378,7 +379,7 @@ def together(
             every.append(o)
             if matrix.path in here:
                 one = here[matrix.path]
-                part = None if matrix.layout is None else matrix.part(compat.global_rank())
+                part = None if matrix.layout is None else matrix.part(process_groups.global_rank())
                 mine = o if part is None else _block(o, part)
                 rows[matrix.path] = mine.reshape(-1)[one.first : one.first + one.stop - one.start]
         flat, filled, last = torch.zeros_like(update).reshape(-1), [], 0
@@ -392,7 +393,7 @@ def together(
 def _whole(matrix: Matrix, here: dict[str, Any], update: Tensor) -> Tensor:
     assert matrix.layout is not None, "what is gathered lies in a layout"
     whole = update.new_zeros(matrix.shape)
-    part = matrix.part(compat.global_rank())
+    part = matrix.part(process_groups.global_rank())
     if part is not None and matrix.path in here:
         one = here[matrix.path]
         block = torch.nn.functional.pad(
@@ -407,4 +408,4 @@ def _whole(matrix: Matrix, here: dict[str, Any], update: Tensor) -> Tensor:
     if not cut:
         return whole
     with scope(mesh_of(matrix.layout.grid, "muon: a tree")):
-        return collectives.pvary(collectives.psum(tied(whole, [update]), cut), cut)
+        return functional.pvary(functional.psum(tied(whole, [update]), cut), cut)

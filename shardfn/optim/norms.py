@@ -14,12 +14,12 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import collectives
-from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Transform
-from shardfn.optim.meta import tied, varied
+from shardfn.collectives import functional
+from shardfn.mesh.axes import mesh_of, scope
+from shardfn.optim.differentiable import tied, varied
+from shardfn.optim.optimizer import Transform
 from shardfn.optim.ranges import check, kind
-from shardfn.optim.units import Units, dense, spread, units
+from shardfn.shards.pieces import Units, dense, spread, units
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def totals(
         total = tied(torch.cat(rows), sources)
         if axes:
             with scope(mesh_of(grid, "a tree")):
-                total = collectives.psum(total, axes)
+                total = functional.psum(total, axes)
         found |= dict(zip(lengths, total.split(list(lengths.values())), strict=True))
     return found
 

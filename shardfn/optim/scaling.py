@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardfn.optim.core import Optimizer, must_be_optimizer
 from shardfn.optim.norms import scaled
+from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.ranges import check, whole
 from shardfn.optim.wrappers import finite
 

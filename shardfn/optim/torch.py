@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.core import Optimizer
+from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.ranges import at_step, check, kind, whole
-from shardfn.optim.units import Unit, dense, is_unit, pairs, stretches, units
+from shardfn.shards.pieces import Unit, dense, is_unit, pairs, stretches, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:

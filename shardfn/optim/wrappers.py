@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn import collectives, compat
-from shardfn.mesh import mesh_of, scope
-from shardfn.optim.core import Optimizer, Rule, must_be_optimizer
-from shardfn.optim.meta import differentiable
+from shardfn.collectives import functional
+from shardfn.compat import autograd
+from shardfn.mesh.axes import mesh_of, scope
+from shardfn.optim.differentiable import differentiable
+from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.optim.ranges import check, kind, whole
-from shardfn.optim.units import Units, is_unit, joined, pairs, stretches, units, zeros_like
+from shardfn.shards.pieces import Units, is_unit, joined, pairs, stretches, units, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
@@ -54,7 +55,7 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
         values = _values(known)
         for i, found in changed.items():
             found.sort(key=lambda one: one[:2])
-            if any(compat.storage_of(new) != compat.storage_of(values[i]) for *_, new in found):  # else in place
+            if any(autograd.storage_of(new) != autograd.storage_of(values[i]) for *_, new in found):  # else in place
                 values[i] = joined([new for *_, new in found], known.each[i], [(a, b) for a, b, _ in found])
         return known.like(values), state
 
@@ -189,5 +190,5 @@ def finite(tree: Any) -> bool:
         for one in bad:
             here = here + one.to(here.device, non_blocking=here.device.type != "cpu")
         with scope(mesh), torch.no_grad():
-            bad = [collectives.psum(here, tuple(name for name, _ in grid.sizes))]
+            bad = [functional.psum(here, tuple(name for name, _ in grid.sizes))]
     return not any(one.item() for one in bad)  # all that the host waits for

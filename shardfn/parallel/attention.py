@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shardfn import compat, ops
-from shardfn.collectives import all_gather, all_to_all, axis_index, axis_size
-from shardfn.firstorder import Rule
-from shardfn.mesh import AxisName, bound_axis
+from shardfn.collectives import ops
+from shardfn.collectives.functional import all_gather, all_to_all, axis_index, axis_size
+from shardfn.compat import attention as kernels
+from shardfn.mesh.axes import AxisName, bound_axis
+from shardfn.transforms.custom_vjp import custom_vjp
 
 Part = tuple[slice, slice, bool]  # queries and keys that meet, and whether causally
 
@@ -147,7 +148,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
+def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_vjp:
     def pure(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         size = axis_size(axis)
         k, v = (_repeated(all_gather(x, axis, dim=2), q.shape[1] // x.shape[1]) for x in (k, v))
@@ -160,11 +161,11 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
             scores = scores.masked_fill(unseen, -torch.inf)
         return (scores.softmax(-1) @ v,)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def fwd(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
         if size == 1:
-            out, lse = compat.attention(q, _repeated(k, more), _repeated(v, more), causal, scale)
-            return (out,), (lse,)
+            out, lse = kernels.attention(q, _repeated(k, more), _repeated(v, more), causal, scale)
+            return (out,), (q, k, v, out, lse)
         out = torch.zeros_like(q, dtype=_wide(q))
         lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
         travelling = torch.stack((k, v))
@@ -172,25 +173,22 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
             coming = _sent(travelling, axis) if step + 1 < size else None
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
                 keys, values = (_repeated(x[:, :, columns], more) for x in travelling)
-                new, logs = compat.attention(q[:, :, rows], keys, values, masked, scale)
+                new, logs = kernels.attention(q[:, :, rows], keys, values, masked, scale)
                 _merge(out[:, :, rows], lse[:, :, rows], new, logs)
             if coming is not None:
                 travelling = coming()
-        return (out.to(q.dtype),), (lse,)
+        out = out.to(q.dtype)
+        return (out,), (q, k, v, out, lse)
 
-    def backward(
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        needs: Sequence[bool],
+    def bwd(
+        residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        (q, k, v), (out,), (lse,), (ct,) = inputs, outputs, kept, cotangents
+        (q, k, v, out, lse), (ct,) = residuals, cotangents
         size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
         ct = torch.zeros_like(out) if ct is None else ct  # other ranks' keys and values come by all the same
         if size == 1:
             keys, values = _repeated(k, more), _repeated(v, more)
-            dq, dk, dv = compat.attention_backward(ct, q, out, lse, keys, values, causal, scale)
+            dq, dk, dv = kernels.attention_backward(ct, q, out, lse, keys, values, causal, scale)
             return [dq, _summed(dk, more), _summed(dv, more)]
         dq = torch.zeros_like(q, dtype=_wide(q))
         travelling = torch.stack((k, v))
@@ -201,7 +199,7 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
                 keys, values = (_repeated(x[:, :, columns], more) for x in travelling)
                 own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
-                new_q, new_k, new_v = compat.attention_backward(
+                new_q, new_k, new_v = kernels.attention_backward(
                     own_ct, own_q, own_out, own_lse, keys, values, masked, scale
                 )
                 dq[:, :, rows] += new_q
@@ -213,7 +211,7 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> Rule:
         dk, dv = arriving().to(k.dtype).unbind(0)
         return [dq.to(q.dtype), dk, dv]
 
-    return Rule(pure, forward, backward)
+    return custom_vjp(pure, fwd, bwd)
 
 
 def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Part]:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.collectives import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
-from shardfn.mesh import AxisName
+from shardfn.collectives.functional import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
+from shardfn.mesh.axes import AxisName
 
 
 def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:

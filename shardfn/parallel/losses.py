@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn.collectives import axis_index, axis_size, pmax, psum
-from shardfn.firstorder import Rule
-from shardfn.mesh import AxisName
+from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
+from shardfn.mesh.axes import AxisName
 from shardfn.parallel.linear import to_parallel
+from shardfn.transforms.custom_vjp import custom_vjp
 
 LOGITS = 2**23  # that are made at a time, unless told otherwise
 
@@ -75,7 +75,7 @@ def cross_entropy(
 
 
 @functools.lru_cache(maxsize=256)
-def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> Rule:
+def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
     def logits(x: Tensor, w: Tensor) -> Tensor:
         made = (x @ w).to(torch.promote_types(x.dtype, torch.float32))
         first = axis_index(axis) * w.shape[1]
@@ -108,23 +108,19 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> Rule:
         found = made.softmax(1)
         return found, made.amax(1) - found.amax(1).log()
 
-    def forward(x: Tensor, w: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def fwd(x: Tensor, w: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         found = []
         for some in _chunks(len(x), rows):
             made = logits(x[some], w)
             parts = shares(made)
             found.append(of_rows(made, parts[1], targets[some]))
         losses, every = (torch.cat(each) for each in zip(*found, strict=True))
-        return (losses,), (every, *parts) if len(found) == 1 else (every,)
+        return (losses,), (x, w, targets, every, *(parts if len(found) == 1 else ()))
 
-    def backward(
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        needs: Sequence[bool],
+    def bwd(
+        residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        (x, w, targets), (ct,), (every, *parts) = inputs, cotangents, kept
+        (x, w, targets, every, *parts), (ct,) = residuals, cotangents
         if ct is None:
             return [None, None, None]
         ct = ct.where(targets != ignore, 0)
@@ -141,7 +137,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> Rule:
                 dw = x[some].mT @ p if dw is None else dw.addmm_(x[some].mT, p)
         return [dx, dw, None]
 
-    return Rule(pure, forward, backward)
+    return custom_vjp(pure, fwd, bwd)
 
 
 def _chunks(n: int, rows: int) -> Iterator[slice]:

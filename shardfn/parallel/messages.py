@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import compat, waiting
-from shardfn.ledger import record
-from shardfn.link import Link, link
-from shardfn.mesh import AxisName, as_names, current_mesh, group_over
+from shardfn.collectives.into_buffers import Communicator, communicator_of
+from shardfn.collectives.ledger import record
+from shardfn.compat import functorch, process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import AxisName, as_names, current_mesh, group_over, lane, per_mesh
 
 ROOM = 1024  # bytes of a note; what does not fit follows
 _LENGTH = struct.Struct("<q")
@@ -115,7 +116,7 @@ class _Line:
         """Sends a note, and behind it what there must be room for."""
         body = pickle.dumps(note)
         data = _LENGTH.pack(len(body)) + body
-        with compat.outside_transforms():
+        with functorch.outside_transforms():
             first = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8)
             first[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
             for row, at in zip(rows, _places(rows), strict=False):
@@ -131,7 +132,7 @@ class _Line:
         """Makes ready for the next note, which may then come while this rank computes."""
         if self.coming is None:
             data = bytearray(ROOM + self.here)
-            with compat.outside_transforms():
+            with functorch.outside_transforms():
                 self.coming = data, self._coming(data, _NOTE)
 
     def receive(self) -> tuple[Any, bytearray]:
@@ -145,7 +146,7 @@ class _Line:
         body = data[_LENGTH.size : min(ROOM, _LENGTH.size + length)]
         if length > len(body):
             more = bytearray(length - len(body))
-            with compat.outside_transforms():
+            with functorch.outside_transforms():
                 _tried(self._coming(more, _MORE).wait)
             body += more
         return pickle.loads(body), data
@@ -175,11 +176,11 @@ class Team:
         index: which of them this one is.
     """
 
-    def __init__(self, axis: AxisName, along: Link, device: str) -> None:
-        backend = compat.backend_of(along.gathers, device)
+    def __init__(self, axis: AxisName, along: Communicator, device: str) -> None:
+        backend = process_groups.backend_of(along.gathers, device)
         if backend in ("fake", "threaded", "undefined"):
             raise RuntimeError(f"pipeline along {axis!r}: its backend, {backend!r}, sends nothing from rank to rank")
-        self.axis, self.link, self.device = axis, along, torch.device(device)
+        self.axis, self.communicator, self.device = axis, along, torch.device(device)
         self.size, self.index = along.axis.size, along.axis.index
         ranks = dist.get_process_group_ranks(along.gathers)
         hosts = along.gathers if backend == "gloo" else group_over(ranks, "notes", "gloo")
@@ -283,10 +284,10 @@ class Team:
         line.send((way, tags, packed(kinds), tree, said), rows if fits else ())
         going: list[_Sent] = []
         self.sent[to].append(going)
-        group, left = getattr(self.link, way), iter(tags)
+        group, left = getattr(self.communicator, way), iter(tags)
         for x, row in zip(tensors, rows, strict=True):
             record(
-                "send", self.link.axis.group, x.dtype, row.nbytes, "native", self.link.names,
+                "send", self.communicator.axis.group, x.dtype, row.nbytes, "native", self.communicator.names,
                 scheduled=True, backward=way == "reductions",
             )  # fmt: skip
             if row.nbytes and not fits:
@@ -342,7 +343,7 @@ class Team:
     def _message(
         self, source: int, data: bytearray, way: Way, tags: list[int], packed: bytes, tree: bytes, said: Any
     ) -> Message:
-        kinds, line, group = unpacked(packed), self.lines[source], getattr(self.link, way)
+        kinds, line, group = unpacked(packed), self.lines[source], getattr(self.communicator, way)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]
         places = _places([range(n) for n in sizes])
         line.here = places[-1]
@@ -384,12 +385,9 @@ def team_of(axis: AxisName) -> Team:
     """The ranks along an axis of the mesh in scope. All of them take part the first time."""
     mesh = current_mesh()
     assert mesh is not None, "an axis of several ranks belongs to a mesh"
-    teams: dict[AxisName, Team] = mesh.__dict__.setdefault("_shardfn_teams", {})
-    found = teams.get(axis)
-    if found is None:
-        along = link(mesh, as_names(axis))
-        found = teams[axis] = Team(axis, along, mesh.device_type)
-    return found
+    return per_mesh(
+        mesh, ("team", lane(), axis), lambda: Team(axis, communicator_of(mesh, as_names(axis)), mesh.device_type)
+    )
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardfn import compat
-from shardfn.collectives import all_to_all, axis_size, psum, ragged_all_to_all
-from shardfn.mesh import AxisName, as_names
+from shardfn.collectives.functional import all_to_all, axis_size, psum, ragged_all_to_all
+from shardfn.compat import functorch
+from shardfn.mesh.axes import AxisName, as_names
 
 Expert = Callable[[Any, Tensor], Tensor]
 
@@ -193,7 +193,7 @@ def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
-    if compat.inside_batching_or_forward():
+    if functorch.inside_batching_or_forward():
         raise ValueError(
             'mixture: overflow="error" reads numbers, which vmap and jvp have no single ones of: use "drop"'
         )
@@ -207,7 +207,7 @@ def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
 
 
 def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: AxisName) -> Tensor:
-    if compat.batching():
+    if functorch.batching():
         raise ValueError("mixture: without a capacity sizes depend on numbers, which vmap cannot batch: pass capacity=")
     size, count, k = axis_size(axis), routing.logits.shape[-1], routing.experts.shape[-1]
     choices = routing.experts.flatten()

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardfn.collectives import axis_size, psum, pvary
-from shardfn.firstorder import Rule
-from shardfn.mesh import AxisName
+from shardfn.collectives.functional import axis_size, psum, pvary
+from shardfn.mesh.axes import AxisName
+from shardfn.transforms.custom_vjp import custom_vjp
 
 
 def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | Non
 
 
 @functools.lru_cache(maxsize=64)
-def _rule(axis: AxisName, eps: float) -> Rule:
+def _rule(axis: AxisName, eps: float) -> custom_vjp:
     def width(x: Tensor) -> int:
         return x.shape[-1] * axis_size(axis)
 
@@ -46,24 +46,20 @@ def _rule(axis: AxisName, eps: float) -> Rule:
         mean = pvary(psum(wide.square().sum(-1, keepdim=True), axis), axis) / width(x)
         return ((wide * (mean + eps).rsqrt() * weight).to(x.dtype),)
 
-    def forward(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def fwd(x: Tensor, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x)).square_()
         scale = psum(squares, axis).div_(width(x)).add_(eps).rsqrt_()
         out = x * scale
         out = out.mul_(weight) if out.dtype == torch.promote_types(out.dtype, weight.dtype) else out * weight
-        return (out.to(x.dtype),), (scale,)
+        return (out.to(x.dtype),), (x, weight, scale)
 
-    def backward(
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        needs: Sequence[bool],
+    def bwd(
+        residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        (x, weight), (ct,) = inputs, cotangents
+        (x, weight, kept), (ct,) = residuals, cotangents
         if ct is None:
             return [None, None]
-        scale = kept[0].view(-1, 1)
+        scale = kept.view(-1, 1)
         rows, grads = (each.reshape(-1, x.shape[-1]).to(scale.dtype) for each in (x, ct))
         weights = weight.to(scale.dtype)
         both = grads * rows
@@ -76,7 +72,7 @@ def _rule(axis: AxisName, eps: float) -> Rule:
             dw = (scale.mT @ both)[0].to(weight.dtype)
         return [dx, dw]
 
-    return Rule(pure, forward, backward)
+    return custom_vjp(pure, fwd, bwd)
 
 
 def _wide(x: Tensor) -> torch.dtype:

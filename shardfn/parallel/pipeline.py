@@ -19,14 +19,14 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn import compat
-from shardfn.autodiff import layouts_of, moves
-from shardfn.collectives import axis_index, axis_size, ppermute, psum, pvary
-from shardfn.firstorder import Rule
-from shardfn.layout import FlatShard, Layout, is_flat
-from shardfn.mesh import AxisName, apart, as_names, check_together
+from shardfn.collectives.functional import axis_index, axis_size, ppermute, psum, pvary
+from shardfn.compat import functorch
+from shardfn.mesh.axes import AxisName, apart, as_names, check_together
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
-from shardfn.reduction import Step
+from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.transforms.autodiff import layouts_of, moves
+from shardfn.transforms.custom_vjp import custom_vjp
+from shardfn.transforms.step import Step
 
 Part = Callable[[Any, Any, Any], Any]
 Schedule = Literal["1f1b", "gpipe"]
@@ -78,7 +78,7 @@ def pipeline(
         job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), team, schedule)
     except BaseException as error:
         return team.run(functools.partial(_raise, error))[0]  # which tells the others
-    return Rule(job.pure, job.forward, job.backward)(*tensors)[0]
+    return custom_vjp(job.pure, job.fwd, job.bwd)(*tensors)[0]
 
 
 def _batches(batches: Iterable[Any], schedule: Schedule) -> list[Any]:
@@ -94,10 +94,10 @@ def _job(part: Part, arguments: Any, team: Team, schedule: Schedule) -> tuple[_J
     leaves, tree = optree.tree_flatten(arguments)
     layouts = layouts_of(arguments)
     moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
-    inside, records = compat.inside_transform(), torch.is_grad_enabled()
+    inside, records = functorch.inside_transform(), torch.is_grad_enabled()
     needs = [inside or (records and leaves[i].requires_grad) for i in moving]
     flat = [(i, layouts[i]) for i in moving]
-    collected = {i for i, layout in flat if layout is not None and layout.divided is layout}
+    collected = {i for i, layout in flat if layout is not None and layout.state_layout is layout}
     made = _Job(part, leaves, tree, moving, needs, inside, inside or records, collected, team, schedule)
     return made, [leaves[i] for i in moving]
 
@@ -156,7 +156,7 @@ class _Job:
 
     def on(self, params: Any, x: Any, batch: Any) -> tuple[list[Tensor], Any]:
         """What this rank's part makes of a micro-batch, tensors and their structure; of the last one the loss."""
-        watched = _RefuseWrapped() if self.inside and not compat.inside_transform() else contextlib.nullcontext()
+        watched = _RefuseWrapped() if self.inside and not functorch.inside_transform() else contextlib.nullcontext()
         with apart(as_names(self.team.axis)), watched:
             made = self.part(params, x, batch)
         if self.team.index == self.team.size - 1:
@@ -174,7 +174,7 @@ class _Job:
         own = work.loss.to(dtypes[-1])
         return (psum(_hung_on(own, work.chain, work.nothing), self.team.axis),)
 
-    def forward(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The loss, and where anybody asks, its gradients."""
         variables = [x.detach().requires_grad_(need) for x, need in zip(tensors, self.needs, strict=True)]
         steps = [
@@ -193,18 +193,13 @@ class _Job:
             kept.append(functools.reduce(torch.add, parts) if parts else torch.zeros_like(variable))
         return (total,), tuple(kept)
 
-    def backward(
-        self,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-        kept: Sequence[Tensor],
-        cotangents: Sequence[Tensor | None],
-        needs: Sequence[bool],
+    def bwd(
+        self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         (ct,) = cotangents
         if ct is None:
-            return [None] * len(inputs)
-        return [(g * ct).to(g.dtype) if need else None for g, need in zip(kept, needs, strict=True)]
+            return [None] * len(needs)
+        return [(g * ct).to(g.dtype) if need else None for g, need in zip(residuals, needs, strict=True)]
 
 
 class _Waiting(NamedTuple):
@@ -337,8 +332,8 @@ class _InStep:
 
     def _made(self, number: int, x: Any) -> tuple[list[Tensor], Any]:
         made, tree = self.job.on(self.params, x, self.batches[number])
-        known = compat.followed(self.nothing)
-        if any(not compat.followed(y) <= known for y in made):
+        known = functorch.followed(self.nothing)
+        if any(not functorch.followed(y) <= known for y in made):
             raise RuntimeError(_CLOSURE)
         if self.team.index < self.team.size - 1:
             return made, tree
@@ -376,7 +371,7 @@ def _alone(tree: Any, axis: AxisName) -> Any:
             return node
         layout, values = _layout_alone(node.layout, places), node.values
         shared = tuple(name for name, _ in places if name in node.layout.placement.replicas)
-        if shared and layout.trainable and (compat.inside_transform() or values.requires_grad):
+        if shared and layout.trainable and (functorch.inside_transform() or values.requires_grad):
             values = pvary(values, shared)
         return FlatShard(values, layout)
 
@@ -433,7 +428,7 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         computes = func is not Tensor.detach and any(isinstance(y, Tensor) for y in optree.tree_leaves(made))
-        if computes and any(map(compat.wrapped, optree.tree_leaves((args, kwargs)))):
+        if computes and any(map(functorch.wrapped, optree.tree_leaves((args, kwargs)))):
             raise RuntimeError(_CLOSURE)
         return made
 

@@ -29,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import compat, link, messages
-from shardfn.mesh import group_over
+from shardfn.collectives import into_buffers, messages
+from shardfn.compat import process_groups
+from shardfn.mesh.axes import group_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,10 +66,10 @@ def chaos(mesh: DeviceMesh, seed: int = 0, *, longest: float = 0.002) -> Iterato
     found = Chaos(seed, longest)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(link.transports(mesh, all_gather="native", reduce_scatter="native"))
-            stack.enter_context(mock.patch.object(compat, "start_all_gather", found.all_gather))
-            stack.enter_context(mock.patch.object(compat, "start_reduce_scatter", found.reduce_scatter))
-            stack.enter_context(mock.patch.dict(link.TRANSPORTS["all_reduce"], native=found.all_reduce))
+            stack.enter_context(into_buffers.transports(mesh, all_gather="native", reduce_scatter="native"))
+            stack.enter_context(mock.patch.object(process_groups, "start_all_gather", found.all_gather))
+            stack.enter_context(mock.patch.object(process_groups, "start_reduce_scatter", found.reduce_scatter))
+            stack.enter_context(mock.patch.dict(into_buffers.TRANSPORTS["all_reduce"], native=found.all_reduce))
             stack.enter_context(mock.patch.object(messages, "start", found.pausing(messages.start)))
             yield found
             found.refuse_dropped()
@@ -85,7 +86,7 @@ class Chaos:
     """
 
     def __init__(self, seed: int, longest: float) -> None:
-        self.longest, self._named = longest, f"{seed} {compat.global_rank()}"
+        self.longest, self._named = longest, f"{seed} {process_groups.global_rank()}"
         self._dice = random.Random(self._named)
         self._lines: dict[tuple[str, tuple[int, ...]], _Line] = {}
         self._left: dict[weakref.ref[_Message], str] = {}
@@ -120,7 +121,7 @@ class Chaos:
 
         return self._launch("reduce_scatter", line, flat, [out], summed, lent=flat)
 
-    def all_reduce(self, x: Tensor, along: link.Link) -> _Message:
+    def all_reduce(self, x: Tensor, along: into_buffers.Communicator) -> _Message:
         """As the engine's own, in place."""
         line = self._line("reductions", along.reductions)
         return self._launch("all_reduce", line, x, [x], lambda rows: [_total(rows).view(x.shape)])

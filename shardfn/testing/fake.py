@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from shardfn import compat
-from shardfn.testing import state, wire
+from shardfn.compat import process_groups
+from shardfn.testing import serialization, state
 from shardfn.testing.errors import Outcome
 
 
@@ -35,9 +35,9 @@ class Fake:
 
     def _as_rank(self, rank: int, call: bytes) -> Outcome:
         state.reset()
-        dist.init_process_group("fake", store=compat.fake_store(), rank=rank, world_size=self._size)
+        dist.init_process_group("fake", store=process_groups.fake_store(), rank=rank, world_size=self._size)
         try:
-            return wire.perform(call)
+            return serialization.perform(call)
         finally:
             dist.destroy_process_group()
 

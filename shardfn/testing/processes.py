@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO
 
-from shardfn.testing import filters, stacks, wire
+from shardfn.testing import filters, serialization, stacks
 from shardfn.testing.errors import GRACE, Failure, Outcome
-from shardfn.testing.zygote import Child, Zygote, zygote
+from shardfn.testing.forkserver import Child, Zygote, zygote
 
 _START_SECONDS = 60.0
 _MAX_GROUPS = 256  # a gloo group holds about three threads and seven descriptors in every rank
@@ -136,7 +136,7 @@ def _answer(rank: _Rank) -> tuple[Outcome, int]:
     try:
         if rank.channel.poll():
             groups = int(pickle.loads(rank.channel.recv_bytes()))
-            return wire.decode(rank.channel.recv_bytes()), groups
+            return serialization.decode(rank.channel.recv_bytes()), groups
     except (EOFError, ConnectionError):
         pass
     return _obituary(rank), 0

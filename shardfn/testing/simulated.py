@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn import compat
+from shardfn.compat import dispatch, dynamo, process_groups
 
 NAME = "sim"
 """What the device is called: `torch.device("sim")`."""
@@ -128,7 +128,7 @@ def simulated(ranks: int = 1, rank: int = 0, backend: str = "simulated") -> Iter
     _register()
     device = Device()
     _current.append(device)
-    dist.init_process_group(backend, store=compat.fake_store(), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=process_groups.fake_store(), rank=rank, world_size=ranks)
     try:
         with _patched(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -151,14 +151,14 @@ def _register() -> None:
             f"this process has an accelerator, {torch.accelerator.current_accelerator()}, beside which torch cannot "
             f"pretend another: hide it, by CUDA_VISIBLE_DEVICES= say"
         )
-    compat.register_python_device(NAME, _Module())
-    compat.register_fake_backend("simulated", ["cpu", NAME])
+    process_groups.register_python_device(NAME, _Module())
+    process_groups.register_fake_backend("simulated", ["cpu", NAME])
 
 
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
     """What torch does without an operation that modes see."""
-    fake: Any = compat.fake_tensors()
+    fake: Any = dynamo.fake_tensors()
     places = [(torch, "Generator", _Generator), (fake, "tolist", lambda x: x.cpu().tolist())]
     places += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
@@ -304,7 +304,7 @@ def _of_generators(name: str, answer: Any = None) -> Any:
 # --- what operations do ---
 
 
-class _Operations(compat.DispatchMode):
+class _Operations(dispatch.DispatchMode):
     """Runs operations on tensors of the device without numbers, and counts those for which the host waits."""
 
     def __init__(self, device: Device) -> None:
@@ -341,13 +341,13 @@ _QUIET = {torch.ops._c10d_functional.wait_tensor.default}
 
 def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     """The result, without numbers. Tensors on the host may only be single numbers, as everywhere."""
-    mode = compat.fake_mode()
+    mode = dynamo.fake_mode()
     args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
     kwargs.pop("generator", None)
     try:
         with mode:
             return _without_generator(func)(*args, **kwargs)
-    except compat.depends_on_numbers() as error:
+    except dynamo.depends_on_numbers() as error:
         device._waited(func.name())
         raise NotImplementedError(
             f"{func.name()} at {_line()}: what it returns depends on numbers, and the pretended device has none"
@@ -416,7 +416,7 @@ def _arrives(device: Device, x: Tensor, later: bool) -> None:
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    with compat.fake_mode():
+    with dynamo.fake_mode():
         return torch.empty(shape, dtype=dtype, device=NAME)
 
 

@@ -12,8 +12,9 @@ import time
 
 import torch.distributed as dist
 
-from shardfn import compat, mesh
-from shardfn.testing import stacks, state, wire
+from shardfn.compat import process_groups
+from shardfn.mesh import axes
+from shardfn.testing import serialization, stacks, state
 from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
 
 _strays: list[threading.Thread] = []
@@ -32,7 +33,7 @@ class Threads:
             RuntimeError: a thread of an earlier run that hung is still running.
         """
         _wait_for_strays()
-        with state.borrowed(), compat.threaded_groups():
+        with state.borrowed(), process_groups.threaded_groups():
             state.reset()
             return _Run(self._size, call).outcomes(deadline)
 
@@ -63,14 +64,14 @@ class _Run:
             self._over = True
             late = [rank for rank in range(self._size) if rank not in self._found]
         found = {**self._found, **{rank: _stuck(threads[rank]) for rank in late}}
-        compat.release_threads()
+        process_groups.release_threads()
         _join(threads)
         return [found[rank] for rank in range(self._size)]
 
     def _rank(self, rank: int) -> None:
         try:
             dist.init_process_group("threaded", store=self._store, rank=rank, world_size=self._size)
-            outcome = wire.perform(self._call)
+            outcome = serialization.perform(self._call)
         except BaseException as error:
             outcome = failure_of(error)
         with self._changed:
@@ -95,7 +96,7 @@ class _Run:
 
 def _leave() -> None:
     if dist.is_initialized():
-        mesh.forget_world()
+        axes.forget_world()
         dist.destroy_process_group()
 
 

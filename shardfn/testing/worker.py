@@ -14,9 +14,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardfn import compat
-from shardfn.testing import filters, stacks, state, wire
-from shardfn.testing.zygote import die_with_parent
+from shardfn.compat import process_groups
+from shardfn.testing import filters, serialization, stacks, state
+from shardfn.testing.forkserver import die_with_parent
 
 
 def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
@@ -61,6 +61,6 @@ def _answer(setting: bytes, caller: Connection) -> None:
     call = caller.recv_bytes()
     state.reset()
     with filters.applied(warning_filters):
-        answer = wire.encode(wire.perform(call))
-    caller.send_bytes(pickle.dumps(compat.group_count()))
+        answer = serialization.encode(serialization.perform(call))
+    caller.send_bytes(pickle.dumps(process_groups.group_count()))
     caller.send_bytes(answer)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, get_args
 
-from shardfn.testing import wire
+from shardfn.testing import serialization
 from shardfn.testing.errors import Failure, Outcome, Returned, raise_failures
 from shardfn.testing.fake import Fake
 from shardfn.testing.processes import Processes
@@ -105,7 +105,7 @@ class World:
         return f"World({self.size}, kind={self.kind!r})"
 
     def _outcomes(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Outcome]:
-        call = wire.pack(fn, args, kwargs)
+        call = serialization.pack(fn, args, kwargs)
         with self._lock:
             return self._engine.run(call, self.deadline)
 

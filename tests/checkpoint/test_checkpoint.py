@@ -197,7 +197,7 @@ def steps(state: Any, optimizer: Any, count: int) -> Any:
         noise = torch.rand((), generator=state["noise"], dtype=torch.float64)
         grads = optree.tree_map(lambda x, noise=noise: torch.tanh(x) + noise * x, state["model"])
         layouts = optree.tree_leaves(state["model"], is_leaf=lambda x: isinstance(x, sf.FlatShard))
-        if any(flat.layout.divided is not flat.layout for flat in layouts):
+        if any(flat.layout.state_layout is not flat.layout for flat in layouts):
             grads = divided(grads)
         params, moments = optimizer.step(state["model"], grads, state["optimizer"])
         state = {**state, "model": params, "optimizer": moments, "step": state["step"] + 1}
@@ -208,7 +208,7 @@ def divided(grads: Any) -> Any:
     """As a stage leaves them: cut as the optimizer's state is."""
 
     def own(flat: Any) -> Any:
-        layout, small = flat.layout, flat.layout.divided
+        layout, small = flat.layout, flat.layout.state_layout
         rank = torch.distributed.get_rank()
         begin = layout.grid.index(rank, small.placement.axes) * small.piece
         begin -= layout.grid.index(rank, layout.placement.axes) * layout.piece

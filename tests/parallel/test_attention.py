@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from shardfn import compat, parallel
+from shardfn import parallel
+from shardfn.compat import attention
 from shardfn.testing import World
 
 HEADS, LENGTH, WIDTH = 8, 16, 6
@@ -122,9 +123,9 @@ def test_kernels_and_what_stands_in_for_them_are_attention(monkeypatch: pytest.M
     ct = torch.cos(q)
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(compat, "_fits_cpu", lambda *_: False)
-        out, lse = compat.attention(q, k, v, causal, WIDTH**-0.5)
-        found = (out, *compat.attention_backward(ct, q, out, lse, k, v, causal, WIDTH**-0.5))
+            monkeypatch.setattr(attention, "_fits_cpu", lambda *_: False)
+        out, lse = attention.attention(q, k, v, causal, WIDTH**-0.5)
+        found = (out, *attention.attention_backward(ct, q, out, lse, k, v, causal, WIDTH**-0.5))
         for a, b in zip(found, (wanted[0], *wanted[1](ct)), strict=True):
             assert (a - b).abs().max() < 1e-13, f"fused: {fused}"
 
@@ -186,10 +187,10 @@ def demanding(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(ct, q, k, v, out, lse, 0.0, more[5], scale=scale)
 
-    monkeypatch.setattr(compat, "_fits_cpu", lambda *_: False)
-    monkeypatch.setattr(compat, "_fits_cuda", lambda *_: True)
-    monkeypatch.setattr(compat, "_fused_cuda", forward)
-    monkeypatch.setattr(compat, "_fused_cuda_backward", backward)
+    monkeypatch.setattr(attention, "_fits_cpu", lambda *_: False)
+    monkeypatch.setattr(attention, "_fits_cuda", lambda *_: True)
+    monkeypatch.setattr(attention, "_fused_cuda", forward)
+    monkeypatch.setattr(attention, "_fused_cuda_backward", backward)
     return met
 
 

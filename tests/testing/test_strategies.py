@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, find, given
 
-from shardfn.spec import P
+from shardfn.mesh.spec import P
 from shardfn.testing import strategies as draw
 
 

@@ -1,0 +1,106 @@
+"""Ranks compare what they were called with, before a difference can hang them or mix up their values."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives import kernels
+from shardfn.compat import process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import Axis, axis_of, cpu_group, sizes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+ARGUMENTS = (
+    "the arguments",
+    "Pieces of one value have the same shape on every rank: pad them, or declare `...` for what may differ",
+)
+
+
+def agree(
+    told: list[str],
+    mesh: DeviceMesh | Axis,
+    name: str,
+    mine: Exception | None = None,
+    subject: tuple[str, str] = ARGUMENTS,
+    axes: tuple[str, ...] | None = None,
+) -> None:
+    """Raises ValueError on every rank of the mesh unless all of them say the same.
+
+    A rank that waits for others longer than `waiting.PATIENCE` says so in the log.
+
+    Args:
+        told: what this rank was given, a line for each argument.
+        mesh: whose ranks compare; or an axis of one, by which all along it do.
+        name: who asks.
+        mine: what is wrong with this rank's own arguments, to raise in place of a difference.
+        subject: what is compared, and what to do about a difference.
+        axes: only the ranks along these compare.
+
+    Raises:
+        ValueError: the ranks differ; the message says which and in what.
+        RuntimeError: some rank did not come to compare before the process group's timeout.
+    """
+    if _along(mesh, axes).size == 1:
+        return
+    text = "\n".join([name, *(" ".join(line.split()) for line in told)]).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+    what, advice = subject
+    alone = f"{name}: {what} are new to this rank ({'; '.join(told[:6])}), and not every other rank has come to compare"
+    try:
+        digests, lengths = gathered(
+            torch.tensor([digest, len(text)]), mesh, axes, f"comparing {what}", name, alone
+        ).T.tolist()
+    except RuntimeError as error:
+        more = alone if waiting.elsewhere(error) else f"{alone}. {advice}"
+        raise RuntimeError(f"{error}. {more}") from waiting.cause(error)
+    if len(set(digests)) == 1:
+        return
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    rows = gathered(padded, mesh, axes, f"comparing {what}, which differ", name)
+    lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
+    rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
+    only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]][:3]
+    only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]][:3]
+    if mine:
+        raise mine
+    raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
+
+
+def gathered(
+    row: Tensor,
+    mesh: DeviceMesh | Axis,
+    axes: tuple[str, ...] | None = None,
+    what: str = "comparing",
+    of: str = "",
+    note: str = "",
+) -> Tensor:
+    """Every rank's row, or that of the ranks along some axes, on the CPU: `[ranks, *row.shape]`.
+
+    `what` is done meanwhile, `of` is who asks for it, and `note` says more, for the message of a rank that waits.
+    """
+    whole = _along(mesh, axes)
+    if whole.size == 1:
+        return row[None]
+    group = _group(whole.group)
+    with waiting.on(what, group, of, note=note):
+        return kernels.all_gather(row[None], 0, whole.size, group)
+
+
+def _along(mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None) -> Axis:
+    return mesh if isinstance(mesh, Axis) else axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
+
+
+def _group(whole: str) -> str:
+    """A group of its own where backends allow, so that a rank which does not compare cannot answer with other data."""
+    ranks = sorted(dist.get_process_group_ranks(process_groups.group_of(whole)))
+    return cpu_group(ranks, "compare").group_name

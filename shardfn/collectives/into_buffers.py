@@ -1,0 +1,393 @@
+"""Asynchronous collectives into given buffers, by which the stage engine moves parameters and gradients.
+
+Each returns a handle whose `wait()` leaves the result in its place. Which transport an axis uses is chosen once, by
+its backend, and stands in the ledger; `transports` overrides it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.ledger import record, recording
+from shardfn.compat import process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import Axis, axis_of, group_over, lane, per_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self) -> Any:
+        """Until it has arrived; on CUDA, until the current stream may use it."""
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """Axes of a mesh as the engine moves along them: one group for parameters, and where overlap needs it, another.
+
+    Attributes:
+        names: the axes, major to minor.
+        axis: their product as this rank sees it.
+        gathers: moves parameters.
+        reductions: moves gradients.
+        group_names: of these two.
+        chosen: transport of each collective, by default.
+        overrides: what `transports` says instead.
+        checks: whether what arrives is what was sent; a fake group moves nothing.
+    """
+
+    names: tuple[str, ...]
+    axis: Axis
+    gathers: Any
+    reductions: Any
+    group_names: tuple[str, str]
+    chosen: dict[str, str]
+    overrides: dict[str, str]
+    checks: bool
+
+
+class _All:
+    """Several works as one; `then` runs when all have arrived."""
+
+    __slots__ = ("then", "works")
+
+    def __init__(self, works: Sequence[Any], then: Callable[[], Any] | None = None) -> None:
+        self.works, self.then = works, then
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        if self.then:
+            self.then()
+        self.works, self.then = (), None
+
+
+class _Launched:
+    """Works that another thread starts.
+
+    If it is dropped, `left` gets them: gloo would forget a message that nobody holds, and give the next one that the
+    other rank sends to the wrong side of the gap. They are waited for with the next ones.
+    """
+
+    __slots__ = ("left", "works")
+
+    def __init__(self, works: Future[list[Any]], left: list[Future[list[Any]]]) -> None:
+        self.works: Future[list[Any]] | None = works
+        self.left = left
+
+    def wait(self) -> None:
+        while self.left:
+            _wait_for(self.left.pop())
+        works, self.works = self.works, None
+        if works is not None:
+            _wait_for(works)
+
+    def __del__(self) -> None:
+        if self.works is not None:
+            self.left.append(self.works)
+
+
+def _wait_for(works: Future[list[Any]]) -> None:
+    for work in works.result():
+        work.wait()
+
+
+_left: weakref.WeakKeyDictionary[Any, list[Future[list[Any]]]] = weakref.WeakKeyDictionary()  # by group
+
+
+class _Later:
+    """What starts when somebody waits for it."""
+
+    __slots__ = ("first", "start")
+
+    def __init__(self, first: Handle, start: Callable[[], Handle]) -> None:
+        self.first, self.start = first, start
+
+    def wait(self) -> None:
+        self.first.wait()
+        self.start().wait()
+
+
+def arrived(work: Handle, op: str, group: str, stage: str) -> None:
+    """Waits for what is under way; who waits long says that it is for this."""
+    with waiting.on(op, group, stage):
+        work.wait()
+
+
+# A send copies to the other side at once if that waits for it, which would hold up the rank that is late anyway.
+_NAME = "shardfn-link"
+_launcher = ThreadPoolExecutor(1, thread_name_prefix=_NAME)
+
+
+def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
+    """Starts works on the launcher's thread, in the order of the calls, and at once on that thread itself."""
+    if not threading.current_thread().name.startswith(_NAME):
+        return _launcher.submit(start)
+    done: Future[list[Any]] = Future()
+    done.set_result(start())
+    return done
+
+
+def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
+    """The axes of the mesh, made ready once. All ranks along them take part the first time."""
+    return per_mesh(mesh, ("link", lane(), names), lambda: _linked(mesh, names))
+
+
+def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
+    axis = axis_of(mesh, names)
+    group = process_groups.group_of(axis.group)
+    backend = process_groups.backend_of(group, mesh.device_type)
+    # NCCL runs the collectives of one communicator one after another; two of them overlap.
+    second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
+    called = group.group_name, second.group_name
+    waiting.along(called[1], " x ".join(names))
+    return Communicator(names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake")
+
+
+@contextlib.contextmanager
+def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
+    """Overrides how the engine moves bytes along every axis of the mesh, while the block runs; on all ranks alike.
+
+    Args:
+        mesh: the mesh.
+        **chosen: `all_gather` is one of `"native"` (the backend's own), `"direct"` (each piece sent to each other
+            rank, on gloo), `"broadcasts"`; `reduce_scatter` of `"native"`, `"direct"`, `"exchange"` (an all-to-all
+            and a local sum); `all_reduce` is `"native"`.
+
+    Raises:
+        ValueError: no such collective or transport, or not on this backend.
+    """
+    for op, how in chosen.items():
+        if how not in TRANSPORTS.get(op, {}):
+            known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
+            raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
+        backend = process_groups.backend_of(dist.group.WORLD, mesh.device_type) if dist.group.WORLD else "gloo"
+        if how == "direct" and backend != "gloo":
+            raise ValueError(
+                f'transports: {op}="direct" sends each piece as a message of its own, as gloo can; {backend} may run '
+                f"the messages of one communicator one after another, so that ranks which send first wait for each "
+                f'other for ever, or have no messages: here, use {op}="native"'
+            )
+    overrides = _overrides(mesh)
+    before = dict(overrides)
+    overrides.update(chosen)
+    try:
+        yield
+    finally:
+        overrides.clear()
+        overrides.update(before)
+
+
+def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
+    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
+    how = _told("all_gather", whole, dtype, comm)
+    return TRANSPORTS["all_gather"][how](whole, comm)
+
+
+def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtype: torch.dtype) -> Handle:
+    """As `all_gather` over the product of axes, of which this rank is number `index`, one after another.
+
+    The first of `hops` is the minor axis: what it gathers is a stretch of `whole`, which the next one passes on.
+    """
+    steps, pieces = [], math.prod(comm.axis.size for comm in hops)
+    for comm in hops:
+        pieces //= comm.axis.size
+        index //= comm.axis.size
+        region = whole.view(pieces, -1)[index]
+        how = _told("all_gather", region, dtype, comm)
+        steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, comm), how))
+    work: Handle = steps[0][0]()
+    for start, how in steps[1:]:
+        work = _followed(work, start, how, whole.device)
+    return work
+
+
+def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
+    """One collective when another has arrived, whose result it needs."""
+    if how == "direct":
+        return _Launched(_launch(lambda: (first.wait(), [start()])[1]), [])
+    if device.type == "cpu":
+        return _Later(first, start)
+    module = torch.get_device_module(device)
+    with module.stream(module.Stream(device=device)):
+        first.wait()
+        return start()
+
+
+def sends_apart(comm: Communicator, op: str) -> bool:
+    """Whether what is sent, and what is received, need not lie in one buffer."""
+    return _how(comm, op) == "direct"
+
+
+def gather_apart(whole: Tensor, own: Tensor, tag: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
+    """As `all_gather`, with this rank's piece, `own`, elsewhere. The last piece ends in `tag` in place of its end."""
+    _told("all_gather", whole, dtype, comm)
+    pieces: list[list[Tensor]] = [[piece] for piece in whole.view(comm.axis.size, -1).unbind()]
+    end = len(own) - len(tag)
+    pieces[-1] = [pieces[-1][0][:end], pieces[-1][0][end:]]
+    out = [own[:end], tag] if comm.axis.index == comm.axis.size - 1 else [own]
+    return _swap(pieces, [out] * comm.axis.size, comm, comm.gathers, tag=1)
+
+
+def scatter_apart(
+    parts: Sequence[Sequence[Tensor]],
+    into: Sequence[Sequence[Tensor]],
+    add: Callable[[], None],
+    numel: int,
+    dtype: torch.dtype,
+    comm: Communicator,
+) -> Handle:
+    """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, whose own for this one come into
+    `into[i]`, in step; `add` adds up what has come. `numel` elements are what all ranks' pieces have together.
+    """
+    if recording():
+        sent = numel * dtype.itemsize * (comm.axis.size - 1) // comm.axis.size
+        record("reduce_scatter", comm.axis.group, dtype, sent, "direct", comm.names)
+    return _All([_swap(into, parts, comm, comm.reductions, tag=2)], add)
+
+
+def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
+    """Fills `out [n]` with the sum over ranks of their piece of `flat [size * n]` for this rank.
+
+    `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements like `flat`'s until the wait.
+    """
+    if flat.is_complex():
+        complex_scratch, flat, out = scratch, _real(flat), _real(out)
+
+        def scratch(n: int) -> Tensor:
+            return _real(complex_scratch(n // 2))
+
+    how = _told("reduce_scatter", flat, flat.dtype, comm)
+    return TRANSPORTS["reduce_scatter"][how](flat, out, comm, scratch)
+
+
+def all_reduce(x: Tensor, comm: Communicator) -> Handle:
+    """Sums `x` over ranks, in place."""
+    x = _real(x)
+    how = _told("all_reduce", x, x.dtype, comm)
+    return TRANSPORTS["all_reduce"][how](x, comm)
+
+
+def _told(op: str, x: Tensor, dtype: torch.dtype, comm: Communicator) -> str:
+    """The transport, entered in the ledger with what of `x` is sent."""
+    how = _how(comm, op)
+    if recording():
+        times = 2 if op == "all_reduce" else 1
+        sent = times * x.numel() * x.element_size() * (comm.axis.size - 1) // comm.axis.size
+        record(op, comm.axis.group, dtype, sent, how, comm.names)
+    return how
+
+
+def _real(x: Tensor) -> Tensor:
+    """A complex vector as its parts, which is how it can be summed."""
+    return torch.view_as_real(x).view(-1) if x.is_complex() else x
+
+
+def _how(comm: Communicator, op: str) -> str:
+    return comm.overrides.get(op) or comm.chosen[op]
+
+
+def _overrides(mesh: DeviceMesh) -> dict[str, str]:
+    return per_mesh(mesh, "transports", dict[str, str])
+
+
+def _gather_natively(whole: Tensor, comm: Communicator) -> Handle:
+    own = whole.view(comm.axis.size, -1)[comm.axis.index]
+    return process_groups.start_all_gather(whole, own, comm.gathers)
+
+
+def _gather_by_broadcasts(whole: Tensor, comm: Communicator) -> Handle:
+    pieces = whole.view(comm.axis.size, -1).unbind()
+    return _All(
+        [dist.broadcast(piece, group=comm.gathers, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
+    )
+
+
+def _gather_directly(whole: Tensor, comm: Communicator) -> Handle:
+    pieces = whole.view(comm.axis.size, -1).unbind()
+    own = [pieces[comm.axis.index]]
+    return _swap([[piece] for piece in pieces], [own] * len(pieces), comm, comm.gathers, tag=1)
+
+
+def _swap(
+    into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator, group: Any, tag: int
+) -> Handle:
+    """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`.
+
+    A message of another length than is expected would end the process; with another tag it is waited for.
+    """
+    others = [i for i in range(comm.axis.size) if i != comm.axis.index]
+
+    def launch() -> list[Any]:
+        works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
+        return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
+
+    return _Launched(_launch(launch), _left.setdefault(group, []))
+
+
+def _tagged(tag: int, x: Tensor) -> int:
+    return tag + 4 * (x.nbytes % 2**27)
+
+
+def _scatter_natively(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
+    if out.dtype == flat.dtype:
+        return process_groups.start_reduce_scatter(out, flat, comm.reductions)
+    narrow = scratch(out.numel())
+    work = process_groups.start_reduce_scatter(narrow, flat, comm.reductions)
+    return _All([work], lambda: out.copy_(narrow))
+
+
+def _scatter_directly(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
+    pieces = flat.view(comm.axis.size, -1).unbind()
+    own, index = pieces[comm.axis.index], comm.axis.index
+    received = list(scratch(flat.numel() - own.numel()).view(comm.axis.size - 1, -1).unbind())
+
+    def add() -> None:
+        # In a narrow dtype each addition would round: all but the last step are done in a wider one.
+        wide = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
+        torch.add(own, received[0], out=wide) if own.dtype == wide.dtype else wide.copy_(own).add_(received[0])
+        for piece in received[1:]:
+            wide.add_(piece)
+        if wide is not out:
+            out.copy_(wide)
+
+    into = [[piece] for piece in [*received[:index], own, *received[index:]]]
+    return _All([_swap(into, [[piece] for piece in pieces], comm, comm.reductions, tag=2)], add)
+
+
+def _scatter_by_exchange(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
+    received = scratch(flat.numel())
+    work = dist.all_to_all_single(received, flat, group=comm.reductions, async_op=True)
+    return _All([work], lambda: torch.sum(received.view(comm.axis.size, -1), 0, dtype=out.dtype, out=out))
+
+
+def _reduce_natively(x: Tensor, comm: Communicator) -> Handle:
+    return dist.all_reduce(x, group=comm.reductions, async_op=True)
+
+
+TRANSPORTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "all_gather": {"native": _gather_natively, "direct": _gather_directly, "broadcasts": _gather_by_broadcasts},
+    "reduce_scatter": {"native": _scatter_natively, "direct": _scatter_directly, "exchange": _scatter_by_exchange},
+    "all_reduce": {"native": _reduce_natively},
+}
+
+
+def _defaults(backend: str) -> dict[str, str]:
+    if backend == "gloo":
+        return {"all_gather": "direct", "reduce_scatter": "direct", "all_reduce": "native"}
+    return {"all_gather": "native", "reduce_scatter": "native", "all_reduce": "native"}

@@ -1,0 +1,153 @@
+"""The ops under the collectives: a kernel and a transpose each, which decide what every gradient is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives import kernels
+from shardfn.collectives.agree import agree
+from shardfn.collectives.primitive import Op, primitive
+from shardfn.compat import dispatch, process_groups
+from shardfn.debugging import debugging
+from shardfn.mesh.axes import Axis
+
+
+def collective(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
+    """A primitive for which ranks meet, and which they compare first where `debugging` says so."""
+    names = [argument.split()[-1] for argument in statics.split(",")]
+
+    def compared(x: Tensor, *args: Any) -> Tensor:
+        if debugging.collectives and dispatch.plain(x):
+            _compare(name, x, dict(zip(names, args, strict=True)))
+        return kernel(x, *args)
+
+    return primitive(name, statics, compared, transpose)
+
+
+def _compare(name: str, x: Tensor, statics: dict[str, Any]) -> None:
+    if not statics["group"]:
+        return
+    group = process_groups.group_of(statics["group"])
+    own = ("group", "index", "send", "receive")  # of this rank alone
+    said = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in own])
+    if name == "ragged_all_to_all":  # only that dimension may differ
+        shape = [*x.shape[: statics["dim"]], "...", *x.shape[statics["dim"] + 1 :]]
+    else:
+        shape = list(x.shape)
+    what = f"{name}({x.dtype} {shape}{', ' * bool(said)}{said}), called at {_caller()}"
+    along = Axis(group.size(), group.rank(), statics["group"])
+    agree([what], along, "debug(collectives=True)", subject=_CALLS)
+
+
+_CALLS = (
+    "collectives",
+    "All ranks along an axis call the same collectives, on values of the same shape and dtype, in the same order",
+)
+_NOT_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+
+
+def _caller() -> str:
+    """The line outside of this package and of torch that leads here; in backward that is who asked for it."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+psum: Op = collective(
+    "psum",
+    "str group",
+    kernel=lambda x, group: kernels.all_reduce(x, "sum", group),
+    transpose=lambda ct, group: pvary(ct, group),
+)
+pvary: Op = primitive(
+    "pvary",
+    "str group",
+    kernel=lambda x, group: kernels.copy(x),
+    transpose=lambda ct, group: psum(ct, group),
+)
+pmax: Op = collective("pmax", "str group", kernel=lambda x, group: kernels.all_reduce(x, "max", group), transpose=None)
+pmin: Op = collective("pmin", "str group", kernel=lambda x, group: kernels.all_reduce(x, "min", group), transpose=None)
+all_gather: Op = collective(
+    "all_gather",
+    "int dim, int size, str group",
+    kernel=kernels.all_gather,
+    transpose=lambda ct, dim, size, group: reduce_scatter(ct, dim, size, group),
+)
+reduce_scatter: Op = collective(
+    "reduce_scatter",
+    "int dim, int size, str group",
+    kernel=kernels.reduce_scatter,
+    transpose=lambda ct, dim, size, group: all_gather(ct, dim, size, group),
+)
+all_gather_invariant: Op = collective(
+    "all_gather_invariant",
+    "int dim, int index, int size, str group",
+    kernel=lambda x, dim, index, size, group: kernels.all_gather(x, dim, size, group),
+    transpose=lambda ct, dim, index, size, group: local_slice(ct, dim, index, size, group),
+)
+local_slice: Op = primitive(
+    "local_slice",
+    "int dim, int index, int size, str group",
+    kernel=lambda x, dim, index, size, group: kernels.piece(x, dim, index, size),
+    transpose=lambda ct, dim, index, size, group: all_gather_invariant(ct, dim, index, size, group),
+)
+ppermute: Op = collective(
+    "ppermute",
+    "int[] source, int index, str group",
+    kernel=kernels.permute,
+    transpose=lambda ct, source, index, group: ppermute(ct, kernels.inverse(source), index, group),
+)
+all_to_all: Op = collective(
+    "all_to_all",
+    "int split_dim, int concat_dim, int size, str group",
+    kernel=kernels.all_to_all,
+    transpose=lambda ct, split, concat, size, group: all_to_all(ct, concat, split, size, group),
+)
+ragged_all_to_all: Op = collective(
+    "ragged_all_to_all",
+    "int dim, int[] send, int[] receive, int index, str group",
+    kernel=kernels.ragged_all_to_all,
+    transpose=lambda ct, dim, send, receive, index, group: ragged_all_to_all(ct, dim, receive, send, index, group),
+)
+
+replicated: Op = primitive(
+    "replicated",
+    "str what, str group",
+    kernel=lambda x, what, group: kernels.copy(x),
+    transpose=lambda ct, what, group: verified(ct, what, group),
+)
+verified: Op = primitive(
+    "verified",
+    "str what, str group",
+    kernel=lambda x, what, group: kernels.copy(_verified(x, what, group)),
+    transpose=lambda ct, what, group: replicated(ct, what, group),
+)
+
+
+def _verified(x: Tensor, what: str, group: str) -> Tensor:
+    """`x`, which has to be the same on all ranks, but for the order in which they may have added."""
+    if x.numel() and dispatch.plain(x):
+        parts = torch.view_as_real(x) if x.is_complex() else x
+        high, low = kernels.all_reduce(parts, "max", group), kernels.all_reduce(parts, "min", group)
+        scale = torch.maximum(high.abs(), low.abs()).amax()
+        if (high - low).amax() > scale * torch.finfo(x.dtype).eps ** 0.5:
+            raise ValueError(
+                f"{what}: ranks have different derivatives of a value that is the same on all of them, each its own "
+                f"part: write shardfn.pvary(value, axes) where it meets what varies, whose transpose adds up the parts"
+            )
+    return x
+
+
+def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
+    """Begins to send `x` to the next rank of a ring; the function returned waits for what comes from the one before."""
+    if debugging.collectives and dispatch.plain(x):
+        _compare("a step of a ring", x, {"group": group})
+    return kernels.shifted(x, index, size, group)

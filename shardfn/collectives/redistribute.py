@@ -1,0 +1,185 @@
+"""Collectives said as patterns: `redistribute(x, "b/data d/shard -> b/data d")`.
+
+A pattern names each dimension of this rank's tensor, with the mesh axes that cut it behind slashes, major to minor, on
+both sides of an arrow. `+axis` after the dimensions says that the ranks along the axis hold partial sums.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from shardfn.collectives import functional, kernels
+from shardfn.mesh.axes import bound_axis
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a pattern: dimension names, the axes that cut each, and the axes still to be summed over."""
+
+    names: tuple[str, ...]
+    cuts: tuple[tuple[str, ...], ...]
+    partial: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective: its name in `collectives`, the axes, and its dimension arguments."""
+
+    op: str
+    axes: tuple[str, ...]
+    dims: tuple[tuple[str, int], ...]
+
+
+def redistribute(x: Any, pattern: str) -> Any:
+    """Moves a value from one placement to another by the collectives that the pattern's axis names imply.
+
+    =====================  =================================================  ======
+    left -> right          collective                                         type
+    =====================  =================================================  ======
+    ``d/a -> d``           ``all_gather(x, "a", dim=d)``                      V -> V
+    ``d -> d/a``           ``local_slice(x, "a", dim=d)``                     I -> V
+    ``d +a -> d/a``        ``reduce_scatter(x, "a", dim=d)``                  V -> V
+    ``d +a -> d``          ``psum(x, "a")``                                   V -> I
+    ``s/a h -> s h/a``     ``all_to_all(x, "a", split_dim=h, concat_dim=s)``  V -> V
+    =====================  =================================================  ======
+
+    Args:
+        x: this rank's tensor, or a pytree of tensors of the same rank.
+        pattern: dimensions with the axes that cut them, an arrow, and the same dimensions with the axes after.
+            Parsed once.
+
+    Raises:
+        ValueError: a pattern that cannot be read, or whose sides differ in more than their axes; a shape
+            that does not fit; a change that takes several patterns. The message quotes the pattern and the shape.
+
+    Example:
+        ``redistribute(w, "d/replica/shard f -> d f")`` gathers over both axes in one collective.
+    """
+    names, steps, axes = plan(pattern)
+    for axis in axes:
+        bound_axis(axis, f"redistribute pattern {pattern!r}")
+    return optree.tree_map(lambda leaf: _run(leaf, names, steps, pattern), x)
+
+
+@lru_cache(maxsize=1024)
+def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...], tuple[str, ...]]:
+    """The dimension names of a pattern, the collectives that take its left side to its right, and its axes."""
+    sides = pattern.split("->")
+    if len(sides) != 2:
+        raise ValueError(f"redistribute pattern {pattern!r} needs one arrow, as in 'b/data d -> b d'")
+    before, after = (_parse(side, pattern) for side in sides)
+    if before.names != after.names:
+        raise ValueError(
+            f"redistribute pattern {pattern!r} names dimensions {' '.join(before.names)!r} on the left and "
+            f"{' '.join(after.names)!r} on the right: both sides name the same ones in the same order "
+            f"(einops.rearrange reorders)"
+        )
+    axes = {axis for side in (before, after) for cut in (*side.cuts, tuple(side.partial)) for axis in cut}
+    return before.names, tuple(_steps(before, after, pattern)), tuple(sorted(axes))
+
+
+def _run(x: Tensor, names: tuple[str, ...], steps: tuple[Step, ...], pattern: str) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"redistribute takes tensors, or pytrees of them; got {type(x).__name__}")
+    if x.ndim != len(names):
+        raise ValueError(
+            f"redistribute pattern {pattern!r} names {len(names)} dimensions, but the tensor has shape {tuple(x.shape)}"
+        )
+    if not steps:
+        return kernels.copy(x)  # which may be written to, as what moved may
+    for step in steps:
+        try:
+            x = getattr(functional, step.op)(x, step.axes, **dict(step.dims))
+        except (ValueError, TypeError) as error:
+            message = f"{error} (in redistribute pattern {pattern!r}, on shape {tuple(x.shape)})"
+            raise type(error)(message) from None
+    return x
+
+
+def _parse(side: str, pattern: str) -> Side:
+    dims: list[tuple[str, ...]] = []
+    partial: list[str] = []
+    for token in side.split():
+        words = token.removeprefix("+").split("/")
+        if not all(map(_WORD.fullmatch, words)) or (token.startswith("+") and len(words) > 1):
+            raise ValueError(f"redistribute pattern {pattern!r}: cannot read {token!r}; write d, d/axis, or +axis")
+        if token.startswith("+"):
+            partial += words
+        elif partial:
+            raise ValueError(f"redistribute pattern {pattern!r}: dimension {token!r} stands behind a partial sum")
+        else:
+            dims.append(tuple(words))
+    names = tuple(words[0] for words in dims)
+    axes = [axis for words in dims for axis in words[1:]] + partial
+    for kind, words in (("dimension", list(names)), ("axis", axes)):
+        for word in words:
+            if words.count(word) > 1:
+                raise ValueError(f"redistribute pattern {pattern!r}: {kind} {word!r} stands twice on one side")
+    return Side(names, tuple(words[1:] for words in dims), frozenset(partial))
+
+
+def _steps(before: Side, after: Side, pattern: str) -> list[Step]:
+    """Sums first, since they shrink the value or leave it, then moves, then gathers, then cuts."""
+    if not after.partial <= before.partial:
+        made = ", ".join(sorted(after.partial - before.partial))
+        raise ValueError(f"redistribute pattern {pattern!r} cannot make a partial sum over {made}")
+    cuts = [list(axes) for axes in before.cuts]
+    goal = [list(axes) for axes in after.cuts]
+    source = {axis: dim for dim, axes in enumerate(cuts) for axis in axes}
+    target = {axis: dim for dim, axes in enumerate(goal) for axis in axes}
+    summed = sorted(before.partial - after.partial)
+    steps: list[Step] = []
+
+    scattered = [axis for axes in goal for axis in axes if axis in before.partial]
+    for dim, axes in _grouped(scattered, target):
+        steps.append(Step("reduce_scatter", axes, (("dim", dim),)))
+        cuts[dim] += axes
+    whole = tuple(axis for axis in summed if axis not in target)
+    if whole:
+        steps.append(Step("psum", whole, ()))
+
+    moved = [axis for axes in before.cuts for axis in axes if axis in target and target[axis] != source[axis]]
+    for axis in reversed(moved):
+        if cuts[source[axis]][-1] != axis:
+            raise _too_much(pattern, axis)
+        cuts[source[axis]].pop()
+        cuts[target[axis]].append(axis)
+        steps.append(Step("all_to_all", (axis,), (("split_dim", target[axis]), ("concat_dim", source[axis]))))
+
+    for dim in range(len(cuts)):
+        gathered = tuple(axis for axis in cuts[dim] if axis not in target)
+        if gathered:
+            if tuple(cuts[dim][-len(gathered) :]) != gathered:
+                raise _too_much(pattern, gathered[0])
+            del cuts[dim][-len(gathered) :]
+            steps.append(Step("all_gather", gathered, (("dim", dim),)))
+
+    fresh = [axis for axes in goal for axis in axes if axis not in source and axis not in before.partial]
+    for dim, axes in _grouped(fresh, target):
+        steps.append(Step("local_slice", axes, (("dim", dim),)))
+        cuts[dim] += axes
+    for have, want in zip(cuts, goal, strict=True):
+        if have != want:
+            raise _too_much(
+                pattern, next(a for a, b in zip([*have, ""], [*want, ""], strict=False) if a != b) or want[-1]
+            )
+    return steps
+
+
+def _grouped(axes: list[str], dims: dict[str, int]) -> list[tuple[int, tuple[str, ...]]]:
+    return [(dim, tuple(a for a in axes if dims[a] == dim)) for dim in sorted({dims[a] for a in axes})]
+
+
+def _too_much(pattern: str, axis: str) -> ValueError:
+    return ValueError(
+        f"redistribute pattern {pattern!r}: axis {axis!r} is not the last that cuts its dimension, and only the last "
+        f"can be gathered, moved or added: reach it by several patterns"
+    )

@@ -1,0 +1,73 @@
+"""What autograd is about to do, and who refers to a tensor's memory."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+
+
+def saved_tensors_hooks_allowed() -> bool:
+    """Whether saved-tensor hooks work here: torch.func's transforms do not let them."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks, `(pack, unpack)`, that saved tensors go through here, if any."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def inside_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def autograd_thread() -> bool:
+    """Whether this thread is one of autograd's own, which Python did not start: backward of CUDA tensors runs there."""
+    return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """The same number for tensors that share memory; tensors without data, fake ones say, have one too."""
+    return x.untyped_storage()._cdata
+
+
+_NAMEABLE = ("cpu", "cuda", "xpu")  # where memory goes from library to library by DLPack
+
+
+def second_storage(x: torch.Tensor) -> torch.Tensor | None:
+    """The same memory by a storage of its own; None where that cannot be had."""
+    if type(x) is not torch.Tensor or x.device.type not in _NAMEABLE:  # a fake tensor's would be read all the same
+        return None
+    return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))  # type: ignore[attr-defined]
+
+
+COUNTS_REFERENCES = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def references(x: torch.Tensor) -> tuple[int, int]:
+    """How many things refer to a tensor: in C++, and in Python."""
+    return x._use_count(), sys.getrefcount(x)  # type: ignore[attr-defined]
+
+
+def storage_references(x: torch.Tensor) -> int:
+    """How many tensors, and other things, refer to the storage of `x`."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and dtype of one of the results whose gradient a node of autograd's graph takes."""
+    variable = getattr(node, "variable", None)
+    found = node._input_metadata[number] if variable is None else variable
+    return tuple(found.shape), found.dtype
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that runs on this thread; -1 for none."""
+    number: int = torch._C._current_graph_task_id()
+    return number

@@ -1,0 +1,108 @@
+"""The metadata of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import io
+import pathlib
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+
+
+def checkpoint_metadata(
+    tensors: dict[str, tuple[torch.dtype, Sequence[int], list[tuple[Any, ...]]]],
+    numbers: dict[str, tuple[str, int, int]],
+    keys: dict[str, tuple[Any, ...]],
+) -> Any:
+    """What torch.distributed.checkpoint pickles beside its files.
+
+    Args:
+        tensors: name -> dtype, shape, and parts `(offsets, sizes, file, offset, length)`.
+        numbers: name -> `(file, offset, length)`.
+        keys: name -> the keys to it in nested dicts.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    described: dict[str, Any] = {name: metadata.BytesStorageMetadata() for name in numbers}
+    places = {metadata.MetadataIndex(name): filesystem._StorageInfo(*place) for name, place in numbers.items()}
+    for name, (dtype, shape, parts) in tensors.items():
+        chunks = [metadata.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes, *_ in parts]
+        described[name] = metadata.TensorStorageMetadata(
+            metadata.TensorProperties(dtype=dtype), torch.Size(shape), chunks
+        )
+        for i, (at, _, *place) in enumerate(parts):
+            places[metadata.MetadataIndex(name, at, i)] = filesystem._StorageInfo(*place)
+    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    return metadata.Metadata(
+        described, keys, places, metadata.StorageMeta(), **({"version": version} if version else {})
+    )
+
+
+def read_checkpoint_metadata(content: bytes) -> tuple[dict[str, Any], dict[str, tuple[str, int, int]]]:
+    """The first two arguments of `checkpoint_metadata` from such a pickle, in which nothing else is allowed.
+
+    Raises:
+        pickle.UnpicklingError: the pickle asks for something else.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    found = _described(content)
+    places: dict[tuple[str, Any], filesystem._StorageInfo] = {
+        (index.fqn, index.offset and tuple(index.offset)): place for index, place in found.storage_data.items()
+    }
+    tensors, numbers = {}, {}
+    for name, one in found.state_dict_metadata.items():
+        if isinstance(one, metadata.BytesStorageMetadata):
+            place = places[name, None]
+            numbers[name] = place.relative_path, place.offset, place.length
+            continue
+        parts = []
+        for chunk in one.chunks:
+            place = places.get((name, tuple(chunk.offsets))) or places[name, None]
+            parts.append((tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
+        tensors[name] = one.properties.dtype, tuple(one.size), parts
+    every = [*numbers.values(), *(part[2:] for _, _, parts in tensors.values() for part in parts)]
+    if any(tuple(map(type, place)) != (str, int, int) or min(place[1:]) < 0 for place in every):
+        raise pickle.UnpicklingError("a place in a file that is none")
+    return tensors, numbers
+
+
+def read_checkpoint_keys(content: bytes) -> dict[str, tuple[Any, ...]]:
+    """The third argument of `checkpoint_metadata` from such a pickle; empty where there is none.
+
+    Raises:
+        pickle.UnpicklingError: the pickle asks for something else.
+    """
+    keys = _described(content).planner_data
+    return dict(keys) if isinstance(keys, dict) else {}
+
+
+def _described(content: bytes) -> Any:
+    from torch.distributed.checkpoint import metadata
+
+    found = _Data(io.BytesIO(content)).load()
+    if not isinstance(found, metadata.Metadata):
+        raise pickle.UnpicklingError(f"a {type(found).__name__} in place of torch.distributed.checkpoint's Metadata")
+    return found
+
+
+class _Data(pickle.Unpickler):
+    """Makes what describes a checkpoint, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        from torch.distributed.checkpoint import filesystem, metadata
+
+        if module == "torch.distributed.checkpoint.metadata" and name in (*metadata.__all__, "_MEM_FORMAT_ENCODING"):
+            return getattr(metadata, name)
+        if (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo"):
+            return filesystem._StorageInfo
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return getattr(torch.serialization, name)
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath"):
+            return getattr(pathlib, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no description of tensors needs")

@@ -1,0 +1,72 @@
+"""What torch.compile traces, and fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_when_traced(f: Function) -> Function:
+    """torch.compile runs `f` once, while tracing, and takes its result as a constant."""
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own way loads all of it
+    return f
+
+
+@constant_when_traced
+def trace_dicts() -> None:
+    """From here on torch.compile traces how optree takes dicts of plain numbers apart, as it does for other dicts.
+
+    It would call optree for them, whose result it cannot hold, and mix up with its own.
+    """
+    try:
+        from torch._dynamo.polyfills import pytree
+    except ImportError:  # without it optree is no part of any graph
+        return
+    for name in ("dict_flatten", "dict_unflatten"):
+        if hasattr(pytree, name):
+            getattr(pytree, name).__torch_dynamo_can_constant_fold_through__ = False
+
+
+def one_graph() -> Any:
+    """A context: while torch.compile traces, what it cannot follow inside is an error, and not run in pieces."""
+    strict = getattr(torch._dynamo, "error_on_graph_break", None) if torch.compiler.is_compiling() else None
+    return nullcontext() if strict is None else strict(True)
+
+
+@constant_when_traced
+def refuse_in_graph(message: str | None) -> None:
+    """Ends what torch.compile traces with an error, unless there is nothing to say; for use inside `one_graph`.
+
+    An exception that traced code raises would have it run again, uncompiled, in pieces.
+    """
+    if message is not None:
+        raise torch._dynamo.exc.UserError(torch._dynamo.exc.UserErrorType.INVALID_INPUT, message)
+
+
+@functools.cache
+def fake_mode() -> Any:
+    """Under which operations make tensors that have shapes, dtypes and strides, but no numbers; one a process."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_tensors() -> Any:
+    """The class of such tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def depends_on_numbers() -> tuple[type[Exception], ...]:
+    """What an operation on such tensors raises that would have to look at numbers."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException

@@ -1,0 +1,290 @@
+"""Partition specs: which mesh axes cut which dimension of which tensor of a tree.
+
+A spec is `P(...)`, or `...` for "as the value says". Specs for a tree are a tree prefix of it, or path rules
+(`by_path`). What is wrong with them is said with the tree path, the shape, the mesh sizes and the fix.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+
+import optree
+from torch import Tensor
+
+from shardfn.mesh.axes import AxisName, as_names, axis_of, check_axes, sizes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Entry = str | tuple[str, ...] | None
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class P:
+    """Partition spec: for each dimension of a tensor the mesh axis that cuts it, axes (major to minor), or None.
+
+    Dimensions beyond the last entry are not cut; `P()` is a value that every rank holds whole. A leaf in every
+    pytree registry.
+
+    Raises:
+        TypeError: an entry that is no axis name, tuple of names, or None.
+        ValueError: an axis named twice.
+
+    Example:
+        >>> P("shard"), P(None, "tensor"), P(("replica", "shard"), None)
+        (P('shard'), P(None, 'tensor'), P(('replica', 'shard'), None))
+    """
+
+    entries: tuple[Entry, ...]
+
+    def __init__(self, *entries: Entry | Sequence[str]) -> None:
+        object.__setattr__(self, "entries", tuple(_entry(entry) for entry in entries))
+        for name in self.axes:
+            if self.axes.count(name) > 1:
+                raise ValueError(f"{self}: axis {name!r} stands twice; an axis cuts a value once")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that cuts the value."""
+        return tuple(name for names in self.by_dim() for name in names)
+
+    def by_dim(self) -> Iterator[tuple[str, ...]]:
+        """The axes that cut each dimension, as tuples."""
+        return (() if entry is None else as_names(entry) for entry in self.entries)
+
+    def same(self, other: P) -> bool:
+        """Whether the two cut a tensor alike: `P("a")` and `P("a", None)` do."""
+        return _trimmed(self) == _trimmed(other)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self.entries))})"
+
+
+@dataclass(frozen=True)
+class ByPath:
+    """Specs by path rules; made by `by_path`."""
+
+    rules: tuple[tuple[re.Pattern[str], P | EllipsisType], ...]
+    strict: bool
+
+
+def by_path(rules: Iterable[tuple[str, P | EllipsisType]], *, strict: bool = True) -> ByPath:
+    """Specs for a whole tree by the paths of its leaves: the first rule that matches a path gives its spec.
+
+    A path is the keys from the root of the subtree that the rules stand for, joined by dots: `blocks.0.attn.q`.
+
+    Args:
+        rules: `(regular expression, spec)`; the expression must match the whole path.
+        strict: a path that no rule matches, or a rule that matches no path, is an error; otherwise such a leaf gets
+            `P()`.
+
+    Example:
+        >>> specs = by_path([(r".*norm.*", P()), (r"blocks\\..*", P("shard"))], strict=False)
+    """
+    return ByPath(tuple((re.compile(pattern), _spec(spec, "by_path")) for pattern, spec in rules), strict)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of a tree and the spec that the tree of specs gives it. `path` reads as Python: `params['w'][0]`."""
+
+    path: str
+    value: Any
+    spec: P | EllipsisType
+
+
+def match(specs: Any, tree: Any, where: str, root: str) -> list[Leaf]:
+    """Each leaf of `tree` with its spec, in the order of `optree.tree_leaves(tree, is_leaf=places_itself)`.
+
+    Args:
+        specs: a tree prefix of `tree`, with specs at its leaves.
+        tree: any pytree.
+        where: the Python parameter that the specs came by, for messages.
+        root: what the tree is called in messages.
+
+    Raises:
+        ValueError: specs that are no prefix of the tree; a path without a rule, or a rule without a path.
+        TypeError: a leaf of the specs that is no spec.
+    """
+    accessors, prefix, prefix_def = optree.tree_flatten_with_accessor(specs)
+    try:
+        subtrees = prefix_def.flatten_up_to(tree)
+    except ValueError:
+        raise _structure_error(specs, tree, where, root) from None
+    found: list[Leaf] = []
+    for accessor, spec, subtree in zip(accessors, prefix, subtrees, strict=True):
+        spec = _spec(spec, accessor.codify(where))
+        paths, leaves, _ = optree.tree_flatten_with_accessor(subtree, is_leaf=places_itself)
+        chosen = _by_rules(spec, subtree, accessor.codify(where)) if isinstance(spec, ByPath) else [spec] * len(leaves)
+        for path, leaf, one in zip(paths, leaves, chosen, strict=True):
+            found.append(Leaf((accessor + path).codify(root), leaf, one))
+    return found
+
+
+def places_itself(value: Any) -> bool:
+    """Whether a value, such as a flat shard, carries its own spec as `value.spec`; trees stop at it."""
+    return not isinstance(value, Tensor) and isinstance(getattr(value, "spec", None), P)
+
+
+def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
+    """Raises unless the spec names axes of the mesh and fits the value's rank, or equals the one it carries.
+
+    Raises:
+        ValueError: an unknown axis, more entries than dimensions, another spec than the value's own.
+        TypeError: a value without dimensions under a spec that cuts.
+    """
+    if isinstance(leaf.spec, EllipsisType):
+        return
+    name = f"{where}: {leaf.path}"
+    check_axes(leaf.spec.axes, mesh, f"{name} has spec {leaf.spec}")
+    if places_itself(leaf.value):
+        check_own(leaf, leaf.value.spec, where)
+    elif not isinstance(leaf.value, Tensor):
+        if leaf.spec.axes:
+            raise TypeError(
+                f"{name} is {leaf.value!r}, of type {type(leaf.value).__name__}, which {leaf.spec} cannot cut: "
+                f"pass a tensor, or use P()"
+            )
+    elif len(leaf.spec) > leaf.value.ndim:
+        _check_rank(leaf.value.shape, leaf.spec, mesh, name)
+
+
+def check_own(leaf: Leaf, own: P, where: str) -> None:
+    """Raises ValueError unless the declared spec equals the one that the value carries."""
+    if isinstance(leaf.spec, P) and not leaf.spec.same(own):
+        raise ValueError(
+            f"{where}: {leaf.path} is placed as {own}, but its spec is {leaf.spec}: declare {own}, or `...` "
+            f"(as the value says)"
+        )
+
+
+def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "value") -> tuple[int, ...]:
+    """The shape of one rank's piece of a value of global `shape`.
+
+    Raises:
+        ValueError: an unknown axis, more entries than dimensions, or a dimension that does not divide.
+    """
+    _check_rank(shape, spec, mesh, name)
+    out = list(shape)
+    for dim, names in enumerate(spec.by_dim()):
+        pieces = _pieces(names, mesh)
+        if out[dim] % pieces:
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}; {spec} cuts dimension {dim} into {pieces} equal pieces "
+                f"({_product(names, mesh)}), but {out[dim]} does not divide by {pieces}: "
+                f"pad it to {-(-out[dim] // pieces) * pieces}"
+            )
+        out[dim] //= pieces
+    return tuple(out)
+
+
+def sliced(value: Tensor, spec: P, mesh: DeviceMesh) -> Tensor:
+    """This rank's piece, a view, of a whole value whose shape divides (`local_shape` checks that)."""
+    for dim, names in enumerate(spec.by_dim()):
+        if names:
+            axis = axis_of(mesh, names)
+            length = value.shape[dim] // axis.size
+            value = value.narrow(dim, axis.index * length, length)
+    return value
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a `torch.distributed.tensor.DTensor`."""
+    return isinstance(value, Tensor) and hasattr(value, "placements") and hasattr(value, "to_local")
+
+
+def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "value") -> tuple[int, ...]:
+    """The shape of the whole value of which each rank holds a piece of `shape`: the inverse of `local_shape`.
+
+    Raises:
+        ValueError: an unknown axis, or more entries than dimensions.
+    """
+    _check_rank(shape, spec, mesh, name)
+    cuts = [_pieces(names, mesh) for names in spec.by_dim()]
+    return tuple(n * (cuts[dim] if dim < len(cuts) else 1) for dim, n in enumerate(shape))
+
+
+def dotted(accessor: Iterable[Any]) -> str:
+    """A leaf's path as `by_path` sees it: `blocks.0.w`."""
+    return ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor)
+
+
+def _entry(entry: Any) -> Entry:
+    if entry is None or isinstance(entry, str):
+        return entry
+    if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
+        names = tuple(entry)
+        return None if not names else names[0] if len(names) == 1 else names
+    raise TypeError(f"P: each entry is an axis name, a tuple of names, or None; got {entry!r}")
+
+
+def _trimmed(spec: P) -> tuple[Entry, ...]:
+    used = [dim for dim, entry in enumerate(spec.entries) if entry is not None]
+    return spec.entries[: used[-1] + 1] if used else ()
+
+
+def _spec(spec: Any, where: str) -> Any:
+    if isinstance(spec, (P, EllipsisType, ByPath)):
+        return spec
+    hint = f": write P({spec!r})" if isinstance(spec, str) else ": write P() for a value that every rank holds whole"
+    raise TypeError(f"{where} is {spec!r}, of type {type(spec).__name__}, not a spec (P(...), ..., or by_path){hint}")
+
+
+def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]:
+    paths = [dotted(accessor) for accessor in optree.tree_accessors(subtree, is_leaf=places_itself)]
+    chosen = [next((spec for rule, spec in rules.rules if rule.fullmatch(path)), None) for path in paths]
+    if rules.strict:
+        without = [path for path, spec in zip(paths, chosen, strict=True) if spec is None]
+        unused = [rule.pattern for rule, _ in rules.rules if not any(map(rule.fullmatch, paths))]
+        if without or unused:
+            raise ValueError(
+                f"{where}: by_path "
+                + "; ".join(
+                    [f"has no rule for {_list(without)}"] * bool(without)
+                    + [f"has rules that match no path: {_list(unused)} (the paths are {_list(paths)})"] * bool(unused)
+                )
+                + "; add or mend a rule, or pass strict=False"
+            )
+    return [P() if spec is None else spec for spec in chosen]
+
+
+def _structure_error(specs: Any, tree: Any, where: str, root: str) -> ValueError:
+    errors = optree.prefix_errors(specs, tree)
+    reason = str(errors[0](where)) if errors else "different structures"
+    if any(spec is None for spec in optree.tree_leaves(specs, none_is_leaf=True)):
+        reason += "\n(None is no spec: write P() for a value that every rank holds whole)"
+    return ValueError(f"{where} must be a tree prefix of {root}: {reason}")
+
+
+def _check_rank(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str) -> None:
+    check_axes(spec.axes, mesh, f"{name} has spec {spec}")
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}, of {len(shape)} dimensions, but {spec} has {len(spec)} entries: "
+            f"give it at most {len(shape)}{'' if shape else ' (P() for a scalar)'}"
+        )
+
+
+def _pieces(names: AxisName, mesh: DeviceMesh) -> int:
+    have = sizes(mesh)
+    return math.prod(have[name] for name in names)
+
+
+def _product(names: tuple[str, ...], mesh: DeviceMesh) -> str:
+    have = sizes(mesh)
+    return " x ".join(f"{name} {have[name]}" for name in names)
+
+
+def _list(words: list[str], most: int = 8) -> str:
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

@@ -1,0 +1,535 @@
+"""Ranks that wait for each other in vain find out, and say so.
+
+Whoever is about to block until other ranks come says it first: `with on("all_gather", group, stage): work.wait()`. One
+thread in each process looks once a second. A wait that is longer than `PATIENCE` goes to the log, and to the store by
+which the processes met, where the other ranks read it. From what all of them wait for it follows who can still
+come. A rank is given up only for what it cannot take back: it has ended, or each of its threads that use the group
+waits itself for a rank that is given up. Then the group is broken, on which the blocked thread wakes with an error.
+
+A rank that computes is waited for without end, and so is one that waits for something which was not announced here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from threading import get_ident
+from typing import Any
+
+import torch.distributed as dist
+
+from shardfn.compat import process_groups
+
+PATIENCE = 5.0  # seconds until a rank that waits says what it waits for
+TICK = 1.0  # seconds between two looks
+MOST_KINDS = 4096  # that are counted of one group
+SHOWN = 6  # ranks that a message speaks of
+
+_log = logging.getLogger("shardfn")
+_KEY = "shardfn/waiting/{}"
+_ADVICE = "All ranks make the same calls in the same order: a branch around one goes the same way on every rank"
+
+
+class on:
+    """This thread waits for other ranks while the block runs; a RuntimeError from inside tells what for.
+
+    Args:
+        what: the operation: `"all_gather"`.
+        group: name of the process group whose ranks it needs.
+        of: what it is done to, a stage say. Ranks meet whose `what` and `of` are equal.
+        ranks: the ranks it needs, where that is not the group's. Such a wait ends in an error only if they have come
+            to wait for others in vain, or ended, before they came to this.
+        note: more about it, for this rank's log.
+        sided: whether only some ranks wait for this, as for a message: it is logged, and never given up.
+    """
+
+    __slots__ = (
+        "__weakref__", "_before", "_outer", "count", "group", "note", "of", "ranks", "sided", "verdict", "what",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        what: str,
+        group: str,
+        of: Any = "",
+        ranks: Sequence[int] | None = None,
+        note: str = "",
+        sided: bool = False,
+    ) -> None:
+        self.what, self.group, self.of, self.ranks, self.note, self.sided = what, group, of, ranks, note, sided
+
+    def __enter__(self) -> on:
+        me = get_ident()
+        before = self._before = _waits.get(me)
+        if before is not None and before.group == self.group and (before.of != "" or self.of == ""):
+            self._outer = True
+            return self  # the outer one says more, and is what other ranks are compared by
+        self._outer = False
+        counts = _counts.get((me, self.group))
+        if counts is None or len(counts) > MOST_KINDS:
+            counts = _counts[(me, self.group)] = {}
+        key = (self.what, self.of)
+        self.count = counts[key] = counts.get(key, 0) + 1
+        self.verdict = ""
+        _waits[me] = self
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if self._outer:
+            return
+        before = self._before
+        if before is None:
+            _waits.pop(get_ident(), None)
+        else:
+            _waits[get_ident()] = before
+        if isinstance(error, RuntimeError) and (told := _failed(self, error)) is not error:
+            raise told from None  # what the backend says of it is in there, and comes after
+
+    @property
+    def nested(self) -> bool:
+        """Whether it is a part of another one of the same group, which says more."""
+        return self._outer
+
+    def __str__(self) -> str:
+        of = f" of {self.of!r}" if self.of != "" else ""
+        along = _along.get(self.group)
+        return f"{self.what}{of}{f' over {along}' if along else ''}"
+
+
+@contextlib.contextmanager
+def during(call: str) -> Iterator[None]:
+    """What this thread waits for is a part of this call of the user's, `"sf.unshard"` say: messages name it."""
+    me = get_ident()
+    outer = _calls.setdefault(me, call)
+    try:
+        yield
+    finally:
+        if outer is call:
+            _calls.pop(me, None)
+
+
+_calls: dict[int, str] = {}  # of the user's, by thread
+_waits: dict[int, on] = {}  # by thread
+_counts: dict[tuple[int, str], dict[tuple[str, Any], int]] = {}  # what each thread came to, by group
+_along: dict[str, str] = {}  # the axes along which a group runs
+_watcher: _Watcher | None = None
+
+
+def along(group: str, axes: str) -> None:
+    """Messages call a group by these axes."""
+    _along[group] = axes
+
+
+def joined() -> None:
+    """This process has entered a world, whose ranks may come to wait for each other: somebody looks after them."""
+    global _watcher
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake" or process_groups.worlds_of_threads():
+        return
+    if _watcher is None:
+        atexit.register(_leave)
+    else:
+        _watcher.over = True
+    _waits.clear()
+    _counts.clear()
+    _watcher = _Watcher(dist.get_rank())
+    threading.Thread(target=_watcher.run, name="shardfn-waiting", daemon=True).start()
+
+
+def _forked() -> None:
+    global _watcher
+    _watcher = None
+    _waits.clear()
+    _calls.clear()
+    _counts.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _leave() -> None:
+    """The process ends: nobody shall wait for it."""
+    if _watcher is not None and dist.is_initialized():
+        _watcher.over = True
+        _watcher.looks.acquire(timeout=TICK)  # a thread inside torch when the interpreter ends aborts the process
+        failed = getattr(sys, "last_value", None)
+        ended = "has ended" if failed is None else f"has failed: {type(failed).__name__}: {failed}"
+        with contextlib.suppress(RuntimeError, UnicodeError):
+            process_groups.default_store().set(
+                _KEY.format(_watcher.rank), json.dumps(_state(0, {}, _watcher.vain, ended[:500]))
+            )
+
+
+def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
+    """Waits until all of these ranks have come to the same place, by way of the store.
+
+    Raises:
+        RuntimeError: some rank cannot come any more, or did not within the world's timeout.
+    """
+    store, limit = (
+        process_groups.default_store(),
+        time.monotonic() + process_groups.default_store().timeout.total_seconds(),
+    )
+    store.set(f"shardfn/meeting/{name}/{dist.get_rank()}", "")
+    left = [f"shardfn/meeting/{name}/{rank}" for rank in ranks]
+    with on(what, f"meeting {name}", of, ranks) as here:
+        while not _came(store, left):
+            if here.verdict or time.monotonic() > limit:
+                raise RuntimeError("timed out")
+
+
+def _came(store: Any, keys: list[str]) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=min(TICK, 0.5)))  # it holds the store's lock for as long
+    except dist.DistStoreError:
+        return bool(store.check(keys))
+    return True
+
+
+# --- what a rank tells the others ---
+
+Vain = dict[str, list[Any]]
+State = dict[str, Any]
+"""What a rank has published.
+
+beat        how often it has looked
+ended       how it ended; empty if it has not
+vain        rank -> what that waits for in vain, as this one has found, and which waits: [thread, group, key, count]
+threads     None, while it does not wait; else those that live and have waited, and the main one:
+    thread, main, used      its number, whether it is the main one, the groups it has used
+    wait                    None, while it does not; else what `_wait` tells
+counts      group -> key -> how often the rank came to that
+"""
+
+
+def _state(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
+    if not stuck and not ended:
+        return {"beat": beat, "ended": "", "vain": vain or {}, "threads": None, "counts": {}}
+    main, alive = threading.main_thread().ident, set(sys._current_frames())
+    used: dict[int, list[str]] = {main or 0: []}
+    counts: dict[str, dict[str, int]] = {}
+    for (thread, group), each in list(_counts.items()):
+        if thread in alive:
+            used.setdefault(thread, []).append(group)
+        total = counts.setdefault(group, {})
+        for key, n in list(each.items()):
+            total[_key(*key)] = total.get(_key(*key), 0) + n
+    threads = [
+        {"thread": thread, "main": thread == main, "used": groups, "wait": _wait(thread, stuck.get(thread))}
+        for thread, groups in used.items()
+    ]
+    return {"beat": beat, "ended": ended, "vain": vain or {}, "threads": threads, "counts": counts}
+
+
+def _key(what: str, of: Any) -> str:
+    return f"{what} {of}"
+
+
+def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
+    if wait is None:
+        return None
+    return {
+        "group": wait.group,
+        "ranks": _ranks(wait),
+        "told": _named_wait(wait, thread),
+        "key": _key(wait.what, wait.of),
+        "count": wait.count,
+        "sided": wait.sided,
+        "first": sum(_counts.get((thread, wait.group), {}).values()) < 2,
+    }
+
+
+def _named_wait(wait: on, thread: int) -> str:
+    call = _calls.get(thread)
+    return f"{wait} in {call}" if call else str(wait)
+
+
+def _ranks(wait: on) -> list[int]:
+    return list(dist.get_process_group_ranks(process_groups.group_of(wait.group)) if wait.ranks is None else wait.ranks)
+
+
+# --- what follows from it ---
+
+Thread = tuple[int, int]  # rank, number
+
+
+def waits_in_vain(states: dict[int, State]) -> dict[Thread, list[int]]:
+    """The threads that wait for ranks which can never come, and for which.
+
+    At first all are suspected. Then those are let off for whom each rank may still come, until no more are.
+
+    Args:
+        states: what ranks have told; of one that is not here, anything may still come.
+    """
+    waiting = {
+        (rank, thread["thread"]): thread["wait"]
+        for rank, state in states.items()
+        for thread in (not state["ended"] and state["threads"]) or ()
+        if _decidable(thread, state)
+    }
+    found: dict[Thread, list[int]] = {who: [] for who in waiting}
+    while True:
+        kept = {}
+        for (rank, number), wait in waiting.items():
+            if (rank, number) in found:
+                lost = [other for other in wait["ranks"] if other != rank and _lost(other, wait, states, found)]
+                if lost:
+                    kept[(rank, number)] = lost
+        if len(kept) == len(found):
+            return kept
+        found = kept
+
+
+def _decidable(thread: dict[str, Any], state: State) -> bool:
+    """Whether others can know what it takes to end a wait."""
+    wait = thread["wait"]
+    if wait is None or wait["sided"] or (wait["first"] and not thread["main"]):
+        return False  # which thread of another rank a new thread belongs to, nobody knows yet
+    same = [one for one in state["threads"] if one["wait"] and one["wait"]["group"] == wait["group"]]
+    return len(same) == 1
+
+
+def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], found: dict[Thread, list[int]]) -> bool:
+    """Whether a rank has not come to a wait, and cannot any more, if what is in `found` waits in vain."""
+    state = states.get(rank)
+    if state is None or not (state["ended"] or state["threads"]):
+        return False
+    if state["counts"].get(wait["group"], {}).get(wait["key"], 0) >= wait["count"]:
+        return False
+    if state["ended"]:
+        return True
+    users = [thread for thread in state["threads"] if wait["group"] in thread["used"]]
+    users = users or [thread for thread in state["threads"] if thread["main"]]
+    return all((rank, thread["thread"]) in found for thread in users)
+
+
+# --- what is said about it ---
+
+
+def _standing(ranks: Iterable[int], states: dict[int, State]) -> str:
+    told: dict[str, list[int]] = {}
+    for rank in ranks:
+        told.setdefault(_does(states.get(rank)), []).append(rank)
+    return "; ".join(f"{_named(some)} {does}" for does, some in told.items())
+
+
+def _does(state: State | None) -> str:
+    if state is None or not (state["ended"] or state["vain"] or state["threads"]):
+        return "has not come, and does something else"
+    if state["ended"]:
+        return str(state["ended"])
+    waits = [thread["wait"]["told"] for thread in state["threads"] or () if thread["wait"]]
+    return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}:"
+
+
+def _advised(told: str) -> str:
+    """What is said, and what to do about it."""
+    if " has failed: " in told:
+        return f"{told}. Look at the output of that rank first"
+    found = _CALL.search(told)
+    if found is None:
+        return f"{told}. {_ADVICE}"
+    return f"{told}. All ranks call {found[1]}, whatever they do with it: only write files or print on rank 0"
+
+
+_CALL = re.compile(r" in (sf\.[\w.]*\w)")
+
+
+def brief(error: BaseException) -> str:
+    """What a backend says, without its general advice."""
+    return str(error).split(" This is typically")[0].rstrip(" .")
+
+
+def cause(error: BaseException) -> BaseException | None:
+    """From what an error is raised whose text has that of this one: nothing, where that says it all."""
+    return None if " in vain for " in str(error) else error
+
+
+def elsewhere(error: BaseException) -> bool:
+    """Whether the ranks that did not come are in no collective on tensors: they have ended, save something, ..."""
+    told = str(error)
+    return " waits for " not in told or _CALL.search(told) is not None or "the making of a group" in told
+
+
+_BROKEN = re.compile("connection|closed|closure|timed out|timeout|reset by peer|broken pipe|abort", re.IGNORECASE)
+
+
+def _failed(wait: on, error: RuntimeError) -> RuntimeError:
+    """What to raise when a wait failed by itself: because a rank has gone, or broke the group."""
+    if wait.verdict:
+        return RuntimeError(wait.verdict)
+    if _watcher is None or " in vain for " in str(error) or not _BROKEN.search(str(error)):
+        return error
+    states: dict[int, State] = {}
+    with contextlib.suppress(Exception):  # the store may have gone with a rank
+        others = [rank for rank in _ranks(wait) if rank != _watcher.rank]
+        states = _read(process_groups.default_store(), others[:64])
+    for state in states.values():
+        if str(_watcher.rank) in state["vain"]:
+            return RuntimeError(_advised(state["vain"][str(_watcher.rank)][0]))
+    known = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
+    told = f"rank {_watcher.rank} waited in vain for {_named_wait(wait, get_ident())}"
+    if known:
+        return RuntimeError(_advised(f"{told}: {_standing(known, states)}"))
+    return RuntimeError(f"{told}: a rank has ended; look at its output first ({brief(error)})")
+
+
+def _read(store: Any, ranks: Iterable[int]) -> dict[int, State]:
+    keys = {rank: _KEY.format(rank) for rank in ranks}
+    there = [rank for rank, key in keys.items() if store.check([key])]
+    return {
+        rank: json.loads(text)
+        for rank, text in zip(there, store.multi_get([keys[rank] for rank in there]) if there else [], strict=True)
+    }
+
+
+# --- the thread that looks ---
+
+
+@dataclass
+class _Watcher:
+    """What looks after the waits of this process in one world.
+
+    Attributes:
+        rank: of this process.
+        over: whether it shall end.
+        beat: how often it has told the others how it stands.
+        since: each thread's wait, and when it was first seen.
+        spoke: when that was last in the log.
+        told: whether others may believe that this rank waits.
+        vain: what was given up.
+        suspects: the waits that seem to be in vain, with the beat of each rank when they first did.
+        store: this thread's own way to the store: one that is used by a blocked thread is blocked, too.
+        looks: is held while it looks.
+    """
+
+    rank: int
+    over: bool = False
+    beat: int = 0
+    since: dict[int, tuple[weakref.ref[on], float]] = field(default_factory=dict)
+    spoke: dict[int, float] = field(default_factory=dict)
+    told: bool = False
+    vain: Vain = field(default_factory=dict)
+    suspects: tuple[Any, dict[int, int]] = ((), {})
+    store: Any = None
+    looks: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self) -> None:
+        while not self.over:
+            time.sleep(TICK)
+            try:
+                with self.looks:
+                    if not self.over and dist.is_initialized():
+                        self.look()
+            except Exception as error:  # the world may end meanwhile
+                _log.debug("looking after waits: %s", error)
+
+    def look(self) -> None:
+        """Tells the others what this rank waits for, and looks what they do."""
+        now, waits = time.monotonic(), dict(_waits)
+        since = {}
+        for thread, wait in waits.items():
+            seen = self.since.get(thread)
+            since[thread] = seen if seen is not None and seen[0]() is wait else (weakref.ref(wait), now)
+        self.since = since
+        stuck = {thread: wait for thread, wait in waits.items() if now - since[thread][1] >= PATIENCE}
+        self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
+        if stuck or self.told:
+            self.tell(stuck)
+        if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
+            self.think(stuck, now)
+
+    def tell(self, stuck: dict[int, on]) -> None:
+        if self.store is None:
+            self.store = process_groups.default_store().clone()
+        self.beat += 1
+        self.told = bool(stuck)
+        self.store.set(_KEY.format(self.rank), json.dumps(_state(self.beat, stuck, self.vain)))
+
+    def think(self, stuck: dict[int, on], now: float) -> None:
+        states = self.reached(stuck)
+        found = waits_in_vain(states)
+        if self.sure(found, states):
+            self.vain = _given_up(found, states)
+        heard = [state["vain"].get(str(self.rank)) for state in states.values()]
+        for thread, wait in stuck.items():
+            this = [thread, wait.group, _key(wait.what, wait.of), wait.count]
+            known = [told for told, *those in filter(None, [self.vain.get(str(self.rank)), *heard]) if this in those]
+            if known and not wait.verdict and _waits.get(thread) is wait:
+                wait.verdict = _advised(known[0])
+                self.give_up(wait, stuck)
+            elif now >= self.spoke.get(thread, 0):
+                waited = now - self.since[thread][1]
+                self.spoke[thread] = now + 2 * waited
+                late = [r for r in _ranks(wait) if r != self.rank and not _came_to(states.get(r), wait)]
+                said = _standing(late, states) if late else "all have come, and it has not arrived"
+                more = f". {wait.note}" if wait.note else ""
+                what = _named_wait(wait, thread)
+                _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, what, said, more)
+
+    def reached(self, stuck: dict[int, on]) -> dict[int, State]:
+        """What this rank, those that it waits for, those that they wait for, ... have told."""
+        states: dict[int, State] = {self.rank: json.loads(json.dumps(_state(self.beat, stuck, self.vain)))}
+        wanted = {rank for wait in stuck.values() for rank in _ranks(wait)} - states.keys()
+        while wanted:
+            more = _read(self.store, sorted(wanted))
+            states |= more
+            wanted = {
+                rank
+                for state in more.values()
+                for thread in state["threads"] or ()
+                if thread["wait"]
+                for rank in thread["wait"]["ranks"]
+            } - states.keys()
+            if not more:
+                break
+        return states
+
+    def sure(self, found: dict[Thread, list[int]], states: dict[int, State]) -> bool:
+        """Whether all who wait in vain were seen to do so, at one time, and again some time later."""
+        waits = {
+            (rank, thread["thread"]): thread["wait"] for rank, s in states.items() for thread in s["threads"] or ()
+        }
+        now = sorted((*who, waits[who]["group"], waits[who]["key"], waits[who]["count"]) for who in found)
+        beats = {rank: states[rank]["beat"] for rank, _ in found}
+        if self.suspects[0] != now:
+            self.suspects = now, beats
+        return bool(now) and all(beats[rank] >= before + 2 for rank, before in self.suspects[1].items())
+
+    def give_up(self, wait: on, stuck: dict[int, on]) -> None:
+        """Wakes the thread that is blocked in a wait, with an error."""
+        self.tell(stuck)
+        _log.error("%s", wait.verdict)
+        if wait.ranks is None:
+            process_groups.break_group(process_groups.group_of(wait.group))
+
+
+def _given_up(found: dict[Thread, list[int]], states: dict[int, State]) -> Vain:
+    given_up: Vain = {}
+    waits = {(rank, t["thread"]): t["wait"] for rank, s in states.items() for t in s["threads"] or ()}
+    for (rank, thread), lost in found.items():
+        wait = waits[(rank, thread)]
+        told = f"rank {rank} waits in vain for {wait['told']}: {_standing(lost, states)}"
+        given_up.setdefault(str(rank), [told]).append([thread, wait["group"], wait["key"], wait["count"]])
+    return given_up
+
+
+def _came_to(state: State | None, wait: on) -> bool:
+    if state is None:
+        return False
+    return bool(state["counts"].get(wait.group, {}).get(_key(wait.what, wait.of), 0) >= wait.count)

@@ -1,0 +1,150 @@
+"""What an optimizer is: two functions, `state = init(params)` and `params, state = step(params, grads, state)`.
+
+Whatever it remembers is in the state, a pytree; so is every number that it was given.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardfn.mesh.axes import AxisName, as_names
+from shardfn.optim.checks import guarded, guarded_update
+from shardfn.optim.ranges import kind
+from shardfn.optim.state_sharding import divides_init, divides_step
+from shardfn.shards.layout import Layout
+from shardfn.shards.pieces import Segment, units
+
+Rule = Callable[[str, tuple[int, ...]], Any]
+"""Something that depends on a parameter: a function of its path, `blocks.0.attn.q`, and its whole shape."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Two functions. Neither has a memory of its own, but for a weak reference by which it notices gradients in the
+    place of parameters.
+
+    Where a strategy cuts optimizer state further than parameters, they meet this rank's part only, and new parameters
+    are gathered.
+
+    Attributes:
+        init: `params -> state`.
+        step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters; None, or a
+            frozen parameter's, is left out. Where the three do not belong together it raises ValueError or TypeError,
+            before anything has changed.
+    """
+
+    init: Callable[[Any], Any]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __post_init__(self) -> None:
+        init, step = guarded("step", divides_init(_apart(self.init)), divides_step(self.step))
+        object.__setattr__(self, "init", init)
+        object.__setattr__(self, "step", step)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What is done to gradients before an optimizer gets them.
+
+    Attributes:
+        init: `params -> state`.
+        update: `(grads, state, params) -> (grads, state)`.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "update", guarded_update(self.init, self.update))
+
+
+def _apart(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`init`, but not for a tree that has one tensor at two places: each would be moved by a gradient of its own."""
+
+    @functools.wraps(init)
+    def checked(params: Any) -> Any:
+        seen: set[int] = set()
+        for unit in units(params).each:
+            if unit.trainable and id(unit.values) in seen:
+                raise ValueError(
+                    f"{unit.name} is at two places of the tree, and each would be moved by a gradient of its own: keep "
+                    f"it at one, and pass it to both functions from there"
+                )
+            seen.add(id(unit.values))
+        return init(params)
+
+    return checked
+
+
+def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
+    """The optimizer with its state cut along `axis` too, over which parameters are the same; ZeRO-1 for any strategy.
+
+    A rank updates its part of each parameter with its part of the gradient, which is sliced if every rank has all of
+    it, and the parts are gathered, those of all stages at once. `zero1` and `hfsdp` do this by themselves, and their
+    gradients are scattered in the first place. Plain tensors are updated everywhere.
+
+    Args:
+        optimizer: any.
+        axis: one or several of each strategy's replicas.
+
+    Raises:
+        ValueError: an axis over which a parameter is not the same.
+
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), 5.1.
+    """
+    must_be_optimizer("shard_state", optimizer)
+    names = as_names(axis)
+
+    def finer(layout: Layout) -> Layout:
+        placement = layout.placement
+        wrong = [name for name in names if name not in placement.replicas + placement.axes]
+        if wrong:
+            raise ValueError(
+                f"shard_state: stage {layout.stage!r} is not the same over {wrong[0]!r}, but over "
+                f"{' and '.join(map(repr, placement.replicas)) or 'no axis'}: pass one of those, or another strategy"
+            )
+        return layout.placed(placement.dividing(names)).state_layout
+
+    return Optimizer(divides_init(optimizer.init, finer), divides_step(optimizer.step, finer))
+
+
+def chain(*parts: Any) -> Optimizer:
+    """Transforms of gradients one after another, and the optimizer that gets what comes out.
+
+    Example:
+        ``chain(clip_by_global_norm(1.0), adamw(3e-4))``
+    """
+    *transforms, last = parts or (None,)
+    if not all(isinstance(part, Transform) for part in transforms) or not isinstance(last, Optimizer):
+        kinds = ", ".join(map(kind, parts)) or "nothing"
+        raise TypeError(
+            f"chain: it takes any number of transforms and then one optimizer, chain(clip_by_global_norm(1.0), "
+            f"adamw(3e-4)) say, but was given {kinds}"
+        )
+
+    def init(params: Any) -> Any:
+        return tuple(part.init(params) for part in parts)
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        states = []
+        for part, known in zip(transforms, state[:-1], strict=True):
+            grads, known = part.update(grads, known, params)
+            states.append(known)
+        params, known = last.step(params, grads, state[-1])
+        return params, (*states, known)
+
+    return Optimizer(init, step)
+
+
+def must_be_optimizer(name: str, value: Any) -> None:
+    """Raises TypeError for what is no optimizer."""
+    if not isinstance(value, Optimizer):
+        raise TypeError(f"{name} takes an optimizer, such as shardfn.optim.adamw(3e-4), not {kind(value)}")
+
+
+def of_rule(value: Any, segment: Segment) -> Any:
+    """A number, or what a rule says of a parameter."""
+    return value(segment.path, segment.whole) if callable(value) else value

@@ -1,0 +1,161 @@
+"""Optimizer state that is cut further than the parameters: ZeRO-1 and HFSDP, for any optimizer.
+
+A rank updates its part of what several ranks hold, with its part of the gradient, and gathers the others' parts. The
+part is a flat shard with a finer layout, so no optimizer knows about it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.collectives import functional
+from shardfn.collectives.into_buffers import Handle, all_gather, arrived, communicator_of
+from shardfn.collectives.ledger import serving
+from shardfn.compat import autograd, process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import mesh_of, scope
+from shardfn.optim.differentiable import differentiable
+from shardfn.shards.layout import FlatShard, Layout, is_flat
+
+Init = Callable[[Any], Any]
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+Finer = Callable[[Layout], Layout]
+
+
+def divided(layout: Layout) -> Layout:
+    """The layout of a parameter's optimizer state, as its strategy says."""
+    return layout.state_layout
+
+
+def divides_init(init: Init, finer: Finer = divided) -> Init:
+    """`init` on this rank's part of what strategies divide."""
+
+    @functools.wraps(init)
+    def wrapped(params: Any) -> Any:
+        return init(_parts(params, finer) if _any(params, finer) else params)
+
+    return wrapped
+
+
+def divides_step(step: Step, finer: Finer = divided) -> Step:
+    """`step` on this rank's part of what strategies divide; then parts are gathered."""
+
+    @functools.wraps(step)
+    def wrapped(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        if not _any(params, finer):
+            return step(params, grads, state)
+        parts = _parts(params, finer)
+        before = [_version(node) for node in optree.tree_leaves(parts, is_leaf=is_flat)]
+        made, state = step(parts, _gradients(params, grads, finer), state)
+        return _gathered(params, parts, before, made, finer), state
+
+    return wrapped
+
+
+def _any(params: Any, finer: Finer) -> bool:
+    return any(
+        is_flat(node) and finer(node.layout) != node.layout for node in optree.tree_leaves(params, is_leaf=is_flat)
+    )
+
+
+def _parts(params: Any, finer: Finer) -> Any:
+    return optree.tree_map(
+        lambda node: _part(node, finer(node.layout)) if is_flat(node) else node, params, is_leaf=is_flat
+    )
+
+
+def _gradients(params: Any, grads: Any, finer: Finer) -> Any:
+    """This rank's parts of gradients, of which `value_and_grad` gives only these."""
+
+    def part(node: Any, grad: Any) -> Any:
+        if not is_flat(node) or grad is None:
+            return grad
+        values = grad.values if is_flat(grad) else grad
+        fine = finer(node.layout)
+        if (
+            isinstance(values, Tensor)
+            and values.shape == node.values.shape
+            and not (is_flat(grad) and grad.layout == fine)
+        ):
+            return _part(FlatShard(values, node.layout), fine)
+        return grad
+
+    leaves, tree = optree.tree_flatten(params, is_leaf=is_flat)
+    return optree.tree_unflatten(tree, [part(p, g) for p, g in zip(leaves, tree.flatten_up_to(grads), strict=True)])
+
+
+def _part(node: FlatShard, fine: Layout) -> FlatShard:
+    layout, values = node.layout, node.values
+    if fine == layout or not layout.trainable or not isinstance(values, Tensor):
+        return node
+    if differentiable(values):
+        with scope(mesh_of(layout.grid, f"stage {layout.stage!r}")):
+            return FlatShard(functional.local_slice(values, _more(layout, fine)), fine)
+    start = _start(layout, fine)
+    return FlatShard(values.detach()[start : start + fine.piece], fine)
+
+
+def _gathered(params: Any, parts: Any, before: list[int], made: Any, finer: Finer) -> Any:
+    leaves, tree = optree.tree_flatten(params, is_leaf=is_flat)
+    handles: list[tuple[str, str, Handle]] = []
+    whole = []
+    every = zip(leaves, tree.flatten_up_to(parts), before, tree.flatten_up_to(made), strict=True)
+    for node, part, version, new in every:
+        if not is_flat(node):
+            whole.append(new)
+        elif finer(node.layout) == node.layout or not node.layout.trainable:
+            whole.append(FlatShard(new.values, node.layout))
+        else:
+            same = autograd.storage_of(new.values) == autograd.storage_of(part.values)
+            # A rank may have nothing to update, and return it as it was: also one that overwrites nothing.
+            donated = same and (_version(part) != version or differentiable(new.values))
+            whole.append(FlatShard(_whole(node, new.values, donated, finer(node.layout), handles), node.layout))
+    for stage, group, handle in handles:
+        try:
+            arrived(handle, "all_gather", group, stage)
+        except RuntimeError as error:
+            told = f"stage {stage!r}: gathering its new parameters failed on this rank: {error}"
+            raise RuntimeError(told) from waiting.cause(error)
+    return optree.tree_unflatten(tree, whole)
+
+
+def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: list[tuple[str, str, Handle]]) -> Tensor:
+    """A parameter from all ranks' new parts; in its own memory, if this rank's part was updated in place."""
+    layout = node.layout
+    mesh, names = mesh_of(layout.grid, f"stage {layout.stage!r}"), _more(layout, fine)
+    values, start = node.values, _start(layout, fine)
+    if differentiable(new):
+        with scope(mesh), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
+            every = functional.all_gather(new, names, to="invariant")
+            return values.copy_(every) if donated else every
+    with torch.no_grad(), serving(layout.stage, None):
+        whole = values.detach() if donated else torch.empty_like(values)
+        own = whole[start : start + fine.piece]
+        if autograd.storage_of(whole) != autograd.storage_of(new):
+            own.copy_(new)
+        if layout.grid.size(names) > 1 and layout.here(process_groups.global_rank()):
+            along = communicator_of(mesh, names)
+            handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
+            handles.append((layout.stage, along.group_names[0], handle))
+    return values if donated else whole
+
+
+def _version(node: Any) -> int:
+    values = node.values if is_flat(node) else node
+    return values._version if isinstance(values, Tensor) and not values.is_inference() else 0
+
+
+def _more(layout: Layout, fine: Layout) -> tuple[str, ...]:
+    """The axes that cut the part from what this rank holds."""
+    return fine.placement.axes[len(layout.placement.axes) :]
+
+
+def _start(layout: Layout, fine: Layout) -> int:
+    """Where in what this rank holds its part begins."""
+    return layout.grid.index(process_groups.global_rank(), _more(layout, fine)) * fine.piece

@@ -1,0 +1,447 @@
+"""How a stage's parameters lie in one flat buffer, and this rank's piece of that buffer.
+
+Parameters of one dtype stand one after another, each at a multiple of 64 bytes, and the whole is cut into equal
+contiguous pieces. So gathering the pieces gives the parameters themselves: each one is a view, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import process_groups, pytrees
+from shardfn.mesh.axes import Grid
+from shardfn.mesh.spec import P
+from shardfn.shards.placement import Placement
+
+ALIGNMENT = 64  # bytes
+COARSE = 65536  # bytes a parameter, on average
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter in the buffer.
+
+    Attributes:
+        path: its name, the keys from the root of the whole tree joined by dots: `blocks.0.attn.q`.
+        leaves: which leaves of the stage's tree it is; several, where one tensor stood at several places.
+        shape: of this rank's value.
+        spec: how that value is cut from the whole parameter, over axes that the buffer is not cut over.
+        offset: its first element in the buffer.
+    """
+
+    path: str
+    leaves: tuple[int, ...]
+    shape: tuple[int, ...]
+    spec: P
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's value."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Range:
+    """Elements `start` to `stop`, in row-major order, of the value of parameter `path` that a rank computes with.
+
+    That value has shape `shape` and begins at index `corner` of the whole parameter: all zeros, and the whole
+    parameter itself, unless it is cut over other axes too.
+    """
+
+    path: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    corner: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Static and hashable: everything about a flat shard but its numbers.
+
+    Attributes:
+        stage: path of the stage in the whole tree, joined by dots.
+        tree: structure of the stage's parameters, of which this buffer may hold some.
+        entries: the parameters in the buffer.
+        dtype: of the parameters.
+        trainable: whether they get gradients.
+        placement: the axes.
+        grid: the mesh.
+        room: elements of the whole buffer, where it is larger than it need be.
+    """
+
+    stage: str
+    tree: optree.PyTreeSpec
+    entries: tuple[Entry, ...]
+    dtype: torch.dtype
+    trainable: bool
+    placement: Placement
+    grid: Grid
+    room: int = 0
+    _hash: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self._known()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Layout):
+            return self is other
+        return self._hash == other._hash and self._known() == other._known()
+
+    def _known(self) -> tuple[Any, ...]:
+        return self.stage, self.tree, self.entries, self.dtype, self.trainable, self.placement, self.grid, self.room
+
+    def __reduce__(self) -> Any:
+        return _layout, (
+            self.stage,
+            optree.tree_unflatten(self.tree, range(self.tree.num_leaves)),
+            self.entries,
+            self.dtype,
+            self.trainable,
+            self.placement,
+            self.grid,
+            self.room,
+        )
+
+    @cached_property
+    def size(self) -> int:
+        """Number of pieces."""
+        return self.grid.size(self.placement.axes)
+
+    @cached_property
+    def total(self) -> int:
+        """Elements in use, from the first to the last parameter's end."""
+        return max((entry.offset + entry.numel for entry in self.entries), default=0)
+
+    @cached_property
+    def piece(self) -> int:
+        """Elements of one rank's piece. The last piece ends in at least 64 unused bytes.
+
+        It can be cut over the replicas too, so that the buffer is as large however it is placed on these axes.
+        """
+        if self.room:
+            return self.room // self.size
+        step, finest = aligned(1, self.dtype), self.grid.size(self.placement.axes + self.placement.replicas)
+        return aligned(-(-(self.total + step) // finest), self.dtype) * (finest // self.size)
+
+    def here(self, rank: int) -> bool:
+        """Whether a rank is where the parameters live; others hold nothing of them."""
+        return all(self.grid.index(rank, name) == position for name, position in self.placement.home)
+
+    def held(self, rank: int) -> int:
+        """Elements that a rank holds: a piece, or none where the parameters do not live."""
+        return self.piece if self.here(rank) else 0
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole buffer."""
+        return self.piece * self.size
+
+    @cached_property
+    def state_layout(self) -> Layout:
+        """Of the gradient and the optimizer state; its pieces are parts of these."""
+        return self.placed(self.placement.of_state)
+
+    @cached_property
+    def secondary(self) -> Layout | None:
+        """Of the copy that backward gathers from; these pieces are parts of its."""
+        secondary = self.placement.secondary
+        return None if secondary is None else self.placed(secondary)
+
+    def placed(self, placement: Placement) -> Layout:
+        """The same buffer, placed otherwise."""
+        if placement == self.placement:
+            return self
+        return replace(self, placement=placement)
+
+    def alone(self, places: tuple[tuple[str, int], ...]) -> Layout:
+        """The same pieces, as the ranks at these positions see them who run apart from the others along these axes."""
+        names = {name for name, _ in places}
+        left = self.placement.without(names)
+        home = (*left.home, *(place for place in places if place[0] not in left.away))
+        return replace(self, placement=replace(left, home=home), room=self.padded)
+
+    @property
+    def partial(self) -> bool:
+        """Whether the stage has parameters in other buffers too."""
+        return sum(len(entry.leaves) for entry in self.entries) < self.tree.num_leaves
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """First element and length of each stretch that no parameter uses."""
+        found, at = [], 0
+        for entry in self.entries:
+            if entry.offset > at:
+                found.append((at, entry.offset - at))
+            at = entry.offset + entry.numel
+        return (*found, (at, self.padded - at))
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+        """What each piece holds: `(entry, start, stop, at)`, elements of an entry that stand at `at` in the piece."""
+        found = []
+        for start in range(0, self.padded, self.piece):
+            cut = []
+            for number, entry in enumerate(self.entries):
+                low = min(max(start - entry.offset, 0), entry.numel)
+                high = min(max(start + self.piece - entry.offset, 0), entry.numel)
+                if low < high:
+                    cut.append((number, low, high, entry.offset + low - start))
+            found.append(tuple(cut))
+        return tuple(found)
+
+    @cached_property
+    def holes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each piece: first element and length of each stretch that no parameter uses."""
+        found = []
+        for cut in self.cuts:
+            holes, at = [], 0
+            for _, start, stop, begin in cut:
+                if begin > at:
+                    holes.append((at, begin - at))
+                at = begin + stop - start
+            found.append((*holes, (at, self.piece - at)) if at < self.piece else tuple(holes))
+        return tuple(found)
+
+    @property
+    def coarse(self) -> bool:
+        """Whether parameters are large enough to be worth moving one by one."""
+        return self.total * self.dtype.itemsize >= COARSE * len(self.entries)
+
+    @cached_property
+    def skeleton(self) -> Any:
+        """The stage's parameters with their numbers, as strings, in place of them: a tree that is plain Python."""
+        return optree.tree_unflatten(self.tree, map(str, range(self.tree.num_leaves)))
+
+    @cached_property
+    def splits(self) -> tuple[list[int], list[int]]:
+        """The lengths into which the whole buffer is cut, and which of the parts are the entries."""
+        lengths, chosen, at = [], [], 0
+        for entry in self.entries:
+            if entry.offset > at:
+                lengths.append(entry.offset - at)
+            chosen.append(len(lengths))
+            lengths.append(entry.numel)
+            at = entry.offset + entry.numel
+        return [*lengths, self.padded - at], chosen
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """Each parameter as a view of the whole buffer `[padded]`, in the order of the entries."""
+        lengths, chosen = self.splits
+        parts = whole.split(lengths)
+        return [parts[i].view(entry.shape) for i, entry in zip(chosen, self.entries, strict=True)]
+
+    def ranges(self, rank: int) -> list[Range]:
+        """Which elements of which parameters the global rank `rank` holds."""
+        if not self.here(rank):
+            return []
+        start = self.grid.index(rank, self.placement.axes) * self.piece
+        found = []
+        for entry in self.entries:
+            low = min(max(start - entry.offset, 0), entry.numel)
+            high = min(max(start + self.piece - entry.offset, 0), entry.numel)
+            if low < high or (entry.numel == 0 and start <= entry.offset < start + self.piece):
+                found.append(Range(entry.path, low, high, entry.shape, self._corner(entry, rank)))
+        return found
+
+    def whole_shape(self, number: int) -> tuple[int, ...]:
+        """Of a parameter, of whose value ranks may have parts."""
+        entry = self.entries[number]
+        cuts = [self.grid.size(names) if names else 1 for names in entry.spec.by_dim()]
+        return tuple(n * k for n, k in zip(entry.shape, cuts + [1] * len(entry.shape), strict=False))
+
+    def _corner(self, entry: Entry, rank: int) -> tuple[int, ...]:
+        cuts = [self.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]
+        cuts += [0] * (len(entry.shape) - len(cuts))
+        return tuple(index * length for index, length in zip(cuts, entry.shape, strict=True))
+
+    def __str__(self) -> str:
+        spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"
+        more = f", the same over {' x '.join(self.placement.replicas)}" if self.placement.replicas else ""
+        more += "".join(f", only at {name}={position}" for name, position in self.placement.home)
+        if self.state_layout is not self:
+            more += f", gradients 1/{self.state_layout.size} over {' x '.join(self.placement.gradients)}"
+        here = self.piece * self.dtype.itemsize
+        return (
+            f"{self.stage or 'all'}: {str(self.dtype).removeprefix('torch.')}{'' if self.trainable else ', frozen'}, "
+            f"{spread}{more}, {_bytes(here)} a rank"
+        )
+
+
+def _meant(flat: FlatShard) -> str:
+    stage = f"stage {flat.layout.stage!r}" if flat.layout.stage else "the parameters"
+    return (
+        f"it is this rank's piece of {stage}. A function that shardfn.stage wraps gets the whole parameters, "
+        f"shardfn.unshard(params) gives them, and shardfn.local_parameters(flat) what this rank holds of each"
+    )
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    def refuse(self: FlatShard, *_: Any) -> Any:
+        raise TypeError(f"a FlatShard {what}: {_meant(self)}")
+
+    return refuse
+
+
+class FlatShard:
+    """This rank's piece of a stage's parameters: a pytree node with one tensor leaf.
+
+    Any `tree_map` over a tree of parameters (an optimizer, a moving average, a norm) is therefore one operation a
+    stage. What a node holds is not checked until a stage, or `unshard`, uses it.
+
+    Attributes:
+        values: `[layout.piece]`, contiguous; `[0]` on ranks where the parameters do not live.
+        layout: what the numbers are.
+    """
+
+    __slots__ = ("layout", "values")
+
+    def __init__(self, values: Tensor, layout: Layout) -> None:
+        self.values, self.layout = values, layout
+
+    @property
+    def spec(self) -> P:
+        """The piece as `shard_map` sees it: a vector that is cut over the layout's axes."""
+        return P(self.layout.placement.axes)
+
+    def __repr__(self) -> str:
+        if not isinstance(self.values, Tensor):
+            return f"FlatShard({self.values!r}, {self.layout})"
+        lines = [f"  {entry.path or '(itself)'} {list(entry.shape)}" for entry in self.layout.entries]
+        cast = self.values.dtype != self.layout.dtype
+        here = f"now {str(self.values.dtype).removeprefix('torch.')}, {_bytes(self.values.nbytes)}; " if cast else ""
+        return "\n".join([f"FlatShard({here}{self.layout},", *lines, ")"])
+
+    __getitem__: Any = _refused("cannot be indexed")
+    __len__: Any = _refused("has no length")
+    __add__: Any = _refused("has no arithmetic, but any tree_map goes into it")
+    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __add__
+    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = __add__
+
+    def __bool__(self) -> bool:
+        return True
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or name in FlatShard.__slots__:  # which copying and pickling ask for
+                raise AttributeError(name)
+            raise AttributeError(f"a FlatShard has no .{name}: {_meant(self)}")
+
+    @classmethod
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises TypeError: no function of torch takes a flat shard."""
+        found = next((x for x in optree.tree_leaves((args, kwargs), is_leaf=is_flat) if is_flat(x)), None)
+        name = getattr(f, "__name__", str(f))
+        raise TypeError(f"torch's {name} takes no FlatShard: {_meant(found) if found else 'see shardfn.stage'}")
+
+
+def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
+    """What this rank holds of each parameter, by name: vectors of elements in row-major order, views of `flat.values`.
+
+    `flat.layout.ranges(rank)` says which elements they are. Parameters of which this rank holds nothing are left out.
+    """
+    layout = flat.layout
+    rank = process_groups.global_rank()
+    start = layout.grid.index(rank, layout.placement.axes) * layout.piece
+    offsets = {entry.path: entry.offset for entry in layout.entries}
+    return {
+        part.path: flat.values[offsets[part.path] + part.start - start : offsets[part.path] + part.stop - start]
+        for part in layout.ranges(rank)
+    }
+
+
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """The least multiple of the alignment that has room for `numel` elements."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-numel // step) * step
+
+
+def lay(
+    stage: str,
+    tree: optree.PyTreeSpec,
+    parts: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], P]],
+    dtype: torch.dtype,
+    trainable: bool,
+    placement: Placement,
+    grid: Grid,
+) -> Layout:
+    """The layout of parameters `(path, leaves, shape, spec)`, one after another."""
+    entries, at = [], 0
+    for path, leaves, shape, spec in parts:
+        entries.append(Entry(path, leaves, shape, spec, at))
+        at = aligned(at + math.prod(shape), dtype)
+    return Layout(stage, tree, tuple(entries), dtype, trainable, placement, grid)
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a value is a flat shard."""
+    return type(value) is FlatShard
+
+
+def is_stage(value: Any) -> bool:
+    """Whether a value is all of a stage's parameters: a flat shard, or a dict of those that make up one stage."""
+    if is_flat(value):
+        return True
+    if type(value) is not dict or not value or not all(map(is_flat, value.values())):
+        return False
+    layouts = [flat.layout for flat in value.values()]
+    first = layouts[0]
+    return first.partial and all(layout.tree == first.tree and layout.stage == first.stage for layout in layouts)
+
+
+def stage_shards(value: Any) -> list[FlatShard]:
+    """The flat shards of one stage, in the order in which optree flattens them."""
+    return [value] if is_flat(value) else [value[key] for key in sorted(value)]
+
+
+def assemble(layouts: Sequence[Layout], views: Sequence[Sequence[Any]]) -> Any:
+    """A stage's parameters as the function meets them, from the views of each of its buffers."""
+    leaves: list[Any] = [None] * layouts[0].tree.num_leaves
+    for layout, parts in zip(layouts, views, strict=True):
+        for entry, part in zip(layout.entries, parts, strict=True):
+            for leaf in entry.leaves:
+                leaves[leaf] = part
+    return optree.tree_unflatten(layouts[0].tree, leaves)
+
+
+def _layout(stage: str, example: Any, *rest: Any) -> Layout:
+    return Layout(stage, optree.tree_structure(example), *rest)
+
+
+def _bytes(n: int) -> str:
+    value, unit = float(n), "B"
+    for bigger in ("kB", "MB", "GB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, bigger
+    return f"{value:.4g} {unit}"
+
+
+def _flatten(flat: FlatShard) -> tuple[tuple[Any], Layout, tuple[str]]:
+    return (flat.values,), flat.layout, ("values",)
+
+
+def _unflatten(layout: Layout, children: Any) -> FlatShard:
+    (values,) = children
+    return FlatShard(values, layout)
+
+
+optree.register_pytree_node(
+    FlatShard, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
+)
+pytrees.register_in_torch(
+    FlatShard, lambda flat: ([flat.values], flat.layout), lambda kids, layout: _unflatten(layout, kids)
+)

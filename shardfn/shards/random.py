@@ -1,0 +1,130 @@
+"""Random numbers that differ along some mesh axes and agree along the others."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import dispatch
+from shardfn.mesh.axes import bound_axis, current_mesh
+
+
+def fold_in(seed: int, *what: int | str) -> torch.Generator:
+    """A generator seeded from `seed` and all of `what`, the same on every rank that folds in the same.
+
+    An axis name stands for this rank's position along the axis: ranks along it get different numbers. An
+    int (a step, a layer) is folded in as it is. Axes that are not named do not matter, so their ranks agree.
+
+    Args:
+        seed: any int.
+        *what: axis names of the mesh in scope, and ints, in an order that counts.
+
+    Returns:
+        A new generator on the mesh's device.
+
+    Raises:
+        NameError, ValueError: an axis name without a mesh in scope, or one that the mesh does not have.
+        TypeError: something that is neither an int nor a name.
+
+    Example:
+        Dropout that differs along `data` and agrees along `tensor`, at each step:
+        ``keep = torch.rand(x.shape, generator=fold_in(seed, step, "data")) > rate``
+    """
+    folded = [f"{part}={bound_axis(part, 'fold_in').index}" if isinstance(part, str) else _int(part) for part in what]
+    mesh = current_mesh()
+    generator = torch.Generator(device=mesh.device_type if mesh else "cpu")
+    return generator.manual_seed(mixed(_int(seed), *folded))
+
+
+def _int(part: object) -> int:
+    try:
+        return operator.index(part)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"fold_in takes ints and axis names, not {type(part).__name__}") from None
+
+
+def int_seed(seed: object) -> int:
+    """A seed, of whatever kind of int.
+
+    Raises:
+        TypeError: something else, of which `repr` may say something else on every rank.
+    """
+    try:
+        return operator.index(seed)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"a seed is an int, not {str(seed)[:40]!r} of type {type(seed).__name__}") from None
+
+
+def mixed(seed: int, *parts: int | str) -> int:
+    """A 63-bit seed from a seed and further numbers or words: the same everywhere, unrelated for different parts."""
+    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class Drawing(dispatch.DispatchMode):
+    """Inside, what torch would draw from its own generators comes from another one, and they stay as they are.
+
+    On other devices it comes from generators with the same seed.
+
+    Args:
+        generator: on the CPU.
+        what: draws, for messages.
+    """
+
+    def __init__(self, generator: torch.Generator, what: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed, self.what = generator.initial_seed(), what
+        self.generators = {"cpu": generator}
+
+    def __enter__(self) -> Any:
+        self.before = torch.get_rng_state()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if error is None:
+            self._refuse_seeding()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        device = _where(args, kwargs)
+        found = dispatch.drawing(func)
+        if found is None or device.type == "meta":
+            result = func(*args, **kwargs)  # it may draw nothing after all
+            self._refuse_seeding(f" by {func.name()}, which takes no generator")
+            return result
+        op, number = found
+        if kwargs.get("generator") is not None or (number < len(args) and args[number] is not None):
+            return func(*args, **kwargs)
+        self._refuse_seeding()
+        return op(*args[:number], **kwargs | {"generator": self._on(device)})
+
+    def _on(self, device: torch.device) -> torch.Generator:
+        where = "cpu" if device.type == "cpu" else str(device)
+        if where not in self.generators:
+            self.generators[where] = torch.Generator(device=device).manual_seed(self.seed)
+        return self.generators[where]
+
+    def _refuse_seeding(self, how: str = "") -> None:
+        """Raises RuntimeError if torch's own generator is not what it was, and puts that right."""
+        if not torch.equal(torch.get_rng_state(), self.before):
+            torch.set_rng_state(self.before)
+            verb = "draws from" if how else "seeds"
+            raise RuntimeError(
+                f"{self.what} {verb} torch's own generator{how}: the numbers would not be those that belong to its "
+                f"seed and place. Draw from the torch.Generator that it is given"
+            )
+
+
+def _where(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    """Where an op draws."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    return next((x.device for x in optree.tree_leaves(args) if isinstance(x, Tensor)), torch.device("cpu"))

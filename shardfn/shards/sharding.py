@@ -1,0 +1,516 @@
+"""From whole parameters to flat shards and back, and parameters that are never whole anywhere.
+
+A tree of parameters becomes a tree of stages: one `FlatShard` for each, or a dict of them where a stage has several
+dtypes, frozen parameters or placements.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.collectives import functional
+from shardfn.collectives.agree import agree
+from shardfn.compat import autograd, process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import axis_of, check_axes, grid_of, mesh_of, per_mesh, scope
+from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
+from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
+from shardfn.shards.placement import Placement, Strategy
+from shardfn.shards.random import Drawing, int_seed, mixed
+from shardfn.shards.replicated import assert_replicated, checksum
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Make = Callable[[torch.Generator], Any]
+Fill = Callable[[str, Tensor, torch.Generator], Tensor]
+
+
+def shard(
+    tree: Any,
+    mesh: DeviceMesh,
+    strategy: Strategy,
+    *,
+    stages: Iterable[str] | None = None,
+    frozen: Iterable[str] = (),
+    specs: P | ByPath = P(),  # noqa: B008  # immutable
+    inputs: Literal["global", "local"] = "global",
+) -> Any:
+    """Cuts a tree of parameters into flat shards, one for each stage and dtype.
+
+    Args:
+        tree: a pytree of tensors, the same on every rank.
+        mesh: where they go.
+        strategy: over which axes they are cut, and over which they are the same: `full_shard("shard")`, ...; or a
+            function of a parameter's path and whole shape that returns one.
+        stages: regular expressions; a subtree whose whole path (keys joined by dots) matches one becomes a stage.
+            Default: each top-level entry of the tree, and each item of a list or tuple entry.
+        frozen: regular expressions; a parameter whose whole path matches one gets no gradient, nor does one of
+            integers.
+        specs: how parameters are cut over *other* axes, tensor parallel ones say: a `P` for all, or `by_path`.
+        inputs: `"global"`: tensors are whole, and are cut as `specs` say; `"local"`: they are this rank's pieces.
+
+    Returns:
+        The tree with a `FlatShard` in place of each stage; where a stage has several dtypes or placements, or frozen
+        parameters beside others, a dict of them, such as `{"float32": ..., "float32 frozen": ...}`.
+
+    Raises:
+        ValueError: unknown axes; a dimension that does not divide; a parameter in no stage; one tensor in two stages;
+            a pattern that matches nothing; values that differ between ranks.
+        TypeError: a leaf that is no plain tensor.
+
+    Example:
+        ``params = shard(init(seed=0), mesh, full_shard("shard"))``
+    """
+    rules = _Rules(mesh, strategy, stages, frozen, specs, inputs)
+    return _agreed(rules, "shard", lambda: rules.map_stages(tree, rules.cut))
+
+
+def unshard(tree: Any, mesh: DeviceMesh | None = None) -> Any:
+    """The whole parameters of a tree with flat shards, on every rank: the inverse of `shard`.
+
+    Of a gradient, what has none is None. Other leaves are left as they are. Linear, and differentiable as
+    `all_gather(to="invariant")` is: `V -> I`.
+
+    Args:
+        tree: any pytree.
+        mesh: default: the one in scope, else the one that the tree was sharded on.
+
+    Raises:
+        ValueError: the mesh is not the one of the shards.
+    """
+
+    def whole(stage: Any) -> Any:
+        if not is_stage(stage):
+            return stage
+        shards = stage_shards(stage)
+        return assemble([flat.layout for flat in shards], [_whole(flat, mesh) for flat in shards])
+
+    if torch.compiler.is_compiling():
+        return optree.tree_map(whole, tree, is_leaf=is_stage)
+    with waiting.during("sf.unshard"):
+        return optree.tree_map(whole, tree, is_leaf=is_stage)
+
+
+def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
+    """Whole parameters from a tree of makers; on one process the same as `init_sharded` gives on many.
+
+    Args:
+        makers: a pytree whose leaves are functions of a `torch.Generator` that return tensors or pytrees of them, and
+            tensors.
+        seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path, also
+            where it names none; torch's own generators are left as they are.
+        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
+
+    Raises:
+        RuntimeError: a maker that seeds torch's own generators.
+    """
+    return _made(makers, "", seed, fill)
+
+
+def init_sharded(
+    makers: Any,
+    seed: int,
+    mesh: DeviceMesh,
+    strategy: Strategy,
+    *,
+    fill: Fill | None = None,
+    stages: Iterable[str] | None = None,
+    frozen: Iterable[str] = (),
+    specs: P | ByPath = P(),  # noqa: B008
+) -> Any:
+    """Parameters made one stage at a time and cut at once, so that a rank never holds more than one stage whole.
+
+    The same seed gives the same parameters on any mesh, and as `init(makers, seed)`.
+
+    Args:
+        makers: as for `init`: `{"embed": init_embed, "blocks": [init_block] * 8, "head": init_head}`. A function
+            that makes several stages makes them whole: give each stage its own.
+        seed: any int, the same on every rank.
+        mesh: as for `shard`, like what follows.
+        strategy: as for `shard`.
+        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
+        stages: as for `shard`.
+        frozen: as for `shard`.
+        specs: as for `shard`.
+
+    Returns:
+        As `shard(init(makers, seed), mesh, strategy)`.
+
+    Raises:
+        ValueError, TypeError: as `shard`; a leaf on the meta device without `fill`.
+    """
+    rules = _Rules(mesh, strategy, stages, frozen, specs, "global")
+    return _agreed(
+        rules,
+        "init_sharded",
+        lambda: rules.map_stages(makers, rules.cut, lambda path, node: _made(node, path, seed, fill)),
+    )
+
+
+def shard_named(
+    named: Iterable[tuple[str, Tensor]],
+    like: Any,
+    mesh: DeviceMesh,
+    strategy: Strategy,
+    *,
+    stages: Iterable[str] | None = None,
+    frozen: Iterable[str] = (),
+    specs: P | ByPath = P(),  # noqa: B008
+) -> Any:
+    """Parameters from a stream of named whole tensors, such as a checkpoint's: each is cut as it comes.
+
+    Args:
+        named: `(path, tensor)` in any order, each path once; the peak is one tensor above the shards.
+        like: a pytree of tensors of the right shapes and dtypes, on the meta device say.
+        mesh: as for `shard`, like what follows.
+        strategy: as for `shard`.
+        stages: as for `shard`.
+        frozen: as for `shard`.
+        specs: as for `shard`.
+
+    Raises:
+        ValueError: a name that is missing, unknown or there twice; a shape or dtype that is not the one of `like`.
+        TypeError: as `shard`.
+    """
+    rules = _Rules(mesh, strategy, stages, frozen, specs, "global", filled=False)
+
+    def stream() -> Any:
+        tree = rules.map_stages(like, rules.cut)
+        waiting = dict(rules.places)
+        for name, tensor in named:
+            if name not in rules.places:
+                raise ValueError(f"{name!r} is no parameter: the tree has {_some(rules.places)}")
+            if name not in waiting:
+                raise ValueError(f"{name!r} came twice")
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name!r} is of type {type(tensor).__name__}, not a tensor")
+            _refuse_sparse(name, tensor)
+            flat, number, shape = waiting.pop(name)
+            if tensor.shape != shape or tensor.dtype != flat.layout.dtype:
+                raise ValueError(
+                    f"{name!r} is {tensor.dtype} {tuple(tensor.shape)}, but the tree has {flat.layout.dtype} "
+                    f"{tuple(shape)}: convert it on the way"
+                )
+            rules.fill(flat, number, name, tensor)
+        if waiting:
+            raise ValueError(f"no tensor came for {_some(waiting)}")
+        return tree
+
+    return _agreed(rules, "shard_named", stream)
+
+
+_PARAMETERS = (
+    "the parameters",
+    "Every rank passes the same values: make them from one seed, or with init_sharded",
+)
+
+
+class _Rules:
+    """What one call of `shard` and its kin goes by, and what it has met so far."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        strategy: Strategy,
+        stages: Iterable[str] | None,
+        frozen: Iterable[str],
+        specs: P | ByPath,
+        inputs: str,
+        filled: bool = True,
+    ) -> None:
+        if not isinstance(strategy, Placement) and (not callable(strategy) or isinstance(strategy, type)):
+            raise TypeError(
+                f'a strategy is a Placement, such as shardfn.full_shard("shard"), or a function of path and shape that '
+                f"returns one, not {strategy!r}; names go through shardfn.strategy(...)"
+            )
+        if inputs not in ("global", "local"):
+            raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
+        if not isinstance(specs, (P, ByPath)):
+            raise TypeError(f"specs is a P for all parameters, or by_path([...]), not {specs!r}")
+        self.mesh, self.grid, self.strategy, self.rank = mesh, grid_of(mesh), strategy, process_groups.global_rank()
+        self.placements: set[Placement] = set()
+        if isinstance(strategy, Placement):
+            self._known(strategy)
+        self.inputs, self.filled, self.specs = inputs, filled, specs
+        self.stages = None if stages is None else _patterns(stages, "stages")
+        self.frozen = _patterns(frozen, "frozen")
+        self.unused = {rule.pattern for rule in [*(self.stages or []), *self.frozen]}
+        if isinstance(specs, ByPath) and specs.strict:
+            self.unused |= {rule.pattern for rule, _ in specs.rules}
+        self.told: list[str] = []
+        self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
+        self.owners: dict[Any, tuple[weakref.ref[Tensor], str]] = {}
+
+    def map_stages(self, tree: Any, f: Callable[[str, Any], Any], made: Callable[[str, Any], Any] | None = None) -> Any:
+        """The tree with `f(path, subtree)` in place of each stage."""
+        return self._walk(tree, "", 0, f, made)
+
+    def _walk(self, node: Any, path: str, depth: int, f: Any, made: Any) -> Any:
+        if node is None:
+            return None
+        leaf = is_flat(node) or optree.tree_is_leaf(node)
+        if made and leaf and callable(node) and not isinstance(node, Tensor):
+            return self._walk(made(path, node), path, depth, f, made)
+        if self._ends(node, path, depth, leaf):
+            return f(path, made(path, node) if made else node)
+        if leaf:
+            raise ValueError(
+                f"{path or 'the tree itself'} is in no stage: the patterns are "
+                f"{', '.join(rule.pattern for rule in self.stages or [])}; add one that matches it, or a node above it"
+            )
+        accessors, children, one_level = optree.tree_flatten_with_accessor(
+            node, lambda x: x is not node, none_is_leaf=True
+        )
+        names = [dotted(accessor) for accessor in accessors]
+        walked = [
+            self._walk(child, f"{path}.{name}" if path else name, depth + 1, f, made)
+            for name, child in zip(names, children, strict=True)
+        ]
+        return optree.tree_unflatten(one_level, walked)
+
+    def _ends(self, node: Any, path: str, depth: int, leaf: bool) -> bool:
+        if self.stages is not None:
+            found = [rule.pattern for rule in self.stages if rule.fullmatch(path)]
+            self.unused -= set(found)
+            return bool(found)
+        return leaf or depth == 2 or (depth == 1 and type(node) not in (list, tuple))
+
+    def cut(self, path: str, subtree: Any) -> Any:
+        """One stage's parameters as flat shards."""
+        accessors, leaves, tree = optree.tree_flatten_with_accessor(subtree, is_leaf=is_flat)
+        if not leaves:
+            return subtree
+        names = [".".join(word for word in (path, dotted(accessor)) if word) for accessor in accessors]
+        groups: dict[tuple[torch.dtype, bool, Placement], list[Any]] = {}
+        seen: dict[Any, list[int]] = {}
+        for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            same = self._identity(name, leaf, path)
+            if same in seen:
+                seen[same].append(number)
+                continue
+            seen[same] = [number]
+            trainable = not self._frozen(name) and (leaf.is_floating_point() or leaf.is_complex())
+            spec = self._spec(name)
+            shape, whole = self._shapes(name, leaf, spec)
+            placement = self._placement(name, whole, spec)
+            groups.setdefault((leaf.dtype, trainable, placement), []).append((name, seen[same], shape, spec, leaf))
+        made = {
+            key: self._flat(path, tree, *kind, group)
+            for key, (kind, group) in zip(_keys(list(groups)), groups.items(), strict=True)
+        }
+        per_mesh(self.mesh, "stages", dict[str, list[Layout]])[path] = [flat.layout for flat in made.values()]
+        return next(iter(made.values())) if len(made) == 1 else made
+
+    def _flat(
+        self, path: str, tree: Any, dtype: torch.dtype, trainable: bool, placement: Placement, parts: list[Any]
+    ) -> FlatShard:
+        entries = [(name, tuple(leaves), shape, spec) for name, leaves, shape, spec, _ in parts]
+        layout = lay(path, tree, entries, dtype, trainable, placement, self.grid)
+        held = layout.held(self.rank)
+        flat = FlatShard(torch.zeros(held, dtype=dtype, device=self.mesh.device_type), layout)
+        self.told.append(str(layout))
+        for number, (name, _, shape, _, leaf) in enumerate(parts):
+            self.places[name] = (flat, number, leaf.shape)
+            if self.filled:
+                self.fill(flat, number, name, leaf)
+            else:
+                self.told.append(f"{name}: {shape}")
+        return flat
+
+    def fill(self, flat: FlatShard, number: int, name: str, value: Tensor) -> None:
+        """Copies this rank's part of one parameter to its place."""
+        if value.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, without values: use init_sharded(..., fill=...) or shard_named"
+            )
+        entry, layout = flat.layout.entries[number], flat.layout
+        digest = f", values with checksum {checksum(value)}" if self.inputs == "global" or not entry.spec.axes else ""
+        self.told.append(f"{name}: {tuple(value.shape)}{digest}")
+        if not layout.here(self.rank):
+            return
+        local = sliced(value.detach(), entry.spec, self.mesh) if self.inputs == "global" else value.detach()
+        start = axis_of(self.mesh, layout.placement.axes).index * layout.piece if layout.placement.axes else 0
+        low = min(max(start - entry.offset, 0), entry.numel)
+        high = min(max(start + layout.piece - entry.offset, 0), entry.numel)
+        if low < high:
+            flat.values[entry.offset + low - start : entry.offset + high - start].copy_(local.reshape(-1)[low:high])
+
+    def _identity(self, name: str, leaf: Any, stage: str) -> Any:
+        if isinstance(leaf, FlatShard) or not isinstance(leaf, Tensor) or is_dtensor(leaf):
+            what = f"of type {type(leaf).__name__}"
+            if is_dtensor(leaf) or is_flat(leaf):
+                what = (
+                    "a DTensor: pass its full_tensor()" if is_dtensor(leaf) else "a FlatShard already: unshard it first"
+                )
+            raise TypeError(
+                f"{name or 'the tree'} is {what}; parameters are plain tensors (what configures a model belongs in its "
+                f"functions, by functools.partial say)"
+            )
+        _refuse_sparse(name, leaf)
+        if leaf.is_meta or leaf.numel() == 0:
+            same: Any = id(leaf)
+        else:
+            same = (autograd.storage_of(leaf), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
+        known, owner = self.owners.get(same, (None, stage))
+        if known is None or known() is None:  # the memory of a tensor that is gone may be another's
+            self.owners[same] = (weakref.ref(leaf), stage)
+        elif owner != stage:
+            raise ValueError(
+                f"{name} is the same tensor as one in stage {owner!r}: a copy in each stage would be trained apart. "
+                f"Leave it in one and pass that stage's parameters to both functions, or clone it"
+            )
+        return same
+
+    def _shapes(self, name: str, leaf: Tensor, spec: P) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of this rank's value, and of the whole parameter."""
+        if self.inputs == "global":
+            return local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
+        return tuple(leaf.shape), global_shape(leaf.shape, spec, self.mesh, name)
+
+    def _placement(self, name: str, shape: tuple[int, ...], spec: P) -> Placement:
+        found = self.strategy if isinstance(self.strategy, Placement) else self._known(self.strategy(name, shape), name)
+        both = [axis for axis in spec.axes if axis in (*found.gradients, *found.away)]
+        if both:
+            verb = "puts it at one place of" if both[0] in found.away else "cuts the buffer over"
+            raise ValueError(f"{name}: {spec} cuts over {both[0]!r}, but the strategy {verb} that axis already")
+        return found
+
+    def _known(self, found: Any, name: str = "") -> Placement:
+        """A strategy's answer, looked at once."""
+        if not isinstance(found, Placement):
+            raise TypeError(f"{name}: the strategy is a function that returned {found!r}, not a Placement")
+        if found not in self.placements:
+            where = "the strategy" + (f" of {name}" if name else "")
+            check_axes(found.axes + found.replicas + found.away, self.mesh, where)
+            for axis, position in found.home:
+                size = self.grid.size(axis)
+                if not 0 <= position < size:
+                    raise ValueError(f"{where}: at {axis}={position}, but positions run from 0 to {size - 1}")
+            self.placements.add(found)
+        return found
+
+    def _spec(self, name: str) -> P:
+        if isinstance(self.specs, P):
+            return self.specs
+        found = next(((rule.pattern, spec) for rule, spec in self.specs.rules if rule.fullmatch(name)), None)
+        if found is None or not isinstance(found[1], P):
+            if self.specs.strict:
+                raise ValueError(f"specs: by_path has no rule for {name}; add one, or pass strict=False")
+            return P()
+        self.unused.discard(found[0])
+        return found[1]
+
+    def _frozen(self, name: str) -> bool:
+        found = [rule.pattern for rule in self.frozen if rule.fullmatch(name)]
+        self.unused -= set(found)
+        return bool(found)
+
+
+def _keys(kinds: list[tuple[torch.dtype, bool, Placement]]) -> list[str]:
+    """What the buffers of one stage are called: by what tells them apart."""
+    found: list[str] = []
+    several = len({placement for *_, placement in kinds}) > 1
+    for dtype, trainable, placement in kinds:
+        where = f" over {' x '.join(placement.axes)}" if placement.axes else " whole"
+        key = str(dtype).removeprefix("torch.") + ("" if trainable else " frozen") + (where if several else "")
+        same = sum(one.split(", ")[0] == key for one in found)
+        found.append(f"{key}, {same + 1}" if same else key)
+    return found
+
+
+def _agreed(rules: _Rules, name: str, run: Callable[[], Any]) -> Any:
+    """Runs on every rank, and fails on all of them if it does on one, or if they were given different values."""
+    try:
+        result = run()
+        if rules.unused:
+            raise ValueError(
+                f"{name}: nothing matches {', '.join(map(repr, sorted(rules.unused)))}; the parameters are "
+                f"{_some(rules.places)}"
+            )
+    except (ValueError, TypeError) as error:
+        agree([str(error)], rules.mesh, name, mine=error)
+        raise
+    agree(sorted(rules.told), rules.mesh, name, subject=_PARAMETERS)
+    if rules.inputs == "local":  # whole values were compared already, and more of them than a rank keeps
+        assert_replicated(result, rules.mesh)
+    return result
+
+
+def _whole(flat: FlatShard, mesh: DeviceMesh | None) -> list[Tensor | None]:
+    layout: Layout = flat.layout
+    if flat.values is None:  # as in a gradient, of what is frozen
+        return [None] * len(layout.entries)
+    where = mesh_of(layout.grid, f"unshard: stage {layout.stage!r}") if mesh is None else mesh
+    with scope(where):
+        mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
+        buffer = flat.values
+        for name, position in layout.placement.home:
+            buffer = _spread(buffer, layout, name, position)
+        if layout.size > 1:
+            buffer = functional.all_gather(buffer, layout.placement.axes, to="invariant")
+        found: list[Tensor | None] = []
+        for entry, view in zip(layout.entries, layout.views(buffer), strict=True):
+            for dim, names in enumerate(entry.spec.by_dim()):
+                if names:
+                    view = functional.all_gather(view, names, dim=dim, to="invariant")
+            found.append(view.clone(memory_format=torch.contiguous_format))
+        return found
+
+
+def _spread(buffer: Tensor, layout: Layout, name: str, position: int) -> Tensor:
+    """What one position of an axis holds, on all of them: `V -> I`."""
+    if buffer.shape[-1] == 0:  # of a piece that lives elsewhere; its derivative goes there
+        buffer = torch.nn.functional.pad(buffer, (0, layout.piece))
+    every = functional.all_gather(buffer, name, to="invariant")
+    return every.narrow(0, position * layout.piece, layout.piece)
+
+
+def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
+    """The tensors of a tree of makers that stands at `path`."""
+    accessors, leaves, tree = optree.tree_flatten_with_accessor(makers)
+    made = []
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        name = ".".join(word for word in (path, dotted(accessor)) if word)
+        if isinstance(leaf, Tensor):
+            _refuse_sparse(name, leaf)
+            made.append(_drawn(functools.partial(fill, name, leaf), name, seed) if fill and leaf.is_meta else leaf)
+        elif callable(leaf):
+            made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
+        else:
+            raise TypeError(
+                f"{name or 'the tree'} is of type {type(leaf).__name__}; a maker is a function of a torch.Generator "
+                f"that returns tensors, or a tensor"
+            )
+    return optree.tree_unflatten(tree, made)
+
+
+def _refuse_sparse(name: str, leaf: Tensor) -> None:
+    if leaf.layout != torch.strided:
+        raise TypeError(f"{name or 'the tree'} is {leaf.layout}; parameters are dense tensors: pass its to_dense()")
+
+
+def _drawn(make: Make, path: str, seed: int) -> Any:
+    """What a maker makes at a path; where it draws without a generator, too, it is from the one that it is given."""
+    generator = torch.Generator().manual_seed(mixed(int_seed(seed), path))
+    with Drawing(generator, f"the maker of {path or 'the tree'}"):
+        return make(generator)
+
+
+def _patterns(patterns: Iterable[str], name: str) -> list[re.Pattern[str]]:
+    if isinstance(patterns, str):
+        raise TypeError(f"{name} is a list of regular expressions; write [{patterns!r}]")
+    return [re.compile(pattern) for pattern in patterns]
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    listed: Sequence[str] = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

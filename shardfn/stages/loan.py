@@ -1,0 +1,70 @@
+"""Whole parameters lent to one run of a function, such that it can be seen whether anything of them is kept.
+
+A stage whose backward reads no parameter need not gather them again. But a function can keep what it read in many
+ways: autograd saves it, a Function has it as an attribute, a hook, a checkpoint or a closure holds it. So nobody is
+asked: the parameters are views of the slot by a storage of their own, and what refers to that storage, and to them,
+is counted before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from shardfn.compat import autograd
+from shardfn.stages.residency import Slot, lasting, leaves, own_parameters
+from shardfn.stages.signature import Gather, GatherPlan
+
+
+class Loan:
+    """One run's parameters.
+
+    Attributes:
+        parameters: of each shard.
+        storage: the number of the storage under those that are lent.
+    """
+
+    __slots__ = ("_base", "_before", "_edges", "_lent", "parameters", "storage")
+
+    def __init__(
+        self, base: Tensor, slot: Slot, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool]
+    ) -> None:
+        self._base, self.storage = base, autograd.storage_of(base)
+        pairs = zip(plan.each, shards, needs, strict=False)
+        self.parameters = [_parameters(base, slot, gather, values, need) for gather, values, need in pairs]
+        self._lent = [p for ps in self.parameters for p in ps if autograd.storage_of(p) == self.storage]
+        # Autograd refers to a leaf once it is used: here that has happened already.
+        self._edges = [get_gradient_edge(p) for p in self._lent if p.requires_grad]
+        self._before = self._references()
+
+    @property
+    def version(self) -> int:
+        """Changes when somebody writes into the parameters."""
+        return self._base._version
+
+    def kept(self) -> bool:
+        """Whether anything that a run left behind refers to the parameters."""
+        return self._references() != self._before
+
+    def _references(self) -> tuple[int, list[Any]]:
+        return autograd.storage_references(self._base), [autograd.references(p) for p in self._lent]
+
+
+def loan(slot: Slot, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool]) -> Loan | None:
+    """Lends what is in a slot; None where references cannot be counted, as those of fake tensors."""
+    if not autograd.COUNTS_REFERENCES:
+        return None
+    with lasting():
+        base = autograd.second_storage(slot.write)
+    return None if base is None else Loan(base, slot, plan, shards, needs)
+
+
+def _parameters(base: Tensor, slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
+    if not gather.moves:
+        return leaves(gather.layout, values, need)
+    own = own_parameters(slot, gather, values, need)
+    lent = leaves(gather.layout, base[gather.start : gather.stop].view(gather.dtype), need)
+    return [own.get(k, p) for k, p in enumerate(lent)]

@@ -1,0 +1,288 @@
+"""How the arguments of a stage are made of flat shards and other things, worked out once for each structure."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import process_groups
+from shardfn.mesh.axes import Grid
+from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
+from shardfn.shards.placement import Keep
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `stage` was asked for; see there."""
+
+    remat: Any = False
+    reshard: bool | None = None
+    prefetch: int = 1
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of shards of a dtype are summed in."""
+        return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """One buffer of a stage on its way into a slot.
+
+    Attributes:
+        layout: of the parameters.
+        dtype: in the slot.
+        start: first byte in the slot.
+        stop: end of its bytes.
+        moves: whether it needs the slot at all: on one rank, in its own dtype, the shard is the parameters.
+        tag: the end of its last piece, where no parameter is: says what is gathered.
+        whole: whether this rank's own piece has to be in the slot too.
+    """
+
+    layout: Layout
+    dtype: torch.dtype
+    start: int
+    stop: int
+    moves: bool
+    tag: Tensor
+    whole: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class GatherPlan:
+    """All buffers of a stage, and how many bytes of a slot they take."""
+
+    each: tuple[Gather, ...]
+    nbytes: int
+
+    @functools.cached_property
+    def secondary(self) -> GatherPlan | None:
+        """The same slot, filled from copies that are cut less; None if there are none such."""
+        if all(gather.layout.secondary is None for gather in self.each):
+            return None
+        return GatherPlan(tuple(_secondary(gather) for gather in self.each), self.nbytes)
+
+    @functools.cached_property
+    def stage(self) -> str:
+        """Path of the stage, or of each of them."""
+        return "+".join(dict.fromkeys(gather.layout.stage for gather in self.each))
+
+
+@dataclass(eq=False)
+class Signature:
+    """The structure of a stage's arguments.
+
+    Attributes:
+        name: of the function.
+        function: the function.
+        options: of the stage.
+        outer: the arguments' structure, each stage's parameters one leaf.
+        sources: for each of those leaves the numbers of the flat leaves that it is made of.
+        layouts: of the flat shards, in order of leaves; `shards` has their numbers.
+        known: plans by the dtypes of the shards.
+        shares_memory: whether outputs were seen to share memory, which transforms cannot be told.
+        writable: whether there are lists and dicts among the arguments.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    options: Options
+    outer: optree.PyTreeSpec
+    sources: tuple[tuple[int, ...], ...]
+    shards: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    known: dict[Any, GatherPlan] = field(default_factory=dict)
+    shares_memory: bool = False
+    writable: bool = False
+
+    @functools.cached_property
+    def stage(self) -> str:
+        """What this call is called in messages and in the ledger."""
+        return "+".join(dict.fromkeys(layout.stage for layout in self.layouts)) or self.name
+
+    @functools.cached_property
+    def code(self) -> Any:
+        """The same for functions that are made again and again from the same lines."""
+        return getattr(inspect.unwrap(self.function), "__code__", self.name)
+
+    @functools.cached_property
+    def keep(self) -> Keep:
+        """What calls keep from forward to backward: the most that any of their layouts asks for."""
+        if self.options.reshard is not None:
+            return not self.options.reshard
+        asked = [layout.placement.keep for layout in self.layouts]
+        return "step" if "step" in asked else True if True in asked else max(asked, key=bool)
+
+    @functools.cached_property
+    def away(self) -> tuple[str, ...]:
+        """Axes along which some ranks have none of the parameters, and do not call."""
+        return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.away))
+
+    @property
+    def grid(self) -> Grid:
+        """The mesh of the shards."""
+        return self.layouts[0].grid
+
+    def refuse_away(self) -> None:
+        """Raises ValueError on a rank that holds nothing of the parameters, which live elsewhere."""
+        for layout in self.layouts:
+            if not layout.here(process_groups.global_rank()):
+                home = ", ".join(f"{axis}={position}" for axis, position in layout.placement.home)
+                raise ValueError(
+                    f"stage {self.name}: {layout.stage!r} lives at {home}, and this rank is elsewhere and holds "
+                    f"nothing of it: call a stage where its parameters are, as in `if axis_index(...) == ...`"
+                )
+
+    def plan(self, shards: Sequence[Tensor]) -> GatherPlan:
+        """How these shards travel."""
+        dtypes = tuple([shard.dtype for shard in shards])
+        found = self.known.get(dtypes)
+        if found is None:
+            found = self.known[dtypes] = plan_of(self.options.gather_dtype, self.layouts, dtypes)
+        return found
+
+    def call(self, leaves: Sequence[Any], views: Sequence[Sequence[Any]]) -> Any:
+        """The function on these leaves, but whole parameters in place of shards."""
+        outer, at = [], 0
+        for source in self.sources:
+            if source[0] in self.shards:
+                n = len(source)
+                outer.append(assemble(self.layouts[at : at + n], views[at : at + n]))
+                at += n
+            else:
+                outer.append(leaves[source[0]])
+        args, kwargs = optree.tree_unflatten(self.outer, outer)
+        result = self.function(*args, **kwargs)
+        if self.writable:
+            self._refuse_written((args, kwargs), outer)
+        return result
+
+    def _refuse_written(self, arguments: Any, before: Sequence[Any]) -> None:
+        """Raises RuntimeError if the function wrote into a list or a dict, of which it had a copy."""
+        try:
+            same = all(a is b for a, b in zip(self.outer.flatten_up_to(arguments), before, strict=True))
+        except ValueError:
+            same = False
+        if not same:
+            raise RuntimeError(
+                f"stage {self.name} ({self.stage!r}): its function writes into a list or a dict among its arguments. "
+                f"It has a copy, since it may run again in backward, and what it writes would be lost: return it"
+            )
+
+    def closed_over(self) -> list[Any]:
+        """What the function closes over itself."""
+        found = []
+        for cell in self._cells:
+            with contextlib.suppress(ValueError):  # an empty one
+                found.append(cell.cell_contents)
+        return found
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Tensors that the function's code names and does not get: what it closes over, and globals; for messages."""
+        function = inspect.unwrap(self.function)
+        code = getattr(function, "__code__", None)
+        found: dict[str, Any] = {}
+        for name, cell in zip(code.co_freevars if code else (), self._cells, strict=False):
+            with contextlib.suppress(ValueError):  # an empty one
+                found[name] = cell.cell_contents
+        around = getattr(function, "__globals__", {})
+        found |= {name: around[name] for name in (code.co_names if code else ()) if name in around}
+        return [(name, x) for name, value in found.items() for x in optree.tree_leaves(value) if isinstance(x, Tensor)]
+
+    @functools.cached_property
+    def _cells(self) -> tuple[Any, ...]:
+        return getattr(inspect.unwrap(self.function), "__closure__", None) or ()
+
+
+def signature_of(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Signature:
+    """The signature of a call.
+
+    Raises:
+        ValueError: shards of different meshes.
+    """
+    nodes, outer = optree.tree_flatten((args, kwargs), is_leaf=is_stage)
+    sources: list[tuple[int, ...]] = []
+    shards: list[int] = []
+    layouts: list[Layout] = []
+    at = 0
+    for node in nodes:
+        n = 1
+        if is_stage(node):
+            flats = stage_shards(node)
+            n = len(flats)
+            shards += range(at, at + n)
+            layouts += [flat.layout for flat in flats]
+        sources.append(tuple(range(at, at + n)))
+        at += n
+    for layout in layouts:
+        if layout.grid != layouts[0].grid:
+            raise ValueError(
+                f"stage {name}: its parameters are on different meshes: {layouts[0].stage!r} on ({layouts[0].grid}), "
+                f"{layout.stage!r} on ({layout.grid})"
+            )
+        together = [one for one in layouts if one.stage == layout.stage and one.tree == layout.tree]
+        if sum(len(entry.leaves) for one in together for entry in one.entries) % layout.tree.num_leaves:
+            raise ValueError(
+                f"stage {name}: {layout.stage!r} has parameters in several buffers, of which {layout} came alone: "
+                f"pass all that shard() put in its place"
+            )
+    values = (args, tuple(kwargs.values()))
+    containers = optree.tree_leaves(values, is_leaf=lambda x: is_stage(x) or isinstance(x, (list, dict, deque)))
+    writable = any(isinstance(x, (list, dict, deque)) and not is_stage(x) for x in containers)
+    return Signature(name, function, options, outer, tuple(sources), tuple(shards), tuple(layouts), writable=writable)
+
+
+def plan_of(
+    gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
+) -> GatherPlan:
+    """How shards with these layouts, of these dtypes, travel; one object for all time."""
+    with _lock:  # ranks may be threads
+        return _plan_of(gather_dtype, layouts, dtypes)
+
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def _plan_of(
+    gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
+) -> GatherPlan:
+    made, at = [], 0
+    for layout, own in zip(layouts, dtypes, strict=True):
+        dtype = gather_dtype if gather_dtype and own.is_floating_point else own
+        moves = layout.size > 1 or dtype != own
+        stop = at + layout.padded * dtype.itemsize * moves
+        tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
+        whole = layout.secondary is not None or layout.placement.hops
+        made.append(Gather(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT)), whole))
+        at = -(-stop // 512) * 512
+    return GatherPlan(tuple(made), at)
+
+
+def _secondary(gather: Gather) -> Gather:
+    layout = gather.layout.secondary
+    if layout is None:
+        return gather
+    tag = _tag(layout, gather.dtype, len(gather.tag))
+    return replace(gather, layout=layout, tag=tag, whole=True)
+
+
+def _tag(layout: Layout, dtype: torch.dtype, length: int) -> Tensor:
+    what = repr((layout.stage, layout.entries, layout.placement, layout.padded, dtype))
+    digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
+    named = (digest + repr(layout.stage).encode())[:length]
+    return torch.tensor(list(named.ljust(length, b" ")), dtype=torch.uint8)

@@ -1,0 +1,363 @@
+"""Stages: functions whose parameters are gathered just before they run, and whose gradients leave just after.
+
+A stage is two custom Functions, its forward and its backward, both run by the engine's schedule. Whatever
+goes further, a second derivative, a tangent, a batch, runs the composition of collectives that the stage means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from shardfn.collectives import functional
+from shardfn.collectives.ledger import here
+from shardfn.compat import dynamo, functorch
+from shardfn.mesh.axes import current_mesh, known_axes, mesh_of, scope
+from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
+from shardfn.stages import traced
+from shardfn.stages.call import Call, SharedMemory, cast, enter, refuse_inside, refuse_mixed, refuse_reentrant, running
+from shardfn.stages.engine import engine_of
+from shardfn.stages.signature import Options, Signature, signature_of
+from shardfn.stages.tape import PrefetchOrder
+from shardfn.transforms import custom_vjp
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+Remat = bool | Literal["offload"] | Callable[..., Any] | Sequence[Any]
+
+
+@overload
+def stage(
+    fn: F,
+    /,
+    *,
+    remat: Remat = False,
+    reshard: bool | None = None,
+    prefetch: int = 1,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> F: ...
+@overload
+def stage(
+    fn: None = None,
+    /,
+    *,
+    remat: Remat = False,
+    reshard: bool | None = None,
+    prefetch: int = 1,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Callable[[F], F]: ...
+
+
+def stage(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    remat: Remat = False,
+    reshard: bool | None = None,
+    prefetch: int = 1,
+    gather_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    input_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Any:
+    """Makes a function of whole parameters one of flat shards: all-gather, compute, reduce-scatter.
+
+    Wherever a `FlatShard` (or what else `shard` puts in place of a stage's parameters) stands among the arguments,
+    the function meets the whole parameters. They are views of a buffer that is lent for the call: compute with them,
+    return none of them. Calls without any shards run the function as it is. Works as a decorator.
+
+    Args:
+        fn: pure: its result depends on its arguments (any pytrees), which it does not change.
+        remat: False keeps activations for backward; True computes them again; "offload" keeps them in the memory of the
+            host; a policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it, or a list of
+            ops, says which results to keep. Random numbers are drawn again as they were.
+        reshard: whether the gathered parameters go after forward, and are gathered again for backward. Default: as
+            the strategy says.
+        prefetch: how many gathers run ahead: of the layers that `layers` announces, and in backward. Each
+            takes a buffer of the size of the largest stage, beside the one in use.
+        gather_dtype: of floating parameters on the wire and in the function; default: the shard's own.
+        reduce_dtype: of their gradients on the wire; default: the shard's own.
+        input_dtype: floating tensors among the other arguments are cast to it.
+        output_dtype: floating results are cast to it.
+
+    Returns:
+        A function with the same signature. Derivatives with respect to shards are those of the composition
+        `fn(all_gather(pvary(shard)))`: gradients arrive reduce-scattered over the axes that cut the shard, then
+        summed over its replicas. First derivatives by reverse mode (autograd, `torch.func.grad`, `vjp`) run the
+        schedule; others run the composition, which keeps what it gathers.
+
+    Raises:
+        RuntimeError: a stage inside a stage; a function that returns a parameter or a view of one, writes into
+            one, or closes over a tensor that needs a gradient; ranks that run different stages.
+        ValueError, TypeError: shards of another mesh, of the wrong shape, or not all of a stage's.
+
+    Example:
+        ``block = stage(block, remat=True)``, then ``for p in layers(params["blocks"]): x = block(p, x)``
+    """
+    options = Options(_policy(remat), reshard, prefetch, gather_dtype, reduce_dtype, input_dtype, output_dtype)
+    _check_options(options)
+    if fn is None:
+        return functools.partial(stage, **{**vars(options), "remat": remat})
+    function, name = fn, getattr(fn, "__name__", type(fn).__name__)
+    known: dict[Any, Signature] = {}
+
+    @functools.wraps(function)
+    def staged(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with dynamo.one_graph():
+                return traced.called(name, function, options, args, kwargs)
+        leaves, tree = optree.tree_flatten((args, kwargs))
+        # The layouts are in the tree too, but optree leaves them out of its hash.
+        key = (tree, *[arg.layout for arg in args if type(arg) is FlatShard])
+        signature = known.get(key)
+        if signature is None:
+            signature = known[key] = signature_of(name, function, options, args, kwargs)
+        if not signature.shards:
+            return function(*args, **kwargs)
+        return _called(signature, leaves)
+
+    return staged
+
+
+class Layers(Sequence[T]):
+    """What `layers` returns: its items. While it is alive, the engine knows what comes after what."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = list(items)
+        shards = [
+            [flat for part in optree.tree_leaves(item, is_leaf=is_stage) for flat in _flats(part)]
+            for item in self._items
+        ]
+        for grid in dict.fromkeys(flats[0].layout.grid for flats in shards if flats):
+            groups = [
+                (tuple(f.layout for f in flats), tuple(f.values for f in flats))
+                for flats in shards
+                if flats and flats[0].layout.grid == grid
+            ]
+            orders, order = engine_of(mesh_of(grid, "layers: a stage")).orders, PrefetchOrder(groups)
+            orders.append(order)
+            weakref.finalize(self, orders.remove, order).atexit = False
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._items[i]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+def layers(items: Iterable[T]) -> Sequence[T]:
+    """The parameters of layers in the order of their use; while a stage runs on one, those of the next are gathered.
+
+    Args:
+        items: parameters of stages, in the order in which they will be used, each by its stage.
+
+    Raises:
+        TypeError: a dict, whose items are its keys.
+
+    Returns:
+        The same items. Their order is known to the engine as long as this sequence is alive.
+
+    Example:
+        ``for p in layers(params["blocks"]): x = block(p, x)``, or for a whole model
+        ``ordered = layers([params["embed"], *params["blocks"], params["head"]])``, of which it uses ``ordered[0]``,
+        ``ordered[1:-1]`` and ``ordered[-1]``.
+    """
+    if isinstance(items, Mapping):
+        raise TypeError(
+            f"layers: the items are a {type(items).__name__}, which iterates over its keys, not over parameters: pass "
+            f"its values in the order of their use, layers(params.values())"
+        )
+    return list(items) if torch.compiler.is_compiling() else Layers(items)
+
+
+def _flats(part: Any) -> list[FlatShard]:
+    return stage_shards(part) if is_stage(part) else []
+
+
+def _called(signature: Signature, leaves: list[Any]) -> Any:
+    """A call with shards among its arguments."""
+    mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
+    if signature.away:
+        signature.refuse_away()
+    if functorch.inside_batching_or_forward():
+        return _composed(signature, leaves, mesh)
+    if signature.shares_memory and functorch.inside_transform():
+        return _composed(signature, leaves, mesh)
+    refuse_inside(signature)
+    shards = _checked(signature, leaves)
+    taken = set(signature.shards)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in taken]
+    inputs = [leaves[i] for i in at]
+    for x in inputs:
+        if x.layout is not torch.strided:
+            raise TypeError(
+                f"stage {signature.name} ({signature.stage!r}): a tensor of shape {tuple(x.shape)} among its arguments "
+                f"is sparse ({x.layout}), which stages do not take: pass x.to_dense(), or its indices and values"
+            )
+    needs = _needs(signature, shards, inputs)
+    static = list(leaves)
+    for i in (*signature.shards, *at):
+        static[i] = None
+    call = Call(signature, engine_of(mesh), static, at, needs)
+    if not any(needs):
+        if call.step is not None and not torch.is_grad_enabled():
+            refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
+        return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)), inputs)
+    variables = call.step.variables if call.step is not None else {}
+    call.collected = [shard if id(shard) in variables else None for shard in shards]
+    try:
+        return call.rebuilt(custom_vjp.call(_Staged(call), *shards, *inputs), inputs)
+    except SharedMemory:
+        signature.shares_memory = True
+        with call.surroundings.again():
+            return _composed(signature, leaves, mesh)
+
+
+class _Staged:
+    """A call by the schedule, as `firstorder.call` takes it: `(*shards, *inputs) -> outputs`."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.trains = call, call.needs
+        self.differentiable: list[bool] = []
+        self.collects = False
+
+    def pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The outputs, by collectives that every transform goes through."""
+        call = self.call
+        leaves = list(call.leaves)
+        for i, x in zip((*call.signature.shards, *call.at), tensors, strict=True):
+            leaves[i] = x
+        with call.surroundings.again():
+            result = _composed(call.signature, leaves, call.engine.mesh)
+        return tuple(call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]))
+
+    def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Outputs, and the inputs."""
+        call, n = self.call, len(self.call.signature.shards)
+        outputs = call.engine.forward(call, tensors[:n], tensors[n:])
+        self.differentiable = call.differentiable
+        return outputs, tensors[n:]
+
+    def begin(self, again: bool) -> None:
+        """First the part of this rank in the backward of later calls, in which its own loss has none."""
+        step, place = self.call.step, self.call.place
+        collects = step is not None and step.collects()
+        if step is not None and collects and place is not None and place.tape is not None:
+            step.catch_up(place.tape, place.index)
+        self.collects = collects and not again
+
+    def bwd(
+        self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Gradients of shards and inputs; None for those that the step takes, too."""
+        return self.call.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
+
+
+def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:
+    """What a stage means: its function on parameters that differentiable collectives gather."""
+    options = signature.options
+    mixed = [cast(leaf, options.input_dtype) for leaf in leaves]
+    enter(signature)
+    before, here.stage = here.stage, signature.stage
+    try:
+        with scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext():
+            whole = [_whole(leaves[i], layout, options) for i, layout in _shards(signature)]
+            try:
+                result = signature.call(mixed, whole)
+            except RuntimeError as error:
+                refuse_mixed(signature, error, whole, mixed)
+                raise
+    finally:
+        here.stage, running.stage = before, None
+    return optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
+
+
+def _shards(signature: Signature) -> Iterator[tuple[int, Layout]]:
+    return zip(signature.shards, signature.layouts, strict=True)
+
+
+def _whole(values: Tensor, layout: Layout, options: Options) -> list[Tensor]:
+    """The parameters of a shard, differentiably. Gradients are summed in the wider of the dtypes asked for."""
+    lower = (options.gather_dtype or values.dtype) if values.dtype.is_floating_point else values.dtype
+    if lower != values.dtype:
+        values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
+    if layout.grid.size(layout.placement.replicas) > 1:
+        values = functional.pvary(values, layout.placement.replicas)
+    if layout.size > 1:
+        values = functional.all_gather(values, layout.placement.axes)
+    return layout.views(values.to(lower))
+
+
+def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
+    """Which tensors are, or in a transform may be, differentiated."""
+    if not torch.is_grad_enabled() and not functorch.inside_transform():
+        return [False] * (len(shards) + len(inputs))
+    if not functorch.inside_transform():
+        return [x.requires_grad for x in (*shards, *inputs)]
+    return [
+        *(_moves(x) and layout.trainable for x, layout in zip(shards, signature.layouts, strict=True)),
+        *map(_moves, inputs),
+    ]
+
+
+def _moves(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The shards among the arguments.
+
+    Raises:
+        TypeError, ValueError: one that does not hold what its layout says.
+    """
+    shards = []
+    for i, layout in zip(signature.shards, signature.layouts, strict=True):
+        values = leaves[i]
+        if not isinstance(values, Tensor):
+            raise TypeError(f"stage {signature.name}: {layout.stage!r} holds {type(values).__name__}, not a tensor")
+        if values.shape != (layout.piece,):
+            raise ValueError(
+                f"stage {signature.name}: {layout.stage!r} holds shape {tuple(values.shape)}, but its piece is "
+                f"({layout.piece},): a stack of shards goes through torch.func.vmap, anything else is another layout"
+            )
+        shards.append(values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values)
+    return tuple(shards)
+
+
+def _policy(remat: Remat) -> Any:
+    if isinstance(remat, bool) or remat == "offload":
+        return remat
+    if callable(remat) or (isinstance(remat, (list, tuple)) and remat):
+        return functools.partial(create_selective_checkpoint_contexts, remat if callable(remat) else list(remat))
+    raise TypeError(f'stage: remat={remat!r}; it is True, False, "offload", a policy or a list of ops')
+
+
+def _check_options(options: Options) -> None:
+    if not isinstance(options.prefetch, int) or isinstance(options.prefetch, bool) or options.prefetch < 0:
+        raise ValueError(f"stage: prefetch={options.prefetch!r}; it is how many gathers run ahead, 0 or more")
+    for name in ("gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"):
+        dtype = getattr(options, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"stage: {name}={dtype!r}; it is a floating torch.dtype, or None")
+        if dtype is not None and dtype.itemsize == 1:
+            raise ValueError(
+                f"stage: {name}={dtype}: numbers of 8 bits need a scale, without which they are off by a tenth or "
+                f"overflow: use torch.bfloat16, or scale and cast inside the stage's function"
+            )

@@ -1,0 +1,333 @@
+"""The transform that gives axis names their meaning: a function of local shards, run on a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.collectives import kernels, ops
+from shardfn.collectives.agree import agree
+from shardfn.compat.dispatch import plain
+from shardfn.compat.dynamo import one_graph, refuse_in_graph, trace_dicts
+from shardfn.compat.functorch import inside_transform
+from shardfn.mesh.axes import axis_of, current_mesh, known_axes, scope, sizes
+from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
+from shardfn.shards.replicated import checksum
+from shardfn.transforms.varying import Following, check_claim, mark
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Function = Callable[..., Any]
+F = TypeVar("F", bound=Function)
+
+
+@overload
+def shard_map(
+    f: F,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    inputs: Literal["local", "global"] = "local",
+) -> F: ...
+@overload
+def shard_map(
+    f: None = None,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    inputs: Literal["local", "global"] = "local",
+) -> Callable[[F], F]: ...
+
+
+def shard_map(
+    f: Function | None = None,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    in_specs: Any,
+    out_specs: Any,
+    inputs: Literal["local", "global"] = "local",
+) -> Any:
+    """Runs `f` on every rank of a mesh, each on its own shards; under it, axis names resolve.
+
+    PyTorch is multi-controller: the arguments are this rank's *local* shards, and the specs declare how the
+    global value is cut. Nothing is moved on the way in or out. Works as a decorator, takes positional and
+    keyword arguments, and composes with torch.func inside and outside.
+
+    Args:
+        f: the function. It meets plain tensors only: a DTensor's placement is checked and its local part passed.
+        mesh: the mesh; default: the one in scope, for a shard_map inside a shard_map.
+        in_specs: one spec for all arguments; a tuple with one tree prefix of specs for each parameter, in the order
+            of the signature (a `*args` parameter takes all that are left); or a dict of parameter name to specs.
+        out_specs: a tree prefix of specs for the result.
+        inputs: `"global"`: every rank passes the whole value, and gets its piece, a copy; for tests and
+            initialisation. The derivative with respect to a whole value is whole, the same on every rank, and that
+            of the same function on one process. Values that meet across what varies need `pvary` as ever; where
+            somebody differentiates, a missing one is an error.
+
+    Returns:
+        The function on local shards, returning local shards. A call with new shapes checks them, and that all
+        ranks have the same: equal pieces where a spec is declared, any shape under `...`. A rank whose shapes
+        are new to it alone says so in the log and fails at the process group's timeout. torch.compile belongs
+        inside, `shard_map(torch.compile(f), ...)`; around the mapped function it takes local tensors and one
+        graph, and nothing is checked.
+
+    Raises:
+        ValueError: specs that do not fit the arguments or the result, and ranks that differ; each names the tree path,
+            the shapes, the mesh sizes and the fix.
+        TypeError: something that is no spec.
+        NameError: no mesh.
+
+    Example:
+        ``total = shard_map(lambda x: psum(x.sum(), "shard"), mesh=mesh, in_specs=P("shard"), out_specs=P())``
+    """
+    if inputs not in ("local", "global"):
+        raise ValueError(f'shard_map: inputs={inputs!r}; it is "local" or "global"')
+    if f is None:
+        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, inputs=inputs)
+    function = f
+    seen: set[Any] = set()
+    axes = None if mesh is None else known_axes(mesh)
+
+    @functools.wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        where = mesh if mesh is not None else _mesh_in_scope()
+        with scope(where, axes):
+            if torch.compiler.is_compiling():
+                trace_dicts()
+                with one_graph():
+                    if inputs == "global":
+                        refuse_in_graph(_GLOBAL)
+                    return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
+            followed = inputs == "global" and _differentiated((args, kwargs))
+            args, kwargs = _enter(function, args, kwargs, in_specs, where, inputs, seen)
+            with Following(where, f"shard_map({_name(function)})") if followed else contextlib.nullcontext():
+                result = function(*args, **kwargs)
+            _leave(function, result, out_specs, where, seen, followed)
+            return result
+
+    return mapped
+
+
+_GLOBAL = (
+    'shard_map(inputs="global") checks and cuts whole values in Python, which a graph cannot hold: compile what is '
+    "inside, shard_map(torch.compile(f), ...), or pass local values"
+)
+
+
+def _enter(
+    f: Function,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_specs: Any,
+    mesh: DeviceMesh,
+    inputs: str,
+    seen: set[Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as the body meets them; checked where their signature is new."""
+    leaves, signature = _signature("in", (args, kwargs), mesh)
+    if signature in seen and inputs == "local" and not any(map(is_dtensor, leaves)):
+        return args, kwargs
+    name = f"shard_map({_name(f)})"
+    told: list[str] = []
+    alone = signature in seen or inside_transform()
+    try:
+        values = [*args, *kwargs.values()]
+        named = zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True)
+        whole = inputs == "global" and not alone
+        local = [_checked(value, label, specs, mesh, inputs, name, told, whole) for value, (label, specs) in named]
+    except (ValueError, TypeError) as error:
+        if not seen and not alone:  # a first call, for which the other ranks wait, with good arguments perhaps
+            agree([str(error)], mesh, name, mine=error)
+        raise
+    if not alone:
+        agree(told, mesh, name)
+    seen.add(signature)
+    return tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
+
+
+def _checked(
+    value: Any, label: str, specs: Any, mesh: DeviceMesh, inputs: str, name: str, told: list[str], whole: bool
+) -> Any:
+    """One argument as the body meets it; adds to `told` what it was, its numbers too where all ranks have all."""
+    found = match(specs, value, f"{name} in_specs for {label}", label)
+    pieces = [_localized(leaf, mesh, inputs, name) for leaf in found]
+    told += [_told(leaf, piece) for leaf, piece in zip(found, pieces, strict=True)]
+    if whole:
+        told += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in found if _is_whole(leaf)]
+    return optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), pieces)
+
+
+def _is_whole(leaf: Leaf) -> bool:
+    """Whether all ranks pass the same tensor."""
+    return (
+        isinstance(leaf.spec, P) and isinstance(leaf.value, Tensor) and not is_dtensor(leaf.value) and plain(leaf.value)
+    )
+
+
+def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], followed: bool) -> None:
+    _, signature = _signature("out", result, mesh)
+    if signature not in seen or followed:
+        name = f"shard_map({_name(f)})"
+        for leaf in match(out_specs, result, f"{name} out_specs", "result"):
+            check(leaf, mesh, f"{name} out_specs")
+            if followed and isinstance(leaf.spec, P):
+                check_claim(leaf.value, leaf.spec.axes, f"{name} out_specs: {leaf.path}")
+        seen.add(signature)
+
+
+def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
+    """The leaves of a tree, and a hashable value that is the same for trees which pass the same checks."""
+    leaves, treedef = optree.tree_flatten(tree)
+    kinds = tuple(
+        (leaf.shape, leaf.dtype)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), leaf.spec if places_itself(leaf) else None)
+        for leaf in leaves
+    )
+    return leaves, (side, known_axes(mesh).number, inside_transform(), treedef, kinds)
+
+
+def _arguments(
+    f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], in_specs: Any, name: str
+) -> list[tuple[str, Any]]:
+    """What each argument is called, and its specs: positional ones first, then keywords as passed."""
+    labels, parameters = _labels(f, args, kwargs, name)
+    if isinstance(in_specs, dict):
+        unknown = sorted(set(in_specs) - set(parameters))
+        missing = [label for label in labels if label.split("[")[0] not in in_specs]
+        if unknown or missing:
+            raise ValueError(
+                f"{name} in_specs by name: "
+                + "; ".join(
+                    [f"no parameter {', '.join(unknown)}"] * bool(unknown)
+                    + [f"none for {', '.join(missing)}"] * bool(missing)
+                )
+                + f"; the parameters are {', '.join(parameters)} (specs of one dict argument go in a tuple)"
+            )
+        return [(label, in_specs[label.split("[")[0]]) for label in labels]
+    if not isinstance(in_specs, (tuple, list)):
+        return [(label, in_specs) for label in labels]
+    slots = [slot for parameter in parameters for slot in _slots(parameter, labels)]
+    needed = max((slots.index(label) + 1 for label in labels), default=0)
+    if not needed <= len(in_specs) <= len(slots):
+        raise ValueError(
+            f"{name}: in_specs has {len(in_specs)} entries, but there are {needed} arguments ({', '.join(slots)}): "
+            f"give one for each, one spec for all, or a dict by parameter name"
+        )
+    return [(label, in_specs[slots.index(label)]) for label in labels]
+
+
+def _labels(f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[list[str], list[str]]:
+    """The Python names of the arguments as passed, and the parameters of the signature."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # some callables in C do not tell
+        labels = [f"args[{i}]" for i in range(len(args))] + list(kwargs)
+        return labels, ["args", *kwargs]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}: {error}") from None
+    labels, parameters = [], []
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            labels += [f"{parameter.name}[{i}]" for i in range(len(args) - len(labels))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) and len(labels) < len(args):
+            labels.append(parameter.name)
+        parameters += [parameter.name] if parameter.kind is not parameter.VAR_KEYWORD else []
+    extra = [key for key in kwargs if key not in parameters]
+    return labels + list(kwargs), parameters + extra
+
+
+def _slots(parameter: str, labels: list[str]) -> list[str]:
+    return [label for label in labels if label.startswith(f"{parameter}[")] or [parameter]
+
+
+def _localized(leaf: Leaf, mesh: DeviceMesh, inputs: str, name: str) -> Any:
+    """What the body meets in place of one leaf, which is checked against its spec."""
+    check(leaf, mesh, f"{name} in_specs")
+    if is_dtensor(leaf.value):
+        return _unwrapped(leaf, mesh, name)
+    if inputs == "global" and isinstance(leaf.value, Tensor) and isinstance(leaf.spec, P):
+        local_shape(leaf.value.shape, leaf.spec, mesh, f"{name} in_specs: {leaf.path}")
+        return _cut(leaf.value, leaf.spec, mesh, f"{name}: {leaf.path}")
+    return leaf.value
+
+
+def _cut(value: Tensor, spec: P, mesh: DeviceMesh, path: str) -> Tensor:
+    """This rank's piece of a whole value; its derivative is that of the whole one, on every rank."""
+    piece = value
+    for dim, names in enumerate(spec.by_dim()):
+        axis = axis_of(mesh, names)
+        if axis.size > 1:
+            piece = ops.local_slice(piece, dim, axis.index, axis.size, axis.group)
+    whole = tuple(name for name, size in sizes(mesh).items() if size > 1 and name not in spec.axes)
+    if whole and (value.is_floating_point() or value.is_complex()):
+        piece = ops.replicated(piece, f"{path} along {', '.join(map(repr, whole))}", axis_of(mesh, whole).group)
+    piece = kernels.copy(piece) if piece is value else piece
+    mark([piece], [name for name in spec.axes if sizes(mesh)[name] > 1])
+    return piece
+
+
+def _differentiated(tree: Any) -> bool:
+    """Whether anybody may ask for a derivative with respect to a leaf."""
+    leaves = optree.tree_leaves(tree)
+    return inside_transform() or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+
+
+def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
+    """The local part of a DTensor whose placements are what its spec says."""
+    value: Any = leaf.value
+    if value.device_mesh != mesh:
+        raise ValueError(
+            f"{name} in_specs: {leaf.path} is a DTensor on {value.device_mesh}, but the function runs on {mesh}: "
+            f"distribute it over the same mesh, or pass its local tensor"
+        )
+    cuts: list[tuple[str, ...]] = [()] * value.ndim
+    for axis, placement in zip(sizes(mesh), value.placements, strict=True):
+        if placement.is_partial():
+            raise ValueError(
+                f"{name} in_specs: {leaf.path} is a DTensor with partial sums over {axis!r}: "
+                f"redistribute it to Shard or Replicate first"
+            )
+        if type(placement).__name__ == "Shard":
+            cuts[placement.dim] += (axis,)
+        elif not placement.is_replicate():
+            raise ValueError(f"{name} in_specs: {leaf.path} is a DTensor placed as {placement}, which no spec can say")
+    own = P(*cuts)
+    check_own(leaf, own, f"{name} in_specs")
+    local_shape(value.shape, own, mesh, f"{name} in_specs: {leaf.path}")
+    return cast(Tensor, value.to_local())
+
+
+def _told(leaf: Leaf, value: Any) -> str:
+    """What all ranks must agree on; under `...` a value may have another shape on each rank."""
+    if not isinstance(value, Tensor):
+        return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"
+    shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"
+    return f"{leaf.path}: {value.dtype}{shape}"
+
+
+def _mesh_in_scope() -> DeviceMesh:
+    found = current_mesh()
+    if found is None:
+        raise NameError("shard_map: no mesh: pass mesh=shardfn.make_mesh(...)")
+    return found
+
+
+def _name(f: Function) -> str:
+    return getattr(f, "__name__", type(f).__name__)

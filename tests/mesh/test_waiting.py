@@ -1,0 +1,264 @@
+"""Ranks that wait for each other in vain end with an error that says what for; ranks that are only slow do not."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardfn as sf
+from shardfn.mesh import axes as meshes
+from shardfn.mesh import waiting
+from shardfn.testing import World, WorldError, world
+
+stage = sf.stage(lambda p, x: x + p.sum())
+
+
+def loss(params: Any, names: str) -> torch.Tensor:
+    x = torch.zeros((), dtype=torch.float64)
+    for name in names:
+        x = stage(params[name], x)
+    return x
+
+
+def step(params: Any, names: str = "abc") -> Any:
+    return sf.value_and_grad(loss)(params, names)
+
+
+def total(_: Any) -> torch.Tensor:
+    return sf.psum(torch.ones(3), "shard")
+
+
+def under(f: Any, params: Any) -> Any:
+    return sf.shard_map(f, mesh=sf.make_mesh(shard=-1, device="cpu"), in_specs=..., out_specs=...)(params)
+
+
+def known(f: Any) -> Any:
+    """Rank 0 calls once more what all ranks have called before, with arguments of the same kind."""
+    made: list[Any] = []
+
+    def call(params: Any) -> Any:
+        if not made:
+            mesh = meshes.mesh_of(params["a"].layout.grid, "the tree")
+            made.append(sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...))
+        return made[0](params)
+
+    call.warm = True  # type: ignore[attr-defined]
+    return call
+
+
+def ends(params: Any) -> None:
+    sys.stderr.flush()
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def raises(params: Any) -> None:
+    sys.last_value = ValueError("broken here")  # as the interpreter does before it leaves
+    ends(params)
+
+
+def killed(params: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save(params: Any) -> None:
+    sf.checkpoint.save("/nowhere/at/all", params)
+
+
+CALLED = "All ranks call {}, whatever they do with it: only write files or print on rank 0"
+PROGRAMS: dict[str, tuple[Any, Any, str, str]] = {
+    # what rank 0 does, what the other does, and what the two say
+    "one stage more": (lambda p: step(p, "abc"), lambda p: step(p, "ab"), "all_gather of 'c'", "reduce_scatter of 'b'"),
+    "in backward": (lambda p: step(p, "cab"), lambda p: step(p, "c"), "all_gather of 'a'", "reduce_scatter of 'c'"),
+    "other sizes": (lambda p: loss(p, "a"), lambda p: loss(p, "b"), "all_gather of 'a'", "all_gather of 'b'"),
+    "psum": (known(total), step, "all_reduce of", "all_gather of 'a'"),
+    "norm": (known(sf.optim.global_norm), step, "all_reduce of", "all_gather of 'a'"),
+    "new arguments": (lambda p: under(total, p), step, "comparing the arguments of 'shard_map(total)'", "all_gather"),
+    "unshard": (sf.unshard, step, "over shard in sf.unshard", CALLED.format("sf.unshard")),
+    "save": (save, step, "in sf.checkpoint.save", CALLED.format("sf.checkpoint.save")),
+    "load": (lambda p: sf.checkpoint.load("/nowhere/at/all", p), step, "in sf.checkpoint.load", "all_gather of 'a'"),
+    "export": (lambda p: sf.checkpoint.export("/nowhere", p), step, "in sf.checkpoint.export", "all_gather of 'a'"),
+    "new arguments, saves": (
+        lambda p: under(total, p),
+        save,
+        "'shard_map(total)'",
+        CALLED.format("sf.checkpoint.save"),
+    ),
+    "agree": (sf.assert_replicated, step, "comparing", "all_gather of 'a'"),
+}
+ENDINGS: dict[str, tuple[Any, Any, str, str]] = {
+    "ends": (step, ends, "rank 1 has ended", ""),
+    "raises": (step, raises, "rank 1 has failed: ValueError: broken here", ""),
+    "killed": (step, killed, "a rank has ended; look at its output first (", ""),
+    "save, ends": (save, ends, "rank 1 has ended", ""),
+    "new arguments, ends": (lambda p: under(total, p), ends, "rank 1 has ended", ""),
+}
+
+
+def program(name: str) -> Any:
+    waiting.PATIENCE, waiting.TICK = 0.3, 0.05
+    generator = torch.Generator().manual_seed(0)
+    plain = {k: torch.randn(40 + 10 * i, 4, dtype=torch.float64, generator=generator) for i, k in enumerate("abc")}
+    params = sf.shard(plain, sf.make_mesh(shard=-1, device="cpu"), sf.full_shard("shard"))
+    step(params)
+    first, second, *_ = (PROGRAMS | ENDINGS)[name]
+    if hasattr(first, "warm"):
+        first(params)
+    return (second if dist.get_rank() == 1 else first)(params)
+
+
+@pytest.mark.parametrize(("size", "name"), [*((2, name) for name in PROGRAMS), (3, "one stage more"), (3, "psum")])
+def test_programs_that_cannot_meet_end_with_an_error_on_every_rank(size: int, name: str) -> None:
+    with pytest.raises(WorldError) as caught:
+        world(size).within(30).run(program, name)
+    _, _, mine, other = PROGRAMS[name]
+    for rank, failure in caught.value.failures.items():
+        assert failure.how == "raised", f"rank {rank}: {failure}"
+        assert "in vain" in failure.message
+        assert mine in failure.message, failure.message
+        assert other in failure.message, failure.message
+        assert "pad them" not in failure.message or name in ("new arguments", "agree")
+        assert failure.message.count("waits in vain") == 1
+    assert len(caught.value.failures) == size
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
+    with World(2) as fresh, pytest.raises(WorldError) as caught:
+        fresh.within(30).run(program, name)
+    assert caught.value.failures[0].how == "raised", caught.value.failures[0]
+    said = caught.value.failures[0].message
+    assert ENDINGS[name][2] in said
+    assert "GLHF" not in said + caught.value.failures[0].traceback
+    assert "pad them" not in said
+
+
+def only_slow() -> list[str]:
+    """Each rank is late in turn, by many times the patience; what the log said."""
+    waiting.PATIENCE, waiting.TICK = 0.1, 0.02
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardfn").addHandler(handler)
+    generator = torch.Generator().manual_seed(0)
+    plain = {k: torch.randn(40, 4, dtype=torch.float64, generator=generator) for k in "abc"}
+    rank, mesh = dist.get_rank(), sf.make_mesh(shard=-1, device="cpu")
+    params = sf.shard(plain, mesh, sf.full_shard("shard"))
+    try:
+        for late in range(mesh.size()):
+            if rank == late:
+                time.sleep(0.3)
+            step(params)
+            if rank == late:
+                time.sleep(0.3)
+            under(total, params)
+            if rank != late:
+                time.sleep(0.3)
+            dist.barrier()
+    finally:
+        logging.getLogger("shardfn").removeHandler(handler)
+        waiting.PATIENCE, waiting.TICK = 5.0, 1.0
+    return said
+
+
+def test_ranks_that_are_only_slow_are_waited_for_with_a_word() -> None:
+    for rank, said in enumerate(world(3).within(40).run(only_slow)):
+        assert any(f"rank {rank} has waited" in line and "of 'a' over shard" in line for line in said), said
+        assert not any("in vain" in line for line in said)
+
+
+def two_threads_that_cross() -> Any:
+    """Rank 0's first thread waits for rank 1's, which is late, as rank 0's second is: nobody waits in vain."""
+    waiting.PATIENCE, waiting.TICK = 0.1, 0.02
+    mesh, rank = sf.make_mesh(shard=-1, device="cpu"), dist.get_rank()
+    total = sf.shard_map(lambda x: sf.psum(x, "shard"), mesh=mesh, in_specs=..., out_specs=...)
+    other = sf.shard_map(lambda x: sf.all_gather(x, "shard"), mesh=mesh, in_specs=..., out_specs=...)
+    found: dict[str, Any] = {}
+
+    def work(name: str, f: Any, late: int) -> None:
+        f(torch.ones(2))
+        time.sleep(1.0 * (rank == late))
+        found[name] = f(torch.ones(3)).sum().item()
+
+    jobs = [("one", total, 1), ("two", other, 0)]
+    threads = [threading.Thread(target=work, args=job, name=job[0]) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    waiting.PATIENCE, waiting.TICK = 5.0, 1.0
+    return found
+
+
+def test_threads_that_wait_for_late_ones_are_not_given_up() -> None:
+    assert world(2).within(30).run(two_threads_that_cross) == [{"one": 6.0, "two": 6.0}] * 2
+
+
+# --- what follows from what ranks have told, alone ---
+
+
+def waits(what: str, count: int = 1, *, main: bool = True, first: bool = False, ranks: Any = (0, 1, 2)) -> Any:
+    told = {"group": "g", "ranks": list(ranks), "told": what, "key": what, "count": count}
+    return {"thread": 1 if main else 2, "main": main, "used": ["g"], "wait": {**told, "sided": False, "first": first}}
+
+
+def told(*threads: Any, ended: str = "", **counts: int) -> waiting.State:
+    return {"beat": 1, "ended": ended, "vain": "", "threads": list(threads) or None, "counts": {"g": counts}}
+
+
+IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
+
+
+@pytest.mark.parametrize(
+    ("states", "vain"),
+    [
+        ({0: told(waits("a"), a=1), 1: told(waits("b"), b=1), 2: told()}, {0, 1}),
+        ({0: told(waits("a"), a=1), 1: told(), 2: told()}, set()),
+        ({0: told(waits("a"), a=1), 1: told(waits("b"), a=1, b=1), 2: told()}, set()),
+        ({0: told(waits("a"), a=1), 1: told(waits("b"), a=1, b=1), 2: told(waits("c"), c=1)}, {0, 1, 2}),
+        ({0: told(waits("a", 2), a=2), 1: told(waits("a", 1), a=1), 2: told()}, set()),
+        ({0: told(waits("a"), a=1), 1: told(a=1, ended="has ended"), 2: told(ended="has ended", a=1)}, set()),
+        ({0: told(waits("a", 2), a=2), 1: told(a=1, ended="has ended"), 2: told()}, {0}),
+        ({0: told(waits("a"), a=1), 1: told(waits("b"), IDLE, b=1), 2: told(waits("b"), b=1)}, {0, 1, 2}),
+        ({0: told(waits("a"), IDLE, a=1), 1: told(waits("b"), IDLE, b=1), 2: told()}, set()),
+        ({0: told(waits("a", main=False, first=True), a=1), 1: told(waits("b"), b=1), 2: told()}, set()),
+        ({0: told(waits("a"), a=1)}, set()),
+        ({0: told(waits("a", ranks=(0, 1)), a=1), 1: told(waits("b", ranks=(1, 2)), b=1), 2: told()}, set()),
+    ],
+    ids=[
+        "two wait for each other, whatever a third does",
+        "the others compute",
+        "one has come, and the third computes",
+        "all wait",
+        "one is behind",
+        "they came before they ended",
+        "one ended before it came",
+        "another thread may still come to one, but not to all",
+        "other threads may still come",
+        "a new thread",
+        "nothing is known",
+        "through a third that computes",
+    ],
+)
+def test_only_what_cannot_come_is_given_up(states: dict[int, waiting.State], vain: set[int]) -> None:
+    assert {rank for rank, _ in waiting.waits_in_vain(states)} == vain
+
+
+def test_a_wait_that_fails_for_another_reason_says_its_own() -> None:
+    with pytest.raises(RuntimeError, match=r"^an odd shape$"), waiting.on("psum", "g"):
+        raise RuntimeError("an odd shape")
+
+
+def test_there_is_no_folder_where_the_programs_would_write() -> None:
+    assert not Path("/nowhere").exists()

@@ -1,0 +1,807 @@
+"""Optimizers on shards: the parameters of one process, whatever the strategy, the rule and the number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn.testing import World
+from tests.reference import worst
+
+D, STEPS = 6, 5
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["a"]
+
+
+def embed(p: Any, x: Tensor) -> Tensor:
+    return p["e"][x]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+
+
+def params() -> Any:
+    return {
+        "embed": {"e": normal(11, D, seed=1)},
+        "blocks": [
+            {"w": normal(D, 5, seed=10 + i), "b": normal(5, seed=20 + i), "a": normal(5, D, seed=30 + i)}
+            for i in range(3)
+        ],
+        "scale": normal(D, seed=3),
+    }
+
+
+def tokens(n: int) -> Tensor:
+    return torch.randint(0, 11, (n, 4), generator=torch.Generator().manual_seed(n))
+
+
+def model(stage: Any, ps: Any, rows: Tensor) -> Tensor:
+    """The sum over these rows; the whole batch's loss divides by the number of rows of all."""
+    x = stage(embed)(ps["embed"], rows)
+    f = stage(layer)
+    for p in sf.layers(ps["blocks"]):
+        x = f(p, x)
+    return stage(torch.mul)(ps["scale"], x).square().sum()
+
+
+def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and path != "embed.e"
+
+
+def decay(path: str, shape: tuple[int, ...]) -> float:
+    del path
+    return 0.1 if len(shape) > 1 else 0.0
+
+
+OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
+    "sgd": lambda **k: so.sgd(0.05, **k),
+    "sgd-nesterov": lambda **k: so.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=decay, **k),
+    "adam": lambda **k: so.adam(0.02, weight_decay=0.1, **k),
+    "adamw": lambda **k: so.adamw(0.02, **k),
+    "adamw-masked": lambda **k: so.adamw(so.warmup_cosine(0.02, warmup=2, steps=6), weight_decay=decay, **k),
+    "lion": lambda **k: so.lion(0.01, weight_decay=0.1, **k),
+    "adafactor": lambda **k: so.adafactor(0.02, weight_decay=0.1, **k),
+    "muon": lambda **k: so.masked(so.muon(0.02, dtype=None, **k), is_matrix, so.adamw(0.02, **k)),
+    "rmsprop of torch": lambda donate: so.from_torch(torch.optim.RMSprop, lr=0.01, weight_decay=decay),
+    "adam of torch": lambda donate: so.from_torch(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "everything": lambda **k: so.chain(
+        so.clip_by_value(3.0, **k),
+        so.clip_by_global_norm(0.7, **k),
+        so.accumulate(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
+    ),
+}
+STRATEGIES: dict[str, Callable[[], sf.Placement]] = {
+    "ddp": lambda: sf.ddp(("replica", "shard")),
+    "zero1": lambda: sf.zero1(("replica", "shard")),
+    "zero2": lambda: sf.zero2(("replica", "shard")),
+    "full_shard": lambda: sf.full_shard(("replica", "shard")),
+    "hybrid_shard": lambda: sf.hybrid_shard("shard", "replica"),
+    "hybrid_shard_zero2": lambda: sf.hybrid_shard_zero2("shard", "replica"),
+    "hfsdp": lambda: sf.hfsdp("shard", "replica"),
+    "hpz": lambda: sf.hpz("shard", "replica"),
+    "mics": lambda: sf.mics(("shard", "replica")),
+}
+
+
+def plain(f: Any) -> Any:
+    return f
+
+
+def trained(optimizer: so.Optimizer, ps: Any, gradient: Callable[[Any, int], Any]) -> tuple[Any, Any]:
+    state = optimizer.init(ps)
+    for number in range(STEPS):
+        ps, state = optimizer.step(ps, gradient(ps, number), state)
+    return ps, state
+
+
+def distance(got: Any, want: Any) -> float:
+    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
+    assert one == other
+    return worst((x - y).abs().max().item() for x, y in zip(a, b, strict=True) if isinstance(x, Tensor))
+
+
+def compare(strategy: str, names: list[str], n: int) -> Any:
+    sizes = {"replica": 2 if n == 4 else 1, "shard": max(1, n // 2) if n == 4 else n}
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    rows = tokens(12)
+    mine = rows.tensor_split(n)[mesh.get_rank()]
+    found = {}
+    for name in names:
+        for donate in (True, False) if n == 4 else (True,):
+
+            def alone(ps: Any, number: int) -> Any:
+                return sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps)
+
+            def shared(ps: Any, number: int) -> Any:
+                return sf.grad(lambda p: model(sf.stage, p, (mine + number) % 11) / rows.numel())(ps)
+
+            want, _ = trained(OPTIMIZERS[name](donate=True), optree.tree_map(torch.clone, params()), alone)
+            flat = sf.shard(params(), mesh, STRATEGIES[strategy]())
+            before = optree.tree_map(torch.clone, flat)
+            got, state = trained(OPTIMIZERS[name](donate=donate), flat, shared)
+            found[name, donate] = distance(sf.unshard(got), want)
+            if not donate and "of torch" not in name:
+                found[f"{name}, as before", donate] = distance(flat, before)
+            assert optree.tree_structure(got) == optree.tree_structure(flat)
+            del state
+    return found
+
+
+@pytest.mark.parametrize(
+    "world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
+)
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_every_optimizer_with_every_strategy_trains_as_one_process(world: World, strategy: str) -> None:
+    for found in world.within(120).run(compare, strategy, list(OPTIMIZERS), world.size):
+        assert not {name: d for name, d in found.items() if not d < 1e-10}
+
+
+def torch_of(name: str, leaves: list[Tensor]) -> torch.optim.Optimizer:
+    matrices = {"params": [x for x in leaves if x.ndim == 2], "weight_decay": 0.1}
+    groups: list[dict[str, Any]] = [matrices, {"params": [x for x in leaves if x.ndim < 2]}]
+    return {
+        "sgd-nesterov": lambda: torch.optim.SGD(
+            groups,
+            0.05,
+            momentum=0.9,
+            nesterov=True,
+        ),
+        "adam": lambda: torch.optim.Adam(leaves, 0.02, weight_decay=0.1),
+        "adamw": lambda: torch.optim.AdamW(leaves, 0.02),
+        "sgd": lambda: torch.optim.SGD(leaves, 0.05),
+        "adafactor": lambda: torch.optim.Adafactor(leaves, 0.02, weight_decay=0.1),
+    }[name]()
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam", "adamw", "adafactor"])
+def test_optimizers_are_those_of_torch(name: str, donate: bool) -> None:
+    rows = tokens(12)
+    gradient = sf.grad(lambda p: model(plain, p, rows) / rows.numel())
+    got, _ = trained(OPTIMIZERS[name](donate=donate), optree.tree_map(torch.clone, params()), lambda p, _: gradient(p))
+    leaves, tree = optree.tree_flatten(optree.tree_map(torch.clone, params()))
+    leaves = [x.requires_grad_() for x in leaves]
+    optimizer = torch_of(name, leaves)
+    for _ in range(STEPS):
+        for x, g in zip(leaves, optree.tree_leaves(gradient(optree.tree_unflatten(tree, leaves))), strict=True):
+            x.grad = g.detach()
+        optimizer.step()
+    assert distance(got, optree.tree_unflatten(tree, [x.detach() for x in leaves])) < 1e-12
+
+
+def moved(name: str, strategy: str) -> bool:
+    """Whether a donated step left the memory of parameters of which this rank has some."""
+    mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
+    flat = sf.shard(params(), mesh, STRATEGIES[strategy]())
+    before = [x.data_ptr() for x in optree.tree_leaves(flat["blocks"])]
+    optimizer = OPTIMIZERS[name](donate=True)
+    state = optimizer.init(flat)
+    for _ in range(2):
+        flat, state = optimizer.step(flat, optree.tree_map(torch.ones_like, flat), state)
+    return before != [x.data_ptr() for x in optree.tree_leaves(flat["blocks"])]
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1"])
+def test_a_donated_step_stays_in_the_memory_of_the_parameters(world: World, strategy: str) -> None:
+    for name in OPTIMIZERS.keys() - {"everything"}:  # which rests at every other step
+        assert world.run(moved, name, strategy) == [False, False], name
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam", "adamw", "lion"])
+def test_complex_parameters_move_as_pairs_of_real_ones(name: str, donate: bool) -> None:
+    pair = {"w": normal(4, 2, seed=0)}
+    complex_one = {"w": torch.view_as_complex(pair["w"].clone())}
+    got, _ = trained(OPTIMIZERS[name](donate=donate), complex_one, lambda p, n: {"w": p["w"] * (n + 1)})
+    optimizer = OPTIMIZERS[name](donate=True)
+    flat, _ = trained(optimizer, {"w": pair["w"].flatten()}, lambda p, n: {"w": p["w"] * (n + 1)})
+    assert (torch.view_as_real(got["w"]).flatten() - flat["w"]).abs().max() < 1e-12
+
+
+def by_one_process(name: str, rows: Tensor) -> Any:
+    def gradient(ps: Any, number: int) -> Any:
+        return sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps)
+
+    return trained(OPTIMIZERS[name](donate=True), optree.tree_map(torch.clone, params()), gradient)[0]
+
+
+def by_backward(name: str, strategy: str) -> float:
+    """As users of `loss.backward()` write it: parameters are leaves of autograd, and stay that."""
+    mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
+    rows = tokens(12)
+    mine = rows.tensor_split(4)[mesh.get_rank()]
+    want = by_one_process(name, rows)
+    flat = optree.tree_map(torch.Tensor.requires_grad_, sf.shard(params(), mesh, STRATEGIES[strategy]()))
+    optimizer = OPTIMIZERS[name](donate=True)
+    state = optimizer.init(flat)
+    for number in range(STEPS):
+        (model(sf.stage, flat, (mine + number) % 11) / rows.numel()).backward()
+        grads = optree.tree_map(lambda x: x.grad, flat)
+        flat, state = optimizer.step(flat, grads, state)
+        for x in optree.tree_leaves(flat):
+            assert x.is_leaf
+            assert x.requires_grad
+            x.grad = None
+    return distance(sf.unshard(optree.tree_map(torch.Tensor.detach, flat)), want)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hfsdp"])
+@pytest.mark.parametrize("name", ["adamw-masked", "muon", "adafactor", "rmsprop of torch"])
+def test_parameters_may_be_leaves_of_autograd(world: World, name: str, strategy: str) -> None:
+    assert worst(world.within(60).run(by_backward, name, strategy)) < 1e-10
+
+
+# --- state cut further ---
+
+
+def cut_further(name: str, replicated: bool) -> tuple[float, float]:
+    """The distance from one process, and the state's elements over the parameters'."""
+    mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
+    strategy, axis = (sf.ddp(("replica", "shard")), ("replica", "shard")) if replicated else (
+        sf.hybrid_shard("shard", "replica"), "replica")  # fmt: skip
+    rows = tokens(12)
+    mine = rows.tensor_split(4)[mesh.get_rank()]
+    want = by_one_process(name, rows)
+    flat = sf.shard(params(), mesh, strategy)
+    got, state = trained(
+        so.shard_state(OPTIMIZERS[name](donate=True), axis),
+        flat,
+        lambda ps, number: sf.grad(lambda p: model(sf.stage, p, (mine + number) % 11) / rows.numel())(ps),
+    )
+    assert optree.tree_structure(got) == optree.tree_structure(flat)
+    elements = sum(x.numel() for x in optree.tree_leaves(state) if isinstance(x, Tensor) and x.ndim)
+    return distance(sf.unshard(got), want), elements / sum(x.numel() for x in optree.tree_leaves(flat))
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("replicated", [True, False], ids=["ddp", "hybrid_shard"])
+@pytest.mark.parametrize("name", ["adamw-masked", "adafactor", "muon", "rmsprop of torch", "everything"])
+def test_shard_state_cuts_the_state_of_any_optimizer(world: World, name: str, replicated: bool) -> None:
+    for d, share in world.within(60).run(cut_further, name, replicated):
+        assert d < 1e-10
+        slots = {"adamw-masked": 2, "everything": 4}.get(name)
+        assert slots is None or share == slots / (4 if replicated else 2)
+
+
+@pytest.mark.world(2)
+def test_shard_state_needs_an_axis_over_which_parameters_are_the_same(world: World) -> None:
+    def body() -> None:
+        mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
+        flat = sf.shard(params(), mesh, sf.ddp("shard"))
+        so.shard_state(so.adamw(0.1), "replica").init(flat)
+
+    for error in world.errors(body):
+        assert "stage 'blocks.0' is not the same over 'replica', but over 'shard'" in str(error)
+
+
+# --- gradients through updates ---
+
+
+META: dict[str, Callable[[Any], so.Optimizer]] = {
+    "adamw": lambda lr: so.adamw(lr, eps=1e-3, weight_decay=0.1, donate=False),
+    "clipped": lambda lr: so.chain(
+        so.clip_by_global_norm(0.1, donate=False), so.adamw(lr, eps=1e-3, weight_decay=decay, donate=False)
+    ),
+    "sgd": lambda lr: so.ema(so.sgd(lr, momentum=0.9, weight_decay=decay, donate=False), 0.9, donate=False),
+    "adafactor": lambda lr: so.adafactor(lr, weight_decay=0.1, donate=False),
+    "muon": lambda lr: so.masked(
+        so.muon(lr, dtype=None, weight_decay=0.1, donate=False), is_matrix, so.adamw(lr, eps=1e-3, donate=False)
+    ),
+}
+DATA = ("replica", "shard")
+
+
+def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
+    """Derivatives of the loss after two steps: by the parameters, the rate, and a scale of the gradient."""
+    mesh = sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+    rows = tokens(12)
+
+    def after(ps: Any, rate: Tensor, scale: Tensor, stage: Any, x: Tensor, varying: Any, total: Any) -> Tensor:
+        optimizer = META[name](rate)
+        state = optimizer.init(ps)
+        for _ in range(2):
+            _, grads = sf.value_and_grad(lambda p: model(stage, p, x) * varying(scale) / rows.numel())(ps)
+            ps, state = optimizer.step(ps, grads, state)
+        if "average" in state:
+            ps = state["average"]
+        return total(model(stage, ps, x)) / rows.numel()
+
+    rate, scale = torch.tensor(0.05, dtype=torch.float64), torch.tensor(1.3, dtype=torch.float64)
+    want = sf.grad(lambda p, r, s: after(p, r, s, plain, rows, plain, plain), (0, 1, 2))(params(), rate, scale)
+    mine = rows.tensor_split(n)[mesh.get_rank()]
+
+    def meta(p: Any, r: Tensor, s: Tensor) -> Any:
+        def loss(p: Any, r: Tensor, s: Tensor) -> Tensor:
+            return after(p, r, s, sf.stage, mine, lambda s: sf.pvary(s, DATA), lambda x: sf.psum(x, DATA))
+
+        return sf.grad(loss, (0, 1, 2))(p, r, s)
+
+    flat = sf.shard(params(), mesh, STRATEGIES[strategy]())
+    mapped = sf.shard_map(meta, mesh=mesh, in_specs=(..., sf.P(), sf.P()), out_specs=(..., sf.P(), sf.P()))
+    by_params, by_rate, by_scale = mapped(flat, rate, scale)
+    largest = max(1.0, *(x.abs().max().item() for x in optree.tree_leaves(want[0])))
+    return {
+        "parameters": distance(sf.unshard(by_params), want[0]) / largest,
+        "rate": (by_rate / want[1] - 1).abs().item(),
+        "scale": abs(by_scale - want[2]).item(),
+    }
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "ddp", "zero1", "hfsdp"])
+@pytest.mark.parametrize("name", list(META))
+def test_a_meta_gradient_goes_through_two_steps(world: World, name: str, strategy: str) -> None:
+    for found in world.within(60).run(through_updates, name, strategy, world.size):
+        assert worst(found.values()) < 1e-11, found
+
+
+def test_a_pure_average_depends_on_the_first_parameters() -> None:
+    optimizer = so.ema(so.sgd(0.0, donate=False), 0.9, donate=False)
+
+    def average(w: Tensor) -> Tensor:
+        _, state = optimizer.step({"w": w}, {"w": torch.ones(3)}, optimizer.init({"w": w}))
+        total: Tensor = state["average"]["w"].sum()
+        return total
+
+    assert torch.allclose(torch.func.grad(average)(torch.arange(3.0)), torch.ones(3))
+
+
+# --- what users change, and what they get wrong ---
+
+
+RATED: dict[str, Callable[[float], so.Optimizer]] = {
+    "sgd": so.sgd,
+    "adamw": so.adamw,
+    "lion": so.lion,
+    "adafactor": so.adafactor,
+    "torch": lambda lr: so.from_torch(torch.optim.Adam, lr=lr),
+}
+
+
+def changed(name: str) -> float:
+    """The same as an optimizer made with the new number."""
+    mesh = sf.make_mesh(device="cpu", shard=2)
+    make = RATED[name]
+    found = []
+    for first in (0.1, 0.01):
+        ps = sf.shard(params(), mesh, sf.full_shard("shard"))
+        optimizer = make(first)
+        state = optimizer.init(ps)
+        for part in [state] if "numbers" in state else state.values():
+            part["numbers"]["lr"] = 0.01
+        ps, state = optimizer.step(ps, optree.tree_map(torch.ones_like, ps), state)
+        found.append(sf.unshard(ps))
+    return distance(*found)
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", list(RATED))
+def test_a_rate_can_be_changed_in_the_state(world: World, name: str) -> None:
+    assert world.run(changed, name) == [0.0, 0.0]
+
+
+WRONG_THINGS: dict[str, Any] = {
+    "function": so.adamw,
+    "torch's": torch.optim.SGD([torch.ones(1)], 0.1),
+    "name": "blocks",
+    "tree": {"w": torch.ones(2)},
+}
+
+
+def stepped(optimizer: so.Optimizer) -> Any:
+    ps = {"w": torch.ones(3)}
+    return optimizer.step(ps, {"w": torch.ones(3)}, optimizer.init(ps))
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a gradient of another shape": (
+        lambda: so.sgd(0.1).step({"w": torch.ones(3)}, {"w": torch.ones(2)}, so.sgd(0.1).init({"w": torch.ones(3)})),
+        "w: the gradient has shape (2,), the parameter (3,)",
+    ),
+    "no tensor": (lambda: so.adamw(0.1).init({"w": 3}), "w is int; parameters are tensors"),
+    "a chain of two optimizers": (lambda: so.chain(so.sgd(0.1), so.adamw(0.1)), "of transforms and then one"),
+    "an empty chain": (lambda: so.chain(), "but was given nothing"),
+    "a chain without an optimizer": (lambda: so.chain(so.clip_by_value(1.0)), "but was given a Transform"),
+    "a function for an optimizer": (lambda: so.ema(WRONG_THINGS["function"], 0.9), "3e-4), not the function adamw"),
+    "torch's optimizer": (lambda: so.skip_nonfinite(WRONG_THINGS["torch's"]), "torch's own SGD: see from_torch"),
+    "torch's optimizer for its class": (lambda: so.from_torch(WRONG_THINGS["torch's"]), "takes an optimizer's class"),
+    "a rule that is none": (lambda: so.masked(so.sgd(0.1), WRONG_THINGS["name"]), "the rule is a function of a param"),
+    "gradients for a limit": (lambda: so.clip_by_global_norm(WRONG_THINGS["tree"]), "the transform that it gives"),
+    "a rule that says nothing": (
+        lambda: stepped(so.adamw(0.1, weight_decay=lambda path, shape: None)),
+        "w: a rule for a parameter: weight_decay=None is a NoneType",
+    ),
+    "a schedule that says nothing": (
+        lambda: stepped(so.sgd(lambda step: None)),
+        "the schedule at step 1: lr=None is a NoneType",
+    ),
+    "nesterov alone": (lambda: so.sgd(0.1, nesterov=True), "needs a momentum"),
+    "a limit below 0": (lambda: so.clip_by_global_norm(-1.0), "limit=-1.0"),
+    "a decay above 1": (lambda: so.ema(so.sgd(0.1), 1.5), "decay=1.5"),
+    "no steps": (lambda: so.accumulate(so.sgd(0.1), 0), "every=0"),
+    "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "backoff=0.0"),
+    "a long warmup": (lambda: so.warmup_cosine(0.1, warmup=20, steps=10), "do not fit into steps=10"),
+    "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by what"),
+    "a tensor that is no rate": (
+        lambda: so.muon(0.1, momentum=torch.ones(())),  # type: ignore[arg-type]
+        "momentum is a tensor",
+    ),
+    "no block": (lambda: so.from_torch(torch.optim.SGD, lr=0.1, block=0), "block=0"),
+    "complex matrices": (lambda: so.muon(0.1).init({"w": torch.ones(2, 2) * 1j}), "muon: w is torch.complex64"),
+    "complex parameters": (lambda: so.adafactor(0.1).init({"w": torch.ones(2) * 1j}), "adafactor: w is torch"),
+    "one tensor twice": (lambda: so.sgd(0.1).init((lambda x: {"a": x, "b": x})(torch.ones(2))), "at two places"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+def test_what_makes_no_sense_is_refused(case: str) -> None:
+    act, says = WRONG[case]
+    with pytest.raises((ValueError, TypeError)) as caught:
+        act()
+    assert says in str(caught.value)
+
+
+# What takes each number, and what it is when it makes sense.
+NUMBERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "sgd": (so.sgd, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "adam": (so.adam, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
+    "adamw": (so.adamw, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8, "weight_decay": 0.1}),
+    "lion": (so.lion, {"lr": 0.1, "b1": 0.9, "b2": 0.9, "weight_decay": 0.1}),
+    "adafactor": (
+        so.adafactor,
+        {"lr": 0.1, "decay": -0.8, "clip": 1.0, "eps": 1e-8, "least": 1e-3, "weight_decay": 0.1},
+    ),
+    "muon": (so.muon, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "iterations": 5}),
+    "from_torch": (lambda **k: so.from_torch(torch.optim.Adam, **k), {"lr": 0.1, "block": 1}),
+    "clip_by_global_norm": (so.clip_by_global_norm, {"limit": 1.0}),
+    "clip_by_value": (so.clip_by_value, {"limit": 1.0}),
+    "ema": (lambda **k: so.ema(so.sgd(0.1), **k), {"decay": 0.9}),
+    "accumulate": (lambda **k: so.accumulate(so.sgd(0.1), **k), {"every": 2}),
+    "loss_scaled": (
+        lambda **k: so.loss_scaled(so.sgd(0.1), **k),
+        {"scale": 2.0, "growth": 2.0, "backoff": 0.5, "every": 2},
+    ),
+    "warmup_cosine": (so.warmup_cosine, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
+    "linear": (so.linear, {"peak": 0.1, "warmup": 2, "steps": 9, "end": 0.0}),
+    "wsd": (so.wsd, {"peak": 0.1, "warmup": 2, "decay": 3, "steps": 9, "end": 0.0}),
+}  # fmt: skip
+SENSELESS = ["1e-3", True, [0.1], 1j, torch.ones(2), float("nan"), float("inf"), -1.0, -3]
+
+
+@pytest.mark.parametrize("name", list(NUMBERS))
+def test_a_number_that_makes_no_sense_is_refused_by_name(name: str) -> None:
+    make, numbers = NUMBERS[name]
+    make(**numbers)
+    for key, value in itertools.product(numbers, [*SENSELESS, None]):
+        if (key == "eps" and value is None) or (name == "adafactor" and key == "decay" and repr(value)[0] == "-"):
+            continue  # which make sense
+        with pytest.raises((TypeError, ValueError)) as caught:
+            make(**numbers | {key: value})
+        assert str(caught.value).startswith(f"{name}: {key}")
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adafactor", "muon"])
+def test_numbers_at_the_ends_of_their_ranges_are_taken(name: str) -> None:
+    make, numbers = NUMBERS[name]
+    make(**numbers | {"lr": 0, "weight_decay": 0})
+    make(**numbers | {"lr": torch.tensor(0.1), "weight_decay": decay, "donate": False})
+    make(**numbers | {"lr": so.warmup_cosine(0.1, warmup=0, steps=0)})
+
+
+@pytest.mark.parametrize(("module", "name"), [("torchao.optim", "AdamW8bit"), ("bitsandbytes.optim", "AdamW8bit")])
+def test_optimizers_of_other_libraries_where_installed(module: str, name: str) -> None:
+    make = getattr(pytest.importorskip(module), name)
+    ps = {"w": normal(4096, seed=0).float() * 10}
+    optimizer, plain_one = so.from_torch(make, lr=1e-2, block=256), so.adamw(1e-2)
+    state, other = optimizer.init(ps), plain_one.init(ps)
+    theirs = ps = optree.tree_map(torch.clone, ps)
+    theirs = optree.tree_map(torch.clone, ps)
+    for _ in range(3):
+        ps, state = optimizer.step(ps, optree.tree_map(torch.sin, ps), state)
+        theirs, other = plain_one.step(theirs, optree.tree_map(torch.sin, theirs), other)
+    assert (ps["w"] - theirs["w"]).abs().max() < 5e-3
+
+
+RATE_FREE: dict[str, Callable[[Any], so.Optimizer]] = {
+    "sgd": lambda lr: so.sgd(lr, momentum=0.9, weight_decay=decay),
+    "adam": so.adam,
+    "adamw": lambda lr: so.adamw(lr, weight_decay=decay),
+    "lion": lambda lr: so.lion(lr, weight_decay=decay),
+    "adafactor": so.adafactor,
+    "muon": lambda lr: so.masked(so.muon(lr, dtype=None, weight_decay=decay), is_matrix, so.lion(lr)),
+}
+
+
+@pytest.mark.parametrize("name", list(RATE_FREE))
+def test_a_rate_may_be_a_tensor_where_parameters_are_overwritten(name: str) -> None:
+    found = []
+    for rate in (0.05, torch.tensor(0.05, dtype=torch.float64)):
+        ps, _ = trained(RATE_FREE[name](rate), params(), lambda ps, _: optree.tree_map(torch.sin, ps))
+        found.append(ps)
+    assert distance(*found) < 1e-12
+
+
+# --- parameters of any kind ---
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "of all kinds": lambda: {
+        "sizes": {"rows": normal(0, 3, seed=1), "w": normal(3, 4, seed=2), "columns": normal(3, 0, seed=3),
+                  "scalar": normal(seed=4), "one": normal(1, seed=5), "none": normal(0, seed=6),
+                  "one of one": normal(1, 1, seed=7)},
+        "empty": {"rows": normal(0, 2, seed=1), "both": normal(0, 0, seed=2)},
+        "numbers": {"w": normal(2, 2, seed=8), "i": torch.arange(3), "b": torch.tensor(True), "nothing": None},
+        "frozen": {"w": normal(3, 2, seed=9)},
+        "beside": {"w": normal(5, 2, seed=10), "frozen": normal(3, seed=11)},
+        "no leaves": {},
+    },
+    "all frozen": lambda: {"a": {"frozen": normal(3, 2, seed=1)}, "frozen": normal(3, seed=2)},
+    "no parameters": lambda: {"a": {}, "b": []},
+}  # fmt: skip
+
+
+def sines(tree: Any) -> Any:
+    """Gradients of all that is trained."""
+
+    def one(leaf: Any) -> Any:
+        if type(leaf) is sf.FlatShard:
+            found: Any = torch.sin(leaf.values) if leaf.layout.trainable else None
+            return sf.FlatShard(found, leaf.layout)
+        return torch.sin(leaf) if leaf.is_floating_point() else None
+
+    return optree.tree_map(one, tree, is_leaf=lambda x: type(x) is sf.FlatShard)
+
+
+def of_any_kind(n: int) -> list[Any]:
+    mesh = sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+    every = OPTIMIZERS | {"loss_scaled": lambda **k: so.loss_scaled(so.adamw(0.02, **k), scale=2.0, **k)}
+    wrong = []
+    for kind, name, donate in itertools.product(ODD, every, (True, False)):
+        strategy = sf.zero1(DATA) if donate and n == 4 else sf.full_shard(DATA)
+        flat = sf.shard(ODD[kind](), mesh, strategy, frozen=[r".*frozen.*"] if "frozen" in str(ODD[kind]()) else [])
+        whole, rest = sf.partition(ODD[kind](), lambda path, shape: "frozen" not in path)
+        want, _ = trained(every[name](donate=True), whole, lambda ps, _: sines(ps))
+        got, _ = trained(every[name](donate=donate), flat, lambda ps, _: sines(ps))
+        pairs = zip(optree.tree_leaves(sf.unshard(got)), optree.tree_leaves(sf.combine(want, rest)), strict=True)
+        if not all(torch.allclose(x, y, rtol=0, atol=1e-12) for x, y in pairs):
+            wrong.append((kind, name, donate))
+        assert so.finite(got)
+        assert abs(so.norms(got).total - so.global_norm(got).item()) < 1e-12
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
+)
+def test_every_optimizer_takes_parameters_of_any_size_and_kind(world: World) -> None:
+    assert world.within(120).run(of_any_kind, world.size) == [[]] * world.size
+
+
+# --- arguments that do not belong together ---
+
+
+def ones(flat: Any, rank: int) -> Any:
+    """Gradients as `value_and_grad` gives them."""
+
+    def one(node: sf.FlatShard) -> sf.FlatShard:
+        fine = node.layout.state_layout
+        return sf.FlatShard(torch.ones(fine.held(rank), dtype=node.values.dtype), fine)
+
+    return optree.tree_map(one, flat, is_leaf=lambda x: type(x) is sf.FlatShard)
+
+
+Call = Callable[..., Any]
+MISTAKES: dict[str, tuple[Call, str]] = {
+    "swapped": (lambda o, p, g, s, w: o.step(g, p, s), "step takes (params, grads, state): the "),
+    "as optax takes them": (lambda o, p, g, s, w: o.step(g, s, p), "which is where optax's update takes it"),
+    "state first": (lambda o, p, g, s, w: o.step(s, p, g), "the state came as the first argument"),
+    "state last but one": (lambda o, p, g, s, w: o.step(p, s, g), "the state came as the second argument"),
+    "no state": (lambda o, p, g, s, w: o.step(p, g, None), "the state is None"),
+    "value and gradients": (lambda o, p, g, s, w: o.step(p, (torch.ones(()), g), s), "pass the second of it"),
+    "whole gradients": (lambda o, p, g, s, w: o.step(p, params(), s), "are whole, the parameters are cut"),
+    "whole parameters": (lambda o, p, g, s, w: o.step(params(), g, s), "are cut, the parameters are whole"),
+    "nothing cut but the state": (lambda o, p, g, s, w: o.step(params(), params(), s), "of other parameters: "),
+    "another stage's gradient": (
+        lambda o, p, g, s, w: o.step(p, {**g, "blocks": g["blocks"][::-1]}, s),
+        "blocks.0: the gradient is of other parameters: of blocks.2: ",
+    ),
+    "too few stages": (lambda o, p, g, s, w: o.step(p, {**g, "blocks": g["blocks"][:2]}, s), "[0, 1] at blocks"),
+    "a key too few": (lambda o, p, g, s, w: o.step(p, {"embed": g["embed"]}, s), "the gradients have [embed], the"),
+    "a tensor for a stage": (lambda o, p, g, s, w: o.step(p, g | {"scale": normal(6, seed=3)}, s), "are whole"),
+    "no gradients": (lambda o, p, g, s, w: o.step(p, None, s), "there is None beside a dict"),
+    "another model's gradients": (lambda o, p, g, s, w: o.step(p, ones(w, 0), s), "is of other parameters"),
+    "another model's state": (lambda o, p, g, s, w: o.step(p, g, o.init(w)), "of other parameters: "),
+    "another optimizer's state": (lambda o, p, g, s, w: o.step(p, g, {"step": 0}), "state is of another optimizer"),
+    "parameters for a state": (lambda o, p, g, s, w: o.step(p, g, p), "this state is of another optimizer"),
+    "a piece of another length": (
+        lambda o, p, g, s, w: o.step(optree.tree_map(lambda x: x[:3], p), optree.tree_map(lambda x: x[:3], g), s),
+        "a tensor of shape (3,), but the layout",
+    ),
+}  # fmt: skip
+OF_SLOTS = ("nothing cut but the state", "another model's state")
+WRAPPERS: dict[str, Callable[..., so.Optimizer]] = {
+    "masked": lambda **k: so.masked(so.adamw(0.1), lambda path, shape: path != "embed.e"),
+    "accumulate": lambda **k: so.accumulate(so.sgd(0.1), 2),
+    "ema": lambda **k: so.ema(so.sgd(0.1), 0.9),
+    "skip_nonfinite": lambda **k: so.skip_nonfinite(so.sgd(0.1)),
+    "loss_scaled": lambda **k: so.loss_scaled(so.sgd(0.1)),
+    "shard_state": lambda **k: so.shard_state(so.sgd(0.1, momentum=0.9), "replica"),
+    "clip_by_value": lambda **k: so.chain(so.clip_by_value(1.0), so.lion(0.1)),
+}
+
+
+def mistaken(make: Callable[[], sf.Placement], names: list[str], steps: list[int]) -> list[str]:
+    """What is not refused, or not in the right words, or only after something has changed."""
+    mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
+    wider = params() | {"blocks": [p | {"more": normal(4, seed=9)} for p in params()["blocks"]]}
+    other = sf.shard(wider, mesh, make())
+    missed = []
+    for name in names:
+        o, flat = (OPTIMIZERS | WRAPPERS)[name](donate=True), sf.shard(params(), mesh, make())
+        state = o.init(flat)
+        for step in range(2):
+            if step not in steps:
+                flat, state = o.step(flat, ones(flat, mesh.get_rank()), state)
+                continue
+            grads = ones(flat, mesh.get_rank())
+            before = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (flat, grads, state))
+            for mistake, (call, says) in MISTAKES.items():
+                if mistake in OF_SLOTS and ("of torch" in name or name in ("sgd", "skip_nonfinite", "loss_scaled")):
+                    continue  # these remember nothing of a parameter, or not yet
+                try:
+                    call(o, flat, grads, state, other)
+                    missed.append(f"{name}, {mistake}: passed")
+                except (TypeError, ValueError) as error:
+                    if says not in str(error):
+                        missed.append(f"{name}, {mistake}: {error}")
+            for x, y in zip(optree.tree_leaves((flat, grads, state)), optree.tree_leaves(before), strict=True):
+                if not (torch.equal(x, y) if isinstance(x, Tensor) else x == y):
+                    missed.append(f"{name}: changed something")
+    return missed
+
+
+@pytest.mark.world(2)
+def test_a_step_refuses_what_does_not_belong_together(world: World) -> None:
+    every = [*OPTIMIZERS, *WRAPPERS]
+    assert world.within(90).run(mistaken, STRATEGIES["hybrid_shard"], every, [1]) == [[], []]
+    few = ["sgd-nesterov", "muon", "everything"]
+    assert world.within(90).run(mistaken, STRATEGIES["zero1"], few, [0, 1]) == [[], []]
+
+
+def test_a_swapped_call_is_noticed_wherever_the_parameters_are_known() -> None:
+    optimizer = so.sgd(0.1, donate=False)
+    ps = params()
+    state = optimizer.init(ps)
+    for _ in range(2):
+        grads = optree.tree_map(torch.ones_like, ps)
+        with pytest.raises(ValueError, match="the parameters came as grads"):
+            optimizer.step(grads, ps, state)
+        ps, state = optimizer.step(ps, grads, state)
+    optimizer.step(ps, ps, state)  # the gradient of half of a sum of squares
+    optimizer.step(optree.tree_map(torch.clone, ps), optree.tree_map(torch.clone, ps), state)
+
+
+@pytest.mark.parametrize("clip", [so.clip_by_global_norm(1.0), so.clip_by_value(1.0)])
+def test_a_transform_refuses_what_does_not_belong_together(clip: so.Transform) -> None:
+    ps, grads = params(), optree.tree_map(torch.ones_like, params())
+    state = clip.init(ps)
+    clip.update(grads, state, ps)
+    for wrong, says in (
+        ((ps, grads, state), "update takes (grads, state, params): the state came as the third argument"),
+        ((state, grads, ps), "the state came as the first argument"),
+        (((torch.ones(()), grads), state, ps), "pass the second of it"),
+        ((grads, None, ps), "the state is None"),
+        (({"embed": grads["embed"]}, state, ps), "the gradients have [embed]"),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            clip.update(*wrong)
+        assert says in str(caught.value)
+
+
+def unevenly(x: Tensor) -> Tensor:
+    """The same numbers, with gaps between them in memory."""
+    gaps = torch.empty(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2]
+    return gaps.copy_(x)
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in order": torch.clone,
+    "by columns": lambda x: x.mT.contiguous().mT if x.ndim == 2 else x.clone(),
+    "with gaps": unevenly,
+}
+
+
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "fused adamw of torch"])
+def test_how_a_tensor_lies_in_memory_does_not_matter(name: str, donate: bool) -> None:
+    """As the gradients of `x @ w.T` do, which lie by columns, and of a sum, whose elements are one."""
+    every = OPTIMIZERS | {"fused adamw of torch": lambda donate: so.from_torch(torch.optim.AdamW, lr=0.01, fused=True)}
+    ps = {"w": normal(4, 3, seed=1), "b": normal(3, seed=2)}
+
+    def run(of_params: Callable[[Tensor], Tensor], of_grads: Callable[[Tensor], Tensor]) -> Any:
+        given = optree.tree_map(of_params, ps)
+        return trained(every[name](donate=donate), given, lambda p, n: optree.tree_map(of_grads, sines(ps)))[0]
+
+    want = run(torch.clone, torch.clone)
+    for first, second in itertools.product(ORDERS.values(), repeat=2):
+        assert distance(run(first, second), want) < 1e-12
+    same = [run(torch.clone, f) for f in (lambda x: x.new_ones(()).expand(x.shape), lambda x: x.new_ones(x.shape))]
+    assert distance(*same) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["sgd-nesterov", "adam", "adamw", "lion"])
+def test_a_state_of_another_dtype_is_refused(name: str) -> None:
+    optimizer, ps = OPTIMIZERS[name](donate=True), params()
+    state = optimizer.init(ps)
+    ps = optree.tree_map(torch.Tensor.float, ps)
+    with pytest.raises(ValueError, match=r"the parameter is torch\.float32, but the state torch"):
+        optimizer.step(ps, ps, state)
+
+
+# --- results that are dropped ---
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *WRAPPERS])
+def test_a_state_that_earlier_steps_have_used_up_is_refused(name: str) -> None:
+    o, ps = (OPTIMIZERS | WRAPPERS)[name](donate=True), params()
+    state, grads = o.init(ps), optree.tree_map(torch.ones_like, ps)
+    for _ in range(3):
+        ps, state = o.step(ps, grads, state)
+
+    def drop() -> None:
+        for _ in range(8):
+            o.step(ps, optree.tree_map(torch.clone, grads), state)
+
+    with pytest.raises(ValueError, match=r"already used by the 2 steps before.*params, state = optimizer\.step"):
+        drop()
+    ps, state = o.step(optree.tree_map(torch.clone, ps), grads, state)  # those may be others, put back
+    ps, state = o.step(ps, grads, state)
+
+
+def test_a_state_may_be_used_again_where_that_is_meant() -> None:
+    ps = params()
+    grads = optree.tree_map(torch.ones_like, ps)
+    pure, donating = so.adamw(0.1, donate=False), so.adamw(0.1)
+    state = pure.init(ps)
+    for _ in range(4):
+        pure.step(ps, grads, state)  # overwrites nothing
+    before = optree.tree_map(torch.clone, ps)
+    state = donating.init(ps)
+    for _ in range(4):
+        donating.step(ps, grads, state)
+        optree.tree_map_(lambda x, y: x.copy_(y), ps, before)  # put back
+    for _ in range(4):
+        ps, _ = donating.step(ps, grads, donating.init(ps))
+    for rate in (0.1, torch.tensor(0.1)):
+        plain = so.sgd(rate)
+        for _ in range(4):
+            ps, _ = plain.step(ps, grads, dict(plain.init(ps)))
+    for _ in range(4):
+        ps, state = donating.step(ps, grads, state | {"step": 0})
+    for _ in range(2):
+        for _ in range(2):
+            ps, state = donating.step(ps, grads, state)
+        state = dict(state, step=0)
+
+    def step(params: Any, grads: Any, state: Any) -> Any:
+        for x, g in zip(optree.tree_leaves(params), optree.tree_leaves(grads), strict=True):
+            x.sub_(g)
+        return params, state
+
+    own = so.Optimizer(lambda params: {"every": 3}, step)
+    state = own.init(ps)
+    for _ in range(4):
+        ps, state = own.step(ps, grads, state)

@@ -1,0 +1,662 @@
+"""Strategies: what they mean, what they move, and how users name them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn.shards.layout import is_flat
+from shardfn.testing import World
+from tests.reference import worst
+
+D = 6
+DATA = ("replica", "shard")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
+
+TABLE: dict[str, sf.Placement] = {
+    "ddp": sf.ddp(DATA),
+    "zero1": sf.zero1(DATA),
+    "zero2": sf.zero2(DATA),
+    "full_shard": sf.full_shard(DATA),
+    "hybrid_shard": sf.hybrid_shard("shard", "replica"),
+    "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),
+    "hfsdp": sf.hfsdp("shard", "replica"),
+    "hpz": sf.hpz("shard", "replica"),
+    "mics": sf.mics(("shard", "replica")),
+}
+OWN: dict[str, sf.Placement] = {
+    "optimizer cut within nodes": sf.Placement(replicas=DATA, gradients=("shard",)),
+    "hpz in hops": dataclasses.replace(sf.hpz("shard", "replica"), hops=True),
+    "mics the other way": sf.mics(DATA),
+    "once a step": sf.full_shard(DATA).keeping("step"),
+    "hfsdp, kept": sf.hfsdp("shard", "replica").keeping(True),
+    "hfsdp, once a step": sf.hfsdp("shard", "replica").keeping("step"),
+}
+
+
+def plain(f: Any, **_: Any) -> Any:
+    return f
+
+
+def embed(p: Any, x: Tensor) -> Tensor:
+    return p["e"][x]
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["v"]
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+
+
+def params() -> Any:
+    return {
+        "embed": {"e": normal(11, D, seed=1)},
+        "blocks": [
+            {"w": normal(D, 5, seed=10 + i), "b": normal(5, seed=20 + i), "v": normal(5, D, seed=30 + i)}
+            for i in range(4)
+        ],
+        "scale": normal(D, seed=3),
+    }
+
+
+def rows(n: int = 12) -> Tensor:
+    return torch.randint(0, 11, (n, 4), generator=torch.Generator().manual_seed(n))
+
+
+def total(stage: Any, ps: Any, tokens: Tensor, **options: Any) -> Tensor:
+    x = stage(embed)(ps["embed"], tokens)
+    f = stage(layer, **options)
+    for p in sf.layers(ps["blocks"]):
+        x = f(p, x)
+    return stage(torch.mul)(ps["scale"], x).square().sum()
+
+
+def mesh_of(n: int) -> Any:
+    return sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+
+
+def distance(got: Any, want: Any) -> float:
+    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
+    assert one == other
+    return worst(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in zip(a, b, strict=True))
+
+
+def by_backward(ps: Any, loss: Callable[[Any], Tensor]) -> Any:
+    variables = optree.tree_map(lambda x: x.detach().requires_grad_(), ps)
+    loss(variables).backward()
+    return optree.tree_map(lambda x: x.grad, variables)
+
+
+def ways(n: int, strategy: sf.Strategy) -> dict[str, float]:
+    """How far each way to a gradient is from one process's."""
+    mesh = mesh_of(n)
+    mine = rows().tensor_split(n)[mesh.get_rank()]
+    parts = mine.tensor_split(3)
+    want = sf.grad(lambda p: total(plain, p, rows()))(params())
+    flat = sf.shard(params(), mesh, strategy)
+
+    def loss(p: Any, x: Tensor = mine, **options: Any) -> Tensor:
+        return total(sf.stage, p, x, **options)
+
+    found = {
+        "value_and_grad": sf.grad(loss)(flat),
+        "torch.func.grad": torch.func.grad(loss)(flat),
+        "backward": by_backward(flat, loss),
+        "remat": sf.grad(lambda p: loss(p, remat=True))(flat),
+        "reshard": sf.grad(lambda p: loss(p, reshard=True))(flat),
+        "kept": sf.grad(lambda p: loss(p, reshard=False))(flat),
+        "no prefetch": sf.grad(lambda p: loss(p, prefetch=0))(flat),
+        "layers twice": optree.tree_map(lambda g: g / 2, sf.grad(lambda p: loss(p) + loss(p))(flat)),
+    }
+    for defer in ("nothing", "replicas", "everything"):
+        found[f"accumulate, {defer}"] = sf.accumulate(loss, parts, defer=defer)(flat)[1]
+    return {name: distance(sf.unshard(got), want) for name, got in found.items()}
+
+
+@pytest.mark.parametrize(
+    "world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
+)
+@pytest.mark.parametrize("strategy", [*TABLE, *OWN])
+def test_gradients_are_those_of_one_process(world: World, strategy: str) -> None:
+    for found in world.within(60).run(ways, world.size, (TABLE | OWN)[strategy]):
+        assert not {name: d for name, d in found.items() if not d < 1e-12}
+
+
+@pytest.mark.world(4, "threads")
+@pytest.mark.parametrize("strategy", ["hpz", "mics", "hfsdp", "zero1"])
+def test_other_transports_give_the_same(world: World, strategy: str) -> None:
+    for found in world.within(60).run(ways, 4, TABLE[strategy]):
+        assert not {name: d for name, d in found.items() if not d < 1e-12}
+
+
+def with_transport(strategy: sf.Placement, gather: str) -> float:
+    mesh = mesh_of(4)
+    mine = rows().tensor_split(4)[mesh.get_rank()]
+    want = sf.grad(lambda p: total(plain, p, rows()))(params())
+    with sf.transports(mesh, all_gather=gather):
+        got = sf.grad(lambda p: total(sf.stage, p, mine))(sf.shard(params(), mesh, strategy))
+    return distance(sf.unshard(got), want)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("gather", ["native", "direct", "broadcasts"])
+@pytest.mark.parametrize("strategy", ["hpz", "mics"])
+def test_hops_go_by_every_transport(world: World, strategy: str, gather: str) -> None:
+    assert worst(world.within(60).run(with_transport, TABLE[strategy], gather)) < 1e-12
+
+
+def beside(flat: Any, rank: int) -> Tensor:
+    """What a piece holds that is of no parameter."""
+    start = flat.layout.grid.index(rank, flat.layout.placement.axes) * flat.layout.piece
+    offsets = {entry.path: entry.offset - start for entry in flat.layout.entries}
+    left = torch.ones(len(flat.values), dtype=torch.bool)
+    for part in flat.layout.ranges(rank):
+        left[offsets[part.path] + part.start : offsets[part.path] + part.stop] = False
+    chosen: Tensor = flat.values[left]
+    return chosen
+
+
+@contextlib.contextmanager
+def dirty_memory() -> Iterator[None]:
+    """Memory that nobody has written to yet is full of nan."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def in_dirty_memory(width: int, transports: dict[str, str]) -> tuple[dict[str, float], dict[str, float]]:
+    """How far gradients are from one process's, and what they hold that is of no parameter."""
+    mesh = mesh_of(4)
+    rank, every = mesh.get_rank(), normal(12, D, seed=5)
+    mine = every.tensor_split(4)[rank]
+    ps = [{"w": normal(D, width, seed=i), "v": normal(width, D, seed=9 + i), "b": normal(width, 3, seed=19 + i)}
+          for i in range(2)]  # fmt: skip
+
+    def loss(ps: Any, x: Tensor, stage: Any = sf.stage) -> Tensor:
+        for p in ps:
+            x = stage(lambda p, x: x + torch.tanh(x @ p["w"]) @ p["v"])(p, x)  # nobody reads `b`
+        return x.square().sum()
+
+    whole = optree.tree_map(lambda x: x.clone().requires_grad_(), ps)
+    loss(whole, every, plain).backward()
+    want = optree.tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, whole)
+    off, left = {}, {}
+    with dirty_memory(), sf.transports(mesh, **transports):
+        for name in ("ddp", "zero1", "full_shard", "hybrid_shard", "hfsdp", "hpz", "optimizer cut within nodes"):
+            flat = sf.shard(ps, mesh, (TABLE | OWN)[name])
+            found = {"value_and_grad": sf.grad(lambda p: loss(p, mine))(flat)}
+            for defer in ("replicas", "everything"):
+                found[defer] = sf.accumulate(loss, mine.tensor_split(2), defer=defer)(flat)[1]
+            for way, got in found.items():
+                off[f"{name}, {way}"] = distance(sf.unshard(got), want)
+                left[f"{name}, {way}"] = worst(beside(one, rank).abs().sum().item() for one in got)
+    return off, left
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize(
+    ("width", "transports"),
+    [(7, {}), (7, {"reduce_scatter": "native"}), (5003, {})],
+    ids=["small", "small, natively", "large, one by one"],
+)
+def test_gradients_have_zeros_where_no_parameter_is(world: World, width: int, transports: dict[str, str]) -> None:
+    """Any `tree_map` over them, such as a norm, takes them for part of the gradient."""
+    for off, left in world.run(in_dirty_memory, width, transports):
+        assert not {how: d for how, d in off.items() if not d < 1e-12}
+        assert not {how: d for how, d in left.items() if d != 0}
+
+
+def narrow_sums() -> dict[str, list[float]]:
+    """Gradients of which four ranks give numbers that are lost if each addition rounds."""
+    mesh = mesh_of(4)
+    found = {}
+    for dtype, large, much in ((torch.bfloat16, 256.0, 260.0), (torch.float16, 2048.0, 2052.0)):
+        x = torch.tensor(large if mesh.get_rank() == 0 else 1.0, dtype=dtype)
+        for length in (24, 50_000):  # the latter is sent from where it is, where that is exact
+            for wire in ("parameters", "sums"):
+                w = torch.ones(length, dtype=dtype if wire == "parameters" else torch.float32)
+                flat = sf.shard({"w": w}, mesh, sf.full_shard(DATA))
+                f = sf.stage(lambda p, x: (p["w"] * x).sum(), reduce_dtype=dtype)
+                got = sf.unshard(sf.grad(lambda p, f=f, x=x: f(p, x))(flat))["w"]
+                want = much if wire == "parameters" else large + 3
+                found[f"{dtype}, {length}, {wire}"] = [one - want for one in got.unique().tolist()]
+    return found
+
+
+@pytest.mark.world(4)
+def test_gradients_in_narrow_dtypes_are_rounded_once(world: World) -> None:
+    for found in world.run(narrow_sums):
+        assert not {how: off for how, off in found.items() if off != [0.0]}
+
+
+def lower() -> dict[str, float]:
+    """Gradients of float32 parameters that are gathered as bfloat16, beside those of ddp."""
+    mesh = mesh_of(4)
+    mine = rows().tensor_split(4)[mesh.get_rank()]
+    low, high = torch.bfloat16, torch.float32
+    options: Any = {"gather_dtype": low, "input_dtype": low, "output_dtype": high, "reduce_dtype": high}
+    found = {}
+    for name, strategy in (TABLE | OWN).items():
+        flat = sf.shard(optree.tree_map(torch.Tensor.float, params()), mesh, strategy)
+        found[name] = sf.unshard(sf.grad(lambda p: total(lambda f, **_: sf.stage(f, **options), p, mine))(flat))
+    return {name: distance(got, found["ddp"]) for name, got in found.items()}
+
+
+@pytest.mark.world(4)
+def test_parameters_travel_in_another_dtype_by_every_strategy(world: World) -> None:
+    for found in world.within(60).run(lower):
+        assert not {name: d for name, d in found.items() if not d < 1e-6}
+
+
+# --- the ledger against the table of the docs ---
+
+
+def documented() -> dict[str, list[tuple[bool | None, str, tuple[str, ...]]]]:
+    """For each strategy what the table says: whether backward, the collective and its axes, in order."""
+    page = PAGE.read_text(encoding="utf-8")
+    table = page[page.index("| strategy | forward | backward |") :].split("\n\n")[0].splitlines()[2:]
+    found = {}
+    for line in table:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        calls: list[tuple[bool | None, str, tuple[str, ...]]] = []
+        for kind, cell in zip((False, True, True, None), cells, strict=True):
+            for call in filter(None, cell.split(", ")):
+                op, _, axes = call.partition(" ")
+                calls.append((kind, op, DATA if axes == "data" else tuple(axes.split(" x "))))
+        found[name.strip("`")] = calls
+    return found
+
+
+def moved(strategy: sf.Placement) -> tuple[list[Any], int]:
+    """What one step moved for one stage: `(backward, op, axes, bytes)`; and the bytes of the stage."""
+    mesh = mesh_of(4)
+    flat = sf.shard(params(), mesh, strategy)
+    mine = rows().tensor_split(4)[mesh.get_rank()]
+    optimizer = so.sgd(0.1)
+    state = optimizer.init(flat)
+
+    def step() -> list[Any]:
+        nonlocal flat, state
+        with sf.ledger() as log:
+            _, grads = sf.value_and_grad(lambda p: total(sf.stage, p, mine))(flat)
+        with sf.ledger() as after:
+            flat, state = optimizer.step(flat, grads, state)
+        found = [(one.backward, one.op, one.axis, one.bytes) for one in log.select(stage="blocks.1", scheduled=True)]
+        return found + [(None, one.op, one.axis, one.bytes) for one in after.select(stage="blocks.1")]
+
+    step()
+    layout = flat["blocks"][1].layout
+    return step(), layout.padded * layout.dtype.itemsize
+
+
+def bytes_of(calls: list[tuple[bool | None, str, tuple[str, ...]]], whole: int) -> list[int]:
+    """What each call sends: gathers end with the whole, reductions begin with it, or with what others leave."""
+    sent = []
+    for number, (kind, op, axes) in enumerate(calls):
+        k, size = 2 ** len(axes), whole
+        later = [a for b, o, a in calls[number + 1 :] if (b, o) == (kind, op) == (kind, "all_gather")]
+        before = [a for b, o, a in calls[:number] if o == "reduce_scatter"]
+        if op == "all_gather" and kind is not None:
+            size //= 2 ** sum(map(len, later))
+        elif op != "all_gather":
+            size //= 2 ** sum(map(len, before))
+        else:  # of what scatters left of the parameters, where they are cut themselves
+            size //= 2 ** (sum(map(len, before)) - len(axes))
+        sent.append((2 if op == "all_reduce" else 1) * size * (k - 1) // k)
+    return sent
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("strategy", list(TABLE))
+def test_the_ledger_has_what_the_table_says(world: World, strategy: str) -> None:
+    calls = documented()[strategy]
+    for found, whole in world.within(60).run(moved, TABLE[strategy]):
+        expected = [(*call, sent) for call, sent in zip(calls, bytes_of(calls, whole), strict=True)]
+        assert sorted(map(str, found)) == sorted(map(str, expected))
+
+
+def test_every_strategy_is_in_the_tables() -> None:
+    assert list(documented()) == list(TABLE)
+    page = PAGE.read_text(encoding="utf-8")
+    for name in TABLE:
+        assert re.search(rf"\| `sf\.{name}\(", page)
+
+
+# --- rules ---
+
+
+def mixed(n: int) -> dict[str, Any]:
+    small = sf.uncut(sf.full_shard(DATA), below=10)
+
+    def rule(path: str, shape: tuple[int, ...]) -> sf.Placement:
+        if path.startswith("blocks.2") and len(shape) == 2:
+            return sf.zero1(DATA)
+        names = {"embed.e": "zero1", "blocks.0.w": "hybrid_shard", "blocks.1.b": "hpz", "scale": "mics"}
+        return TABLE[names[path]] if path in names else small(path, shape)
+
+    mesh = mesh_of(n)
+    flat = sf.shard(params(), mesh, rule)
+    return {"keys": [sorted(p) for p in flat["blocks"]], "ways": ways(n, rule), "small": ways(n, small)}
+
+
+@pytest.mark.parametrize("world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True)
+def test_stages_and_parameters_may_have_strategies_of_their_own(world: World) -> None:
+    for found in world.within(60).run(mixed, world.size):
+        assert not {name: d for kind in ("ways", "small") for name, d in found[kind].items() if not d < 1e-12}
+        assert found["keys"][0] == ["float64 over replica x shard", "float64 over shard", "float64 whole"]
+
+
+@pytest.mark.world(4)
+def test_several_strategies_train_one_model(world: World) -> None:
+    names = {"blocks.0.w": "hybrid_shard", "blocks.1.b": "hpz", "scale": "zero1", "embed.e": "hfsdp"}
+
+    def body() -> float:
+        mesh = mesh_of(4)
+        mine = rows().tensor_split(4)[mesh.get_rank()]
+
+        def trained(ps: Any, stage: Any, x: Tensor) -> Any:
+            optimizer = so.chain(so.clip_by_global_norm(0.5), so.adamw(0.02))
+            state = optimizer.init(ps)
+            for _ in range(4):
+                ps, state = optimizer.step(ps, sf.grad(lambda p: total(stage, p, x))(ps), state)
+            return ps
+
+        want = trained(params(), plain, rows())
+        rule = sf.shard(params(), mesh, lambda path, shape: TABLE[names.get(path, "ddp")])
+        return distance(sf.unshard(trained(rule, sf.stage, mine)), want)
+
+    assert worst(world.within(60).run(body)) < 1e-10
+
+
+@pytest.mark.world(2)
+def test_a_rule_that_is_wrong_is_refused_on_every_rank(world: World) -> None:
+    def body() -> None:
+        sf.shard({"w": torch.ones(4)}, sf.make_mesh(shard=2, device="cpu"), lambda path, shape: "full_shard")  # type: ignore[arg-type,return-value]
+
+    for error in world.errors(body):
+        assert isinstance(error, TypeError)
+        assert "w: the strategy is a function that returned 'full_shard', not a Placement" in str(error)
+
+    def unknown() -> None:
+        sf.shard({"w": torch.ones(4)}, sf.make_mesh(shard=2, device="cpu"), lambda path, shape: sf.ddp("data"))
+
+    for error in world.errors(unknown):
+        assert "the strategy of w" in str(error)
+        assert "data" in str(error)
+
+
+def test_uncut_takes_a_strategy() -> None:
+    rule = sf.uncut(lambda path, shape: sf.full_shard(path), below=5)
+    assert rule("a", (2, 3)) == sf.full_shard("a")
+    assert rule("a", (2, 2)) == sf.ddp("a")
+    with pytest.raises(TypeError, match="'full_shard' is no strategy"):
+        sf.uncut("full_shard", below=5)  # type: ignore[arg-type]
+
+
+# --- names ---
+
+
+def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
+    def named(name: str) -> sf.Placement:
+        return sf.strategy(name, shard="shard", replica="replica")
+
+    for name, same in {
+        "NO_SHARD": "ddp", "FULL_SHARD": "full_shard", "SHARD_GRAD_OP": "zero2", "HYBRID_SHARD": "hybrid_shard",
+        "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2", "1": "full_shard", "2": "zero2", "3": "ddp", "4": "hybrid_shard",
+        "5": "hybrid_shard_zero2", "fsdp": "full_shard", "deepspeed_stage_1": "zero1", "deepspeed_stage_2": "zero2",
+        "deepspeed_stage_3": "full_shard", "ZeRO-3": "full_shard", "zero-1": "zero1", "ddp_spawn": "ddp",
+        "fully_shard": "full_shard", "HSDP": "hybrid_shard", "optim_grads_params": "full_shard", "zero++": "hpz",
+    }.items():  # fmt: skip
+        assert named(name) == TABLE[same], name
+    for name in TABLE:
+        if name != "mics":
+            assert named(name) == TABLE[name]
+    assert sf.strategy("mics", shard=("shard", "replica")) == TABLE["mics"]
+    assert sf.strategy("full_shard") == sf.full_shard("shard")
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
+    with pytest.raises(ValueError, match="there is no strategy 'full-shart'") as caught:
+        sf.strategy("full-shart")
+    for name in TABLE:
+        assert name in str(caught.value)
+    with pytest.raises(ValueError, match="pass replica="):
+        sf.strategy("HYBRID_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "says"),
+    [
+        ({"axes": ("a",), "replicas": ("a",)}, "names the axis 'a' twice"),
+        ({"axes": ("a",), "replicas": ("b",), "gradients": ("b",)}, "gradients=('b',)"),
+        ({"axes": ("a",), "gradients": ("a", "c")}, "gradients=('a', 'c')"),
+        ({"axes": ("a", "b"), "keep": ("b",)}, "keep=('b',)"),
+        ({"axes": ("a", "b"), "keep": "whole"}, "keep='whole'"),
+    ],
+)
+def test_a_placement_that_makes_no_sense_is_refused(kwargs: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        sf.Placement(**kwargs)
+
+
+# --- frozen ---
+
+
+def frozen_run(way: str) -> Any:
+    mesh = mesh_of(4)
+    mine = rows().tensor_split(4)[mesh.get_rank()]
+    want = sf.grad(lambda p: total(plain, p, rows()))(params())["blocks"][3]
+    if way == "patterns":
+        flat = sf.shard(params(), mesh, TABLE["full_shard"], frozen=[r"embed.*", r"blocks\.[012].*", "scale"])
+        trained, rest = flat, None
+    else:
+        flat = sf.shard(params(), mesh, TABLE["full_shard"])
+        trained, rest = sf.partition(flat, lambda path, shape: path.startswith("blocks.3"))
+
+    def loss(p: Any) -> Tensor:
+        return total(sf.stage, p if rest is None else sf.combine(p, rest), mine)
+
+    sf.grad(loss)(trained)
+    with sf.ledger() as log:
+        grads = sf.grad(loss)(trained)
+    state = so.adamw(0.1).init(trained)
+    moments = [x for x in optree.tree_leaves(state) if isinstance(x, Tensor)]
+    if way == "patterns":
+        whole = sf.unshard(grads)
+        assert whole["scale"] is None
+        assert whole["blocks"][0] == {"w": None, "b": None, "v": None}
+    return (
+        distance(sf.unshard(grads["blocks"][3]), want),
+        sorted({one.stage for one in log.select(op="reduce_scatter")}),
+        sum(x.numel() for x in moments) == 2 * flat["blocks"][3].layout.piece,
+    )
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("way", ["patterns", "partition"])
+def test_what_is_frozen_moves_no_gradients_and_has_no_state(world: World, way: str) -> None:
+    for d, stages, small in world.within(60).run(frozen_run, way):
+        assert d < 1e-12
+        assert stages == ["blocks.3"]
+        assert small
+
+
+def test_partition_and_combine_are_inverse() -> None:
+    tree = {"a": torch.ones(2), "b": [torch.zeros(1, 3), None, 5], "c": ()}
+    chosen, rest = sf.partition(tree, lambda path, shape: path == "b.0" and shape == (1, 3))
+    assert chosen["a"] is None
+    assert rest["b"] == [None, None, 5]
+    back = sf.combine(chosen, rest)
+    assert optree.tree_structure(back) == optree.tree_structure(tree)
+    assert back["a"] is tree["a"]
+    with pytest.raises(ValueError, match="2 trees have something at a"):
+        sf.combine(tree, tree)
+    with pytest.raises(ValueError, match="another structure"):
+        sf.combine({"a": None}, {"b": None})
+
+
+@pytest.mark.world(2)
+def test_partition_refuses_to_take_a_buffer_apart(world: World) -> None:
+    def body() -> None:
+        flat = sf.shard(params(), sf.make_mesh(shard=2, device="cpu"), sf.full_shard("shard"))
+        sf.partition(flat, lambda path, shape: path.endswith("w"))
+
+    for error in world.errors(body):
+        assert "stage 'blocks.0'" in str(error)
+        assert "such as blocks.0.w, but not blocks.0.b" in str(error)
+
+
+def once(keep: Any) -> tuple[int, int, float]:
+    mesh = mesh_of(4)
+    mine = rows().tensor_split(4)[mesh.get_rank()]
+    want = sf.grad(lambda p: total(plain, p, rows()))(params())
+    flat = sf.shard(params(), mesh, TABLE["full_shard"].keeping(keep), frozen=["embed.*"])
+
+    def step() -> Any:
+        return sf.accumulate(lambda p, x: total(sf.stage, p, x), mine.split(1))(flat)[1]
+
+    step()
+    with sf.ledger() as log:
+        grads = step()
+    gathers = log.select(op="all_gather", scheduled=True)
+    found = sf.unshard(grads["blocks"])
+    return len(gathers), len([one for one in gathers if one.stage == "embed"]), distance(found, want["blocks"])
+
+
+@pytest.mark.world(4)
+def test_parameters_may_be_gathered_once_for_all_micro_batches(world: World) -> None:
+    for count, of_embed, d in world.within(60).run(once, "step"):
+        assert (count, of_embed) == (6, 1)
+        assert d < 1e-12
+    for count, of_embed, d in world.within(60).run(once, True):
+        assert (count, of_embed) == (6 * 3, 3)
+        assert d < 1e-12
+
+
+def three_steps(keep: Any) -> tuple[int, list[int]]:
+    """Buffers for gathered parameters, which do not add up over steps."""
+    mesh = mesh_of(4)
+    flat = sf.shard(params(), mesh, TABLE["full_shard"].keeping(keep))
+    mine, sizes = rows().tensor_split(4)[mesh.get_rank()], []
+    for _ in range(3):
+        with sf.ledger() as log:
+            grads = sf.accumulate(lambda p, x: total(sf.stage, p, x), mine.split(1))(flat)[1]
+        flat, _ = so.sgd(0.1).step(flat, grads, so.sgd(0.1).init(flat))
+        sizes.append(log.gathered)
+    return sum(one.layout.padded * 8 for one in optree.tree_leaves(flat, is_leaf=is_flat)), sizes
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("keep", ["step", True])
+def test_what_is_kept_is_given_back(world: World, keep: Any) -> None:
+    for whole, sizes in world.within(60).run(three_steps, keep):
+        assert sizes[0] == sizes[1] == sizes[2]
+        assert whole <= sizes[0] <= whole + 6 * 512
+
+
+def nearby() -> tuple[list[int], int]:
+    mesh = mesh_of(4)
+    flat = sf.shard(params(), mesh, TABLE["hpz"])
+    mine, sizes = rows().tensor_split(4)[mesh.get_rank()], []
+    for _ in range(3):
+        with sf.ledger() as log:
+            sf.grad(lambda p: total(sf.stage, p, mine))(flat)
+        sizes.append(log.gathered)
+    return sizes, sum(flat["blocks"][i].layout.secondary.piece * 8 for i in range(4))
+
+
+@pytest.mark.world(4)
+def test_copies_for_backward_take_the_memory_of_their_pieces(world: World) -> None:
+    for sizes, copies in world.within(60).run(nearby):
+        assert sizes[0] == sizes[1] == sizes[2]
+        slots = 2 * (11 * D * 8 + 64 * 4 + 512)
+        assert copies <= sizes[0] <= slots + copies
+
+
+# --- replicas ---
+
+
+def differing(which: str) -> None:
+    mesh = mesh_of(4)
+    flat = sf.shard(params(), mesh, TABLE["hybrid_shard"])
+    if mesh.get_rank() == 2:
+        values = flat["blocks"][1].values
+        values[0] = torch.nextafter(values[0], values[0] + 1)
+    sf.assert_replicated({"params": flat, "also": torch.ones(2)} if which == "tree" else flat)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("which", ["params", "tree"])
+def test_replicas_that_differ_in_one_bit_are_named(world: World, which: str) -> None:
+    for error in world.errors(differing, which):
+        assert isinstance(error, ValueError)
+        assert "blocks.1.b has some numbers on rank 0 and others on rank 2" in str(error)
+        assert "blocks.1.w" not in str(error)
+
+
+@pytest.mark.world(4)
+def test_replicas_that_are_the_same_pass(world: World) -> None:
+    def body() -> None:
+        mesh = mesh_of(4)
+        for strategy in TABLE.values():
+            sf.assert_replicated(sf.shard(params(), mesh, strategy))
+        sf.assert_replicated({"a": torch.ones(3)}, mesh)
+        with pytest.raises(ValueError, match="pass the mesh"):
+            sf.assert_replicated({"a": torch.ones(3)})
+
+    world.within(60).run(body)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("inputs", ["global", "local"])
+def test_shard_notices_replicas_that_start_from_different_bits(world: World, inputs: Any) -> None:
+    def body() -> None:
+        mesh = mesh_of(4)
+        tree = {"w": torch.ones(4, 2), "v": torch.ones(3)}
+        specs = sf.P() if inputs == "global" else sf.by_path([("w", sf.P("shard")), ("v", sf.P())])
+        tree["w"] = tree["w"] * (1 + (mesh.get_rank() == 3))
+        sf.shard(tree, mesh, sf.ddp("replica"), inputs=inputs, specs=specs)
+
+    for error in world.errors(body):
+        assert isinstance(error, ValueError)
+        assert "w" in str(error)
+
+
+# --- fairness of ragged batches ---
+
+
+def ragged(strategy: sf.Placement, n: int) -> float:
+    """The gradient of the mean over all tokens, where ranks have 1, 2, 3 and 10 samples."""
+    mesh = mesh_of(n)
+    cuts = [0, 1, 3, 6, 16] if n == 4 else [0, 1, 16] if n == 2 else [0, 16]
+    every, rank = rows(16), mesh.get_rank()
+    mine = every[cuts[rank] : cuts[rank + 1]]
+
+    def mean(p: Any) -> Tensor:
+        return sf.psum(total(sf.stage, p, mine), DATA) / sf.psum(mine.numel(), DATA)
+
+    got = sf.shard_map(sf.grad(mean), mesh=mesh, in_specs=(...,), out_specs=...)(sf.shard(params(), mesh, strategy))
+    want = sf.grad(lambda p: total(plain, p, every) / every.numel())(params())
+    return distance(sf.unshard(got), want)
+
+
+@pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True)
+@pytest.mark.parametrize("strategy", list(TABLE))
+def test_ragged_batches_give_the_global_token_mean(world: World, strategy: str) -> None:
+    assert worst(world.within(60).run(ragged, TABLE[strategy], world.size)) < 1e-12

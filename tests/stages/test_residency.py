@@ -1,0 +1,293 @@
+"""Where gathered parameters live, how long anything lives, and that steps leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections import Counter
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.collectives.into_buffers import all_gather, communicator_of
+from shardfn.testing import World, world
+
+D, DEPTH = 8, 6
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w"] + p["b"])
+
+
+class Setting:
+    def __init__(self, depth: int = DEPTH, **options: Any) -> None:
+        self.mesh = sf.make_mesh(shard=-1, device="cpu")
+        g = torch.Generator().manual_seed(0)
+        self.plain = {
+            "blocks": [{"w": torch.randn(D, D, generator=g) / 4, "b": torch.zeros(D)} for _ in range(depth)],
+            "big": {"o": torch.randn(D, 40 * D, generator=g) / 4},
+        }
+        self.flat = sf.shard(self.plain, self.mesh, sf.full_shard("shard"))
+        self.at: list[int] = []  # of the parameters that the function met
+
+        def looking(p: Any, x: Tensor) -> Tensor:
+            self.at.append(p["w"].data_ptr())
+            return block(p, x)
+
+        self.block = sf.stage(looking, **options)
+        self.head = sf.stage(lambda p, x: x @ p["o"], **options)
+
+    def loss(self, ps: Any) -> Tensor:
+        x = torch.ones(3, D)
+        for p in sf.layers(ps["blocks"]):
+            x = self.block(p, x)
+        return self.head(ps["big"], x).square().sum()
+
+    def step(self) -> Any:
+        return sf.value_and_grad(self.loss)(self.flat)
+
+    def by_backward(self) -> Any:
+        leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), self.flat)
+        self.loss(leaves).backward()
+        return optree.tree_map(lambda x: x.grad, leaves)
+
+
+@sf.debug(memory=False)  # where each call has memory of its own
+def slots(options: dict[str, Any], how: str) -> Any:
+    s = Setting(**options)
+    found = []
+    for _ in range(4):
+        s.at.clear()
+        if how == "no_grad":
+            with torch.no_grad():
+                s.loss(s.flat)
+        else:
+            getattr(s, how)()
+        found.append(set(s.at))
+    return found
+
+
+@pytest.mark.parametrize("how", ["step", "by_backward", "no_grad"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("world", [(2, "processes"), (2, "threads")], indirect=True, ids=["2", "2-threads"])
+def test_any_depth_lives_in_as_many_slots_as_gathers_run_ahead_and_one(world: World, prefetch: int, how: str) -> None:
+    for found in world.run(slots, {"prefetch": prefetch}, how):
+        assert all(len(one) <= prefetch + 1 for one in found), found
+        assert found[0] == found[1] == found[2] == found[3], "the same memory in every step"
+
+
+@pytest.mark.parametrize("how", ["step", "by_backward"])
+@pytest.mark.world(2, "threads")
+def test_what_is_kept_to_backward_has_memory_of_its_own_and_gives_it_back(world: World, how: str) -> None:
+    for found in world.run(slots, {"reshard": False}, how):
+        assert all(len(one) == DEPTH for one in found)
+        assert found[0] == found[1] == found[2] == found[3]
+
+
+class Allocations(torch.utils._python_dispatch.TorchDispatchMode):
+    """Sizes in bytes of what is newly made without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.zeros, torch.ops.aten.new_empty):
+            self.sizes.append(out.numel() * out.element_size())
+        return out
+
+
+@sf.debug(memory=False)  # where each call has memory of its own
+def allocated(options: dict[str, Any], how: str) -> Any:
+    s = Setting(**options)
+    run = getattr(s, how)
+    sizes = []
+    for _ in range(4):
+        with Allocations() as seen:
+            run()
+        sizes.append(max(seen.sizes, default=0))
+    largest = s.flat["big"].values.numel() * 4 * s.mesh.size()
+    return sizes, largest
+
+
+@pytest.mark.parametrize("how", ["step", "by_backward"])
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}, {"prefetch": 2}], ids=str)
+@pytest.mark.world(2)
+def test_no_buffer_for_whole_parameters_is_made_after_the_first_step(world: World, options: Any, how: str) -> None:
+    for (first, *later), largest in world.run(allocated, options, how):
+        assert first >= largest
+        assert max(later) < largest
+
+
+def census() -> Counter:
+    """What is alive, of tensors and of shardfn's own objects."""
+    found: Counter = Counter()
+    for one in gc.get_objects():
+        kind = type(one)
+        module = getattr(kind, "__module__", None)
+        if isinstance(module, str) and (module.startswith("shardfn.") or issubclass(kind, Tensor)):
+            found[f"{module}.{kind.__qualname__}"] += 1
+    return found
+
+
+def without_cycles(options: dict[str, Any], how: str) -> Any:
+    """Counts before and after steps, without a garbage collector."""
+    s = Setting(**options)
+    s.block = sf.stage(block, **options)
+    run = {
+        "step": s.step,
+        "by_backward": s.by_backward,
+        "grad": lambda: torch.func.grad(s.loss)(s.flat),
+        "vjp": lambda: torch.func.vjp(s.loss, s.flat)[1](torch.ones(())),
+        "twice": lambda: torch.func.grad(
+            lambda p: sum(x.sum() for x in optree.tree_leaves(torch.func.grad(s.loss)(p)))
+        )(s.flat),
+        "no backward": lambda: s.loss(optree.tree_map(lambda x: x.clone().requires_grad_(), s.flat)),
+    }[how]
+    for _ in range(2):
+        run()
+    gc.collect()
+    gc.disable()
+    try:
+        before = census()
+        for _ in range(4):
+            run()
+        return census() - before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", ["step", "by_backward", "grad", "vjp", "twice", "no backward"])
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}], ids=str)
+@pytest.mark.world(2)
+def test_steps_leave_nothing_for_the_garbage_collector(world: World, options: Any, how: str) -> None:
+    for more in world.run(without_cycles, options, how):
+        assert not more, more
+
+
+def alive_after(how: str, options: dict[str, Any]) -> Any:
+    s = Setting(**options)
+    kept: list[Any] = []
+    inner = s.block
+
+    def watching(p: Any, x: Tensor) -> Tensor:
+        y = inner(p, x)
+        kept.append(weakref.ref(y))
+        return y
+
+    s.block = watching
+    gc.disable()
+    try:
+        for _ in range(3):
+            gradients = getattr(s, how)()
+            kept += [weakref.ref(x) for x in optree.tree_leaves(gradients)]
+            del gradients
+        leaves = optree.tree_map(lambda x: x.clone(), s.flat)
+        kept += [weakref.ref(x) for x in optree.tree_leaves(leaves)]
+        s.flat = leaves
+        getattr(s, how)()
+        s.flat = None
+        del leaves
+        return sum(ref() is not None for ref in kept)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", ["step", "by_backward"])
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}], ids=str)
+@pytest.mark.world(2)
+def test_gradients_activations_and_old_parameters_are_freed_at_once(world: World, how: str, options: Any) -> None:
+    assert world.run(alive_after, how, options) == [0, 0]
+
+
+def leaves_after_backward() -> Any:
+    """Shards that were leaves of `loss.backward()` are free when the user drops them."""
+    s = Setting()
+    gc.disable()
+    try:
+        leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), s.flat)
+        s.loss(leaves).backward()
+        refs = [weakref.ref(x) for x in optree.tree_leaves(leaves)]
+        refs += [weakref.ref(x.grad) for x in optree.tree_leaves(leaves)]
+        del leaves
+        after_backward = sum(ref() is not None for ref in refs)
+        with torch.no_grad():
+            values = optree.tree_map(torch.clone, s.flat)
+            s.loss(values)
+        refs = [weakref.ref(x) for x in optree.tree_leaves(values)]
+        del values
+        return after_backward, sum(ref() is not None for ref in refs)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.world(2)
+def test_the_engine_keeps_no_shards(world: World) -> None:
+    assert world.run(leaves_after_backward) == [(0, 0)] * 2
+
+
+def residuals_go_with_backward() -> Any:
+    """torch.func.grad retains its graph; what forward kept goes with the first backward all the same."""
+    s = Setting()
+    refs: list[Any] = []
+
+    def watched(p: Any, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ p["w"] + p["b"])
+        refs.append(weakref.ref(y))
+        return x + y * y.detach()
+
+    s.block = sf.stage(watched)
+    leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), s.flat)
+    loss = s.loss(leaves)
+    loss.backward(retain_graph=True)
+    alive = sum(ref() is not None for ref in refs)
+    loss.backward()
+    return alive
+
+
+@pytest.mark.world(2)
+def test_a_retained_graph_keeps_no_activations(world: World) -> None:
+    assert world.run(residuals_go_with_backward) == [0, 0]
+
+
+def dies_with_its_mesh() -> Any:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    flat = sf.shard({"w": torch.ones(4, 4)}, mesh, sf.full_shard("shard"))
+    sf.grad(lambda p: sf.stage(torch.sum)(p["w"]))(flat)
+    ref = weakref.ref(mesh)
+    del mesh, flat
+    gc.collect()
+    return ref() is None
+
+
+@pytest.mark.world(2)
+def test_the_engine_goes_with_its_mesh(world: World) -> None:
+    assert world.run(dies_with_its_mesh) == [True, True]
+
+
+def test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next() -> None:
+    """As when an engine is collected that had begun the gather of the next stage."""
+
+    def body() -> list[list[int]]:
+        mesh = sf.make_mesh(shard=2, device="cpu")
+        comm, rank = communicator_of(mesh, ("shard",)), dist.get_rank()
+        came: list[list[int]] = []
+        for dropped in (True, False, True, False, False):
+            whole = torch.zeros(128, dtype=torch.uint8)
+            whole.view(2, -1)[rank] = rank + 10 * len(came)
+            time.sleep(0.2 * (rank == len(came) % 2))  # each is the later one, once
+            work = all_gather(whole, comm, torch.uint8)
+            if not dropped:
+                work.wait()
+                came.append(whole.view(2, -1)[:, 0].tolist())
+            del work, whole
+        return came
+
+    assert world(2).within(20).run(body) == [[[0, 1], [10, 11], [20, 21]]] * 2
