@@ -30,7 +30,7 @@ _PING, _PONG = (-1, -1), b"."
 _PATIENCE = 60.0
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from shardfn.testing.zygote import main; main(int(sys.argv[1]), sys.argv[3:])"
+    "from shardfn.testing.forkserver import main; main(int(sys.argv[1]), sys.argv[3:])"
 )
 _HEAVY = ("pytest", "hypothesis", "optree", "numpy", "torch._dynamo")
 

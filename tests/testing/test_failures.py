@@ -75,7 +75,7 @@ def test_one_rank_raises(world):
     assert (rank, failure.how, failure.type_name, failure.message) == (1, "raised", "ValueError", "a bad shard")
     assert isinstance(failure.exception, ValueError)
     assert "in fail" in failure.traceback
-    assert "wire.py" not in failure.traceback
+    assert "serialization.py" not in failure.traceback
     assert usable(world)
 
 
