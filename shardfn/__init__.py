@@ -28,6 +28,7 @@ from shardfn.collectives.redistribute import redistribute
 from shardfn.debugging import debug
 from shardfn.mesh.axes import AxisName, make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
+from shardfn.optim.norms import vdot
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
 from shardfn.shards.partition import combine, partition
 from shardfn.shards.placement import (
@@ -113,6 +114,7 @@ __all__ = [
     "uncut",
     "unshard",
     "value_and_grad",
+    "vdot",
     "zero1",
     "zero2",
 ]

@@ -50,7 +50,7 @@ _CALLS = (
     "collectives",
     "All ranks along an axis call the same collectives, on values of the same shape and dtype, in the same order",
 )
-_NOT_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__))
+_NOT_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 def _caller() -> str:

@@ -3,13 +3,16 @@
 from shardfn.optim.adafactor import adafactor
 from shardfn.optim.elementwise import adam, adamw, lion, sgd
 from shardfn.optim.muon import muon
-from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms
+from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms, vdot
 from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
 from shardfn.optim.scaling import loss_scaled
 from shardfn.optim.schedules import linear, warmup_cosine, wsd
 from shardfn.optim.torch import from_torch
 from shardfn.optim.wrappers import accumulate, ema, finite, masked, skip_nonfinite
 from shardfn.shards.pieces import Piece
+
+multi_steps = accumulate
+warmup_linear = linear
 
 __all__ = [
     "Norms",
@@ -31,11 +34,14 @@ __all__ = [
     "lion",
     "loss_scaled",
     "masked",
+    "multi_steps",
     "muon",
     "norms",
     "sgd",
     "shard_state",
     "skip_nonfinite",
+    "vdot",
     "warmup_cosine",
+    "warmup_linear",
     "wsd",
 ]

@@ -62,6 +62,48 @@ def global_norm(tree: Any) -> Tensor:
     return torch.stack(found).sum().sqrt() if found else torch.zeros(())
 
 
+def vdot(a: Any, b: Any) -> Tensor:
+    """The sum over all elements of `conj(a) * b`: 0-d, the same on every rank. All ranks call it together.
+
+    As `jax.numpy.vdot` of whole trees: each element counts once, however it is cut and repeated. Differentiable;
+    integers, frozen parameters and None are left out. `vdot(a, a)` is the square of `global_norm(a)`.
+
+    Args:
+        a: parameters, gradients or anything shaped like them.
+        b: another such tree, of the same layouts.
+
+    Raises:
+        ValueError: trees of different structure, layouts or shapes.
+
+    Example:
+        A Rayleigh quotient, for the curvature along a direction `v`: ``vdot(v, hvp(v)) / vdot(v, v)``
+    """
+    left, right = units(a), units(b)
+    ours, theirs = ([(one.name, one.layout, one.values.shape) for one in known.each] for known in (left, right))
+    if left.tree != right.tree:
+        raise ValueError(f"vdot: the trees differ: their structures are {left.tree} and {right.tree}")
+    for (name, layout, shape), (other, another, size) in zip(ours, theirs, strict=True):
+        if (layout, shape) != (another, size):
+            raise ValueError(
+                f"vdot: the trees differ: {name} is {layout or 'plain'}, {tuple(shape)} here, and {other} is "
+                f"{another or 'plain'}, {tuple(size)}, in the other: it takes two trees of the same layouts"
+            )
+    sources = [unit.values for known in (left, right) for unit in known.each if unit.trainable]
+    numbers = 2 if any(x.is_complex() for x in sources) else 1
+    found: dict[str, Tensor] = {}
+    for x, y in zip(left.each, right.each, strict=True):
+        for one in x.segments if x.trainable else ():
+            p, q = (unit.values.reshape(-1)[one.start : one.stop] for unit in (x, y))
+            dtype = torch.promote_types(torch.promote_types(p.dtype, q.dtype), wide(p))
+            product = torch.vdot(p.to(dtype), q.to(dtype))
+            found[one.path] = torch.stack(
+                (product.real, product.imag if product.is_complex() else product * 0)[:numbers]
+            )
+    every = list(totals(left, found, lambda whole: numbers, sources).values())
+    total = torch.stack(every).sum(0) if every else torch.zeros(numbers)
+    return torch.view_as_complex(total) if numbers == 2 else total[0]
+
+
 def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
     r"""Scales gradients so that their global norm is at most `limit`: :math:`g \min(1, c / \lVert g \rVert)`.
 

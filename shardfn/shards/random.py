@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dispatch
-from shardfn.mesh.axes import bound_axis, current_mesh
+from shardfn.mesh.axes import AxisName, bound_axis, current_mesh
 
 
-def fold_in(seed: int, *what: int | str) -> torch.Generator:
+def fold_in(seed: int, *what: int | AxisName) -> torch.Generator:
     """A generator seeded from `seed` and all of `what`, the same on every rank that folds in the same.
 
     An axis name stands for this rank's position along the axis: ranks along it get different numbers. An
@@ -22,20 +22,23 @@ def fold_in(seed: int, *what: int | str) -> torch.Generator:
 
     Args:
         seed: any int.
-        *what: axis names of the mesh in scope, and ints, in an order that counts.
+        *what: axis names of the mesh in scope, or tuples of them for the position along their product, and ints, in an
+            order that counts.
 
     Returns:
         A new generator on the mesh's device.
 
     Raises:
         NameError, ValueError: an axis name without a mesh in scope, or one that the mesh does not have.
-        TypeError: something that is neither an int nor a name.
+        TypeError: something that is neither an int nor a name, nor a tuple of names.
 
     Example:
         Dropout that differs along `data` and agrees along `tensor`, at each step:
         ``keep = torch.rand(x.shape, generator=fold_in(seed, step, "data")) > rate``
     """
-    folded = [f"{part}={bound_axis(part, 'fold_in').index}" if isinstance(part, str) else _int(part) for part in what]
+    folded = [
+        f"{part}={bound_axis(part, 'fold_in').index}" if isinstance(part, (str, tuple)) else _int(part) for part in what
+    ]
     mesh = current_mesh()
     generator = torch.Generator(device=mesh.device_type if mesh else "cpu")
     return generator.manual_seed(mixed(_int(seed), *folded))

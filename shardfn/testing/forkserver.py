@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -224,12 +223,3 @@ def _kill(leaders: Iterable[int]) -> None:
     for pid in leaders:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, where the kernel can."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import pickle
+import signal
 import sys
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -16,12 +18,11 @@ import torch.distributed as dist
 
 from shardfn.compat import process_groups
 from shardfn.testing import filters, serialization, stacks, state
-from shardfn.testing.forkserver import die_with_parent
 
 
 def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
     """Meet, answer calls, leave in good order. An empty message means: leave. A size of 0: there is nobody to meet."""
-    die_with_parent()
+    _die_with_parent()
     stacks.record(log)
     torch.set_num_threads(1)
     with Connection(channel) as caller, contextlib.suppress(EOFError, BrokenPipeError):
@@ -64,3 +65,12 @@ def _answer(setting: bytes, caller: Connection) -> None:
         answer = serialization.encode(serialization.perform(call))
     caller.send_bytes(pickle.dumps(process_groups.group_count()))
     caller.send_bytes(answer)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, where the kernel can."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

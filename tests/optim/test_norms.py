@@ -214,3 +214,43 @@ def test_finite_is_agreed_by_all_ranks(world: World) -> None:
         return before, so.finite(flat)
 
     assert world.run(body) == [(True, False)] * 2
+
+
+def dot(case: str) -> tuple[float, float]:
+    """The product of two trees, and its gradient, against those of whole ones."""
+    sizes, strategy, specs = CASES[case]
+    mesh = sf.make_mesh(device="cpu", **sizes)
+    flats = [sf.shard(tree(seed), mesh, strategy, specs=specs) for seed in (0, 1)]
+    a, b = (optree.tree_leaves({**tree(seed), "layers": [
+        {name: layer[name] for name in SHAPES} for layer in tree(seed)["layers"]
+    ]}) for seed in (0, 1))  # fmt: skip
+    want = sum((x * y).sum().item() for x, y in zip(a, b, strict=True))
+    got = sf.shard_map(sf.vdot, mesh=mesh, in_specs=..., out_specs=...)(*flats)
+    slope = sf.shard_map(sf.grad(lambda p: sf.vdot(p, flats[1])), mesh=mesh, in_specs=..., out_specs=...)(flats[0])
+    wrong = [(x - y).abs().max().item() for x, y in zip(optree.tree_leaves(sf.unshard(slope)), optree.tree_leaves(
+        sf.unshard(flats[1])), strict=True)]  # fmt: skip
+    return abs(got.item() - want), worst(wrong)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("case", CASES)
+def test_a_product_of_trees_counts_every_element_once(world: World, case: str) -> None:
+    for off, slope in world.run(dot, case):
+        assert off < 1e-12
+        assert slope < 1e-12
+
+
+@pytest.mark.world(2)
+def test_products_of_trees_that_differ_are_refused(world: World) -> None:
+    def body() -> tuple[str, float]:
+        mesh = sf.make_mesh(shard=2, device="cpu")
+        flat = sf.shard(tree(), mesh, sf.full_shard("shard"))
+        with pytest.raises(ValueError, match="vdot: the trees differ: head") as caught:
+            sf.vdot(flat, {**flat, "head": sf.shard({"head": torch.ones(6)}, mesh, sf.full_shard("shard"))["head"]})
+        with pytest.raises(ValueError, match="their structures are"):
+            sf.vdot(flat, flat["layers"])
+        z = torch.tensor([1 + 2j, 3j])
+        return str(caught.value), abs(sf.vdot({"z": z}, {"z": z * 1j}).item() - torch.vdot(z, z * 1j).item())
+
+    for _, off in world.run(body):
+        assert off < 1e-6

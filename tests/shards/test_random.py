@@ -50,6 +50,13 @@ def test_every_call_of_a_training_step_is_its_own_stream() -> None:
         assert len(set(numbers)) == len(calls)
 
 
+def test_a_tuple_of_axes_is_the_position_along_their_product() -> None:
+    found = everywhere((0, ("a", "b")), (0, ("b", "a")), (0, "a", "b"), (0, ("a",)), (0, "a"))
+    assert len({numbers for each in found for numbers in each[:3]}) == 3 * len(found)
+    assert len({each[3] for each in found}) == len({each[4] for each in found}) == 2
+    assert all(each[3] != each[4] for each in found)
+
+
 def test_order_counts() -> None:
     for one, other, third, fourth in everywhere((0, 1, 2), (0, 2, 1), (0, "a", 5), (0, 5, "a")):
         assert one != other
@@ -92,7 +99,7 @@ def test_integers_of_any_kind_are_the_same_seed() -> None:
     assert drawn(3, 4) == drawn(np.int64(3), np.int32(4)) == drawn(torch.tensor(3), torch.tensor(4))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("part", [1.5, None, ("a", "b"), torch.tensor(0.5), b"a"], ids=str)
+@pytest.mark.parametrize("part", [1.5, None, ("a", 1), torch.tensor(0.5), b"a"], ids=str)
 def test_what_is_neither_an_axis_nor_an_int_is_refused(part: Any) -> None:
     with pytest.raises(TypeError, match="fold_in"):
         sf.fold_in(0, part)

@@ -1,0 +1,174 @@
+"""How the house is built: folders, who imports whom, and how long functions are, read from the source.
+
+    python -m benchmarks.structure --picture docs/house.png
+
+A room is a folder of `shardfn/`, or a module beside them. Imports under `TYPE_CHECKING` count for nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from benchmarks.report import Goal, parser, publish
+
+HOUSE = Path(__file__).resolve().parents[1] / "shardfn"
+ABOVE = ("__init__", "__main__")  # what only hands out, or starts, the rest
+
+
+@dataclass
+class House:
+    """The modules of the package by name, without its own.
+
+    Attributes:
+        imports: of each module, those of the package.
+        lengths: of every function, in lines.
+        lines: of all files.
+    """
+
+    imports: dict[str, set[str]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+    lines: int = 0
+
+    def rooms(self) -> dict[str, set[str]]:
+        """What each room imports of others."""
+        found: dict[str, set[str]] = {room(name): set() for name in self.imports}
+        for name, imported in self.imports.items():
+            found[room(name)] |= {room(other) for other in imported} - {room(name)}
+        return found
+
+
+def room(name: str) -> str:
+    """The room that a module is in."""
+    return name.split(".")[0]
+
+
+def house(root: Path = HOUSE) -> House:
+    """Reads the package."""
+    files = {_name(path, root): path for path in sorted(root.rglob("*.py"))}
+    found = House()
+    for name, path in files.items():
+        text = path.read_text()
+        tree = ast.parse(text)
+        found.lines += text.count("\n")
+        found.lengths += [
+            node.end_lineno - node.lineno + 1
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.end_lineno
+        ]
+        if name not in ABOVE:
+            found.imports[name] = {other for other in _imported(tree, files) if other not in (name, *ABOVE)}
+    return found
+
+
+def _name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _imported(tree: ast.AST, files: dict[str, Path]) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "shardfn":
+            base = node.module.removeprefix("shardfn").removeprefix(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}" if base else alias.name
+                yield full if full in files else base or "__init__"
+        yield from _imported(node, files)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Nodes that lead to themselves, together with those on their ways."""
+    reach = {name: _reached(name, graph) for name in graph}
+    found: list[list[str]] = []
+    for name in graph:
+        if name in reach[name] and not any(name in one for one in found):
+            found.append([other for other in graph if other in reach[name] and name in reach[other]])
+    return found
+
+
+def _reached(name: str, graph: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    left = list(graph[name])
+    while left:
+        other = left.pop()
+        if other not in seen:
+            seen.add(other)
+            left += graph.get(other, ())
+    return seen
+
+
+def floors(rooms: dict[str, set[str]]) -> list[list[str]]:
+    """From below: each room one above the highest that it imports. There are no circles."""
+    of: dict[str, int] = {}
+
+    def floor(name: str) -> int:
+        if name not in of:
+            of[name] = 1 + max((floor(other) for other in rooms[name]), default=-1)
+        return of[name]
+
+    for name in rooms:
+        floor(name)
+    return [sorted(name for name in rooms if of[name] == n) for n in range(1 + max(of.values()))]
+
+
+def draw(rooms: dict[str, set[str]], levels: list[list[str]], path: Path) -> None:
+    """Rooms on their floors, and a line from each to those that it imports, but for what these import themselves."""
+    figure = Figure(figsize=(8.8, 1.0 + 1.0 * len(levels)), dpi=110)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(0, 1)
+    axes.set_ylim(-0.6, len(levels) - 0.3)
+    at = {
+        name: ((i + 0.5 + (y % 2) * 0.16) / (len(level) + (y % 2) * 0.16), float(y))
+        for y, level in enumerate(levels)
+        for i, name in enumerate(level)
+    }
+    for name, (x, y) in at.items():
+        for other in rooms[name]:
+            if any(other in _reached(between, rooms) for between in rooms[name]):
+                continue
+            to = at[other]
+            axes.plot([x, to[0]], [y - 0.2, to[1] + 0.2], color="#9aa7b5", linewidth=0.8, zorder=1)
+    for name, (x, y) in at.items():
+        box = FancyBboxPatch((x - 0.075, y - 0.2), 0.15, 0.4, boxstyle="round,pad=0.004", zorder=2)
+        box.set(facecolor="#e8f0f8", edgecolor="#38618c")
+        axes.add_patch(box)
+        axes.text(x, y, name, ha="center", va="center", fontsize=11, zorder=3)
+    figure.savefig(path)
+
+
+def main() -> None:
+    options = parser("Rooms, floors, imports and circles of the package, and the lengths of its functions.")
+    options.add_argument("--picture", type=Path, help="draw the rooms there")
+    args = options.parse_args()
+    found = house()
+    rooms = found.rooms()
+    levels = floors(rooms)
+    if args.picture:
+        draw(rooms, levels, args.picture)
+    rows = [
+        {"floor": n, "room": name, "imports": ", ".join(sorted(rooms[name]))}
+        for n, level in reversed(list(enumerate(levels)))
+        for name in level
+    ]
+    goals = [
+        Goal("rooms", len(rooms), 15),
+        Goal("floors", len(levels), 8),
+        Goal("imports between rooms", sum(map(len, rooms.values())), 49),
+        Goal("circles of rooms or modules", len(circles(rooms)) + len(circles(found.imports)), 0),
+        Goal("lines of a function, median", statistics.median(found.lengths), 10),
+        Goal("lines of the longest function", max(found.lengths), 80),
+    ]
+    publish(f"shardfn: {len(found.imports)} modules, {found.lines} lines", rows, goals, args.json)
+
+
+if __name__ == "__main__":
+    main()

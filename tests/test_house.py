@@ -1,0 +1,47 @@
+"""The folders stand on each other, and not in circles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.structure import circles, floors, house
+
+# From below: each imports only what stands before it.
+ORDER = [
+    "compat", "debugging", "mesh", "collectives", "shards", "testing", "transforms", "optim", "checkpoint", "stages",
+    "parallel", "cli",
+]  # fmt: skip
+
+
+def test_imports_lead_downwards() -> None:
+    rooms = house().rooms()
+    assert set(rooms) == set(ORDER)
+    for name, imported in rooms.items():
+        assert {other for other in imported if ORDER.index(other) >= ORDER.index(name)} == set(), name
+
+
+def test_modules_import_in_no_circles() -> None:
+    assert circles(house().imports) == []
+
+
+def test_a_circle_and_the_floors_are_found(tmp_path: Path) -> None:
+    package = tmp_path / "shardfn"
+    for name, text in {
+        "__init__.py": "from shardfn.high import one",
+        "high.py": "from shardfn.low import two, three",
+        "low/__init__.py": "",
+        "low/two.py": "def f():\n    from shardfn.low import three",
+        "low/three.py": "import typing\nif typing.TYPE_CHECKING:\n    from shardfn import high",
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text + "\n")
+    found = house(package)
+    assert found.imports == {
+        "high": {"low.two", "low.three"},
+        "low": set(),
+        "low.two": {"low.three"},
+        "low.three": set(),
+    }
+    assert (circles(found.imports), floors(found.rooms())) == ([], [["low"], ["high"]])
+    (package / "low/three.py").write_text("from shardfn import high\n")
+    assert circles(house(package).imports) == [["high", "low.three", "low.two"]]
