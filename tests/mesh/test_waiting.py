@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
+from shardfn.compat import process_groups
 from shardfn.mesh import axes as meshes
 from shardfn.mesh import waiting
 from shardfn.testing import World, WorldError, world
@@ -262,3 +263,29 @@ def test_a_wait_that_fails_for_another_reason_says_its_own() -> None:
 
 def test_there_is_no_folder_where_the_programs_would_write() -> None:
     assert not Path("/nowhere").exists()
+
+
+def test_a_group_whose_first_connection_is_closed_is_broken_all_the_same() -> None:
+    def body() -> str:
+        group, rank, said = dist.new_group(list(range(3))), dist.get_rank(), []
+        if rank == 0:
+            process_groups.break_group(group)
+        if rank < 2:
+            time.sleep(3)
+            return ""
+
+        def waits() -> None:
+            try:
+                group.recv([torch.zeros(1)], 1, 7).wait()
+            except RuntimeError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=waits, daemon=True)
+        thread.start()
+        time.sleep(1)
+        process_groups.break_group(group)
+        thread.join(5)
+        return said[0] if said else "it waits"
+
+    with World(3, deadline=30) as fresh:
+        assert "closure" in fresh.run(body)[2]
