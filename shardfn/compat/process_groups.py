@@ -90,6 +90,18 @@ def break_group(group: dist.ProcessGroup) -> bool:
     return True
 
 
+def disconnected(rank: int) -> bool:
+    """Whether gloo's connection to a rank of the world is closed, as when its process was killed."""
+    world = dist.group.WORLD
+    if world is None or rank == world.rank() or backend_of(world, "cpu") != "gloo":
+        return False
+    try:
+        world.recv([torch.zeros(1)], rank, _NOBODY_SENDS)  # it stays open, and takes nothing from anybody
+    except RuntimeError:
+        return True
+    return False
+
+
 def new_group(ranks: list[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
     """A group of these global ranks, in this order; only its members take part in making it, by this name.
 

@@ -186,6 +186,9 @@ def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
         while not _came(store, left):
             if here.verdict or time.monotonic() > limit:
                 raise RuntimeError("timed out")
+            late = [rank for rank, key in zip(ranks, left, strict=True) if not store.check([key])]
+            if any(map(process_groups.disconnected, late)):
+                raise RuntimeError("connection closed")
 
 
 def _came(store: Any, keys: list[str]) -> bool:

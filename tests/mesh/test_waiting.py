@@ -289,3 +289,19 @@ def test_a_group_whose_first_connection_is_closed_is_broken_all_the_same() -> No
 
     with World(3, deadline=30) as fresh:
         assert "closure" in fresh.run(body)[2]
+
+
+def test_a_rank_that_is_killed_before_a_group_is_made_is_noticed() -> None:
+    def body() -> str:
+        if dist.get_rank() == 1:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError, match="a rank has ended") as caught:
+            meshes.group_over([0, 1], "a use of its own")
+        assert time.monotonic() - begun < 10
+        raise RuntimeError(f"told: {caught.value}")
+
+    with World(2, deadline=30) as fresh, pytest.raises(WorldError) as error:
+        fresh.run(body)
+    assert "told: " in str(error.value.failures[0])
