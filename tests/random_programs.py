@@ -1013,7 +1013,10 @@ class Sharded:
             return sf.FlatShard(torch.stack([p.values] * stacked) if stacked else p.values, p.layout)
 
         full = optree.tree_map(there, self.params, is_leaf=lambda p: isinstance(p, sf.FlatShard))
-        unshard = lambda tree: tuple(optree.tree_leaves(sf.unshard(tree)))  # noqa: E731
+
+        def unshard(tree: Any) -> tuple[Tensor, ...]:
+            return tuple(optree.tree_leaves(sf.unshard(tree)))
+
         tensors = torch.func.vmap(unshard)(full) if stacked else unshard(full)
         pairs = zip(tensors, leaves_of(self.program), strict=True)
         return {name: [x.detach().clone() if trains(leaf) else None for x, leaf in pairs]}

@@ -1,7 +1,7 @@
 """Stages: functions whose parameters are gathered just before they run, and whose gradients leave just after.
 
-A stage is two custom Functions, its forward and its backward, both run by the engine's schedule. Whatever
-goes further, a second derivative, a tangent, a batch, runs the composition of collectives that the stage means.
+A stage has a forward and a backward of its own, both run by the engine's schedule. Whatever goes further, a second
+derivative, a tangent, a batch, runs the composition of collectives that the stage means.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
 
 
 class _Staged:
-    """A call by the schedule, as `firstorder.call` takes it: `(*shards, *inputs) -> outputs`."""
+    """A call by the schedule, as `custom_vjp.call` takes it: `(*shards, *inputs) -> outputs`."""
 
     def __init__(self, call: Call) -> None:
         self.call, self.trains = call, call.needs

@@ -1,7 +1,7 @@
 """A process that has imported torch once and forks ranks on request, in milliseconds each.
 
 It is started afresh (not forked), with an environment that suits ranks: one thread each, loopback only. When the
-process that started it goes away, however it goes, the socket between them closes and the zygote takes every rank
+process that started it goes away, however it goes, the socket between them closes and the fork server takes every rank
 with it.
 """
 
@@ -47,7 +47,7 @@ class Child:
         return int(_NUMBER.unpack(data)[0]) if data else None
 
 
-class Zygote:
+class ForkServer:
     """The caller's end of the process that forks ranks."""
 
     def __init__(self) -> None:
@@ -119,12 +119,12 @@ def _read(descriptor: int, timeout: float) -> bytes:
     return os.read(descriptor, _NUMBER.size) if ready.poll(timeout * 1000) else b""
 
 
-_current: Zygote | None = None
+_current: ForkServer | None = None
 _current_lock = threading.Lock()
 
 
-def zygote() -> Zygote:
-    """This process's zygote, started at the first call, and again if it has died; stopped at exit.
+def fork_server() -> ForkServer:
+    """This process's fork server, started at the first call, and again if it has died; stopped at exit.
 
     Raises:
         RuntimeError: it cannot start.
@@ -133,7 +133,7 @@ def zygote() -> Zygote:
     with _current_lock:
         if _current is None or not _current.answers():
             _stop()
-            _current = Zygote()
+            _current = ForkServer()
             if not _current.answers():
                 raise RuntimeError("the process that forks ranks could not start; its standard error says why")
         return _current
@@ -146,7 +146,7 @@ def _stop() -> None:
 
 
 def main(control: int, preload: list[str]) -> None:
-    """The zygote itself: import, then serve requests until the other end closes."""
+    """The fork server itself: import, then serve requests until the other end closes."""
     warnings.simplefilter("ignore")  # of the modules below, and of fork in a process that has threads
     import torch.distributed  # noqa: F401
 
@@ -163,7 +163,7 @@ def main(control: int, preload: list[str]) -> None:
 
 
 def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:
-    """Fork ranks. Returns None in the zygote when it is done, and its task in a rank."""
+    """Fork ranks. Returns None in the fork server when it is done, and its task in a rank."""
     children: dict[int, int] = {}
     wake, signalled = socket.socketpair()
     for end in (wake, signalled):

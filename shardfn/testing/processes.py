@@ -17,7 +17,7 @@ from typing import IO
 
 from shardfn.testing import filters, serialization, stacks
 from shardfn.testing.errors import GRACE, Failure, Outcome
-from shardfn.testing.forkserver import Child, Zygote, zygote
+from shardfn.testing.forkserver import Child, ForkServer, fork_server
 
 _START_SECONDS = 60.0
 _MAX_GROUPS = 256  # a gloo group holds about three threads and seven descriptors in every rank
@@ -73,7 +73,7 @@ class Processes:
 
 
 def _start(ranks: list[_Rank], size: int, alone: bool) -> None:
-    mother = zygote()
+    mother = fork_server()
     for forked in [_fork(mother, number, 0 if alone else size) for number in range(size)]:
         ranks.append(forked())
     if alone:
@@ -85,7 +85,7 @@ def _start(ranks: list[_Rank], size: int, alone: bool) -> None:
         _receive(ranks, rank.number)
 
 
-def _fork(mother: Zygote, number: int, size: int) -> Callable[[], _Rank]:
+def _fork(mother: ForkServer, number: int, size: int) -> Callable[[], _Rank]:
     ours, theirs = Pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
     with theirs:

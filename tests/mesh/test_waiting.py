@@ -21,6 +21,7 @@ from shardfn.compat import process_groups
 from shardfn.mesh import axes as meshes
 from shardfn.mesh import waiting
 from shardfn.testing import World, WorldError, world
+from shardfn.testing.errors import GRACE
 
 stage = sf.stage(lambda p, x: x + p.sum())
 
@@ -291,7 +292,9 @@ def test_a_group_whose_first_connection_is_closed_is_broken_all_the_same() -> No
         assert "closure" in fresh.run(body)[2]
 
 
-def test_a_rank_that_is_killed_before_a_group_is_made_is_noticed() -> None:
+def test_a_rank_that_is_killed_before_a_group_is_made_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GRACE, "died", 10.0)  # the other rank shall have time to notice
+
     def body() -> str:
         if dist.get_rank() == 1:
             time.sleep(1)
