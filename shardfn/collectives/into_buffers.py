@@ -195,7 +195,7 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
 
 def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
     """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
-    how = _told("all_gather", whole, dtype, comm)
+    how = _transport("all_gather", whole, dtype, comm)
     return TRANSPORTS["all_gather"][how](whole, comm)
 
 
@@ -209,7 +209,7 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtyp
         pieces //= comm.axis.size
         index //= comm.axis.size
         region = whole.view(pieces, -1)[index]
-        how = _told("all_gather", region, dtype, comm)
+        how = _transport("all_gather", region, dtype, comm)
         steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, comm), how))
     work: Handle = steps[0][0]()
     for start, how in steps[1:]:
@@ -229,14 +229,14 @@ def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torc
         return start()
 
 
-def sends_apart(comm: Communicator, op: str) -> bool:
+def sends_pieces(comm: Communicator, op: str) -> bool:
     """Whether what is sent, and what is received, need not lie in one buffer."""
     return _how(comm, op) == "direct"
 
 
-def gather_apart(whole: Tensor, own: Tensor, tag: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
+def gather_pieces(whole: Tensor, own: Tensor, tag: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
     """As `all_gather`, with this rank's piece, `own`, elsewhere. The last piece ends in `tag` in place of its end."""
-    _told("all_gather", whole, dtype, comm)
+    _transport("all_gather", whole, dtype, comm)
     pieces: list[list[Tensor]] = [[piece] for piece in whole.view(comm.axis.size, -1).unbind()]
     end = len(own) - len(tag)
     pieces[-1] = [pieces[-1][0][:end], pieces[-1][0][end:]]
@@ -244,7 +244,7 @@ def gather_apart(whole: Tensor, own: Tensor, tag: Tensor, comm: Communicator, dt
     return _swap(pieces, [out] * comm.axis.size, comm, comm.gathers, tag=1)
 
 
-def scatter_apart(
+def scatter_pieces(
     parts: Sequence[Sequence[Tensor]],
     into: Sequence[Sequence[Tensor]],
     add: Callable[[], None],
@@ -272,18 +272,18 @@ def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Calla
         def scratch(n: int) -> Tensor:
             return _real(complex_scratch(n // 2))
 
-    how = _told("reduce_scatter", flat, flat.dtype, comm)
+    how = _transport("reduce_scatter", flat, flat.dtype, comm)
     return TRANSPORTS["reduce_scatter"][how](flat, out, comm, scratch)
 
 
 def all_reduce(x: Tensor, comm: Communicator) -> Handle:
     """Sums `x` over ranks, in place."""
     x = _real(x)
-    how = _told("all_reduce", x, x.dtype, comm)
+    how = _transport("all_reduce", x, x.dtype, comm)
     return TRANSPORTS["all_reduce"][how](x, comm)
 
 
-def _told(op: str, x: Tensor, dtype: torch.dtype, comm: Communicator) -> str:
+def _transport(op: str, x: Tensor, dtype: torch.dtype, comm: Communicator) -> str:
     """The transport, entered in the ledger with what of `x` is sent."""
     how = _how(comm, op)
     if recording():

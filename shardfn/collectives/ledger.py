@@ -66,7 +66,7 @@ class Ledger:
     def __str__(self) -> str:
         kinds: dict[tuple[str, ...], list[int]] = {}
         for one in self.records:
-            way = ("scheduled" if one.scheduled else "in place", "backward" if one.backward else "forward")
+            way = ("scheduled" if one.scheduled else "unscheduled", "backward" if one.backward else "forward")
             key = (one.op, " x ".join(one.axis), str(one.dtype).removeprefix("torch."), one.how, *way)
             kinds.setdefault(key, []).append(one.bytes)
         head = ("op", "axis", "dtype", "transport", "issued", "pass", "calls", "MB sent")
@@ -76,7 +76,7 @@ class Ledger:
         return "\n".join(line.rstrip() for line in lines)
 
 
-class _Here(threading.local):
+class _Attribution(threading.local):
     """What is recorded on this thread, and on whose behalf."""
 
     def __init__(self) -> None:
@@ -86,36 +86,44 @@ class _Here(threading.local):
         self.scheduled = False
 
 
-here = _Here()
+attribution = _Attribution()
 _open: list[list[Ledger]] = []  # of every thread that records
 
 
-class serving:  # a class, since a generator takes four times as long, ten times a stage
-    """A context: what the engine moves inside is entered for this stage."""
+class attributed_to:  # a class, since a generator takes four times as long, ten times a stage
+    """A context: what moves inside is recorded as this stage's.
 
-    __slots__ = ("backward", "before", "stage")
+    Args:
+        stage: its path.
+        backward: whether it belongs to a backward pass; None for what it is outside.
+        scheduled: whether a schedule issues it, and not the program at its place.
+    """
 
-    def __init__(self, stage: str, backward: bool | None) -> None:
-        self.stage, self.backward = stage, backward
+    __slots__ = ("backward", "before", "scheduled", "stage")
+
+    def __init__(self, stage: str, backward: bool | None = None, scheduled: bool = True) -> None:
+        self.stage, self.backward, self.scheduled = stage, backward, scheduled
 
     def __enter__(self) -> None:
-        self.before = here.stage, here.backward, here.scheduled
-        here.stage, here.backward, here.scheduled = self.stage, self.backward, True
+        self.before = attribution.stage, attribution.backward, attribution.scheduled
+        attribution.stage, attribution.scheduled = self.stage, self.scheduled
+        if self.backward is not None:
+            attribution.backward = self.backward
 
     def __exit__(self, *_: object) -> None:
-        here.stage, here.backward, here.scheduled = self.before
+        attribution.stage, attribution.backward, attribution.scheduled = self.before
 
 
-class in_place:
-    """A context: what moves inside is entered as standing at its place in the program, a stage's function say."""
+class unscheduled:
+    """A context: what moves inside is recorded as issued at its place in the program, by a stage's function say."""
 
     __slots__ = ("before",)
 
     def __enter__(self) -> None:
-        self.before, here.scheduled = here.scheduled, False
+        self.before, attribution.scheduled = attribution.scheduled, False
 
     def __exit__(self, *_: object) -> None:
-        here.scheduled = self.before
+        attribution.scheduled = self.before
 
 
 @contextlib.contextmanager
@@ -128,15 +136,15 @@ def ledger() -> Iterator[Ledger]:
         ``with ledger() as log: step(params, tokens)``, then ``print(log)`` or ``log.count(op="all_gather")``
     """
     made = Ledger()
-    here.open.append(made)
-    if len(here.open) == 1:
-        _open.append(here.open)
+    attribution.open.append(made)
+    if len(attribution.open) == 1:
+        _open.append(attribution.open)
     try:
         yield made
     finally:
-        here.open.remove(made)
-        if not here.open:
-            _open.remove(here.open)
+        attribution.open.remove(made)
+        if not attribution.open:
+            _open.remove(attribution.open)
 
 
 def recording() -> bool:
@@ -152,7 +160,7 @@ def record_buffers(nbytes: int) -> None:
 
 def _heard() -> list[Ledger]:
     """The ledgers that are open on this thread, or where autograd runs one for another, on that."""
-    return here.open or (_open[0] if len(_open) == 1 and autograd.autograd_thread() else [])
+    return attribution.open or (_open[0] if len(_open) == 1 and autograd.autograd_thread() else [])
 
 
 def record(
@@ -176,8 +184,8 @@ def record(
         if mesh is not None:  # the same name, whoever used the group first
             axis = tuple(name for name in axis if sizes(mesh)[name] > 1)
     if backward is None:
-        backward = autograd.inside_backward() if here.backward is None else here.backward
-    ahead = here.scheduled if scheduled is None else scheduled
-    one = Record(op, axis, here.stage, dtype, sent, how, ahead, backward)
+        backward = autograd.inside_backward() if attribution.backward is None else attribution.backward
+    ahead = attribution.scheduled if scheduled is None else scheduled
+    one = Record(op, axis, attribution.stage, dtype, sent, how, ahead, backward)
     for each in open_here:
         each.records.append(one)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.collectives.into_buffers import Handle, all_gather, arrived, communicator_of
-from shardfn.collectives.ledger import serving
+from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import mesh_of, scope
@@ -134,7 +134,7 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
         with scope(mesh), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
             every = functional.all_gather(new, names, to="invariant")
             return values.copy_(every) if donated else every
-    with torch.no_grad(), serving(layout.stage, None):
+    with torch.no_grad(), attributed_to(layout.stage):
         whole = values.detach() if donated else torch.empty_like(values)
         own = whole[start : start + fine.piece]
         if autograd.storage_of(whole) != autograd.storage_of(new):

@@ -22,17 +22,154 @@ from shardfn.collectives.into_buffers import (
     all_reduce,
     arrived,
     reduce_scatter,
-    scatter_apart,
-    sends_apart,
+    scatter_pieces,
+    sends_pieces,
 )
-from shardfn.collectives.ledger import here, serving
+from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import dispatch
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.shards.layout import ALIGNMENT, Layout
-from shardfn.transforms.step import Defer, GradientSum, ReductionRoute, Step
+from shardfn.transforms.step import Defer, GradientSum, Step
 
-Place = tuple[int, int]  # which of a stage's buffers, and which of the two memories for it
+Memory = tuple[int, int]  # which of a stage's buffers, and which of the two scratch memories for it
+
+
+@dataclass(frozen=True)
+class Route:
+    """Along which ranks a gradient is scattered, and along which it is then summed; None where there is one rank.
+
+    Attributes:
+        shard: scattered first.
+        split: each piece scattered again.
+        replica: summed.
+    """
+
+    shard: Communicator | None
+    split: Communicator | None
+    replica: Communicator | None
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of a gradient: as the function gives it, as it is summed, and as it arrives."""
+
+    function: torch.dtype
+    sum: torch.dtype
+    shard: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """How the gradients of one buffer's parameters become that of its shard; the same at every step.
+
+    Attributes:
+        layout: how the first scatter divides the buffer.
+        memory: what it takes off from.
+    """
+
+    layout: Layout
+    route: Route
+    dtypes: Dtypes
+    memory: Memory
+
+    def in_pieces(self) -> bool:
+        """Whether gradients are sent from where they are. What decides is the same on every rank."""
+        shard, summed = self.route.shard, self.dtypes.sum
+        return (
+            shard is not None
+            and sends_pieces(shard, "reduce_scatter")
+            and self.layout.coarse
+            and self.dtypes.function == summed == self.dtypes.shard
+            and (summed.itemsize >= 4 or shard.axis.size == 2)  # else each addition would round
+            and not summed.is_complex
+        )
+
+
+class PendingReduction:
+    """One gradient on its way: one hop under way, and those that it still has to make.
+
+    Attributes:
+        out: what the hop under way sums, or for the first what it fills.
+        hops: to begin when what is under way has arrived.
+        lent: whether what is under way reads scratch memory.
+        ends: whether the end of the buffer is in `out`.
+        marks: what was put there, for the hop under way.
+    """
+
+    __slots__ = ("along", "ends", "hops", "into", "lent", "marks", "out", "reduction", "total", "under_way")
+
+    def __init__(self, reduction: Reduction, out: Tensor, total: GradientSum | None, deferred: bool) -> None:
+        route = reduction.route
+        self.reduction, self.out, self.total = reduction, out, total
+        hops = [("reduce_scatter", route.split), ("all_reduce", route.replica)]
+        self.hops = [] if deferred else [(op, along) for op, along in hops if along is not None]
+        self.ends, self.lent = True, False
+        self.under_way: Handle | None = None
+        self.along: tuple[str, Communicator] | None = None
+        self.into: Tensor | None = None
+        self.marks: Tensor | None = None
+
+    def scattering(self, handle: Handle, shard: Communicator, marks: Tensor) -> PendingReduction:
+        """The first hop is under way, out of scratch memory that has these marks at its end."""
+        self.under_way, self.along, self.lent = handle, ("reduce_scatter", shard), True
+        self.into, self.marks = self.out, marks if shard.checks else None
+        return self
+
+    def begin(self) -> PendingReduction:
+        """Starts the next hop, if there is one."""
+        if not self.hops:
+            return self
+        op, along = self.along = self.hops.pop(0)
+        layout, out = self.reduction.layout, self.out
+        marks = _marks(layout, out.dtype, out.device)
+        room = len(marks) * (along.axis.size if op == "reduce_scatter" else 1)
+        self.marks = marks if self.ends and along.checks and len(out) >= room else None
+        if self.marks is not None:
+            out[len(out) - len(marks) :].copy_(marks)
+        with attributed_to(layout.stage, backward=True):
+            if op == "all_reduce":
+                self.under_way = all_reduce(out, along)
+            else:
+                self.into = out.new_empty(len(out) // along.axis.size)
+                self.under_way = reduce_scatter(out, self.into, along, out.new_empty)
+        return self
+
+    def advance(self) -> None:
+        """Until no scratch memory is lent to it, and no hop waits for another to end."""
+        if self.under_way is not None and (self.lent or self.hops):
+            self._land()
+            self.begin()
+
+    def wait(self) -> Tensor:
+        """The gradient, arrived."""
+        while self.under_way is not None:
+            self._land()
+            self.begin()
+        out = self.out.to(self.reduction.dtypes.shard)
+        if self.total is not None:
+            self.total.add(out)
+        return out
+
+    def _land(self) -> None:
+        """Until what is under way has arrived."""
+        assert self.under_way is not None, "something is under way"
+        assert self.along is not None, "it goes along an axis"
+        (op, along), handle, stage = self.along, self.under_way, self.reduction.layout.stage
+        self.under_way, self.lent = None, False
+        try:
+            arrived(handle, op, along.group_names[1], stage)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"stage {stage!r}: summing its gradient failed on this rank: {error}"
+            ) from waiting.cause(error)
+        if op == "reduce_scatter":
+            assert self.into is not None, "a scatter fills something"
+            self.out, self.into = self.into, None
+            self.ends = self.ends and along.axis.index == along.axis.size - 1
+        if self.marks is not None and self.ends:
+            marks = self.marks.to(self.out.dtype)
+            _compare(self.out[len(self.out) - len(marks) :], marks, stage)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -47,145 +184,17 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([1, *digits[1:]], dtype=dtype, device=device)
 
 
-class PendingReduction:
-    """One gradient on its way."""
-
-    __slots__ = (
-        "ends", "later", "layout", "marks", "out", "pieces", "place", "reducing", "route", "scattering", "splitting",
-        "stage", "total",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        place: Place,
-        layout: Layout,
-        marks: Tensor | None,
-        out: Tensor,
-        route: ReductionRoute,
-        scattering: Handle | None,
-        total: GradientSum | None,
-        later: bool,
-    ) -> None:
-        self.place, self.layout, self.marks = place, layout, marks
-        shard = route.shard
-        self.pieces = 1 if route.split is None else route.split.axis.size  # that it is still to be cut into
-        self.ends = shard is None or shard.axis.index == shard.axis.size - 1  # whether the end of the buffer is here
-        self.out, self.route, self.scattering, self.total, self.later = out, route, scattering, total, later
-        self.reducing: Handle | None = None
-        self.splitting: tuple[Handle, Tensor] | None = None
-        self.stage = here.stage
-        if scattering is None:
-            self._reduce()
-
-    def scattered(self) -> None:
-        """Until the scatter is done, whose buffers are free then, and what follows it has begun; or until that is."""
-        if self.scattering is not None:
-            scattering, self.scattering = self.scattering, None
-            self._wait(scattering, "reduce_scatter", self.route.shard)
-            if self.marks is not None and self.ends and self.route.shard is not None and self.route.shard.checks:
-                _compare(self.out[len(self.out) - len(self.marks) :], self.marks.to(self.out.dtype), self.stage)
-            self._reduce()
-        else:
-            self._split()
-
-    def _marks(self) -> tuple[Tensor, Tensor] | None:
-        """The end of what is here of the buffer, and the marks for it; None where there are none."""
-        left = self.route.split or self.route.replica
-        marks = _marks(self.layout, self.out.dtype, self.out.device)
-        if not self.ends or left is None or not left.checks or len(self.out) < len(marks) * self.pieces:
-            return None
-        return self.out[len(self.out) - len(marks) :], marks
-
-    def _mark(self) -> None:
-        """What is summed next says which stage it is, too."""
-        found = self._marks()
-        if found is not None:
-            found[0].copy_(found[1])
-
-    def _unmark(self) -> None:
-        found = self._marks()
-        if found is not None:
-            _compare(*found, self.stage)
-
-    def _wait(self, handle: Handle, op: str, comm: Communicator | None) -> None:
-        assert comm is not None, "something moves along it"
-        try:
-            arrived(handle, op, comm.group_names[1], self.stage)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"stage {self.stage!r}: summing its gradient failed on this rank: {error}"
-            ) from waiting.cause(error)
-
-    def _reduce(self) -> None:
-        if self.later:
-            return
-        split, replica = self.route.split, self.route.replica
-        self._mark()
-        with serving(self.stage, backward=True):
-            if split is not None:
-                fine = self.out.new_empty(self.out.numel() // split.axis.size)
-                self.splitting = reduce_scatter(self.out, fine, split, self.out.new_empty), fine
-            elif replica is not None:
-                self.reducing = all_reduce(self.out, replica)
-
-    def _split(self) -> None:
-        if self.splitting is not None:
-            (handle, self.out), self.splitting = self.splitting, None
-            self._wait(handle, "reduce_scatter", self.route.split)
-            assert self.route.split is not None, "something was split"
-            self.ends = self.ends and self.route.split.axis.index == self.route.split.axis.size - 1
-            self.pieces = 1
-            self._unmark()
-            if self.route.replica is not None:
-                self._mark()
-                with serving(self.stage, backward=True):
-                    self.reducing = all_reduce(self.out, self.route.replica)
-
-    def wait(self) -> Tensor:
-        """The gradient, arrived."""
-        self.scattered()
-        self._split()
-        if self.reducing is not None:
-            reducing, self.reducing = self.reducing, None
-            self._wait(reducing, "all_reduce", self.route.replica)
-            self._unmark()
-        if self.total is not None:
-            self.total.add(self.out)
-        return self.out
-
-
 def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
     """Takes the marks off the end of a buffer, and looks whether all ranks meant the same stage."""
-    told = "ranks sum the gradients of different stages"
+    wrong = "ranks sum the gradients of different stages"
     if end.device.type != "cpu":
-        dispatch.assert_on_device((end == marks * end[0]).all(), told)
+        dispatch.assert_on_device((end == marks * end[0]).all(), wrong)
     elif not torch.equal(end, marks * end[0]):
         raise RuntimeError(
-            f"stage {stage!r}: its gradient came together with another stage's: {told}. Whose output the "
+            f"stage {stage!r}: its gradient came together with another stage's: {wrong}. Whose output the "
             f"loss uses must be the same on every rank, or be differentiated by shardfn.value_and_grad"
         )
     end.zero_()
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Of a gradient: as the function gives it, as it is summed, and as it arrives."""
-
-    function: torch.dtype
-    sum: torch.dtype
-    shard: torch.dtype
-
-
-def _goes_apart(layout: Layout, route: ReductionRoute, dtypes: Dtypes) -> bool:
-    """Whether gradients are sent from where they are. What decides is the same on every rank."""
-    return (
-        route.shard is not None
-        and sends_apart(route.shard, "reduce_scatter")
-        and layout.coarse
-        and dtypes.function == dtypes.sum == dtypes.shard
-        and (dtypes.sum.itemsize >= 4 or route.shard.axis.size == 2)  # else each addition would round
-        and not dtypes.sum.is_complex
-    )
 
 
 Spread = tuple[Tensor, list[Tensor], list[Tensor], Tensor]
@@ -199,70 +208,66 @@ def _spread(flat: Tensor, layout: Layout) -> Spread:
 
 
 class Reductions:
-    """The gradients in flight on one mesh, and the memory that they take off from."""
+    """The gradients in flight on one mesh, and the memory that they take off from.
+
+    Attributes:
+        in_flight: those that nobody has waited for.
+        moving: by scratch memory, those that it is lent to, or that have hops to begin.
+        memories: scratch memory, which is kept: fresh pages for every layer cost time, and room.
+        spread: the same for gradients, as a layout divides it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.in_flight: list[PendingReduction] = []
-        self.kept: dict[Any, Tensor] = {}
-        self.spread: dict[Any, Spread] = {}  # the scratch memory for gradients, as a layout divides it
-
-    def scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory that is kept and lent again: fresh pages for every layer cost time, and room."""
-        nbytes = numel * dtype.itemsize
-        if name not in self.kept or self.kept[name].numel() < nbytes:
-            self.kept[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return self.kept[name][:nbytes].view(dtype)
+        self.moving: dict[Memory, list[PendingReduction]] = {}
+        self.memories: dict[Any, Tensor] = {}
+        self.spread: dict[Any, Spread] = {}
 
     def start(
-        self,
-        place: Place,
-        layout: Layout,
-        gradients: Sequence[Tensor | None],
-        route: ReductionRoute,
-        dtypes: Dtypes,
-        total: GradientSum | None,
-        defer: Defer,
+        self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: Defer
     ) -> PendingReduction | None:
-        """Sends the gradients of one buffer's parameters on their way; `place` says by which memory."""
+        """Sends the gradients of one buffer's parameters on their way."""
         if total is not None and defer == "everything":
-            if total.whole is None:
-                total.whole = torch.zeros(layout.padded, dtype=dtypes.sum, device=self.device)
-            known = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
-            if known:
-                torch._foreach_add_([view for view, _ in known], [g.to(dtypes.sum) for _, g in known])
+            self._add_whole(reduction, gradients, total)
             return None
-        for pending in self.in_flight:
-            if pending.place == place:
-                self._scattered(pending)
-        later = defer != "nothing"
-        if _goes_apart(layout, route, dtypes):
-            return self._send_apart(place, layout, gradients, route, dtypes.sum, total, later)
-        flat = self._flat(place, layout, gradients, route, dtypes.sum)
-        return self._send(place, layout, flat, route, dtypes.shard, total, later)
+        self._free(reduction.memory)
+        if reduction.in_pieces():
+            return self._send_pieces(reduction, gradients, total, defer != "nothing")
+        return self._send(reduction, self._flat(reduction, gradients), total, defer != "nothing")
 
-    def _flat(
-        self,
-        place: Place,
-        layout: Layout,
-        gradients: Sequence[Tensor | None],
-        route: ReductionRoute,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _add_whole(self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum) -> None:
+        """Adds gradients up where they are, until the step sends their sum."""
+        layout, dtype = reduction.layout, reduction.dtypes.sum
+        if total.whole is None:
+            total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
+        known = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
+        if known:
+            torch._foreach_add_([view for view, _ in known], [g.to(dtype) for _, g in known])
+
+    def _scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
+        if name not in self.memories or self.memories[name].numel() < nbytes:
+            self.memories[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self.memories[name][:nbytes].view(dtype)
+
+    def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients one after another, as their parameters lie in the layout."""
-        if route.shard is None:  # this rank's whole gradient is the piece itself
+        layout, dtype, memory = reduction.layout, reduction.dtypes.sum, reduction.memory
+        whole = reduction.route.shard is None  # this rank's whole gradient is the piece itself
+        if whole:
             flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
         else:
-            buffer = self.scratch(("gradient", place), layout.padded, dtype)
-            known = self.spread.get((place, layout, dtype))
+            buffer = self._scratch(("gradient", memory), layout.padded, dtype)
+            known = self.spread.get((memory, layout, dtype))
             if known is None or known[0].data_ptr() != buffer.data_ptr():
-                known = self.spread[(place, layout, dtype)] = _spread(buffer, layout)
+                known = self.spread[(memory, layout, dtype)] = _spread(buffer, layout)
             flat, views, gaps, tail = known
-        if any(g is None for g in gradients):
+        given = [g for g in gradients if g is not None]
+        if len(given) < len(gradients):
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
             views = [view for view, g in zip(views, gradients, strict=True) if g is not None]
-        given = [g for g in gradients if g is not None]
-        if route.shard is None:
+        if whole:
             gaps = [*gaps, tail]
         else:
             views, given = [*views, tail], [*given, _marks(layout, dtype, self.device)]
@@ -271,48 +276,23 @@ class Reductions:
             torch._foreach_copy_(views, given)
         return flat
 
-    def _send(
-        self,
-        place: Place,
-        layout: Layout,
-        flat: Tensor,
-        route: ReductionRoute,
-        out_dtype: torch.dtype,
-        total: GradientSum | None,
-        later: bool,
-    ) -> PendingReduction:
-        if route.shard is None:
-            if route.replica is not None and not later and flat.dtype != out_dtype:
-                marks = _marks(layout, flat.dtype, flat.device)
-                end = flat[len(flat) - len(marks) :].copy_(marks)
-                arrived(all_reduce(flat, route.replica), "all_reduce", route.replica.group_names[1], here.stage)
-                if route.replica.checks:
-                    _compare(end, marks, here.stage)
-                later = True
-            pending = PendingReduction(place, layout, None, flat.to(out_dtype), route, None, total, later)
-        else:
-            marks = _marks(layout, flat.dtype, flat.device)
-            out = torch.empty(layout.piece, dtype=out_dtype, device=self.device)
-            scattering = reduce_scatter(
-                flat, out, route.shard, lambda n: self.scratch(("received", place), n, flat.dtype)
-            )
-            pending = PendingReduction(place, layout, marks, out, route, scattering, total, later)
-        self.in_flight.append(pending)
-        return pending
+    def _send(self, reduction: Reduction, flat: Tensor, total: GradientSum | None, deferred: bool) -> PendingReduction:
+        shard, layout = reduction.route.shard, reduction.layout
+        if shard is None:
+            return self._sent(PendingReduction(reduction, flat, total, deferred).begin())
+        out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
+        handle = reduce_scatter(
+            flat, out, shard, lambda n: self._scratch(("received", reduction.memory), n, flat.dtype)
+        )
+        marks = _marks(layout, flat.dtype, flat.device)
+        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marks))
 
-    def _send_apart(
-        self,
-        place: Place,
-        layout: Layout,
-        gradients: Sequence[Tensor | None],
-        route: ReductionRoute,
-        dtype: torch.dtype,
-        total: GradientSum | None,
-        later: bool,
+    def _send_pieces(
+        self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, deferred: bool
     ) -> PendingReduction:
         """Sends what other ranks sum from the gradients themselves, and adds what comes to this rank's own."""
-        shard = route.shard
-        assert shard is not None
+        layout, shard, dtype = reduction.layout, reduction.route.shard, reduction.dtypes.sum
+        assert shard is not None, "pieces are for other ranks"
         flats = [
             torch.zeros(entry.numel, dtype=dtype, device=self.device) if g is None else g.reshape(-1)
             for g, entry in zip(gradients, layout.entries, strict=True)
@@ -327,9 +307,10 @@ class Reductions:
         out = torch.empty(layout.piece, dtype=dtype, device=self.device)
         for at, length in layout.holes[index]:
             out[at : at + length].zero_()
-        # The first that comes is received where the sum shall be.
-        scratch = self.scratch(("received", place), layout.piece * (size - 2), dtype) if size > 2 else out[:0]
-        arriving = [out, *scratch.view(size - 2, -1).unbind()] if size > 2 else [out]
+        # The first that comes is received where the sum will be.
+        numel = layout.piece * (size - 2)
+        scratch = self._scratch(("received", reduction.memory), numel, dtype) if numel else out[:0]
+        arriving = [out, *(scratch.view(size - 2, -1).unbind() if numel else ())]
         into = [[row[start:stop] for start, stop in places] for row in arriving]
 
         def add() -> None:
@@ -338,52 +319,62 @@ class Reductions:
                 for more in into[1:]:
                     target.add_(more[n])
 
-        scattering = scatter_apart(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
-        pending = PendingReduction(place, layout, marks, out, route, scattering, total, later)
+        handle = scatter_pieces(parts, [*into[:index], [], *into[index:]], add, layout.padded, dtype, shard)
+        return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marks))
+
+    def _sent(self, pending: PendingReduction) -> PendingReduction:
         self.in_flight.append(pending)
+        if pending.lent or pending.hops:
+            self.moving.setdefault(pending.reduction.memory, []).append(pending)
         return pending
 
     def wait(self, pending: PendingReduction) -> Tensor:
         """One gradient, at once."""
         self.in_flight.remove(pending)
-        self._scattered(pending)
+        self._advance(pending)
+        moving = self.moving.get(pending.reduction.memory, [])
+        if pending in moving:
+            moving.remove(pending)
         return pending.wait()
-
-    def scattered(self) -> None:
-        """Until no gradient needs the scratch memory."""
-        for pending in self.in_flight:
-            self._scattered(pending)
-
-    def _scattered(self, pending: PendingReduction) -> None:
-        """Until its scratch memory is free, which in the debug mode becomes nan then."""
-        lent = pending.scattering is not None
-        pending.scattered()
-        if debugging.memory and lent:
-            for name in ("gradient", "received"):
-                if (name, pending.place) in self.kept:
-                    self.kept[name, pending.place].fill_(255)
 
     def drain(self) -> None:
         """Until every gradient has arrived."""
         in_flight, self.in_flight = self.in_flight, []
         for pending in in_flight:
-            self._scattered(pending)
+            self._advance(pending)
+        self.moving.clear()
         for pending in in_flight:
             pending.wait()
 
     def settle(self, step: Step) -> None:
         """Does what the step put off."""
         for total in [one for one in step.sums.values() if one.reductions is self]:
-            with serving(total.layout.stage, backward=True):
+            reduction: Reduction = total.reduction
+            with attributed_to(reduction.layout.stage, backward=True):
                 if step.defer == "everything" and total.whole is not None:
                     whole, total.whole, total.out = total.whole, None, None
-                    *_, tail = _spread(whole, total.layout)
-                    tail.copy_(_marks(total.layout, whole.dtype, whole.device))
-                    self.scattered()
-                    self._send((0, 0), total.layout, whole, total.route, total.dtype, total, False)
+                    *_, tail = _spread(whole, reduction.layout)
+                    tail.copy_(_marks(reduction.layout, whole.dtype, whole.device))
+                    self._free(reduction.memory)
+                    self._send(reduction, whole, total, False)
                 elif step.defer == "replicas" and total.out is not None:
                     out, total.out = total.out, None
-                    self.in_flight.append(
-                        PendingReduction((0, 0), total.layout, None, out, total.route, None, total, False)
-                    )
+                    self._sent(PendingReduction(reduction, out, total, False).begin())
         self.drain()
+
+    def _free(self, memory: Memory) -> None:
+        """Until nothing that is under way reads this memory; what left from it earlier goes on to its next hop."""
+        moving = self.moving.get(memory)
+        if moving:
+            for pending in moving:
+                self._advance(pending)
+            self.moving[memory] = [pending for pending in moving if pending.hops]
+
+    def _advance(self, pending: PendingReduction) -> None:
+        """Its scratch memory is free then, which in the debug mode becomes nan."""
+        lent = pending.lent
+        pending.advance()
+        if debugging.memory and lent:
+            for name in ("gradient", "received"):
+                if (name, pending.reduction.memory) in self.memories:
+                    self.memories[name, pending.reduction.memory].fill_(255)

@@ -128,6 +128,11 @@ class Signature:
         return "step" if "step" in asked else True if True in asked else max(asked, key=bool)
 
     @functools.cached_property
+    def keeps_graph(self) -> bool:
+        """Whether what autograd saved in forward stays for backward; otherwise the function runs again."""
+        return self.options.remat in (False, "offload")
+
+    @functools.cached_property
     def away(self) -> tuple[str, ...]:
         """Axes along which some ranks have none of the parameters, and do not call."""
         return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.away))
@@ -286,3 +291,8 @@ def _tag(layout: Layout, dtype: torch.dtype, length: int) -> Tensor:
     digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
     named = (digest + repr(layout.stage).encode())[:length]
     return torch.tensor(list(named.ljust(length, b" ")), dtype=torch.uint8)
+
+
+def cast(x: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors in another dtype, other things as they are."""
+    return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x

@@ -18,15 +18,16 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardfn.collectives import functional
-from shardfn.collectives.ledger import here
+from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import dynamo, functorch
 from shardfn.mesh.axes import current_mesh, known_axes, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.stages import traced
-from shardfn.stages.call import Call, SharedMemory, cast, enter, refuse_inside, refuse_mixed, refuse_reentrant, running
-from shardfn.stages.engine import engine_of
-from shardfn.stages.signature import Options, Signature, signature_of
-from shardfn.stages.tape import PrefetchOrder
+from shardfn.stages.call import Call, SharedMemory
+from shardfn.stages.engine import Engine, engine_of
+from shardfn.stages.prefetch import PrefetchOrder
+from shardfn.stages.refusals import enter, refuse_inside, refuse_mixed, refuse_reentrant, running
+from shardfn.stages.signature import Options, Signature, cast, signature_of
 from shardfn.transforms import custom_vjp
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ class Layers(Sequence[T]):
                 for flats in shards
                 if flats and flats[0].layout.grid == grid
             ]
-            orders, order = engine_of(mesh_of(grid, "layers: a stage")).orders, PrefetchOrder(groups)
+            orders, order = engine_of(mesh_of(grid, "layers: a stage")).prefetch.orders, PrefetchOrder(groups)
             orders.append(order)
             weakref.finalize(self, orders.remove, order).atexit = False
 
@@ -215,15 +216,16 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     static = list(leaves)
     for i in (*signature.shards, *at):
         static[i] = None
-    call = Call(signature, engine_of(mesh), static, at, needs)
+    engine = engine_of(mesh)
+    call = Call(signature, engine.device, static, at, needs)
     if not any(needs):
         if call.step is not None and not torch.is_grad_enabled():
             refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
-        return call.rebuilt(call.engine.forward(call, shards, tuple(inputs)), inputs)
+        return call.rebuilt(engine.forward(call, shards, tuple(inputs)), inputs)
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]
     try:
-        return call.rebuilt(custom_vjp.call(_Staged(call), *shards, *inputs), inputs)
+        return call.rebuilt(custom_vjp.call(_Staged(engine, call), *shards, *inputs), inputs)
     except SharedMemory:
         signature.shares_memory = True
         with call.surroundings.again():
@@ -233,8 +235,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
 class _Staged:
     """A call by the schedule, as `custom_vjp.call` takes it: `(*shards, *inputs) -> outputs`."""
 
-    def __init__(self, call: Call) -> None:
-        self.call, self.trains = call, call.needs
+    def __init__(self, engine: Engine, call: Call) -> None:
+        self.engine, self.call, self.trains = engine, call, call.needs
         self.differentiable: list[bool] = []
         self.collects = False
 
@@ -245,29 +247,29 @@ class _Staged:
         for i, x in zip((*call.signature.shards, *call.at), tensors, strict=True):
             leaves[i] = x
         with call.surroundings.again():
-            result = _composed(call.signature, leaves, call.engine.mesh)
+            result = _composed(call.signature, leaves, self.engine.mesh)
         return tuple(call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]))
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Outputs, and the inputs."""
         call, n = self.call, len(self.call.signature.shards)
-        outputs = call.engine.forward(call, tensors[:n], tensors[n:])
+        outputs = self.engine.forward(call, tensors[:n], tensors[n:])
         self.differentiable = call.differentiable
         return outputs, tensors[n:]
 
     def begin(self, again: bool) -> None:
         """First the part of this rank in the backward of later calls, in which its own loss has none."""
-        step, place = self.call.step, self.call.place
+        step, tape, run = self.call.step, self.call.tape, self.call.run
         collects = step is not None and step.collects()
-        if step is not None and collects and place is not None and place.tape is not None:
-            step.catch_up(place.tape, place.index)
+        if step is not None and collects and tape is not None and run is not None:
+            step.catch_up(tape, run.index)
         self.collects = collects and not again
 
     def bwd(
         self, residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         """Gradients of shards and inputs; None for those that the step takes, too."""
-        return self.call.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
+        return self.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
 
 
 def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:
@@ -275,9 +277,11 @@ def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> 
     options = signature.options
     mixed = [cast(leaf, options.input_dtype) for leaf in leaves]
     enter(signature)
-    before, here.stage = here.stage, signature.stage
     try:
-        with scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext():
+        with (
+            attributed_to(signature.stage, scheduled=False),
+            scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(),
+        ):
             whole = [_whole(leaves[i], layout, options) for i, layout in _shards(signature)]
             try:
                 result = signature.call(mixed, whole)
@@ -285,7 +289,7 @@ def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> 
                 refuse_mixed(signature, error, whole, mixed)
                 raise
     finally:
-        here.stage, running.stage = before, None
+        running.stage = None
     return optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
 
 

@@ -1,37 +1,33 @@
-"""What a schedule of stages consists of: calls in turn on a tape, and the order in which parameters will be used."""
+"""What a schedule of stages consists of: calls in turn on a tape."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
-from shardfn.stages.residency import Key, Saved, Slot
+from shardfn.stages.ring import Key, Saved, Slot
 from shardfn.stages.signature import GatherPlan, Signature
 from shardfn.transforms.step import Step, numbered
 
 LONGEST = 4096  # calls on one tape, for a program that never asks for a gradient
 
-Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
-
 
 @dataclass(eq=False)
 class StageRun:
-    """One call's place on the tape, and what gathering its parameters takes.
+    """One call on the tape: what gathering its parameters takes, forward and backward.
 
     Attributes:
         signature: of the call.
         key: says what a slot must hold for it.
-        needs: what of it is differentiated.
+        keep: whether the slot is its own until its backward, or until the step is over.
+        index: how far along the tape it is.
         slot: where its parameters are, or have to be again for its backward; None if it needs none.
-        kept: whether the slot is its own until its backward, or until the step is over.
         reads: whether its backward reads the parameters.
-        copies: what its parameters are gathered from in place of the shards.
+        secondary: what its parameters are gathered from in place of the shards.
         saved: what of its parameters it needs, where they are not gathered again.
         collected: the shards whose gradient its step takes from it, None for the others.
         done: whether its backward has run.
@@ -41,11 +37,11 @@ class StageRun:
     plan: GatherPlan
     shards: tuple[Tensor, ...]
     key: Key
-    needs: tuple[bool, ...] = ()
+    keep: Keep = False
+    index: int = 0
     slot: Slot | None = None
-    kept: Keep = False
     reads: bool = True
-    copies: Copies | None = None
+    secondary: Secondary | None = None
     saved: Saved | None = None
     collected: Sequence[Tensor | None] = ()
     done: bool = False
@@ -57,8 +53,13 @@ class StageRun:
 
 
 @dataclass(frozen=True, eq=False)
-class Copies:
-    """Larger pieces of a stage's parameters, which forward left for backward."""
+class Secondary:
+    """Larger pieces of a stage's parameters, which forward left for backward (ZeRO++, Wang et al. 2023, section 3.2).
+
+    Attributes:
+        plan: how they are gathered.
+        shards: the pieces.
+    """
 
     plan: GatherPlan
     shards: tuple[Tensor, ...]
@@ -67,7 +68,7 @@ class Copies:
 class Tape:
     """The calls of one step that may see a backward, in order."""
 
-    __slots__ = ("closed", "copies", "count", "front", "number", "runs", "shards", "step", "waiting")
+    __slots__ = ("closed", "count", "front", "number", "runs", "shards", "step", "waiting")
 
     def __init__(self, step: Step | None) -> None:
         self.number = numbered()  # what keys know it by: a reference would be a cycle, and keep gradients alive
@@ -78,43 +79,20 @@ class Tape:
         self.closed = False
         self.front: int | None = None  # the last run that backward has come to
         self.step = step
-        self.copies: weakref.WeakValueDictionary[Key, Copies] = weakref.WeakValueDictionary()
+
+    def add(self, run: StageRun) -> None:
+        """One more call."""
+        run.index = len(self.runs)
+        self.runs.append(run)
+        self.waiting += 1
 
 
-@dataclass(frozen=True)
-class LastGather:
-    """How the last call with such layouts gathered its parameters."""
-
-    plan: GatherPlan
-    taped: bool
-    kept: Keep
-    signature: Signature
+def key_of(tape: Tape | None, step: Step | None, keep: Keep, plan: GatherPlan, shards: Sequence[Tensor]) -> Key:
+    """What a slot must hold: by the tape's number, or what all tapes of a step have in common."""
+    one = step if keep == "step" else tape
+    return (0 if one is None else one.number, plan, identities(shards))
 
 
-class PrefetchOrder:
-    """The shards of stages in the order in which they are going to be used."""
-
-    __slots__ = ("at", "groups", "places")
-
-    def __init__(self, groups: list[Group]) -> None:
-        self.groups, self.at = groups, 0
-        self.places: dict[int, list[int]] = {}
-        for i, (_, shards) in enumerate(groups):
-            self.places.setdefault(id(shards[0]), []).append(i)
-
-    def after(self, shard: Tensor, count: int) -> list[Group] | None:
-        """What comes after a stage with this first shard; None if there is no such."""
-        places = self.places.get(id(shard))
-        if places is None:
-            return None
-        self.at = next((i for i in places if i >= self.at), places[0]) + 1  # one that occurs again is met in turn
-        return self.groups[self.at : self.at + count]
-
-
-@dataclass(eq=False)
-class Place:
-    """Where a call stands: on which tape, how far along it, and its run there."""
-
-    tape: Tape | None
-    index: int
-    run: StageRun
+def identities(shards: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Which tensors these are, and which numbers they hold."""
+    return tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards])

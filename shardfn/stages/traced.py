@@ -18,8 +18,7 @@ from shardfn.collectives import functional
 from shardfn.compat import dynamo
 from shardfn.mesh.axes import current_axes, known_axes, mesh_numbered, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_stage
-from shardfn.stages.call import cast
-from shardfn.stages.signature import Options, signature_of
+from shardfn.stages.signature import Options, cast, signature_of
 
 
 def called(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Any:

@@ -6,15 +6,11 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
-from shardfn.collectives.into_buffers import Communicator
 from shardfn.compat import autograd
-from shardfn.shards.layout import Layout
 
 Defer = Literal["nothing", "replicas", "everything"]
 
@@ -34,35 +30,22 @@ class GradientSum:
     """The gradient of one flat shard: what arrived of it so far.
 
     Attributes:
+        reduction: how it travels.
+        reductions: who sums it.
         out: `[piece]`, in the shard's dtype.
         whole: `[padded]`, this rank's own, where all reduction is put off.
     """
 
-    __slots__ = ("dtype", "layout", "out", "reductions", "route", "whole")
+    __slots__ = ("out", "reduction", "reductions", "whole")
 
-    def __init__(self, layout: Layout, route: ReductionRoute, reductions: Collector, dtype: torch.dtype) -> None:
-        self.layout, self.route, self.reductions, self.dtype = layout, route, reductions, dtype
+    def __init__(self, reduction: Any, reductions: Collector) -> None:
+        self.reduction, self.reductions = reduction, reductions
         self.out: Tensor | None = None
         self.whole: Tensor | None = None
 
     def add(self, out: Tensor) -> None:
         """Takes `out`, which nobody else has."""
         self.out = out if self.out is None else self.out.add_(out)
-
-
-@dataclass(frozen=True)
-class ReductionRoute:
-    """Along which ranks a gradient is scattered, and along which it is then summed; None where there is one rank.
-
-    Attributes:
-        shard: scattered first.
-        split: each piece scattered again.
-        replica: summed.
-    """
-
-    shard: Communicator | None
-    split: Communicator | None
-    replica: Communicator | None
 
 
 class Step:
@@ -142,11 +125,11 @@ class Step:
             engine.reductions.settle(self)
         return {key: total.out for key, total in self.sums.items() if total.out is not None}
 
-    def sum_of(self, variable: Tensor, layout: Layout, route: ReductionRoute, reductions: Collector) -> GradientSum:
+    def sum_of(self, variable: Tensor, reduction: Any, reductions: Collector) -> GradientSum:
         """Where the gradient of a variable is collected."""
         found = self.sums.get(id(variable))
         if found is None:
-            found = self.sums[id(variable)] = GradientSum(layout, route, reductions, variable.dtype)
+            found = self.sums[id(variable)] = GradientSum(reduction, reductions)
         return found
 
 

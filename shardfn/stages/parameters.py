@@ -1,8 +1,8 @@
-"""Whole parameters lent to one run of a function, such that it can be seen whether anything of them is kept.
+"""Whole parameters as one run of a function gets them: views of its slot, or lent such that it is seen who keeps them.
 
 A stage whose backward reads no parameter need not gather them again. But a function can keep what it read in many
 ways: autograd saves it, a Function has it as an attribute, a hook, a checkpoint or a closure holds it. So nobody is
-asked: the parameters are views of the slot by a storage of their own, and what refers to that storage, and to them,
+asked: lent parameters are views of the slot by a storage of their own, and what refers to that storage, and to them,
 is counted before and after.
 """
 
@@ -15,8 +15,54 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shardfn.compat import autograd
-from shardfn.stages.residency import Slot, lasting, leaves, own_parameters
+from shardfn.shards.layout import Layout
+from shardfn.stages.ring import Slot, ordinary_tensors
 from shardfn.stages.signature import Gather, GatherPlan
+from shardfn.transforms.owned import owned
+
+
+def whole_parameters(
+    slot: Slot | None, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool]
+) -> list[list[Tensor]]:
+    """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself."""
+    return [
+        _of_slot(slot, gather, values, need) if slot and gather.moves else leaves(gather.layout, values, need)
+        for gather, values, need in zip(plan.each, shards, needs, strict=False)
+    ]
+
+
+def leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
+    """The parameters in a whole buffer, as leaves of autograd."""
+    with ordinary_tensors():
+        return [owned(view.detach(), need, layout.stage) for view in layout.views(whole.detach())]
+
+
+def _untouched(p: Tensor, need: bool) -> bool:
+    """Whether a function that it was lent to left it as it was."""
+    return p.requires_grad is need and not p._backward_hooks and p.grad is None
+
+
+def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
+    known: list[Tensor] | None = slot.views.get((gather, need))
+    if known is None or not all(map(_untouched, known, [need] * len(known))):
+        with ordinary_tensors():
+            buffer = slot.buffer[gather.start : gather.stop].view(gather.dtype)
+        known = slot.views[(gather, need)] = leaves(gather.layout, buffer, need)
+    own = own_parameters(slot, gather, values, need)
+    return [own.get(k, p) for k, p in enumerate(known)] if own else known
+
+
+def own_parameters(slot: Slot, gather: Gather, values: Tensor, need: bool) -> dict[int, Tensor]:
+    """Those that this rank's piece holds whole, and that have stayed there, by number."""
+    part = slot.part(gather)
+    if not part.in_pieces:
+        return {}
+    with ordinary_tensors():
+        own = values.detach()
+        return {
+            number: owned(own[at : at + length].view(shape), need, gather.layout.stage)
+            for number, at, length, shape in part.inner
+        }
 
 
 class Loan:
@@ -57,7 +103,7 @@ def loan(slot: Slot, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence
     """Lends what is in a slot; None where references cannot be counted, as those of fake tensors."""
     if not autograd.COUNTS_REFERENCES:
         return None
-    with lasting():
+    with ordinary_tensors():
         base = autograd.second_storage(slot.write)
     return None if base is None else Loan(base, slot, plan, shards, needs)
 

@@ -1,0 +1,90 @@
+"""What ranks that run stages together have in common: the same stages, in the same order, from one thread at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from threading import current_thread
+from typing import TYPE_CHECKING, Any
+
+from shardfn.collectives.agree import agree
+from shardfn.collectives.ledger import unscheduled
+from shardfn.mesh.axes import apart_along, lane, sizes, world_of_thread
+from shardfn.stages.signature import GatherPlan, Signature
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_STAGES = (
+    "the stages",
+    "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank",
+)
+
+
+class Agreed:
+    """What the ranks have agreed on in one lane, whichever thread of it runs the stages.
+
+    Attributes:
+        compared: stages that run on all of them.
+        inside: who runs a stage.
+    """
+
+    def __init__(self) -> None:
+        self.compared: set[GatherPlan] = set()
+        self.inside: _Alone | None = None
+
+
+def agreed() -> Agreed:
+    """That of this thread's lane: of the world and not of a mesh, which may go sooner on one rank than on another."""
+    return world_of_thread().agreed.setdefault(lane(), Agreed())
+
+
+class _Alone:
+    """A context: no other thread of the lane runs stages, since other ranks could not tell what is for which."""
+
+    __slots__ = ("agreed", "depth", "name")
+
+    def __init__(self, agreed: Agreed) -> None:
+        self.agreed, self.depth, self.name = agreed, 0, current_thread().name
+
+    def __enter__(self) -> None:
+        other = self.agreed.inside
+        if other is not None and other is not self:
+            raise RuntimeError(
+                f"threads {other.name!r} and {self.name!r} run stages at the same time, and other ranks cannot tell "
+                f"them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+            )
+        self.agreed.inside, self.depth = self, self.depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.agreed.inside = None
+
+
+def alone(mesh: DeviceMesh, agreed: Agreed) -> Any:
+    """A context that refuses a second thread of the lane, where there are other ranks to confuse."""
+    return _Alone(agreed) if mesh.size() > 1 else contextlib.nullcontext()
+
+
+def callers(mesh: DeviceMesh, signature: Signature) -> tuple[str, ...]:
+    """Along which all ranks call a stage: not where one position has its parameters, nor where ranks run apart."""
+    elsewhere = (*signature.away, *apart_along())
+    return tuple(name for name in sizes(mesh) if name not in elsewhere)
+
+
+def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, agreed: Agreed) -> None:
+    """Compares a stage that runs for the first time between ranks.
+
+    Raises:
+        RuntimeError: they run different ones.
+    """
+    if plan in agreed.compared:
+        return
+    described = [
+        f"{signature.name} on {gather.layout}, gathered as {gather.dtype}, layout "
+        f"{bytes(gather.tag[:8].tolist()).hex()}"
+        for gather in plan.each
+    ]
+    with unscheduled():
+        agree(described, mesh, "stage", subject=_STAGES, axes=callers(mesh, signature))
+    agreed.compared.add(plan)

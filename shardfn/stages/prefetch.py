@@ -1,0 +1,93 @@
+"""Prefetching: which gathers start ahead of need, in forward by the announced order, in backward by the tape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shardfn.shards.layout import Layout
+from shardfn.shards.placement import Keep
+from shardfn.stages.residency import Residency
+from shardfn.stages.signature import GatherPlan, Signature
+from shardfn.stages.tape import StageRun, Tape, key_of
+from shardfn.transforms.step import Step
+
+Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
+
+
+@dataclass(frozen=True)
+class LastGather:
+    """How the last call with such layouts gathered its parameters."""
+
+    plan: GatherPlan
+    taped: bool
+    keep: Keep
+    signature: Signature
+
+
+class PrefetchOrder:
+    """The shards of stages in the order in which they are going to be used."""
+
+    __slots__ = ("at", "groups", "places")
+
+    def __init__(self, groups: list[Group]) -> None:
+        self.groups, self.at = groups, 0
+        self.places: dict[int, list[int]] = {}
+        for i, (_, shards) in enumerate(groups):
+            self.places.setdefault(id(shards[0]), []).append(i)
+
+    def after(self, shard: Tensor, count: int) -> list[Group] | None:
+        """What comes after a stage with this first shard; None if there is no such."""
+        places = self.places.get(id(shard))
+        if places is None:
+            return None
+        self.at = next((i for i in places if i >= self.at), places[0]) + 1  # one that occurs again is met in turn
+        return self.groups[self.at : self.at + count]
+
+
+class Prefetch:
+    """What comes next on one engine.
+
+    Attributes:
+        orders: what `layers` announced.
+        last_gathers: by the layouts of a stage; the next gather of its like will be the same.
+    """
+
+    def __init__(self, residency: Residency) -> None:
+        self.residency = residency
+        self.orders: list[PrefetchOrder] = []
+        self.last_gathers: dict[tuple[Layout, ...], LastGather] = {}
+
+    def ahead(self, tape: Tape | None, step: Step | None, run: StageRun) -> None:
+        """Starts the gathers of the layers that come next in forward."""
+        signature = run.signature
+        self.last_gathers[signature.layouts] = LastGather(run.plan, tape is not None, run.keep, signature)
+        count, found = signature.options.prefetch, None
+        for order in reversed(self.orders):
+            found = order.after(run.shards[0], count)
+            if found is not None:
+                break
+        for layouts, shards in found or ():
+            last = self.last_gathers.get(layouts)
+            if last is not None and last.plan.nbytes and last.taped == (tape is not None):
+                key = key_of(tape, step, last.keep, last.plan, shards)
+                coming = StageRun(last.signature, last.plan, shards, key, last.keep)
+                if not self.residency.take(tape, coming, count + 1, busy=run.slot):
+                    return
+
+    def behind(self, tape: Tape | None, run: StageRun) -> None:
+        """Starts the gathers for the calls whose backward comes next."""
+        left = run.signature.options.prefetch if tape is not None else 0
+        for index in range(run.index - 1, -1, -1):
+            if left == 0:
+                return
+            assert tape is not None, "something is left to gather"
+            other = tape.runs[index]
+            if other.done or other.slot is None or other.keep or not other.reads:
+                continue
+            if other.slot.alternates(run.slot):
+                return
+            if other.slot.holds != other.key:
+                self.residency.fill(other)
+            left -= 1

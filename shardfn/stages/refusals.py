@@ -1,0 +1,240 @@
+"""What the function of a stage must not do, and what is said when it does."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import re
+import sys
+import threading
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from shardfn.compat import autograd, functorch
+from shardfn.stages.signature import Signature
+
+
+class _Running(threading.local):
+    stage: str | None = None
+
+
+running = _Running()
+
+
+def enter(signature: Signature) -> None:
+    """The function of a stage begins on this thread; one inside another is refused."""
+    refuse_inside(signature)
+    running.stage = f"{signature.name} ({signature.stage!r})"
+
+
+def refuse_inside(signature: Signature) -> None:
+    """Raises RuntimeError inside the function of a stage."""
+    if running.stage is not None:
+        raise RuntimeError(
+            f"stage {signature.name} ({signature.stage!r}) is called inside stage {running.stage}: what one stage "
+            f"gathers it hands back before the next, so call them one after another"
+        )
+
+
+def refuse_reentrant(signature: Signature, differentiated: Sequence[bool]) -> None:
+    """Raises RuntimeError inside a reentrant checkpoint of torch's, where gradients asked for by name would be zero."""
+    frame = sys._getframe() if any(differentiated) else None
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                f"stage {signature.name} ({signature.stage!r}) is called inside torch.utils.checkpoint with "
+                f"use_reentrant=True, through which torch brings no gradient to value_and_grad: write "
+                f"use_reentrant=False, or make the stage with remat=True"
+            )
+        frame = frame.f_back
+
+
+class RefuseWrapped(torch.overrides.TorchFunctionMode):
+    """Refuses tensors of a running torch.func transform, which a stage's function can only have closed over.
+
+    All that is computed inside a transform is one of these; one without a derivative is the number that it is.
+    """
+
+    def __init__(self, signature: Signature, reverse: bool) -> None:
+        super().__init__()
+        self.signature, self.reverse = signature, reverse
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not functorch.inside_transform() and any(map(_followed, optree.tree_leaves((args, kwargs)))):
+            args, kwargs = optree.tree_map(self._plain, (args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def _plain(self, x: Any) -> Any:
+        if not _followed(x):
+            return x
+        number = functorch.constant(x) if self.reverse else None
+        if number is None:
+            told = f"a tensor of shape {tuple(x.shape)}, {x.dtype},"
+            raise RuntimeError(_closes_over(self.signature, [told]))
+        return number
+
+
+def _followed(x: Any) -> bool:
+    """Whether a transform that runs has wrapped it; one that has ended is no harm."""
+    return functorch.wrapped(x) and functorch.wrapped(functorch.alive(x))
+
+
+def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[int]) -> list[int]:
+    """The numbers of the outputs' storages.
+
+    Raises:
+        RuntimeError: an output has the memory of parameters.
+        TypeError: one is sparse.
+    """
+    for i, y in enumerate(outputs):
+        if y.layout is not torch.strided:
+            raise TypeError(
+                f"stage {signature.name} ({signature.stage!r}) returns a sparse tensor ({y.layout}) as output {i}: "
+                f"return y.to_dense(), or its indices and values"
+            )
+    storages = [autograd.storage_of(y) for y in outputs]
+    if not own.isdisjoint(storages):
+        i = next(i for i, storage in enumerate(storages) if storage in own)
+        raise RuntimeError(
+            f"stage {signature.name} ({signature.stage!r}) returns a parameter, or a view of one, as output "
+            f"{i}, of shape {tuple(outputs[i].shape)}: its memory is lent to the stage and gets other numbers "
+            f"afterwards. Return a clone, or compute with it inside the stage"
+        )
+    return storages
+
+
+def refuse_closure(signature: Signature, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+    """Raises RuntimeError if the function reached a tensor that needs a gradient and was not given to it."""
+    known = {id(x) for xs in given for x in xs}
+    for y in outputs:
+        if y.grad_fn is None and y.requires_grad and id(y) not in known:
+            raise RuntimeError(_closes_over(signature, _reached(signature, outputs, known)))
+    # At every call: a tensor that needed no gradient may need one now.
+    nodes: list[Any] = [y.grad_fn for y in outputs if y.grad_fn is not None]
+    seen = {None, *nodes}
+    for node in nodes:  # which grows
+        parents = node.next_functions
+        for parent, _ in parents:
+            if parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)
+        if not parents and id(variable := getattr(node, "variable", None)) not in known and variable is not None:
+            raise RuntimeError(_closes_over(signature, _reached(signature, outputs, known)))
+
+
+def _reached(signature: Signature, outputs: Sequence[Tensor], known: set[int]) -> list[str]:
+    """What outputs depend on beside what is known, in words: the tensors that the function names; if it names none,
+    those where what depends on known ones meets what does not.
+    """
+    nodes: list[Any] = [y.grad_fn for y in outputs if y.grad_fn is not None]
+    parents: dict[Any, list[Any]] = {}
+    leaves = {id(y): y for y in outputs if y.grad_fn is None and y.requires_grad}
+    while nodes:
+        node = nodes.pop()
+        if node not in parents:
+            parents[node] = [edge for edge in node.next_functions if edge[0] is not None]
+            nodes += [parent for parent, _ in parents[node]]
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                leaves[id(variable)] = variable
+    named = [
+        f"{name!r}, of shape {tuple(x.shape)}, {x.dtype},"
+        for name, x in signature.named()
+        if id(x) not in known and (x.grad_fn in parents if x.grad_fn is not None else id(x) in leaves)
+    ]
+    own = {node for node in parents if id(getattr(node, "variable", None)) in known}
+    grown = -1
+    while grown < len(own):  # what depends on them
+        grown = len(own)
+        own |= {node for node, edges in parents.items() if any(parent in own for parent, _ in edges)}
+    met = {edge for node in own for edge in parents[node] if edge[0] not in own}
+    shapes = dict.fromkeys(autograd.result_of(node, number) for node, number in met)
+    strays = [(tuple(x.shape), x.dtype) for key, x in leaves.items() if key not in known]
+    return named or [f"a tensor of shape {shape}, {dtype}," for shape, dtype in shapes or strays]
+
+
+def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
+    """Raises TypeError for an output in which tensors hide."""
+    for leaf in leaves:
+        if type(leaf) not in _PLAIN and _hides_tensors(leaf):
+            kind = type(leaf).__name__
+            raise TypeError(
+                f"stage {signature.name} ({signature.stage!r}) returns a {kind}, which is not a pytree node, with "
+                f"tensors in it: their gradients would be lost, and parameters among them get other numbers later. "
+                f"Return a tuple or dict of tensors, or register {kind} with optree"
+            )
+
+
+_PLAIN = {object, type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_MOST_LOOKED_AT = 1000
+
+
+def _hides_tensors(value: Any) -> bool:
+    """Whether a value leads to a tensor: by an attribute, a closure, a generator's frame, an array's memory."""
+    left, seen = [value], {id(value)}
+    while left and len(seen) < _MOST_LOOKED_AT:
+        one = left.pop()
+        if isinstance(one, Tensor):
+            return True
+        if isinstance(one, types.FunctionType):  # not all that its module has
+            found = [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
+        elif isinstance(one, types.GeneratorType):
+            found = list(inspect.getgeneratorlocals(one).values())
+        elif type(one).__module__ == "numpy":
+            found = [getattr(one, "base", None)]
+        else:
+            found = [] if isinstance(one, (type, types.ModuleType)) else gc.get_referents(one)
+        for other in found:
+            if id(other) not in seen and not isinstance(other, (type, types.ModuleType)):
+                seen.add(id(other))
+                left.append(other)
+    return False
+
+
+_DTYPES = re.compile("dtype|scalar type|weight type|bias type", re.IGNORECASE)
+
+
+def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arguments: Sequence[Any]) -> None:
+    """Raises RuntimeError in place of torch's where a function met parameters of one dtype and others of another."""
+    own, others = (
+        {x.dtype for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
+        for some in (parameters, [x for i, x in enumerate(arguments) if i not in signature.shards])
+    )
+    if not own or not others or len(own | others) == 1 or not _DTYPES.search(str(error)):
+        return
+    asked = {name: getattr(signature.options, name) for name in ("gather_dtype", "input_dtype")}
+    told = (
+        " and ".join(f"{name}={dtype}" for name, dtype in asked.items() if dtype)
+        or "no gather_dtype and no input_dtype"
+    )
+    first, second = (", ".join(sorted(map(str, some))) for some in (own, others))
+    raise RuntimeError(
+        f"stage {signature.name} ({signature.stage!r}): its function gets parameters of {first} and other arguments of "
+        f"{second}, which it mixes ({error}). With {told}: gather_dtype is the dtype in which it gets parameters, "
+        f"input_dtype that of its other arguments; give both the same, or cast inside the function"
+    ) from error
+
+
+def writes(signature: Signature) -> str:
+    """What is wrong with writing into parameters."""
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function writes into its parameters, or into another "
+        f"tensor that it was given. Parameters are lent to it, a gathered copy or the shard itself, and it may run "
+        f"again in backward: compute a new tensor, and update parameters outside of stages"
+    )
+
+
+def _closes_over(signature: Signature, found: Sequence[str]) -> str:
+    several = len(found) > 1
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function uses {' and '.join(found[:3])} that "
+        f"{'need' if several else 'needs'} a gradient and {'are' if several else 'is'} not among its arguments: the "
+        f"gradient would be lost. Pass {'them as arguments' if several else 'it as an argument'}, or use x.detach() of "
+        f"what should have none"
+    )

@@ -1,0 +1,320 @@
+"""The ring: the few buffers that gathered parameters live in, however deep the model.
+
+A slot is bytes, as many as the largest stage needs. What autograd saved of a stage's parameters are views of its slot;
+they stay valid, because backward fills the same slot with the same numbers before it reads them. Those writes
+go through an alias with a version counter of its own, so autograd does not take them for changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives.into_buffers import Communicator, Handle, arrived, gather_by_hops, gather_pieces, sends_pieces
+from shardfn.compat import dispatch, functorch, process_groups
+from shardfn.debugging import debugging
+from shardfn.stages.signature import Gather, GatherPlan
+
+Key = tuple[Any, ...]
+CommunicatorOf = Callable[[tuple[str, ...]], Communicator | None]
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Tensors made inside may be used under any mode later on."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+class Saved:
+    """What a slot held once, for a call that will read it; copied when the slot is filled with something else."""
+
+    def __init__(self) -> None:
+        self.copy: Tensor | None = None
+
+
+class Slot:
+    """A buffer for one stage's gathered parameters.
+
+    Attributes:
+        buffer: `[n]` bytes, of which parameters are views.
+        write: the same memory, to fill it by.
+        holds: what it holds or will hold when `works` have arrived; None for nothing in particular.
+        sources: the shards that `holds` speaks of, so that no other tensor takes their identity.
+        works: what is under way into it.
+        views: parameters in it, by what they are views for; None for stand-ins.
+        parts: what each gather fills of it.
+        users: calls that keep it.
+        readers: of what it holds now, where that is not gathered again.
+        lane: the place in its ring that it takes turns in; None outside of the ring.
+        busy: whether a function is running on what it holds, forward or backward.
+    """
+
+    __slots__ = ("buffer", "busy", "holds", "lane", "parts", "readers", "sources", "users", "views", "works", "write")
+
+    def __init__(self, nbytes: int, device: torch.device, lane: weakref.ref[Lane] | None = None) -> None:
+        self.lane, self.busy = lane, False
+        with ordinary_tensors():
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.write = self.buffer.data
+        self.holds: Key | None = None
+        self.sources: tuple[Tensor, ...] = ()
+        self.works: list[Handle] = []
+        self.views: dict[tuple[Gather, bool | None], list[Tensor]] = {}
+        self.parts: dict[Gather, SlotPart] = {}
+        self.users = 0
+        self.readers: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    def save(self) -> Saved:
+        """Somebody will read what it holds now."""
+        made = Saved()
+        self.readers.add(made)
+        return made
+
+    @contextlib.contextmanager
+    def showing(self, saved: Saved) -> Iterator[None]:
+        """What it held when that was saved."""
+        if saved.copy is None:
+            yield
+            return
+        self.settle()
+        with ordinary_tensors():
+            now = self.buffer.clone()
+            self.write.copy_(saved.copy)
+            try:
+                yield
+            finally:
+                self.write.copy_(now)
+
+    def fill(self, holds: Key, plan: GatherPlan, shards: tuple[Tensor, ...], communicator_of: CommunicatorOf) -> None:
+        """Starts to gather shards into it, once what is under way has arrived."""
+        self.give_back()
+        lane = self.lane() if self.lane is not None else None
+        if lane is not None and lane.slot is not self:
+            lane.slot.give_back()
+            lane.slot = self
+        for gather, values in zip(plan.each, shards, strict=True):
+            if gather.moves:
+                self._start(gather, values.detach(), communicator_of)
+        self.holds, self.sources = holds, shards
+
+    def _start(self, gather: Gather, values: Tensor, communicator_of: CommunicatorOf) -> None:
+        part, placement = self.part(gather), gather.layout.placement
+        axis = communicator_of(placement.axes)
+        one = values.dtype == gather.dtype and values.is_contiguous() and not gather.whole
+        part.in_pieces = bool(axis and one and sends_pieces(axis, "all_gather"))
+        if axis is None:
+            part.own.copy_(values)
+            return
+        last = axis.axis.index == axis.axis.size - 1
+        if part.in_pieces:
+            for start, stop in part.shared:
+                part.own[start:stop].copy_(values[start:stop])
+            work = gather_pieces(part.region, values.view(torch.uint8), part.tag, axis, gather.dtype)
+        else:
+            part.own.copy_(values)
+            if last:
+                part.tail.copy_(part.tag)
+            hops = [axis]
+            if placement.hops:
+                hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
+            work = gather_by_hops(part.region, axis.axis.index, hops, gather.dtype)
+        self.works.append(_Arrival(work, axis.group_names[0], part, gather, axis.checks and not last))
+
+    def part(self, gather: Gather) -> SlotPart:
+        """The part of it that one gather fills."""
+        found = self.parts.get(gather)
+        if found is None:
+            with ordinary_tensors():
+                found = self.parts[gather] = _slot_part(self.write[gather.start : gather.stop], gather)
+        return found
+
+    def settle(self) -> None:
+        """Waits for what is under way."""
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+
+    def forget(self) -> None:
+        """What it holds must not be used again."""
+        self.holds, self.sources = None, ()
+
+    def give_back(self) -> None:
+        """The end of a loan: what it held is gone, but for those who said that they read it.
+
+        In the debug mode every number in it becomes nan, or -1: whoever reads it still will see that.
+        """
+        self.settle()
+        self.forget()
+        if self.readers:
+            with ordinary_tensors():
+                copy = self.buffer.clone()
+            for reader in self.readers:
+                reader.copy = copy
+            self.readers.clear()
+        if (
+            debugging.memory and not functorch.inside_transform()
+        ):  # where one runs, a call can only be collected as garbage
+            with ordinary_tensors():
+                self.write.fill_(255)
+
+    def alternates(self, other: Slot | None) -> bool:
+        """Whether the two cannot hold something at the same time."""
+        return other is not None and (other is self or (self.lane is not None and self.lane is other.lane))
+
+
+@dataclass
+class SlotPart:
+    """The bytes of one buffer in a slot.
+
+    Attributes:
+        region: all of them.
+        own: this rank's piece, in its dtype.
+        tail: the end of the last piece.
+        tag: what stands there, on the device: a copy at every gather would make the host wait.
+        in_pieces: whether this rank's piece stays where it is, but for parameters that are cut.
+        shared: where in the piece these are.
+        inner: the parameters that are not cut: number, first element in the piece, elements, shape.
+    """
+
+    region: Tensor
+    own: Tensor
+    tail: Tensor
+    tag: Tensor
+    shared: list[tuple[int, int]]
+    inner: list[tuple[int, int, int, tuple[int, ...]]]
+    in_pieces: bool = False
+
+
+def _slot_part(region: Tensor, gather: Gather) -> SlotPart:
+    layout = gather.layout
+    index = layout.grid.index(process_groups.global_rank(), layout.placement.axes)
+    own = region.view(gather.dtype).view(layout.size, -1)[index]
+    cuts = layout.cuts[index]
+    whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]
+    shared = [(at, at + stop - start) for k, start, stop, at in cuts if stop - start < layout.entries[k].numel]
+    inner = [(k, at, length, layout.entries[k].shape) for k, at, length in whole]
+    tag = _tag(gather, region.device)
+    return SlotPart(region, own, region[len(region) - len(tag) :], tag, shared, inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tag(gather: Gather, device: torch.device) -> Tensor:
+    return gather.tag.to(device)
+
+
+class _Arrival:
+    """A gather that looks whether what came is what was meant."""
+
+    __slots__ = ("checks", "gather", "group", "part", "work")
+
+    def __init__(self, work: Handle, group: str, part: SlotPart, gather: Gather, checks: bool) -> None:
+        self.work, self.group, self.part, self.gather, self.checks = work, group, part, gather, checks
+
+    def wait(self) -> None:
+        arrived(self.work, "all_gather", self.group, self.gather.layout.stage)
+        if not self.checks:
+            return
+        tail, tag, layout = self.part.tail, self.part.tag, self.gather.layout
+        if tail.device.type != "cpu":
+            dispatch.assert_on_device((tail == tag).all(), "ranks run different stages")
+        elif not torch.equal(tail, tag):
+            other = bytes(tail[8:].tolist()).decode(errors="replace").strip()
+            raise RuntimeError(
+                f"it gathers for {bytes(tag[8:].tolist()).decode(errors='replace').strip()}, but the last rank along "
+                f"{' x '.join(layout.placement.axes)} for {other or 'another stage'}: ranks run different stages. "
+                f"A branch around a stage goes the same way on every rank"
+            )
+
+
+class Lane:
+    """A place in the ring, where one slot holds something at a time.
+
+    That is the same slot for all calls, unless one grows. In the debug mode each call has its own, so that none
+    finds the numbers of another where its own have been.
+    """
+
+    __slots__ = ("__weakref__", "slot")
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.slot = Slot(nbytes, device, weakref.ref(self))
+
+    def next(self, nbytes: int, room: int) -> Slot:
+        """The slot for another call, which has room for that many bytes."""
+        slot = self.slot
+        if slot.buffer.numel() < room:
+            # Calls that still need the smaller one keep it alive; it goes when they do. What comes must not be dropped.
+            slot.settle()
+            slot.lane = None
+            self.slot = Slot(nbytes, slot.buffer.device, weakref.ref(self))
+        elif debugging.memory and slot.parts:
+            return Slot(nbytes, slot.buffer.device, weakref.ref(self))
+        return self.slot
+
+
+class Ring:
+    """Slots that stage calls take in turn, and slots that calls keep from forward to backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lanes: list[Lane] = []
+        self.spare: list[Slot] = []
+        self.lent = 0  # bytes of the slots that are kept
+        self.largest = 0
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What is in each lane now."""
+        return [lane.slot for lane in self.lanes]
+
+    def at(self, number: int, slots: int, nbytes: int, spared: Slot | None = None) -> Slot | None:
+        """The slot for call number `number` of a schedule with so many slots; None if that would take the spared one's.
+
+        A function that runs keeps its slot: what another one's backward calls, a checkpoint say, gets the next.
+        """
+        self.largest = max(self.largest, nbytes)
+        i = number % slots
+        if i < len(self.lanes) and self.lanes[i].slot.busy:
+            i = next((k for k, lane in enumerate(self.lanes) if not lane.slot.busy), len(self.lanes))
+        while len(self.lanes) <= i:
+            self.lanes.append(Lane(self.largest, self.device))
+        lane = self.lanes[i]
+        return None if lane.slot.alternates(spared) else lane.next(self.largest, nbytes)
+
+    def find(self, holds: Key) -> Slot | None:
+        """The slot that holds this already."""
+        for lane in self.lanes:
+            if lane.slot.holds == holds:
+                return lane.slot
+        return None
+
+    def keep(self, nbytes: int) -> Slot:
+        """A slot outside the ring, until it is given back."""
+        fitting = [slot for slot in self.spare if slot.buffer.numel() >= nbytes]
+        best = min(fitting, key=lambda slot: slot.buffer.numel(), default=None) or Slot(nbytes, self.device)
+        if fitting:
+            self.spare.remove(best)
+        self.lent += best.buffer.numel()
+        return best
+
+    def give_back(self, slot: Slot) -> None:
+        """The end of `keep`."""
+        slot.give_back()
+        self.lent -= slot.buffer.numel()
+        if not debugging.memory:
+            self.spare.append(slot)
+
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self.lent + sum(slot.buffer.numel() for slot in (*self.slots, *self.spare))
+
+    def reserve(self, nbytes: int) -> None:
+        """Stages of this size are to be expected: the slots are made large enough at once."""
+        self.largest = max(self.largest, nbytes)
