@@ -100,11 +100,12 @@ class PendingReduction:
     __slots__ = ("along", "ends", "hops", "into", "lent", "marks", "out", "reduction", "total", "under_way")
 
     def __init__(self, reduction: Reduction, out: Tensor, total: GradientSum | None, deferred: bool) -> None:
-        route = reduction.route
+        route, shard = reduction.route, reduction.route.shard
         self.reduction, self.out, self.total = reduction, out, total
         hops = [("reduce_scatter", route.split), ("all_reduce", route.replica)]
         self.hops = [] if deferred else [(op, along) for op, along in hops if along is not None]
-        self.ends, self.lent = True, False
+        self.ends = shard is None or shard.axis.index == shard.axis.size - 1
+        self.lent = False
         self.under_way: Handle | None = None
         self.along: tuple[str, Communicator] | None = None
         self.into: Tensor | None = None
