@@ -50,7 +50,8 @@ from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
 from shardfn.shards.sharding import init, init_sharded, shard, shard_named, unshard
 from shardfn.stages.stage import layers, stage
-from shardfn.transforms.autodiff import accumulate, grad, value_and_grad
+from shardfn.transforms.accumulate import accumulate
+from shardfn.transforms.autodiff import grad, value_and_grad
 from shardfn.transforms.shard_map import shard_map
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -58,6 +58,23 @@ def references(x: torch.Tensor) -> tuple[int, int]:
 def storage_references(x: torch.Tensor) -> int:
     """How many tensors, and other things, refer to the storage of `x`."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that need a gradient at which the graphs of these begin; a result without a graph is one itself."""
+    results = list(results)
+    found = [y for y in results if y.grad_fn is None and y.requires_grad]
+    nodes: list[Any] = [y.grad_fn for y in results if y.grad_fn is not None]
+    seen = {None, *nodes}
+    for node in nodes:  # which grows
+        parents = node.next_functions
+        for parent, _ in parents:
+            if parent not in seen:
+                seen.add(parent)
+                nodes.append(parent)
+        if not parents and (leaf := getattr(node, "variable", None)) is not None:  # asking another node takes long
+            found.append(leaf)
+    return found
 
 
 def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:

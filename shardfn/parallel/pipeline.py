@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives.functional import axis_index, axis_size, ppermute, psum, pvary
-from shardfn.compat import functorch
+from shardfn.compat import autograd, functorch
 from shardfn.mesh.axes import AxisName, apart, as_names, check_together
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
 from shardfn.shards.layout import FlatShard, Layout, is_flat
@@ -294,7 +294,8 @@ class _Work:
 
     def _refuse_closure(self, made: Sequence[Tensor], came: Sequence[Tensor]) -> None:
         """Raises RuntimeError if a part reached a tensor that needs a gradient and was not passed to it."""
-        if not _leaves(made) <= {id(x) for x in (*came, *self.variables)}:
+        known = {id(x) for x in (*came, *self.variables)}
+        if any(id(leaf) not in known for leaf in autograd.leaves_of(made)):
             raise RuntimeError(_CLOSURE)
 
 
@@ -431,22 +432,6 @@ class _RefuseWrapped(torch.overrides.TorchFunctionMode):
         if computes and any(map(functorch.wrapped, optree.tree_leaves((args, kwargs)))):
             raise RuntimeError(_CLOSURE)
         return made
-
-
-def _leaves(made: Sequence[Tensor]) -> set[int]:
-    """The identities of the tensors at which the graphs of these begin."""
-    found = {id(y) for y in made if y.grad_fn is None and y.requires_grad}
-    nodes, seen = [y.grad_fn for y in made], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        parents = node.next_functions
-        if not parents:  # only there, since asking another node takes long
-            found.add(id(getattr(node, "variable", None)))
-        nodes += [parent for parent, _ in parents]
-    return found - {id(None)}
 
 
 def _without_autocast(device: torch.device) -> Any:

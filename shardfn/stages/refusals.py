@@ -112,19 +112,8 @@ def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[in
 def refuse_closure(signature: Signature, given: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
     """Raises RuntimeError if the function reached a tensor that needs a gradient and was not given to it."""
     known = {id(x) for xs in given for x in xs}
-    for y in outputs:
-        if y.grad_fn is None and y.requires_grad and id(y) not in known:
-            raise RuntimeError(_closes_over(signature, _reached(signature, outputs, known)))
-    # At every call: a tensor that needed no gradient may need one now.
-    nodes: list[Any] = [y.grad_fn for y in outputs if y.grad_fn is not None]
-    seen = {None, *nodes}
-    for node in nodes:  # which grows
-        parents = node.next_functions
-        for parent, _ in parents:
-            if parent not in seen:
-                seen.add(parent)
-                nodes.append(parent)
-        if not parents and id(variable := getattr(node, "variable", None)) not in known and variable is not None:
+    for leaf in autograd.leaves_of(outputs):  # at every call: a tensor that needed no gradient may need one now
+        if id(leaf) not in known:
             raise RuntimeError(_closes_over(signature, _reached(signature, outputs, known)))
 
 

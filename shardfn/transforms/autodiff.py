@@ -7,8 +7,8 @@ asks for one, and torch.func when already inside one of its transforms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import optree
 import torch
@@ -20,7 +20,7 @@ from shardfn.compat import autograd, dynamo, functorch
 from shardfn.mesh.axes import mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.transforms.owned import escaped, owner
-from shardfn.transforms.step import Defer, Step
+from shardfn.transforms.step import Step
 
 
 def value_and_grad(
@@ -35,13 +35,13 @@ def value_and_grad(
 
     Returns:
         `(*args, **kwargs) -> (value, gradient)`. A gradient is a pytree like its argument: a zero tensor for a leaf
-        that the loss does not use, None for a leaf that is no floating or complex tensor. Gradients are of this
+        that the loss does not use, None for a leaf that is not a floating or complex tensor. Gradients are of this
         rank's loss with respect to this rank's values: every reduction over ranks is the transpose of a
-        collective in `f`. Under torch.compile a tensor that `f` closes over is a constant to it: what shall be
+        collective in `f`. Under torch.compile a tensor that `f` closes over is a constant to it: what is to be
         differentiated again is an argument.
 
     Raises:
-        TypeError, ValueError: an argument number without an argument; a loss that is no real scalar.
+        TypeError, ValueError: an argument number without an argument; a loss that is not a real scalar.
 
     Example:
         >>> import torch
@@ -57,33 +57,23 @@ def value_and_grad(
         for number in numbers:
             if not -len(args) <= number < len(args):
                 raise TypeError(
-                    f"value_and_grad: argnums={argnums}, but {_name(f)} was called with {len(args)} positional "
+                    f"value_and_grad: argnums={argnums}, but {name_of(f)} was called with {len(args)} positional "
                     f"arguments (arguments to differentiate are passed by position)"
                 )
         chosen = [number % len(args) for number in numbers]
         if len(set(chosen)) < len(chosen):
-            raise ValueError(f"value_and_grad: argnums={argnums} names an argument of {_name(f)} twice")
-        whole: Any = tuple(args[i] for i in chosen)
-        leaves, treedef = optree.tree_flatten(whole)
-        layouts = layouts_of(whole)
-        moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
+            raise ValueError(f"value_and_grad: argnums={argnums} names an argument of {name_of(f)} twice")
+        variables = Variables(tuple(args[i] for i in chosen))
 
-        def loss(*variables: Tensor) -> tuple[Tensor, Any]:
-            mixed = list(leaves)
-            for i, variable in zip(moving, variables, strict=True):
-                mixed[i] = variable
+        def loss(*values: Tensor) -> tuple[Tensor, Any]:
             new = list(args)
-            for i, value in zip(chosen, optree.tree_unflatten(treedef, mixed), strict=True):
+            for i, value in zip(chosen, variables.tree(values), strict=True):
                 new[i] = value
-            return _scalar(f(*new, **kwargs), has_aux, _name(f))
+            return scalar(f(*new, **kwargs), has_aux, name_of(f))
 
         engine = _by_torch_func if torch.compiler.is_compiling() or functorch.inside_transform() else _by_autograd
-        value, aux, found = engine(loss, [leaves[i] for i in moving], [layouts[i] for i in moving])
-        gradients: list[Tensor | None] = [None] * len(leaves)
-        for i, gradient in zip(moving, found, strict=True):
-            gradients[i] = gradient
-        # A None leaf is no node to optree, so the gradient keeps the argument's structure around it.
-        trees = _placed(optree.tree_unflatten(treedef, gradients), layouts)
+        value, aux, found = engine(loss, variables.values, variables.layouts)
+        trees = variables.gradient(found)
         return (value, aux) if has_aux else value, trees[0] if isinstance(argnums, int) else trees
 
     return differentiated
@@ -107,93 +97,6 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bo
     return differentiated
 
 
-def accumulate(
-    f: Callable[..., Any], microbatches: Iterable[Any], *, has_aux: bool = False, defer: Defer = "replicas"
-) -> Callable[[Any], tuple[Any, Any]]:
-    """A function of parameters that returns the sum of `f` over micro-batches and its gradient, one of them at a time.
-
-    Nothing is averaged: where `f` is a sum, divided by what the whole batch has of it, the result is exactly the
-    whole batch's loss and gradient.
-
-    Args:
-        f: `(params, batch) -> loss`, or `(params, *batch)` where a micro-batch is a tuple.
-        microbatches: the batches, as many on every rank.
-        has_aux: `f` returns `(loss, aux)`; the new function returns `(sum, [aux, ...])` in place of the sum.
-        defer: what gradients of flat shards wait for the last micro-batch with: `"replicas"`, the sum over
-            replicas; `"everything"`, the scatter too, which takes a buffer for the whole gradients of all stages;
-            `"nothing"`.
-
-    Returns:
-        `params -> (value, gradient)`, as `value_and_grad` gives.
-
-    Raises:
-        ValueError: no micro-batches, or no such `defer`.
-
-    Example:
-        >>> import torch
-        >>> loss = lambda p, x: (p * x).sum()
-        >>> accumulate(loss, [torch.tensor([1.0]), torch.tensor([2.0])])(torch.tensor([3.0]))
-        (tensor(9.), tensor([3.]))
-    """
-    if defer not in get_args(Defer):
-        raise ValueError(f"accumulate: defer={defer!r}; it is one of {', '.join(map(repr, get_args(Defer)))}")
-    name = _name(f)
-
-    def losses(params: Any) -> Iterator[tuple[Tensor, Any]]:
-        number = 0
-        for number, batch in enumerate(microbatches, 1):  # noqa: B007
-            yield _scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
-        if number == 0:
-            raise ValueError(f"accumulate: there are no micro-batches for {name}")
-
-    def accumulated(params: Any) -> tuple[Any, Any]:
-        leaves = optree.tree_leaves(params)
-        outside = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        if functorch.inside_transform() or outside or functorch.inside_forward_mode():
-
-            def total(params: Any) -> tuple[Tensor, Any]:
-                values, auxes = zip(*losses(params), strict=True)
-                return torch.stack(values).sum(), list(auxes)
-
-            (value, aux), gradient = value_and_grad(total, has_aux=True)(params)
-            return (value, aux) if has_aux else value, gradient
-        return _one_by_one(losses, params, has_aux, defer)
-
-    return accumulated
-
-
-def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:
-    leaves, treedef = optree.tree_flatten(params)
-    layouts = layouts_of(params)
-    moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
-    variables = [leaves[i].detach().requires_grad_() for i in moving]
-    mixed = list(leaves)
-    for i, variable in zip(moving, variables, strict=True):
-        mixed[i] = variable
-    sums: list[Tensor | None] = [None] * len(variables)
-    values, auxes = [], []
-    with torch.enable_grad(), Step(variables, defer) as step:
-        for value, aux in losses(optree.tree_unflatten(treedef, mixed)):
-            if step.engines:
-                _reaches_others((value, aux), variables)
-            if variables:
-                with step.differentiating():
-                    found: Sequence[Tensor | None] = [None] * len(variables)
-                    if value.requires_grad:
-                        found = torch.autograd.grad(value, variables, allow_unused=True)
-                sums = [b if a is None else a if b is None else a + b for a, b in zip(sums, found, strict=True)]
-            values.append(value.detach())
-            auxes.append(optree.tree_map(_detached, aux))
-            del value, aux
-        collected = step.finish()
-    every = _totals(sums, collected, variables, [layouts[i] for i in moving])
-    gradients: list[Tensor | None] = [None] * len(leaves)
-    for i, gradient in zip(moving, _apart(every), strict=True):
-        gradients[i] = gradient
-    total = torch.stack(values).sum()
-    return (total, auxes) if has_aux else total, _placed(optree.tree_unflatten(treedef, gradients), layouts)
-
-
 def _by_torch_func(
     loss: Callable[..., Any], leaves: list[Tensor], layouts: list[Layout | None]
 ) -> tuple[Tensor, Any, Sequence[Tensor]]:
@@ -202,9 +105,9 @@ def _by_torch_func(
     found, (value, aux) = torch.func.grad_and_value(loss, argnums=tuple(range(len(leaves))), has_aux=True)(*leaves)
     if not torch.compiler.is_compiling():
         # What a stage computed has a graph outside of all transforms.
-        _reaches_others([functorch.unwrapped(x) for x in optree.tree_leaves((value, aux)) if isinstance(x, Tensor)], [])
+        reaches_others([functorch.unwrapped(x) for x in optree.tree_leaves((value, aux)) if isinstance(x, Tensor)], [])
     every = [_divided(g, layout) for g, layout in zip(found, layouts, strict=True)]
-    return value, aux, _apart(every) if torch.compiler.is_compiling() else every
+    return value, aux, unshared(every) if torch.compiler.is_compiling() else every
 
 
 def _by_autograd(
@@ -221,18 +124,18 @@ def _by_autograd(
                 variable.requires_grad_()
         with Step(variables) as step:
             value, aux = loss(*variables)
-            others = bool(outside or step.engines) and _reaches_others((value, aux), variables)
+            others = bool(outside or step.engines) and reaches_others((value, aux), variables)
             keep = outside and (any(leaf.requires_grad for leaf in leaves) or others)
             by_autograd: list[Tensor | None] = [None] * len(variables)
             with step.differentiating():
                 if value.requires_grad and variables:
                     by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
             collected = step.finish()
-        apart = _apart(_totals(by_autograd, collected, variables, layouts))
-    return (value, aux, apart) if keep else (_detached(value), optree.tree_map(_detached, aux), apart)
+        found = unshared(totals(by_autograd, collected, variables, layouts))
+    return (value, aux, found) if keep else (detached(value), optree.tree_map(detached, aux), found)
 
 
-def _totals(
+def totals(
     by_autograd: Sequence[Tensor | None],
     collected: dict[int, Tensor],
     variables: Sequence[Tensor],
@@ -251,22 +154,49 @@ def _totals(
 
 
 def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
-    """This rank's part of a gradient that several ranks have, where it shall be cut further than its parameter."""
+    """This rank's part of a gradient that several ranks have, where it is cut further than its parameter."""
     if layout is None or layout.state_layout is layout:
         return gradient
     with scope(mesh_of(layout.grid, f"the gradient of {layout.stage!r}")):
         return functional.local_slice(gradient, layout.placement.gradients[len(layout.placement.axes) :])
 
 
-def _placed(gradients: Any, layouts: Sequence[Layout | None]) -> Any:
-    """A tree of gradients, whose flat shards know how they are cut."""
-    if all(layout is None or layout.state_layout is layout for layout in layouts):
-        return gradients
-    return optree.tree_map(
-        lambda node: FlatShard(node.values, node.layout.state_layout) if is_flat(node) else node,
-        gradients,
-        is_leaf=is_flat,
-    )
+class Variables:
+    """The leaves of a tree that have a gradient, and the way back.
+
+    Attributes:
+        values: these leaves.
+        layouts: of each, if it is a flat shard's.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._leaves, self._tree = optree.tree_flatten(tree)
+        every = layouts_of(tree)
+        self._at = [i for i, leaf in enumerate(self._leaves) if moves(leaf, every[i])]
+        self.values: list[Tensor] = [self._leaves[i] for i in self._at]
+        self.layouts = [every[i] for i in self._at]
+
+    def tree(self, values: Sequence[Any]) -> Any:
+        """The tree with these in place of the leaves that have a gradient."""
+        return self._rebuilt(self._leaves, values)
+
+    def gradient(self, found: Sequence[Tensor]) -> Any:
+        """A tree of gradients, None for the other leaves; its flat shards know how they are cut."""
+        # A None leaf is not a node to optree, so the gradient keeps the argument's structure around it.
+        tree = self._rebuilt([None] * len(self._leaves), found)
+        if all(layout is None or layout.state_layout is layout for layout in self.layouts):
+            return tree
+        return optree.tree_map(
+            lambda node: FlatShard(node.values, node.layout.state_layout) if is_flat(node) else node,
+            tree,
+            is_leaf=is_flat,
+        )
+
+    def _rebuilt(self, leaves: list[Any], values: Sequence[Any]) -> Any:
+        mixed = list(leaves)
+        for i, value in zip(self._at, values, strict=True):
+            mixed[i] = value
+        return optree.tree_unflatten(self._tree, mixed)
 
 
 def layouts_of(tree: Any) -> list[Layout | None]:
@@ -280,7 +210,7 @@ def moves(leaf: Any, layout: Layout | None) -> bool:
     return _differentiable(leaf) and (layout is None or layout.trainable)
 
 
-def _reaches_others(results: Any, variables: list[Tensor]) -> bool:
+def reaches_others(results: Any, variables: Sequence[Tensor]) -> bool:
     """Whether the loss or aux also depends on a tensor, closed over, that somebody outside differentiates.
 
     Raises:
@@ -289,44 +219,32 @@ def _reaches_others(results: Any, variables: list[Tensor]) -> bool:
     if torch.compiler.is_compiling():
         return False
     mine = {id(variable) for variable in variables}
-    seen: set[Any] = set()
-    found = False
-    stack = [leaf.grad_fn for leaf in optree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in mine:
-            if owner(leaf) is not None:
-                raise escaped(str(owner(leaf)))
-            found = True
-        stack.extend(parent for parent, _ in node.next_functions)
-    return found or any(
-        leaf.is_leaf and leaf.requires_grad and id(leaf) not in mine
-        for leaf in optree.tree_leaves(results)
-        if isinstance(leaf, Tensor)
-    )
+    tensors = [leaf for leaf in optree.tree_leaves(results) if isinstance(leaf, Tensor)]
+    others = [leaf for leaf in autograd.leaves_of(tensors) if id(leaf) not in mine]
+    for leaf in others:
+        if owner(leaf) is not None:
+            raise escaped(str(owner(leaf)))
+    return bool(others)
 
 
-def _apart(found: Sequence[Tensor]) -> Sequence[Tensor]:
+def unshared(found: Sequence[Tensor]) -> Sequence[Tensor]:
     """Each gradient in memory of its own: autograd may return one for two, or one number for all elements."""
     if torch.compiler.is_compiling():  # memory is not known yet; where a copy is not needed, a compiler leaves it out
         return [gradient.clone(memory_format=torch.contiguous_format) for gradient in found]
     taken: set[int] = set()
-    apart = []
+    own = []
     for gradient in found:
         if not gradient.is_contiguous() and 0 in gradient.stride():
             gradient = gradient.contiguous()
         elif autograd.storage_of(gradient) in taken:
             gradient = gradient.clone()
         taken.add(autograd.storage_of(gradient))
-        apart.append(gradient)
-    return apart
+        own.append(gradient)
+    return own
 
 
-def _scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
+def scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
+    """The loss and aux that a function returned, if that is what they are."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(f"value_and_grad: with has_aux=True {name} returns (loss, aux), not {type(result).__name__}")
     value, aux = result if has_aux else (result, ())
@@ -345,7 +263,7 @@ def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _detached(leaf: Any) -> Any:
+def detached(leaf: Any) -> Any:
     """Without its graph, but with its tangent in forward mode, which `detach` alone would drop."""
     if not isinstance(leaf, Tensor):
         return leaf
@@ -355,5 +273,6 @@ def _detached(leaf: Any) -> Any:
     return primal.detach() if tangent is None else forward_ad.make_dual(primal.detach(), tangent.detach())
 
 
-def _name(f: Callable[..., Any]) -> str:
+def name_of(f: Callable[..., Any]) -> str:
+    """What a function is called in messages."""
     return getattr(f, "__name__", type(f).__name__)

@@ -212,7 +212,7 @@ class _Backward(Function):
 
     @staticmethod
     def forward(run: _Run, needs: Sequence[bool], given: list[bool], *tensors: Tensor) -> Tensors:
-        cts, saved = _apart(given, tensors)
+        cts, saved = _separated(given, tensors)
         found = run.backward(saved, cts, needs)
         return own(
             [torch.zeros_like(x) if g is None else g for g, x, need in zip(found, saved, needs, strict=False) if need],
@@ -235,7 +235,7 @@ class _Backward(Function):
             mixed = tensors[:used]
             for i, variable in zip(moving, variables, strict=True):
                 mixed[i] = variable
-            cts, inputs = _apart(ctx.given, mixed)
+            cts, inputs = _separated(ctx.given, mixed)
             return tuple(g for g in run.composed(inputs, cts, ctx.needs) if g is not None)
 
         with run.scope():
@@ -254,7 +254,7 @@ def own(found: Sequence[Tensor], given: Sequence[Tensor]) -> Tensors:
     return tuple([g.view_as(g) if id(g) in known else g for g in found])
 
 
-def _apart(given: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
+def _separated(given: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], list[Tensor]]:
     """Cotangents, None where there was none, and what comes after them."""
     rest: Iterator[Tensor] = iter(tensors)
     return [next(rest) if yes else None for yes in given], list(rest)
