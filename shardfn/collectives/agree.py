@@ -25,7 +25,7 @@ ARGUMENTS = (
 
 
 def agree(
-    told: list[str],
+    described: list[str],
     mesh: DeviceMesh | Axis,
     name: str,
     mine: Exception | None = None,
@@ -37,7 +37,7 @@ def agree(
     A rank that waits for others longer than `waiting.PATIENCE` says so in the log.
 
     Args:
-        told: what this rank was given, a line for each argument.
+        described: what this rank was given, a line for each argument.
         mesh: whose ranks compare; or an axis of one, by which all along it do.
         name: who asks.
         mine: what is wrong with this rank's own arguments, to raise in place of a difference.
@@ -50,11 +50,14 @@ def agree(
     """
     if _along(mesh, axes).size == 1:
         return
-    text = "\n".join([name, *(" ".join(line.split()) for line in told)]).encode()
+    text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
     what, advice = subject
-    alone = f"{name}: {what} are new to this rank ({'; '.join(told[:6])}), and not every other rank has come to compare"
+    alone = (
+        f"{name}: {what} are new to this rank ({'; '.join(described[:6])}), and not every other rank has come to "
+        f"compare"
+    )
     try:
         digests, lengths = gathered(
             torch.tensor([digest, len(text)]), mesh, axes, f"comparing {what}", name, alone

@@ -222,8 +222,8 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
     Args:
         x: tensors of the same shape on every rank.
         axis: one axis name, or several as their product.
-        perm: `(source, target)` positions along the axis, no source and no target twice. A rank that is no target gets
-            zeros.
+        perm: `(source, target)` positions along the axis, no source and no target twice. A rank that is not a target
+            gets zeros.
 
     Spec:
         >>> def ppermute(xs, perm):
@@ -295,7 +295,7 @@ def ragged_all_to_all(
         axis: one axis name, or several as their product.
         send: lengths of the pieces, one for each rank along the axis; 0 is one.
         receive: lengths of the pieces that come, by rank: `receive[j]` here is `send[here]` on rank `j`. Default: the
-            ranks tell each other first, which takes one more exchange and a wait for it.
+            ranks exchange them first, which takes one more exchange and a wait for it.
         dim: the dimension that is cut, and along which what comes is concatenated.
 
     Spec:
@@ -316,8 +316,8 @@ def ragged_all_to_all(
     if receive is None:
         counts = torch.tensor(lengths["send"])
         mesh = current_mesh()
-        told = all_to_all(counts.to(mesh.device_type) if mesh else counts, axis, split_dim=0, concat_dim=0)
-        receive = told.tolist()
+        coming = all_to_all(counts.to(mesh.device_type) if mesh else counts, axis, split_dim=0, concat_dim=0)
+        receive = coming.tolist()
     lengths["receive"] = [int(n) for n in receive]
     for name, some in lengths.items():
         if len(some) != size or min(some) < 0:
@@ -425,4 +425,4 @@ def _check_permutation(pairs: list[tuple[int, int]], axis: AxisName, size: int) 
                     f"ppermute over {axis!r}: {end} {position} in {pairs}, but positions run from 0 to {size - 1}"
                 )
             if positions.count(position) > 1:
-                raise ValueError(f"ppermute over {axis!r}: {end} {position} stands twice in {pairs}")
+                raise ValueError(f"ppermute over {axis!r}: {end} {position} is there twice in {pairs}")

@@ -1,7 +1,7 @@
 """Asynchronous collectives into given buffers, by which the stage engine moves parameters and gradients.
 
 Each returns a handle whose `wait()` leaves the result in its place. Which transport an axis uses is chosen once, by
-its backend, and stands in the ledger; `transports` overrides it.
+its backend, and is recorded in the ledger; `transports` overrides it.
 """
 
 from __future__ import annotations

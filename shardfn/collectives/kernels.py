@@ -35,7 +35,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def _kernel(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A complex tensor travels as its two parts; what comes out is no view, so that autograd allows writing into it."""
+    """A complex tensor travels as its two parts; what comes out is not a view, so autograd allows writing into it."""
 
     def kernel(x: Tensor, *args: Any) -> Tensor:
         with waiting.on(move.__name__, args[-1]):  # its group
@@ -51,7 +51,7 @@ def _kernel(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @_kernel
 def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """Every rank's `x`, concatenated along `dim`."""
-    peers = _told("all_gather", x, size - 1, group, "native")
+    peers = _recorded("all_gather", x, size - 1, group, "native")
     if peers is not None:
         return _concatenate(messages.gather(peers, x, "all_gather", dim), dim)
     pieces = _move(x, WIRE.all_gather_into_tensor, size, group)
@@ -62,7 +62,7 @@ def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
     """The sum of every rank's `x`, of which this rank gets its piece along `dim`."""
     pieces = _split(x, dim, size)
-    peers = _told("reduce_scatter", x, 1 - 1 / size, group, "exchange" if x.device.type == "cpu" else "native")
+    peers = _recorded("reduce_scatter", x, 1 - 1 / size, group, "exchange" if x.device.type == "cpu" else "native")
     if peers is not None:
         return messages.combined(messages.exchange(peers, pieces, "reduce_scatter", dim).unbind(), "sum")
     if x.device.type == "cpu":  # gloo's own is 2.5 to 6 times slower than an exchange and a local sum
@@ -75,7 +75,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     """The `"sum"`, `"max"` or `"min"` of every rank's `x`; no group is this rank alone."""
     if not group:
         return copy(x)
-    peers = _told("all_reduce", x, 2, group, "native")
+    peers = _recorded("all_reduce", x, 2, group, "native")
     bits = x.view(torch.uint8) if x.dtype == torch.bool else x
     if peers is not None:
         return messages.reduce(peers, bits, op).view(x.dtype)
@@ -85,7 +85,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
 @_kernel
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, size: int, group: str) -> Tensor:
     """Piece `j` of `x` along `split_dim` goes to rank `j`; what arrives is concatenated along `concat_dim`."""
-    peers = _told("all_to_all", x, 1 - 1 / size, group, "native")
+    peers = _recorded("all_to_all", x, 1 - 1 / size, group, "native")
     pieces = _split(x, split_dim, size)
     if peers is not None:
         return _concatenate(messages.exchange(peers, pieces, "all_to_all", split_dim, concat_dim), concat_dim)
@@ -101,7 +101,7 @@ def permute(x: Tensor, source: list[int], index: int, group: str) -> Tensor:
     that saw its result to be constant would drop it, and one that saw it to need nothing might move it before others.
     """
     receive, send = _marks(source, index)
-    peers = _told("ppermute", x, sum(send), group, "exchange")
+    peers = _recorded("ppermute", x, sum(send), group, "exchange")
     if peers is not None:
         return messages.permute(peers, x, source)()
     flat = x.flatten()
@@ -119,7 +119,7 @@ def permute(x: Tensor, source: list[int], index: int, group: str) -> Tensor:
 
 def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
     """Begins to send `x` to the next rank of a ring; the function returned waits for what comes from the one before."""
-    peers = _told("ppermute", x, 1, group, "exchange", scheduled=True)
+    peers = _recorded("ppermute", x, 1, group, "exchange", scheduled=True)
     source = [(rank - 1) % size for rank in range(size)]
     if peers is not None:
         come = messages.permute(peers, x, source)
@@ -143,7 +143,7 @@ def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor
 def ragged_all_to_all(x: Tensor, dim: int, send: list[int], receive: list[int], index: int, group: str) -> Tensor:
     """`send[j]` places of `x` along `dim` go to rank `j`, in order, and `receive[j]` come from it; this is `index`."""
     share = 1 - send[index] / max(1, sum(send))
-    peers = _told("all_to_all", x, share, group, "native")
+    peers = _recorded("all_to_all", x, share, group, "native")
     rows = x.movedim(dim, 0).contiguous()
     if peers is not None:
         return messages.ragged(peers, rows, send, receive, "ragged_all_to_all", dim).movedim(0, dim).contiguous()
@@ -163,7 +163,7 @@ def _marks(source: Sequence[int], index: int) -> tuple[list[int], list[int]]:
     return [int(rank == source[index]) for rank in range(len(source))], [int(index == one) for one in source]
 
 
-def _told(
+def _recorded(
     op: str, x: Tensor, share: float, group: str, how: str, scheduled: bool | None = None
 ) -> messages.Peers | None:
     """With whom messages are exchanged, if they are, or how else `x` moves: entered in the ledger."""

@@ -1,6 +1,6 @@
 """Collectives on gloo made of messages that only meet their like.
 
-gloo tells the messages of its own collectives apart by their order alone: one that is longer than expected ends the
+gloo distinguishes the messages of its own collectives by their order alone: one that is longer than expected ends the
 process, and a shorter one leaves the rest of a buffer as it was. Here each message carries a number made of what it
 belongs to, its place in the order of calls included. Ranks that do different things therefore wait for each other.
 """
@@ -105,7 +105,7 @@ def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
 
 
 def _reduce_in_pieces(p: Peers, x: Tensor, op: str, what: What) -> Tensor:
-    """Each rank adds up its piece of the whole, and tells the others."""
+    """Each rank adds up its piece of the whole, and sends the sum to the others."""
     out = x.clone(memory_format=torch.contiguous_format)
     length = -(-out.numel() // p.size)
     pieces = [out.view(-1)[i * length : (i + 1) * length] for i in range(p.size)]
@@ -184,8 +184,8 @@ def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message])
 
 
 def _arrive(works: Future[list[Any]], what: What, group: Any) -> None:
-    told = _told(what)
-    here = waiting.on(str(what[0]), group.group_name, _told(what[1:]))
+    described = _described(what)
+    here = waiting.on(str(what[0]), group.group_name, _described(what[1:]))
     try:
         with here:
             for work in works.result():
@@ -194,10 +194,10 @@ def _arrive(works: Future[list[Any]], what: What, group: Any) -> None:
         if " in vain for " in str(error):
             raise
         if here.nested:  # the outer one knows more
-            said = f"not every other rank along the axis has come to {told} ({waiting.brief(error)})"
+            said = f"not every other rank along the axis has come to {described} ({waiting.brief(error)})"
             raise RuntimeError(said) from None
         raise RuntimeError(
-            f"this rank waited in vain for {told}, and not every other rank along the axis has come to the same. "
+            f"this rank waited in vain for {described}, and not every other rank along the axis has come to the same. "
             f"SHARDFN_DEBUG=collectives says who does what ({waiting.brief(error)})"
         ) from None
 
@@ -208,7 +208,7 @@ def _tag(what: What, number: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _told(what: What) -> str:
+def _described(what: What) -> str:
     return ", ".join(str(tuple(part) if isinstance(part, torch.Size) else part) for part in what)
 
 

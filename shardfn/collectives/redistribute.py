@@ -114,7 +114,7 @@ def _parse(side: str, pattern: str) -> Side:
         if token.startswith("+"):
             partial += words
         elif partial:
-            raise ValueError(f"redistribute pattern {pattern!r}: dimension {token!r} stands behind a partial sum")
+            raise ValueError(f"redistribute pattern {pattern!r}: dimension {token!r} comes after a partial sum")
         else:
             dims.append(tuple(words))
     names = tuple(words[0] for words in dims)
@@ -122,7 +122,7 @@ def _parse(side: str, pattern: str) -> Side:
     for kind, words in (("dimension", list(names)), ("axis", axes)):
         for word in words:
             if words.count(word) > 1:
-                raise ValueError(f"redistribute pattern {pattern!r}: {kind} {word!r} stands twice on one side")
+                raise ValueError(f"redistribute pattern {pattern!r}: {kind} {word!r} occurs twice on one side")
     return Side(names, tuple(words[1:] for words in dims), frozenset(partial))
 
 

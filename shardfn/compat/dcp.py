@@ -17,7 +17,7 @@ def checkpoint_metadata(
     numbers: dict[str, tuple[str, int, int]],
     keys: dict[str, tuple[Any, ...]],
 ) -> Any:
-    """What torch.distributed.checkpoint pickles beside its files.
+    """What torch.distributed.checkpoint pickles next to its files.
 
     Args:
         tensors: name -> dtype, shape, and parts `(offsets, sizes, file, offset, length)`.

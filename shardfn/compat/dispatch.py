@@ -116,7 +116,7 @@ def _backwards(y: torch.Tensor) -> torch.Tensor:
         ct = arrived[node]
         made = node.apply(ct) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(ct)
         several = made if isinstance(made, tuple) else (made,)
-        if len(several) > len(node.next_functions):  # a Function in Python answers for what is no tensor, too
+        if len(several) > len(node.next_functions):  # a Function in Python answers for what is not a tensor, too
             several = tuple(g for g in several if g is not None)
         for (parent, _), g in zip(node.next_functions, several, strict=True):
             if parent is not None and g is not None:

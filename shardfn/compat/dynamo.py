@@ -27,7 +27,7 @@ def trace_dicts() -> None:
     """
     try:
         from torch._dynamo.polyfills import pytree
-    except ImportError:  # without it optree is no part of any graph
+    except ImportError:  # without it optree is not part of any graph
         return
     for name in ("dict_flatten", "dict_unflatten"):
         if hasattr(pytree, name):

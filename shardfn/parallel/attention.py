@@ -19,7 +19,7 @@ from shardfn.compat import attention as kernels
 from shardfn.mesh.axes import AxisName, bound_axis
 from shardfn.transforms.custom_vjp import custom_vjp
 
-Part = tuple[slice, slice, bool]  # queries and keys that meet, and whether causally
+Block = tuple[slice, slice, bool]  # queries and keys that meet, and whether causally
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
@@ -142,7 +142,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"attention: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"attention: {shapes}: {q.shape[1]} heads of queries are no multiple of {k.shape[1]} of keys")
+        raise ValueError(
+            f"attention: {shapes}: {q.shape[1]} heads of queries are not a multiple of {k.shape[1]} of keys"
+        )
     if causal and q.shape[2] != k.shape[2]:
         raise ValueError(f"attention: {shapes}: causal=True, but {q.shape[2]} queries and {k.shape[2]} keys")
 
@@ -214,7 +216,7 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
     return custom_vjp(pure, fwd, bwd)
 
 
-def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Part]:
+def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Block]:
     """Which of a rank's queries meet which of the keys that came from `source`."""
     every, half = slice(None), length // 2
     if not causal:

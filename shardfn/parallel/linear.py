@@ -50,12 +50,12 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
         tokens: integers from 0 to `v - 1`, the same on all ranks along `axis`.
         table: this rank's rows.
         axis: that cuts it; `()` where nothing does.
-        sequence: the dimension along which the result shall be cut; else it is the same on all ranks, `V -> I`.
+        sequence: the dimension along which the result is cut; without it, it is the same on all ranks, `V -> I`.
 
     Raises:
         IndexError: a token outside of the table.
-        TypeError: tokens that are no integers.
-        ValueError: a table that is no matrix.
+        TypeError: tokens that are not integers.
+        ValueError: a table that is not a matrix.
     """
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(

@@ -14,7 +14,7 @@ from shardfn.mesh.axes import AxisName
 from shardfn.parallel.linear import to_parallel
 from shardfn.transforms.custom_vjp import custom_vjp
 
-LOGITS = 2**23  # that are made at a time, unless told otherwise
+LOGITS = 2**23  # that are made at a time by default
 
 
 def cross_entropy(

@@ -60,7 +60,7 @@ class Message:
     """What came.
 
     Attributes:
-        said: beside the tensors.
+        said: in addition to the tensors.
         tree: their structure, packed.
         kinds: of the tensors where they come from.
         tensors: in memory of their own.
@@ -207,7 +207,7 @@ class Team:
             said = body()
             for to in self.sent:
                 self.delivered(to)
-        except BaseException as error:  # also an interrupt: others shall not wait for this rank
+        except BaseException as error:  # also an interrupt: others must not wait for this rank
             failure = error
         try:
             ends = self._finished(said, failure)
@@ -230,7 +230,7 @@ class Team:
         stopped = isinstance(failure, Stopped)
         wrong = None if failure is None or stopped else (type(failure).__name__, str(failure)[:8000])
         own, before = End(said, wrong, stopped), _cut_short.get(self.hosts)
-        _cut_short[self.hosts] = before or "while ranks told each other how it ended"
+        _cut_short[self.hosts] = before or "while ranks compared how it ended"
         for line in self.lines.values():
             with contextlib.suppress(RuntimeError):  # one that is gone says nothing either
                 line.send(own)
@@ -263,8 +263,8 @@ class Team:
             if end.wrong is not None:
                 kind, text = end.wrong
                 known = {"ValueError": ValueError, "TypeError": TypeError}.get(kind, RuntimeError)
-                told = kind if end is _GONE else f"failed: {kind}: {text}"
-                raise known(f"pipeline: rank {i} along {self.axis!r} {told}")
+                how = kind if end is _GONE else f"failed: {kind}: {text}"
+                raise known(f"pipeline: rank {i} along {self.axis!r} {how}")
 
     # --- what goes and comes during a run ---
 
@@ -363,10 +363,10 @@ class Team:
         """A tensor's bytes, in order: its own memory where they are in order there."""
         plain = type(x) in (Tensor, torch.nn.Parameter)
         if not plain or x.layout != torch.strided or x.device.type != self.device.type:
-            told = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
+            found = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
             raise TypeError(
                 f"pipeline: a part returns a pytree of tensors to the next rank, dense ones on {self.device.type}; "
-                f"among them is {told}"
+                f"among them is {found}"
             )
         return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 

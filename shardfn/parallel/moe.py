@@ -183,7 +183,7 @@ def _hot(experts: Tensor, count: int) -> Tensor:
 
 
 def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
-    """Where each choice goes, `[g, t, k]`: to `expert * capacity + place`, or behind all where there is no place."""
+    """Where each choice goes, `[g, t, k]`: to `expert * capacity + place`, or after all where there is no place."""
     count = routing.logits.shape[-1]
     hot = _hot(routing.experts.transpose(1, 2).flatten(1), count).long()  # first choices first
     place = ((hot.cumsum(1) - 1) * hot).sum(-1)

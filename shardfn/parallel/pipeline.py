@@ -77,7 +77,7 @@ def pipeline(
     try:
         job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), team, schedule)
     except BaseException as error:
-        return team.run(functools.partial(_raise, error))[0]  # which tells the others
+        return team.run(functools.partial(_raise, error))[0]  # which the others learn
     return custom_vjp(job.pure, job.fwd, job.bwd)(*tensors)[0]
 
 

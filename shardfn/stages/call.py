@@ -196,7 +196,7 @@ def differentiated(
 
 
 class SharedMemory(Exception):
-    """Outputs of a stage share memory with each other, or with inputs, where that cannot be told to a transform."""
+    """Outputs of a stage share memory with each other, or with inputs, of which a transform cannot know."""
 
 
 def leaving(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Tensor], transformed: bool) -> Any:

@@ -38,7 +38,7 @@ class PrefetchOrder:
             self.places.setdefault(id(shards[0]), []).append(i)
 
     def after(self, shard: Tensor, count: int) -> list[Group] | None:
-        """What comes after a stage with this first shard; None if there is no such."""
+        """What comes after a stage with this first shard; None if there is none."""
         places = self.places.get(id(shard))
         if places is None:
             return None

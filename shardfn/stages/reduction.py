@@ -175,7 +175,7 @@ class PendingReduction:
 
 @functools.lru_cache(maxsize=4096)
 def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What stands at the end of the last piece, where no parameter is: 1, and digits that say which stage it is.
+    """What is at the end of the last piece, where no parameter is: 1, and digits that say which stage it is.
 
     Their sum over ranks is these times the first of them, unless ranks sum different stages.
     """

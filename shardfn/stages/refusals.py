@@ -75,13 +75,12 @@ class RefuseWrapped(torch.overrides.TorchFunctionMode):
             return x
         number = functorch.constant(x) if self.reverse else None
         if number is None:
-            told = f"a tensor of shape {tuple(x.shape)}, {x.dtype},"
-            raise RuntimeError(_closes_over(self.signature, [told]))
+            raise RuntimeError(_closes_over(self.signature, [f"a tensor of shape {tuple(x.shape)}, {x.dtype},"]))
         return number
 
 
 def _followed(x: Any) -> bool:
-    """Whether a transform that runs has wrapped it; one that has ended is no harm."""
+    """Whether a transform that runs has wrapped it; one that has ended does no harm."""
     return functorch.wrapped(x) and functorch.wrapped(functorch.alive(x))
 
 
@@ -118,8 +117,8 @@ def refuse_closure(signature: Signature, given: Sequence[Sequence[Tensor]], outp
 
 
 def _reached(signature: Signature, outputs: Sequence[Tensor], known: set[int]) -> list[str]:
-    """What outputs depend on beside what is known, in words: the tensors that the function names; if it names none,
-    those where what depends on known ones meets what does not.
+    """What else than the known tensors outputs depend on, in words: the tensors that the function names; if it names
+    none, those where what depends on known ones meets what does not.
     """
     nodes: list[Any] = [y.grad_fn for y in outputs if y.grad_fn is not None]
     parents: dict[Any, list[Any]] = {}
@@ -198,14 +197,14 @@ def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arg
     if not own or not others or len(own | others) == 1 or not _DTYPES.search(str(error)):
         return
     asked = {name: getattr(signature.options, name) for name in ("gather_dtype", "input_dtype")}
-    told = (
+    asked_for = (
         " and ".join(f"{name}={dtype}" for name, dtype in asked.items() if dtype)
         or "no gather_dtype and no input_dtype"
     )
     first, second = (", ".join(sorted(map(str, some))) for some in (own, others))
     raise RuntimeError(
         f"stage {signature.name} ({signature.stage!r}): its function gets parameters of {first} and other arguments of "
-        f"{second}, which it mixes ({error}). With {told}: gather_dtype is the dtype in which it gets parameters, "
+        f"{second}, which it mixes ({error}). With {asked_for}: gather_dtype is the dtype in which it gets parameters, "
         f"input_dtype that of its other arguments; give both the same, or cast inside the function"
     ) from error
 

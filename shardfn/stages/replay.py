@@ -10,7 +10,7 @@ import torch
 
 
 class RngAndAutocast:
-    """The state that a function may depend on beside its arguments, for running it again."""
+    """The state that a function may depend on in addition to its arguments, for running it again."""
 
     __slots__ = ("device", "generators", "numbers", "more", "autocast")  # noqa: RUF023
 

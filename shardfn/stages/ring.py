@@ -178,7 +178,7 @@ class SlotPart:
         region: all of them.
         own: this rank's piece, in its dtype.
         tail: the end of the last piece.
-        tag: what stands there, on the device: a copy at every gather would make the host wait.
+        tag: what is put there, on the device: a copy at every gather would make the host wait.
         in_pieces: whether this rank's piece stays where it is, but for parameters that are cut.
         shared: where in the piece these are.
         inner: the parameters that are not cut: number, first element in the piece, elements, shape.

@@ -94,7 +94,7 @@ class Signature:
         sources: for each of those leaves the numbers of the flat leaves that it is made of.
         layouts: of the flat shards, in order of leaves; `shards` has their numbers.
         known: plans by the dtypes of the shards.
-        shares_memory: whether outputs were seen to share memory, which transforms cannot be told.
+        shares_memory: whether outputs were seen to share memory, of which transforms cannot know.
         writable: whether there are lists and dicts among the arguments.
     """
 

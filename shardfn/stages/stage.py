@@ -80,7 +80,7 @@ def stage(
 ) -> Any:
     """Makes a function of whole parameters one of flat shards: all-gather, compute, reduce-scatter.
 
-    Wherever a `FlatShard` (or what else `shard` puts in place of a stage's parameters) stands among the arguments,
+    Wherever a `FlatShard` (or what else `shard` puts in place of a stage's parameters) is among the arguments,
     the function meets the whole parameters. They are views of a buffer that is lent for the call: compute with them,
     return none of them. Calls without any shards run the function as it is. Works as a decorator.
 
@@ -92,7 +92,7 @@ def stage(
         reshard: whether the gathered parameters go after forward, and are gathered again for backward. Default: as
             the strategy says.
         prefetch: how many gathers run ahead: of the layers that `layers` announces, and in backward. Each
-            takes a buffer of the size of the largest stage, beside the one in use.
+            takes a buffer of the size of the largest stage, in addition to the one in use.
         gather_dtype: of floating parameters on the wire and in the function; default: the shard's own.
         reduce_dtype: of their gradients on the wire; default: the shard's own.
         input_dtype: floating tensors among the other arguments are cast to it.

@@ -21,8 +21,8 @@ def _explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
     """The same error, or which extra has what is missing."""
     if error.name not in _EXTRA:
         return error
-    told = f"shardfn.testing needs {error.name}, which is in the extra testing: pip install 'shardfn[testing]'"
-    return ModuleNotFoundError(told, name=error.name)
+    message = f"shardfn.testing needs {error.name}, which is in the extra testing: pip install 'shardfn[testing]'"
+    return ModuleNotFoundError(message, name=error.name)
 
 
 try:

@@ -253,8 +253,8 @@ class _Line:
 
     def _meet(self, message: _Message) -> None:
         """All ranks launched the same."""
-        told = f"{message.name} {message.read.dtype}".encode()
-        digest = hashlib.blake2b(told, digest_size=8).digest()
+        described = f"{message.name} {message.read.dtype}".encode()
+        digest = hashlib.blake2b(described, digest_size=8).digest()
         every = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         if not (every == every[0]).all():
             raise RuntimeError(f"chaos: this rank launched {message}, and others something else")

@@ -145,7 +145,7 @@ def _answer(rank: _Rank) -> tuple[Outcome, int]:
 def _obituary(rank: _Rank) -> Failure:
     code = rank.child.exit_code(timeout=5.0)
     if code is None:
-        message = "the process is gone, and so is what could have told its exit code"
+        message = "the process is gone, and so is what could have reported its exit code"
     elif code < 0:
         message = f"the process was killed by {signal.Signals(-code).name}"
     else:
@@ -155,7 +155,7 @@ def _obituary(rank: _Rank) -> Failure:
 
 
 def _stuck(ranks: Sequence[_Rank]) -> dict[int, Outcome]:
-    """For every rank that has not answered, where it stands."""
+    """For every rank that has not answered, where it is."""
     before = {rank.number: len(_log(rank)) for rank in ranks}
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):

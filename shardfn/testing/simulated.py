@@ -148,7 +148,7 @@ _under_way: weakref.WeakSet[Any] = weakref.WeakSet()  # storages into which the 
 def _register() -> None:
     if torch.accelerator.is_available():
         raise RuntimeError(
-            f"this process has an accelerator, {torch.accelerator.current_accelerator()}, beside which torch cannot "
+            f"this process has an accelerator, {torch.accelerator.current_accelerator()}, next to which torch cannot "
             f"pretend another: hide it, by CUDA_VISIBLE_DEVICES= say"
         )
     process_groups.register_python_device(NAME, _Module())
@@ -490,7 +490,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 def _line() -> str:
-    """The innermost line of this package outside of its tests' tools, or else of whoever is no library."""
+    """The innermost line of this package outside of its tests' tools, or else of whatever is not a library."""
     frame: FrameType | None = sys._getframe(1)
     own: str | None = None
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Where a rank stands: stacks of threads, and the one line that matters in them."""
+"""Where a rank is: stacks of threads, and the one line that matters in them."""
 
 from __future__ import annotations
 

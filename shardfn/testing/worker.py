@@ -1,4 +1,4 @@
-"""What a rank of a world of processes does: meet the others, then answer calls until told to leave."""
+"""What a rank of a world of processes does: meet the others, then answer calls until asked to leave."""
 
 from __future__ import annotations
 

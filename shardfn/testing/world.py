@@ -64,7 +64,7 @@ class World:
 
         Raises:
             WorldError: a rank raised an exception, or its process died.
-            WorldTimeout: ranks did not answer within the deadline; it says where each of them stands.
+            WorldTimeout: ranks did not answer within the deadline; it says where each of them is.
             TypeError: the function or an argument cannot be pickled.
         """
         __tracebackhide__ = True  # pytest shows the caller's line

@@ -96,7 +96,7 @@ class _Run:
     """One call; no pytree node, so transforms pass it through.
 
     Attributes:
-        plan: where each residual is among inputs, what was made beside outputs, and outputs, one after another.
+        plan: where each residual is among inputs, what was made in addition to outputs, and outputs, one after another.
         made: of the last two, those that are saved, by their number in what forward gives.
     """
 
@@ -156,7 +156,7 @@ class _Run:
 
 
 class _Forward(Function):
-    """`(run, *inputs) -> (*outputs, *residuals)` of which some stand there already."""
+    """`(run, *inputs) -> (*outputs, *residuals)` of which some are there already."""
 
     @staticmethod
     def forward(run: _Run, *inputs: Tensor) -> Tensors:
