@@ -253,7 +253,7 @@ def switched() -> tuple[int, int]:
         for options in ({"reshard": False}, {}, {"reshard": False}, {"remat": True}):
             f, g = sf.stage(layer, **options), sf.stage(head, **options)
             sf.grad(lambda p, f=f, g=g: loss(f, g, p, batch(0, 1)[0]))(flat)
-        return engine_of(mesh).ring.lent, len(hold.left)
+        return engine_of(mesh).residency.ring.lent, len(hold.left)
 
 
 @pytest.mark.world(2)

@@ -293,7 +293,7 @@ def refused(kind: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("opaque", "returns a Opaque, which is no pytree node"), ("input", "writes into")]
+    ("kind", "message"), [("opaque", "returns a Opaque, which is not a pytree node"), ("input", "writes into")]
 )
 @pytest.mark.world(2, "processes")
 def test_what_would_be_silently_wrong_is_refused(world: World, kind: str, message: str) -> None:
