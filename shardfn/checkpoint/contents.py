@@ -276,7 +276,7 @@ def _of_buffer(token: str) -> bool:
 
 def _copies(layout: Layout, entry: Any) -> tuple[str, ...]:
     """The axes along which ranks hold the same of a parameter."""
-    cut = {*layout.placement.axes, *layout.placement.away, *entry.spec.axes}
+    cut = {*layout.placement.axes, *layout.placement.only_at_axes, *entry.spec.axes}
     return tuple(name for name, _ in layout.grid.sizes if name not in cut)
 
 

@@ -237,7 +237,7 @@ def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[
     layout, rank = flat.layout, process_groups.global_rank()
     cut = {*layout.placement.axes, *(axis for entry in layout.entries for axis in entry.spec.axes)}
     holders = tuple(name for name, _ in layout.grid.sizes if name in cut)
-    copies = tuple(name for name, _ in layout.grid.sizes if name not in {*cut, *layout.placement.away})
+    copies = tuple(name for name, _ in layout.grid.sizes if name not in {*cut, *layout.placement.only_at_axes})
     if not layout.here(rank) or layout.grid.index(rank, copies) != number % layout.grid.size(copies):
         return
     with scope(mesh_of(layout.grid, f"export: stage {layout.stage!r}")):

@@ -101,7 +101,7 @@ class _Scope(threading.local):
     def __init__(self) -> None:  # each thread's own from the start: a graph is for what it found there
         self.mesh: DeviceMesh | None = None
         self.axes: Axes | None = None
-        self.apart: tuple[str, ...] = ()
+        self.independent: tuple[str, ...] = ()
         self.lane: str | None = None
 
 
@@ -460,26 +460,26 @@ def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def apart(names: tuple[str, ...]) -> Iterator[None]:
-    """Ranks along these axes run other things inside, or at other times: nothing may go along them."""
-    before, _scope.apart = _scope.apart, (*_scope.apart, *names)
+def independent_along(names: tuple[str, ...]) -> Iterator[None]:
+    """Inside, ranks along these axes each run a part of a program of their own, as the stages of a pipeline do."""
+    before, _scope.independent = _scope.independent, (*_scope.independent, *names)
     try:
         yield
     finally:
-        _scope.apart = before
+        _scope.independent = before
 
 
-def apart_along() -> tuple[str, ...]:
-    """The axes along which ranks run apart here."""
-    return _scope.apart
+def independent_axes() -> tuple[str, ...]:
+    """The axes along which each rank runs its own part of a program here, so that nothing may go along them."""
+    return _scope.independent
 
 
-def check_together(axis: AxisName, where: str) -> None:
-    """Raises RuntimeError where ranks along an axis run apart and could only wait for each other."""
-    if _scope.apart and (among := set(_scope.apart).intersection(as_names(axis))):
+def refuse_independent(axis: AxisName, where: str) -> None:
+    """Raises RuntimeError where ranks along an axis run independently: they could only wait for each other."""
+    if _scope.independent and (among := set(_scope.independent).intersection(as_names(axis))):
         raise RuntimeError(
-            f"{where}: ranks along {' and '.join(map(repr, sorted(among)))} run apart here, each its own part of a "
-            f"pipeline on its own micro-batch, so nothing can go along that axis: do it before the pipeline or after"
+            f"{where}: ranks along {' and '.join(map(repr, sorted(among)))} run independently here, each its own part of "
+            f"a pipeline on its own micro-batch, so nothing can go along that axis: do it before or after the pipeline"
         )
 
 

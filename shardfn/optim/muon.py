@@ -185,7 +185,7 @@ class Matrix:
         if self.layout is None:
             return ()
         placement, spec = self.layout.placement, self.layout.entries[self.entry].spec
-        used = {*placement.axes, *placement.replicas, *placement.away, *spec.axes}
+        used = {*placement.axes, *placement.replicas, *placement.only_at_axes, *spec.axes}
         return tuple(name for name, _ in self.layout.grid.sizes if name in used)
 
     def part(self, rank: int) -> Range | None:
@@ -404,7 +404,7 @@ def _whole(matrix: Matrix, here: dict[str, Any], update: Tensor) -> Tensor:
             block, (column, matrix.shape[1] - column - columns, row, matrix.shape[0] - row - rows)
         )
     placement, spec = matrix.layout.placement, matrix.layout.entries[matrix.entry].spec
-    cut = tuple(name for name in matrix.axes if name in {*placement.axes, *placement.away, *spec.axes})
+    cut = tuple(name for name in matrix.axes if name in {*placement.axes, *placement.only_at_axes, *spec.axes})
     if not cut:
         return whole
     with scope(mesh_of(matrix.layout.grid, "muon: a tree")):

@@ -138,7 +138,7 @@ class Layout:
 
     def here(self, rank: int) -> bool:
         """Whether a rank is where the parameters live; others hold nothing of them."""
-        return all(self.grid.index(rank, name) == position for name, position in self.placement.home)
+        return all(self.grid.index(rank, name) == position for name, position in self.placement.only_at)
 
     def held(self, rank: int) -> int:
         """Elements that a rank holds: a piece, or none where the parameters do not live."""
@@ -167,11 +167,11 @@ class Layout:
         return replace(self, placement=placement)
 
     def alone(self, places: tuple[tuple[str, int], ...]) -> Layout:
-        """The same pieces, as the ranks at these positions see them who run apart from the others along these axes."""
+        """The same pieces, as the ranks at these positions see them, which run independently along these axes."""
         names = {name for name, _ in places}
         left = self.placement.without(names)
-        home = (*left.home, *(place for place in places if place[0] not in left.away))
-        return replace(self, placement=replace(left, home=home), room=self.padded)
+        only_at = (*left.only_at, *(place for place in places if place[0] not in left.only_at_axes))
+        return replace(self, placement=replace(left, only_at=only_at), room=self.padded)
 
     @property
     def partial(self) -> bool:
@@ -270,7 +270,7 @@ class Layout:
     def __str__(self) -> str:
         spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"
         more = f", the same over {' x '.join(self.placement.replicas)}" if self.placement.replicas else ""
-        more += "".join(f", only at {name}={position}" for name, position in self.placement.home)
+        more += "".join(f", only at {name}={position}" for name, position in self.placement.only_at)
         if self.state_layout is not self:
             more += f", gradients 1/{self.state_layout.size} over {' x '.join(self.placement.gradients)}"
         here = self.piece * self.dtype.itemsize

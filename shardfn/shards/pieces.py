@@ -273,7 +273,7 @@ def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
         return [((), one.path, one.whole)]
     layout, found = unit.layout, []
     for number in unit.entries:
-        cut = {*layout.placement.axes, *layout.placement.away, *layout.entries[number].spec.axes}
+        cut = {*layout.placement.axes, *layout.placement.only_at_axes, *layout.entries[number].spec.axes}
         axes = tuple(name for name, _ in layout.grid.sizes if name in cut)
         found.append((axes, layout.entries[number].path, layout.whole_shape(number)))
     return found

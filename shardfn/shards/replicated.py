@@ -52,7 +52,7 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
             grid = layout.grid
             told.append(str(layout))
             for entry in layout.entries:
-                axes = (*layout.placement.axes, *layout.placement.away, *entry.spec.axes)
+                axes = (*layout.placement.axes, *layout.placement.only_at_axes, *entry.spec.axes)
                 claims.append(Claim(entry.path, axes, checksum(held[entry.path]) if entry.path in held else 0))
         elif isinstance(leaf, Tensor):
             told.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")

@@ -378,9 +378,9 @@ class _Rules:
 
     def _placement(self, name: str, shape: tuple[int, ...], spec: P) -> Placement:
         found = self.strategy if isinstance(self.strategy, Placement) else self._known(self.strategy(name, shape), name)
-        both = [axis for axis in spec.axes if axis in (*found.gradients, *found.away)]
+        both = [axis for axis in spec.axes if axis in (*found.gradients, *found.only_at_axes)]
         if both:
-            verb = "puts it at one place of" if both[0] in found.away else "cuts the buffer over"
+            verb = "puts it at one place of" if both[0] in found.only_at_axes else "cuts the buffer over"
             raise ValueError(f"{name}: {spec} cuts over {both[0]!r}, but the strategy {verb} that axis already")
         return found
 
@@ -390,8 +390,8 @@ class _Rules:
             raise TypeError(f"{name}: the strategy is a function that returned {found!r}, not a Placement")
         if found not in self.placements:
             where = "the strategy" + (f" of {name}" if name else "")
-            check_axes(found.axes + found.replicas + found.away, self.mesh, where)
-            for axis, position in found.home:
+            check_axes(found.axes + found.replicas + found.only_at_axes, self.mesh, where)
+            for axis, position in found.only_at:
                 size = self.grid.size(axis)
                 if not 0 <= position < size:
                     raise ValueError(f"{where}: at {axis}={position}, but positions run from 0 to {size - 1}")
@@ -453,7 +453,7 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None) -> list[Tensor | None]:
     with scope(where):
         mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
         buffer = flat.values
-        for name, position in layout.placement.home:
+        for name, position in layout.placement.only_at:
             buffer = _spread(buffer, layout, name, position)
         if layout.size > 1:
             buffer = functional.all_gather(buffer, layout.placement.axes, to="invariant")

@@ -24,7 +24,16 @@ from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import apart_along, check_together, in_lane, lane, per_mesh, scope, sizes, world_of_thread
+from shardfn.mesh.axes import (
+    in_lane,
+    independent_axes,
+    lane,
+    per_mesh,
+    refuse_independent,
+    scope,
+    sizes,
+    world_of_thread,
+)
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
 from shardfn.stages.call import (
@@ -215,8 +224,8 @@ class Engine:
     def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> Place:
         """Gives a call its place on the tape and its slot, which starts to fill."""
         signature, options = call.signature, call.signature.options
-        for layout in signature.layouts if apart_along() else ():
-            check_together(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
+        for layout in signature.layouts if independent_axes() else ():
+            refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         plan = signature.plan(shards)
         if plan not in self.met:
             self._meet(signature, plan)
@@ -513,8 +522,8 @@ class Engine:
         self.met.add(plan)
 
     def _callers(self, signature: Signature) -> tuple[str, ...]:
-        """Along which all ranks call a stage: not where one position has its parameters, nor where ranks run apart."""
-        elsewhere = (*signature.away, *apart_along())
+        """Along which all ranks call a stage: not where one position has its parameters or ranks run independently."""
+        elsewhere = (*signature.only_at_axes, *independent_axes())
         return tuple(name for name in sizes(self.mesh) if name not in elsewhere)
 
 

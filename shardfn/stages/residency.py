@@ -125,7 +125,7 @@ class Slot:
             if last:
                 part.tail.copy_(part.tag)
             hops = [axis]
-            if placement.hops:
+            if placement.hierarchical:
                 hops = [
                     hop for name in reversed(placement.axes) if (hop := link_of((name,), gather.layout)) is not None
                 ]

@@ -194,8 +194,8 @@ def _flats(part: Any) -> list[FlatShard]:
 def _called(signature: Signature, leaves: list[Any]) -> Any:
     """A call with shards among its arguments."""
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
-    if signature.away:
-        signature.refuse_away()
+    if signature.only_at_axes:
+        signature.refuse_elsewhere()
     if functorch.inside_batching_or_forward():
         return _composed(signature, leaves, mesh)
     if signature.shares_memory and functorch.inside_transform():

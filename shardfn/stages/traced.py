@@ -65,7 +65,7 @@ def _check(number: int | None, name: str, *layouts: Layout) -> None:
         where = f"stage {name}: {signature.stage!r}"
         with contextlib.nullcontext() if number is None else scope(mesh_numbered(number)):
             mesh_of(signature.grid, where)
-        signature.refuse_away()
+        signature.refuse_elsewhere()
     except ValueError as error:
         dynamo.refuse_in_graph(str(error))
 
