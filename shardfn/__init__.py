@@ -26,7 +26,8 @@ from shardfn.collectives.into_buffers import transports
 from shardfn.collectives.ledger import Ledger, Record, ledger
 from shardfn.collectives.redistribute import redistribute
 from shardfn.debugging import debug
-from shardfn.mesh.axes import AxisName, make_mesh
+from shardfn.mesh.grid import AxisName
+from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
 from shardfn.shards.layout import FlatShard, Layout, local_parameters

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, Ints, boxes, whole
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import Grid
+from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import is_dtensor
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit

@@ -26,7 +26,7 @@ from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
 

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import kernels, ops
-from shardfn.mesh.axes import Axis, AxisName, bound_axis, current_mesh, refuse_independent
+from shardfn.mesh.grid import Axis, AxisName
+from shardfn.mesh.scope import bound_axis, current_mesh, refuse_independent
 
 T = TypeVar("T")
 Call = tuple[Any, ...]  # an op and its arguments after the tensor

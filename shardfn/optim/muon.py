@@ -19,7 +19,9 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import record
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import Grid, axis_of, mesh_of, scope
+from shardfn.mesh.axes import axis_of
+from shardfn.mesh.grid import Grid
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import numbered, tied
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule

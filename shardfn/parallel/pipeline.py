@@ -21,7 +21,8 @@ from torch import Tensor
 
 from shardfn.collectives.functional import axis_index, axis_size, ppermute, psum, pvary
 from shardfn.compat import functorch
-from shardfn.mesh.axes import AxisName, as_names, independent_along, refuse_independent
+from shardfn.mesh.grid import AxisName, as_names
+from shardfn.mesh.scope import independent_along, refuse_independent
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.transforms.autodiff import layouts_of, moves

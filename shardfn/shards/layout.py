@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import process_groups, pytrees
-from shardfn.mesh.axes import Grid
+from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import P
 from shardfn.shards.placement import Placement
 

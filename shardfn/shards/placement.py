@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from shardfn.mesh.axes import AxisName, as_names
+from shardfn.mesh.grid import AxisName, as_names
 
 Keep = bool | Literal["step"] | tuple[str, ...]
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from shardfn.collectives.agree import agree, gathered
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import Grid, current_mesh, grid_of, mesh_of
+from shardfn.mesh.axes import grid_of
+from shardfn.mesh.grid import Grid
+from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.shards.layout import is_flat, local_parameters
 

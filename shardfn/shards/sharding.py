@@ -20,7 +20,8 @@ from shardfn.collectives import functional
 from shardfn.collectives.agree import agree
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import axis_of, check_axes, grid_of, mesh_of, per_mesh, scope
+from shardfn.mesh.axes import axis_of, check_axes, grid_of, per_mesh
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy

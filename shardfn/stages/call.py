@@ -24,7 +24,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from shardfn.collectives.ledger import in_place
 from shardfn.compat import autograd, functorch
-from shardfn.mesh.axes import current_mesh, known_axes, scope
+from shardfn.mesh.axes import known_axes
+from shardfn.mesh.scope import current_mesh, scope
 from shardfn.stages.signature import Signature
 from shardfn.transforms.owned import escaped, owned
 from shardfn.transforms.step import current_step

@@ -24,16 +24,10 @@ from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import here, in_place, record_buffers, recording, serving
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import (
-    in_lane,
-    independent_axes,
-    lane,
-    per_mesh,
-    refuse_independent,
-    scope,
-    sizes,
-    world_of_thread,
-)
+from shardfn.mesh.axes import per_mesh, sizes
+from shardfn.mesh.groups import world_of_thread
+from shardfn.mesh.lanes import in_lane, lane
+from shardfn.mesh.scope import independent_axes, refuse_independent, scope
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
 from shardfn.stages.call import (

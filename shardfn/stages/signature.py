@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import Grid
+from shardfn.mesh.grid import Grid
 from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import here
 from shardfn.compat import dynamo, functorch
-from shardfn.mesh.axes import current_mesh, known_axes, mesh_of, scope
+from shardfn.mesh.axes import known_axes
+from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.stages import traced
 from shardfn.stages.call import Call, SharedMemory, cast, enter, refuse_inside, refuse_mixed, refuse_reentrant, running

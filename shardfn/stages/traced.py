@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import dynamo
-from shardfn.mesh.axes import current_axes, known_axes, mesh_numbered, mesh_of, scope
+from shardfn.mesh.axes import known_axes, mesh_numbered
+from shardfn.mesh.scope import current_axes, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_stage
 from shardfn.stages.call import cast
 from shardfn.stages.signature import Options, signature_of

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from shardfn.collectives import functional
 from shardfn.compat import autograd, dynamo, functorch
-from shardfn.mesh.axes import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.transforms.owned import escaped, owner
 from shardfn.transforms.step import Defer, Step

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardfn.compat import functorch
-from shardfn.mesh.axes import current_mesh, scope
+from shardfn.mesh.scope import current_mesh, scope
 
 Tensors = tuple[Tensor, ...]
 
