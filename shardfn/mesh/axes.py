@@ -103,7 +103,9 @@ def grid_of(mesh: DeviceMesh) -> Grid:
 
 def _grid_of(mesh: DeviceMesh) -> Grid:
     grid = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
-    world_of_thread().meshes[grid] = weakref.ref(mesh), mesh.device_type
+    known = world_of_thread().grids
+    grid, _ = known[grid] = known.get(grid, (grid, ""))[0], mesh.device_type
+    grid.add(mesh)
     return grid
 
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 AxisName = str | tuple[str, ...]
 """One mesh axis, or several as their product, major to minor; `()` is none: this rank alone, on a mesh or without."""
@@ -29,10 +34,27 @@ ALONE = Axis(1, 0, "")  # the product of no axes
 
 @dataclass(frozen=True)
 class Grid:
-    """What a mesh is without its process groups: axis names and sizes, and the rank at each place, row-major."""
+    """What a mesh is without its process groups: axis names and sizes, and the rank at each place, row-major.
+
+    Layouts have it in place of the mesh: they are static, and functions, trees and caches keep them, which must not
+    keep process groups and buffers. What keeps a mesh is a flat shard.
+    """
 
     sizes: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
+    _meshes: list[weakref.ref[DeviceMesh]] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def add(self, mesh: DeviceMesh) -> None:
+        """Another mesh that is like this."""
+        self._meshes.append(weakref.ref(mesh, self._meshes.remove))
+
+    def mesh(self) -> DeviceMesh | None:
+        """The last of its meshes that is alive."""
+        for one in reversed(self._meshes):
+            found = one()
+            if found is not None:
+                return found
+        return None
 
     def size(self, names: AxisName) -> int:
         """Ranks along an axis, or along the product of several."""
@@ -54,6 +76,12 @@ class Grid:
         for name in as_names(names):
             index = index * have[name] + at[name]
         return index
+
+    def __deepcopy__(self, memo: Any) -> Grid:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Grid, (self.sizes, self.ranks)
 
     def __str__(self) -> str:
         return show(dict(self.sizes))

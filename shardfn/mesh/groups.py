@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,14 +25,14 @@ class World:
 
     Attributes:
         group: the group of all its ranks.
-        meshes: the last mesh of each grid, and its kind of device.
-        again: meshes that values were still placed on when they had gone.
+        grids: each grid that a mesh was made of, once, and the kind of device of the last.
+        again: meshes that had gone, and were asked for again.
         agreed: what else its ranks have made or found out together, by lane.
         made: groups by use, lane and members.
     """
 
     group: dist.ProcessGroup | None
-    meshes: dict[Grid, tuple[weakref.ref[DeviceMesh], str]] = field(default_factory=dict)
+    grids: dict[Grid, tuple[Grid, str]] = field(default_factory=dict)
     again: dict[Grid, DeviceMesh] = field(default_factory=dict)
     agreed: dict[str, Any] = field(default_factory=dict)
     made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)

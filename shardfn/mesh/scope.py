@@ -107,15 +107,15 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
     mesh = _scope.mesh
     if mesh is None:
         here = world_of_thread()
-        found, device = here.meshes.get(grid, (None, ""))
-        if found is None:
+        known, device = here.grids.get(grid, (None, ""))
+        if known is None:
             raise ValueError(
                 f"{where} is placed on a mesh ({grid}) that this process does not have: make it with "
                 f"make_mesh({grid}), or call it under shard_map(mesh=...)"
             )
-        alive = found()
-        if alive is None:
-            alive = here.again[grid] = made_again(grid, device)
+        alive = known.mesh()
+        if alive is None:  # nobody kept a flat shard, but the numbers alone, or a copy from a file
+            alive = here.again[known] = made_again(known, device)
         return alive
     if grid_of(mesh) is not grid and grid_of(mesh) != grid:
         mine = grid_of(mesh)

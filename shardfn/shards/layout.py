@@ -301,15 +301,21 @@ class FlatShard:
     Any `tree_map` over a tree of parameters (an optimizer, a moving average, a norm) is therefore one operation a
     stage. What a node holds is not checked until a stage, or `unshard`, uses it.
 
+    As long as there is one, its mesh is there: with its process groups, and the buffers that its stages share.
+
     Attributes:
         values: `[layout.piece]`, contiguous; `[0]` on ranks where the parameters do not live.
         layout: what the numbers are.
     """
 
-    __slots__ = ("layout", "values")
+    __slots__ = ("_mesh", "layout", "values")
 
     def __init__(self, values: Tensor, layout: Layout) -> None:
         self.values, self.layout = values, layout
+        self._mesh = None if torch.compiler.is_compiling() else layout.grid.mesh()  # which a graph cannot hold
+
+    def __reduce__(self) -> Any:
+        return FlatShard, (self.values, self.layout)
 
     @property
     def spec(self) -> P:

@@ -60,6 +60,7 @@ class Call:
     Attributes:
         leaves: the arguments that are no tensors.
         engine: of the mesh of its shards.
+        mesh: which is alive until the call's backward has run.
         at: where among them the tensors stand that are no shards.
         needs: which of shards and those tensors are differentiated.
         step: the evaluation of gradients that it is part of.
@@ -75,7 +76,7 @@ class Call:
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
-        "signature", "engine", "leaves", "at", "needs", "step", "collected", "place", "residuals", "surroundings",
+        "signature", "engine", "mesh", "leaves", "at", "needs", "step", "collected", "place", "residuals", "surroundings",
         "contexts", "transformed", "reverse", "differentiable", "result", "static", "order", "__weakref__",
     )  # fmt: skip
 
@@ -83,6 +84,7 @@ class Call:
         self, signature: Signature, engine: Engine, leaves: list[Any], at: list[int], needs: list[bool]
     ) -> None:
         self.signature, self.engine, self.leaves, self.at, self.needs = signature, engine, leaves, at, needs
+        self.mesh = engine.mesh
         self.step = current_step()
         self.collected: list[Tensor | None] = []
         self.place: Place | None = None

@@ -246,7 +246,7 @@ class _Staged:
         for i, x in zip((*call.signature.shards, *call.at), tensors, strict=True):
             leaves[i] = x
         with call.surroundings.again():
-            result = _composed(call.signature, leaves, call.engine.mesh)
+            result = _composed(call.signature, leaves, call.mesh)
         return tuple(call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]))
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
