@@ -30,6 +30,7 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
+from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
 from shardfn.shards.partition import combine, partition
 from shardfn.shards.placement import (
@@ -49,7 +50,7 @@ from shardfn.shards.placement import (
 )
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
-from shardfn.shards.sharding import init, init_sharded, shard, shard_named, unshard
+from shardfn.shards.sharding import shard, shard_named, unshard
 from shardfn.stages.stage import layers, stage
 from shardfn.transforms.autodiff import accumulate, grad, value_and_grad
 from shardfn.transforms.shard_map import shard_map

@@ -186,8 +186,7 @@ class Matrix:
         """Axes of the mesh along which ranks hold parts or copies of it."""
         if self.layout is None:
             return ()
-        placement, spec = self.layout.placement, self.layout.entries[self.entry].spec
-        used = {*placement.axes, *placement.replicas, *placement.only_at_axes, *spec.axes}
+        used = {*self.layout.placement.replicas, *self.layout.cut_axes(self.entry)}
         return tuple(name for name, _ in self.layout.grid.sizes if name in used)
 
     def part(self, rank: int) -> Range | None:
@@ -405,8 +404,7 @@ def _whole(matrix: Matrix, here: dict[str, Any], update: Tensor) -> Tensor:
         whole = torch.nn.functional.pad(
             block, (column, matrix.shape[1] - column - columns, row, matrix.shape[0] - row - rows)
         )
-    placement, spec = matrix.layout.placement, matrix.layout.entries[matrix.entry].spec
-    cut = tuple(name for name in matrix.axes if name in {*placement.axes, *placement.only_at_axes, *spec.axes})
+    cut = matrix.layout.cut_axes(matrix.entry)
     if not cut:
         return whole
     with scope(mesh_of(matrix.layout.grid, "muon: a tree")):

@@ -25,6 +25,7 @@ from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import independent_along, refuse_independent
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
 from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import layouts_of, moves
 from shardfn.transforms.custom_vjp import custom_vjp
 from shardfn.transforms.step import Step
@@ -149,9 +150,7 @@ class _Job:
     schedule: Schedule
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Any]]:
-        mixed = list(self.leaves)
-        for i, x in zip(self.moving, tensors, strict=True):
-            mixed[i] = x
+        mixed = with_leaves(self.leaves, self.moving, tensors)
         made: tuple[Any, list[Any]] = optree.tree_unflatten(self.tree, mixed)
         return made
 

@@ -19,34 +19,10 @@ from torch import Tensor
 from shardfn.compat import process_groups, pytrees
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import P
+from shardfn.shards.buffer import Buffer, Entry, aligned
 from shardfn.shards.placement import Placement
 
-ALIGNMENT = 64  # bytes
 COARSE = 65536  # bytes a parameter, on average
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter in the buffer.
-
-    Attributes:
-        path: its name, the keys from the root of the whole tree joined by dots: `blocks.0.attn.q`.
-        leaves: which leaves of the stage's tree it is; several, where one tensor stood at several places.
-        shape: of this rank's value.
-        spec: how that value is cut from the whole parameter, over axes that the buffer is not cut over.
-        offset: its first element in the buffer.
-    """
-
-    path: str
-    leaves: tuple[int, ...]
-    shape: tuple[int, ...]
-    spec: P
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank's value."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,7 @@ class Range:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(Buffer):
     """Static and hashable: everything about a flat shard but its numbers.
 
     Attributes:
@@ -121,11 +97,6 @@ class Layout:
         return self.grid.size(self.placement.axes)
 
     @cached_property
-    def total(self) -> int:
-        """Elements in use, from the first to the last parameter's end."""
-        return max((entry.offset + entry.numel for entry in self.entries), default=0)
-
-    @cached_property
     def piece(self) -> int:
         """Elements of one rank's piece. The last piece ends in at least 64 unused bytes.
 
@@ -140,14 +111,13 @@ class Layout:
         """Whether a rank is where the parameters live; others hold nothing of them."""
         return all(self.grid.index(rank, name) == position for name, position in self.placement.only_at)
 
+    def index(self, rank: int) -> int:
+        """Which of the pieces a rank holds, where the parameters live."""
+        return self.grid.index(rank, self.placement.axes)
+
     def held(self, rank: int) -> int:
         """Elements that a rank holds: a piece, or none where the parameters do not live."""
         return self.piece if self.here(rank) else 0
-
-    @property
-    def padded(self) -> int:
-        """Elements of the whole buffer."""
-        return self.piece * self.size
 
     @cached_property
     def state_layout(self) -> Layout:
@@ -178,43 +148,6 @@ class Layout:
         """Whether the stage has parameters in other buffers too."""
         return sum(len(entry.leaves) for entry in self.entries) < self.tree.num_leaves
 
-    @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """First element and length of each stretch that no parameter uses."""
-        found, at = [], 0
-        for entry in self.entries:
-            if entry.offset > at:
-                found.append((at, entry.offset - at))
-            at = entry.offset + entry.numel
-        return (*found, (at, self.padded - at))
-
-    @cached_property
-    def cuts(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """What each piece holds: `(entry, start, stop, at)`, elements of an entry that stand at `at` in the piece."""
-        found = []
-        for start in range(0, self.padded, self.piece):
-            cut = []
-            for number, entry in enumerate(self.entries):
-                low = min(max(start - entry.offset, 0), entry.numel)
-                high = min(max(start + self.piece - entry.offset, 0), entry.numel)
-                if low < high:
-                    cut.append((number, low, high, entry.offset + low - start))
-            found.append(tuple(cut))
-        return tuple(found)
-
-    @cached_property
-    def holes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of each piece: first element and length of each stretch that no parameter uses."""
-        found = []
-        for cut in self.cuts:
-            holes, at = [], 0
-            for _, start, stop, begin in cut:
-                if begin > at:
-                    holes.append((at, begin - at))
-                at = begin + stop - start
-            found.append((*holes, (at, self.piece - at)) if at < self.piece else tuple(holes))
-        return tuple(found)
-
     @property
     def coarse(self) -> bool:
         """Whether parameters are large enough to be worth moving one by one."""
@@ -225,34 +158,14 @@ class Layout:
         """The stage's parameters with their numbers, as strings, in place of them: a tree that is plain Python."""
         return optree.tree_unflatten(self.tree, map(str, range(self.tree.num_leaves)))
 
-    @cached_property
-    def splits(self) -> tuple[list[int], list[int]]:
-        """The lengths into which the whole buffer is cut, and which of the parts are the entries."""
-        lengths, chosen, at = [], [], 0
-        for entry in self.entries:
-            if entry.offset > at:
-                lengths.append(entry.offset - at)
-            chosen.append(len(lengths))
-            lengths.append(entry.numel)
-            at = entry.offset + entry.numel
-        return [*lengths, self.padded - at], chosen
-
-    def views(self, whole: Tensor) -> list[Tensor]:
-        """Each parameter as a view of the whole buffer `[padded]`, in the order of the entries."""
-        lengths, chosen = self.splits
-        parts = whole.split(lengths)
-        return [parts[i].view(entry.shape) for i, entry in zip(chosen, self.entries, strict=True)]
-
     def ranges(self, rank: int) -> list[Range]:
         """Which elements of which parameters the global rank `rank` holds."""
         if not self.here(rank):
             return []
-        start = self.grid.index(rank, self.placement.axes) * self.piece
-        found = []
-        for entry in self.entries:
-            low = min(max(start - entry.offset, 0), entry.numel)
-            high = min(max(start + self.piece - entry.offset, 0), entry.numel)
-            if low < high or (entry.numel == 0 and start <= entry.offset < start + self.piece):
+        index, found = self.index(rank), []
+        for number, entry in enumerate(self.entries):
+            low, high, at = self.within(number, index)
+            if low < high or (entry.numel == 0 and 0 <= at < self.piece):
                 found.append(Range(entry.path, low, high, entry.shape, self._corner(entry, rank)))
         return found
 
@@ -261,6 +174,16 @@ class Layout:
         entry = self.entries[number]
         cuts = [self.grid.size(names) if names else 1 for names in entry.spec.by_dim()]
         return tuple(n * k for n, k in zip(entry.shape, cuts + [1] * len(entry.shape), strict=False))
+
+    def cut_axes(self, number: int) -> tuple[str, ...]:
+        """Along which ranks hold different elements of a parameter, or some hold none; in the mesh's order."""
+        cut = {*self.placement.axes, *self.placement.only_at_axes, *self.entries[number].spec.axes}
+        return tuple(name for name, _ in self.grid.sizes if name in cut)
+
+    def same_axes(self, number: int) -> tuple[str, ...]:
+        """Along which ranks hold the same elements of a parameter: the others."""
+        cut = self.cut_axes(number)
+        return tuple(name for name, _ in self.grid.sizes if name not in cut)
 
     def _corner(self, entry: Entry, rank: int) -> tuple[int, ...]:
         cuts = [self.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]
@@ -359,20 +282,13 @@ def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
 
     `flat.layout.ranges(rank)` says which elements they are. Parameters of which this rank holds nothing are left out.
     """
-    layout = flat.layout
-    rank = process_groups.global_rank()
-    start = layout.grid.index(rank, layout.placement.axes) * layout.piece
-    offsets = {entry.path: entry.offset for entry in layout.entries}
+    layout, rank = flat.layout, process_groups.global_rank()
+    start = layout.index(rank) * layout.piece
+    offsets = {entry.path: entry.offset - start for entry in layout.entries}
     return {
-        part.path: flat.values[offsets[part.path] + part.start - start : offsets[part.path] + part.stop - start]
+        part.path: flat.values[offsets[part.path] + part.start : offsets[part.path] + part.stop]
         for part in layout.ranges(rank)
     }
-
-
-def aligned(numel: int, dtype: torch.dtype) -> int:
-    """The least multiple of the alignment that has room for `numel` elements."""
-    step = max(1, ALIGNMENT // dtype.itemsize)
-    return -(-numel // step) * step
 
 
 def lay(

@@ -53,8 +53,8 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
             layout, held = leaf.layout, local_parameters(leaf)
             grid = layout.grid
             told.append(str(layout))
-            for entry in layout.entries:
-                axes = (*layout.placement.axes, *layout.placement.only_at_axes, *entry.spec.axes)
+            for number, entry in enumerate(layout.entries):
+                axes = layout.cut_axes(number)
                 claims.append(Claim(entry.path, axes, checksum(held[entry.path]) if entry.path in held else 0))
         elif isinstance(leaf, Tensor):
             told.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")

@@ -76,8 +76,9 @@ class Call:
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
-        "signature", "engine", "mesh", "leaves", "at", "needs", "step", "collected", "place", "residuals", "surroundings",
-        "contexts", "transformed", "reverse", "differentiable", "result", "static", "order", "__weakref__",
+        "signature", "engine", "mesh", "leaves", "at", "needs", "step", "collected", "place", "residuals",
+        "surroundings", "contexts", "transformed", "reverse", "differentiable", "result", "static", "order",
+        "__weakref__",
     )  # fmt: skip
 
     def __init__(

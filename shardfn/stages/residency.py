@@ -199,7 +199,7 @@ class Part:
 
 def _part(region: Tensor, gather: Gather) -> Part:
     layout = gather.layout
-    index = layout.grid.index(process_groups.global_rank(), layout.placement.axes)
+    index = layout.index(process_groups.global_rank())
     own = region.view(gather.dtype).view(layout.size, -1)[index]
     cuts = layout.cuts[index]
     whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
-from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
+from shardfn.shards.buffer import ALIGNMENT
+from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep
 
 

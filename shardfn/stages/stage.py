@@ -23,6 +23,7 @@ from shardfn.compat import dynamo, functorch
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
+from shardfn.shards.partition import with_leaves
 from shardfn.stages import traced
 from shardfn.stages.call import Call, SharedMemory, cast, enter, refuse_inside, refuse_mixed, refuse_reentrant, running
 from shardfn.stages.engine import engine_of
@@ -242,9 +243,7 @@ class _Staged:
     def pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The outputs, by collectives that every transform goes through."""
         call = self.call
-        leaves = list(call.leaves)
-        for i, x in zip((*call.signature.shards, *call.at), tensors, strict=True):
-            leaves[i] = x
+        leaves = with_leaves(call.leaves, (*call.signature.shards, *call.at), tensors)
         with call.surroundings.again():
             result = _composed(call.signature, leaves, call.mesh)
         return tuple(call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]))

@@ -19,6 +19,7 @@ from shardfn.collectives import functional
 from shardfn.compat import autograd, dynamo, functorch
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.partition import with_leaves
 from shardfn.transforms.owned import escaped, owner
 from shardfn.transforms.step import Defer, Step
 
@@ -69,19 +70,12 @@ def value_and_grad(
         moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
 
         def loss(*variables: Tensor) -> tuple[Tensor, Any]:
-            mixed = list(leaves)
-            for i, variable in zip(moving, variables, strict=True):
-                mixed[i] = variable
-            new = list(args)
-            for i, value in zip(chosen, optree.tree_unflatten(treedef, mixed), strict=True):
-                new[i] = value
-            return _scalar(f(*new, **kwargs), has_aux, _name(f))
+            new = optree.tree_unflatten(treedef, with_leaves(leaves, moving, variables))
+            return _scalar(f(*with_leaves(args, chosen, new), **kwargs), has_aux, _name(f))
 
         engine = _by_torch_func if torch.compiler.is_compiling() or functorch.inside_transform() else _by_autograd
         value, aux, found = engine(loss, [leaves[i] for i in moving], [layouts[i] for i in moving])
-        gradients: list[Tensor | None] = [None] * len(leaves)
-        for i, gradient in zip(moving, found, strict=True):
-            gradients[i] = gradient
+        gradients = with_leaves([None] * len(leaves), moving, found)
         # A None leaf is no node to optree, so the gradient keeps the argument's structure around it.
         trees = _placed(optree.tree_unflatten(treedef, gradients), layouts)
         return (value, aux) if has_aux else value, trees[0] if isinstance(argnums, int) else trees
@@ -167,9 +161,7 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
     layouts = layouts_of(params)
     moving = [i for i, leaf in enumerate(leaves) if moves(leaf, layouts[i])]
     variables = [leaves[i].detach().requires_grad_() for i in moving]
-    mixed = list(leaves)
-    for i, variable in zip(moving, variables, strict=True):
-        mixed[i] = variable
+    mixed = with_leaves(leaves, moving, variables)
     sums: list[Tensor | None] = [None] * len(variables)
     values, auxes = [], []
     with torch.enable_grad(), Step(variables, defer) as step:
@@ -187,9 +179,7 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
             del value, aux
         collected = step.finish()
     every = _totals(sums, collected, variables, [layouts[i] for i in moving])
-    gradients: list[Tensor | None] = [None] * len(leaves)
-    for i, gradient in zip(moving, _apart(every), strict=True):
-        gradients[i] = gradient
+    gradients = with_leaves([None] * len(leaves), moving, _apart(every))
     total = torch.stack(values).sum()
     return (total, auxes) if has_aux else total, _placed(optree.tree_unflatten(treedef, gradients), layouts)
 

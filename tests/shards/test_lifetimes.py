@@ -33,7 +33,7 @@ square = sf.stage(lambda p: p.square().sum(), remat=True)
 
 
 def loss(p: Any) -> Tensor:
-    return square(p["a"]) + square(p["b"]) ** 2  # type: ignore[no-any-return]
+    return square(p["a"]) + square(p["b"]) ** 2
 
 
 def right(gradient: Any) -> bool:
