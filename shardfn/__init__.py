@@ -26,9 +26,11 @@ from shardfn.collectives.into_buffers import transports
 from shardfn.collectives.ledger import Ledger, Record, ledger
 from shardfn.collectives.redistribute import redistribute
 from shardfn.debugging import debug
-from shardfn.mesh.axes import AxisName, make_mesh
+from shardfn.mesh.grid import AxisName
+from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
+from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
 from shardfn.shards.partition import combine, partition
 from shardfn.shards.placement import (
@@ -48,7 +50,7 @@ from shardfn.shards.placement import (
 )
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
-from shardfn.shards.sharding import init, init_sharded, shard, shard_named, unshard
+from shardfn.shards.sharding import shard, shard_named, unshard
 from shardfn.stages.stage import layers, stage
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import grad, value_and_grad

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import cpu_group
+from shardfn.mesh.groups import cpu_group
 from shardfn.shards import layout
 from shardfn.testing import World, WorldError, WorldTimeout, world
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, Ints, boxes, whole
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import Grid
+from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import is_dtensor
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit
@@ -240,18 +240,18 @@ def _inside(layout: Layout) -> list[tuple[Any, ...]]:
 def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list[tuple[int, Box, int]]:
     """A rank's piece as boxes of at most `most` bytes: a parameter, a box of it, and where in the piece it begins."""
     numbers = {entry.path: number for number, entry in enumerate(layout.entries)}
-    begin = layout.grid.index(rank, layout.placement.axes) * layout.piece
+    begin = layout.index(rank) * layout.piece
     step, found = max(1, most // width), []
     for part in layout.ranges(rank):
         entry, low, high = layout.entries[numbers[part.path]], part.start, part.stop
         if shared:
-            low, high = _share(layout, entry, rank, low, high, width)
+            low, high = _share(layout, numbers[part.path], rank, low, high, width)
         for start in range(low, high, step):
             at = entry.offset - begin + start
             for box in boxes(entry.shape, start, min(start + step, high)):
                 found.append((numbers[part.path], box.moved(part.corner), at))
                 at += box.numel
-        if entry.numel == 0 and layout.grid.index(rank, _copies(layout, entry)) == 0:
+        if entry.numel == 0 and layout.grid.index(rank, layout.same_axes(numbers[part.path])) == 0:
             found.append((numbers[part.path], whole(entry.shape), 0))
     return found
 
@@ -274,17 +274,11 @@ def _of_buffer(token: str) -> bool:
     return isinstance(getattr(torch, token.split(" ")[0].split(",")[0], None), torch.dtype)
 
 
-def _copies(layout: Layout, entry: Any) -> tuple[str, ...]:
-    """The axes along which ranks hold the same of a parameter."""
-    cut = {*layout.placement.axes, *layout.placement.away, *entry.spec.axes}
-    return tuple(name for name, _ in layout.grid.sizes if name not in cut)
-
-
-def _share(layout: Layout, entry: Any, rank: int, low: int, high: int, width: int) -> tuple[int, int]:
-    axes = _copies(layout, entry)
+def _share(layout: Layout, number: int, rank: int, low: int, high: int, width: int) -> tuple[int, int]:
+    axes = layout.same_axes(number)
     index, size = layout.grid.index(rank, axes), layout.grid.size(axes)
     if (high - low) * width < FEW * size:
-        chosen = zlib.crc32(entry.path.encode()) % size
+        chosen = zlib.crc32(layout.entries[number].path.encode()) % size
         return (low, high) if index == chosen else (low, low)
     length = -(-(high - low) // size)
     return min(low + index * length, high), min(low + (index + 1) * length, high)

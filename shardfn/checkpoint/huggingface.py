@@ -26,7 +26,7 @@ from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
 
@@ -237,7 +237,7 @@ def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[
     layout, rank = flat.layout, process_groups.global_rank()
     cut = {*layout.placement.axes, *(axis for entry in layout.entries for axis in entry.spec.axes)}
     holders = tuple(name for name, _ in layout.grid.sizes if name in cut)
-    copies = tuple(name for name, _ in layout.grid.sizes if name not in {*cut, *layout.placement.away})
+    copies = tuple(name for name, _ in layout.grid.sizes if name not in {*cut, *layout.placement.only_at_axes})
     if not layout.here(rank) or layout.grid.index(rank, copies) != number % layout.grid.size(copies):
         return
     with scope(mesh_of(layout.grid, f"export: stage {layout.stage!r}")):

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import Grid, cpu_group
+from shardfn.mesh.grid import Grid
+from shardfn.mesh.groups import cpu_group
 
 T = TypeVar("T")
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from shardfn.collectives import kernels
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import Axis, axis_of, cpu_group, sizes
+from shardfn.mesh.axes import axis_of, sizes
+from shardfn.mesh.grid import Axis
+from shardfn.mesh.groups import cpu_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import kernels, ops
-from shardfn.mesh.axes import Axis, AxisName, bound_axis, check_together, current_mesh
+from shardfn.mesh.grid import Axis, AxisName
+from shardfn.mesh.scope import bound_axis, current_mesh, refuse_independent
 
 T = TypeVar("T")
 Call = tuple[Any, ...]  # an op and its arguments after the tensor
@@ -364,7 +365,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
     there and nowhere else; and only what has no derivative is called, to refuse one.
     """
     bound = bound_axis(axis, name)
-    check_together(axis, name)
+    refuse_independent(axis, name)
 
     def on(leaf: Any) -> Any:
         tensor = _tensor(leaf, name)

@@ -23,7 +23,10 @@ from torch import Tensor
 from shardfn.collectives.ledger import record, recording
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import Axis, axis_of, group_over, lane, per_mesh
+from shardfn.mesh.axes import axis_of, per_mesh
+from shardfn.mesh.grid import Axis
+from shardfn.mesh.groups import group_over
+from shardfn.mesh.lanes import lane
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

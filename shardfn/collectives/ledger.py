@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import torch
 
 from shardfn.compat import autograd
-from shardfn.mesh.axes import as_names, current_mesh, known_axes, sizes
+from shardfn.mesh.axes import known_axes, sizes
+from shardfn.mesh.grid import as_names
+from shardfn.mesh.scope import current_mesh
 
 
 @dataclass(frozen=True)

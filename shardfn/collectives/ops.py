@@ -16,7 +16,7 @@ from shardfn.collectives.agree import agree
 from shardfn.collectives.primitive import Op, primitive
 from shardfn.compat import dispatch, process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh.axes import Axis
+from shardfn.mesh.grid import Axis
 
 
 def collective(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:

@@ -15,7 +15,7 @@ import optree
 from torch import Tensor
 
 from shardfn.collectives import functional, kernels
-from shardfn.mesh.axes import bound_axis
+from shardfn.mesh.scope import bound_axis
 
 _WORD = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import optree
 from torch import Tensor
 
-from shardfn.mesh.axes import AxisName, as_names, axis_of, check_axes, sizes
+from shardfn.mesh.axes import axis_of, check_axes, sizes
+from shardfn.mesh.grid import AxisName, as_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

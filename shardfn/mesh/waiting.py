@@ -31,15 +31,14 @@ from typing import Any
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
+from shardfn.mesh.verdict import CALL, SHOWN, State, Thread, Vain, advised, came, given_up, standing, waits_in_vain
 
 PATIENCE = 5.0  # seconds until a rank that waits says what it waits for
 TICK = 1.0  # seconds between two looks
 MOST_KINDS = 4096  # that are counted of one group
-SHOWN = 6  # ranks that a message speaks of
 
 _log = logging.getLogger("shardfn")
 _KEY = "shardfn/waiting/{}"
-_ADVICE = "All ranks make the same calls in the same order: a branch around one goes the same way on every rank"
 
 
 class on:
@@ -204,19 +203,6 @@ def _came(store: Any, keys: list[str]) -> bool:
 
 # --- what a rank tells the others ---
 
-Vain = dict[str, list[Any]]
-State = dict[str, Any]
-"""What a rank has published.
-
-beat        how often it has looked
-ended       how it ended; empty if it has not
-vain        rank -> what that waits for in vain, as this one has found, and which waits: [thread, group, key, count]
-threads     None, while it does not wait; else those that live and have waited, and the main one:
-    thread, main, used      its number, whether it is the main one, the groups it has used
-    wait                    None, while it does not; else what `_wait` tells
-counts      group -> key -> how often the rank came to that
-"""
-
 
 def _state(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
     if not stuck and not ended:
@@ -264,96 +250,7 @@ def _ranks(wait: on) -> list[int]:
     return list(dist.get_process_group_ranks(process_groups.group_of(wait.group)) if wait.ranks is None else wait.ranks)
 
 
-# --- what follows from it ---
-
-Thread = tuple[int, int]  # rank, number
-
-
-def waits_in_vain(states: dict[int, State]) -> dict[Thread, list[int]]:
-    """The threads that wait for ranks which can never come, and for which.
-
-    At first all are suspected. Then those are let off for whom each rank may still come, until no more are.
-
-    Args:
-        states: what ranks have told; of one that is not here, anything may still come.
-    """
-    waiting = {
-        (rank, thread["thread"]): thread["wait"]
-        for rank, state in states.items()
-        for thread in (not state["ended"] and state["threads"]) or ()
-        if _decidable(thread, state)
-    }
-    found: dict[Thread, list[int]] = {who: [] for who in waiting}
-    while True:
-        kept = {}
-        for (rank, number), wait in waiting.items():
-            if (rank, number) in found:
-                lost = [other for other in wait["ranks"] if other != rank and _lost(other, wait, states, found)]
-                if lost:
-                    kept[(rank, number)] = lost
-        if len(kept) == len(found):
-            return kept
-        found = kept
-
-
-def _decidable(thread: dict[str, Any], state: State) -> bool:
-    """Whether others can know what it takes to end a wait."""
-    wait = thread["wait"]
-    if wait is None or wait["sided"] or (wait["first"] and not thread["main"]):
-        return False  # which thread of another rank a new thread belongs to, nobody knows yet
-    same = [one for one in state["threads"] if one["wait"] and one["wait"]["group"] == wait["group"]]
-    return len(same) == 1
-
-
-def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], found: dict[Thread, list[int]]) -> bool:
-    """Whether a rank has not come to a wait, and cannot any more, if what is in `found` waits in vain."""
-    state = states.get(rank)
-    if state is None or not (state["ended"] or state["threads"]):
-        return False
-    if state["counts"].get(wait["group"], {}).get(wait["key"], 0) >= wait["count"]:
-        return False
-    if state["ended"]:
-        return True
-    users = [thread for thread in state["threads"] if wait["group"] in thread["used"]]
-    users = users or [thread for thread in state["threads"] if thread["main"]]
-    return all((rank, thread["thread"]) in found for thread in users)
-
-
-# --- what is said about it ---
-
-
-def _standing(ranks: Iterable[int], states: dict[int, State]) -> str:
-    told: dict[str, list[int]] = {}
-    for rank in ranks:
-        told.setdefault(_does(states.get(rank)), []).append(rank)
-    return "; ".join(f"{_named(some)} {does}" for does, some in told.items())
-
-
-def _does(state: State | None) -> str:
-    if state is None or not (state["ended"] or state["vain"] or state["threads"]):
-        return "has not come, and does something else"
-    if state["ended"]:
-        return str(state["ended"])
-    waits = [thread["wait"]["told"] for thread in state["threads"] or () if thread["wait"]]
-    return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}:"
-
-
-def _advised(told: str) -> str:
-    """What is said, and what to do about it."""
-    if " has failed: " in told:
-        return f"{told}. Look at the output of that rank first"
-    found = _CALL.search(told)
-    if found is None:
-        return f"{told}. {_ADVICE}"
-    return f"{told}. All ranks call {found[1]}, whatever they do with it: only write files or print on rank 0"
-
-
-_CALL = re.compile(r" in (sf\.[\w.]*\w)")
+# --- what is said when a wait fails ---
 
 
 def brief(error: BaseException) -> str:
@@ -369,7 +266,7 @@ def cause(error: BaseException) -> BaseException | None:
 def elsewhere(error: BaseException) -> bool:
     """Whether the ranks that did not come are in no collective on tensors: they have ended, save something, ..."""
     told = str(error)
-    return " waits for " not in told or _CALL.search(told) is not None or "the making of a group" in told
+    return " waits for " not in told or CALL.search(told) is not None or "the making of a group" in told
 
 
 _BROKEN = re.compile("connection|closed|closure|timed out|timeout|reset by peer|broken pipe|abort", re.IGNORECASE)
@@ -387,11 +284,11 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         states = _read(process_groups.default_store(), others[:64])
     for state in states.values():
         if str(_watcher.rank) in state["vain"]:
-            return RuntimeError(_advised(state["vain"][str(_watcher.rank)][0]))
+            return RuntimeError(advised(state["vain"][str(_watcher.rank)][0]))
     known = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
     told = f"rank {_watcher.rank} waited in vain for {_named_wait(wait, get_ident())}"
     if known:
-        return RuntimeError(_advised(f"{told}: {_standing(known, states)}"))
+        return RuntimeError(advised(f"{told}: {standing(known, states)}"))
     return RuntimeError(f"{told}: a rank has ended; look at its output first ({brief(error)})")
 
 
@@ -471,19 +368,23 @@ class _Watcher:
         states = self.reached(stuck)
         found = waits_in_vain(states)
         if self.sure(found, states):
-            self.vain = _given_up(found, states)
+            self.vain = given_up(found, states)
         heard = [state["vain"].get(str(self.rank)) for state in states.values()]
         for thread, wait in stuck.items():
-            this = [thread, wait.group, _key(wait.what, wait.of), wait.count]
-            known = [told for told, *those in filter(None, [self.vain.get(str(self.rank)), *heard]) if this in those]
+            mine = wait.group, _key(wait.what, wait.of), wait.count
+            known = [
+                told
+                for told, *those in filter(None, [self.vain.get(str(self.rank)), *heard])
+                if [thread, *mine] in those
+            ]
             if known and not wait.verdict and _waits.get(thread) is wait:
-                wait.verdict = _advised(known[0])
+                wait.verdict = advised(known[0])
                 self.give_up(wait, stuck)
             elif now >= self.spoke.get(thread, 0):
                 waited = now - self.since[thread][1]
                 self.spoke[thread] = now + 2 * waited
-                late = [r for r in _ranks(wait) if r != self.rank and not _came_to(states.get(r), wait)]
-                said = _standing(late, states) if late else "all have come, and it has not arrived"
+                late = [r for r in _ranks(wait) if r != self.rank and not (r in states and came(states[r], *mine))]
+                said = standing(late, states) if late else "all have come, and it has not arrived"
                 more = f". {wait.note}" if wait.note else ""
                 what = _named_wait(wait, thread)
                 _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, what, said, more)
@@ -523,19 +424,3 @@ class _Watcher:
         _log.error("%s", wait.verdict)
         if wait.ranks is None:
             process_groups.break_group(process_groups.group_of(wait.group))
-
-
-def _given_up(found: dict[Thread, list[int]], states: dict[int, State]) -> Vain:
-    given_up: Vain = {}
-    waits = {(rank, t["thread"]): t["wait"] for rank, s in states.items() for t in s["threads"] or ()}
-    for (rank, thread), lost in found.items():
-        wait = waits[(rank, thread)]
-        told = f"rank {rank} waits in vain for {wait['told']}: {_standing(lost, states)}"
-        given_up.setdefault(str(rank), [told]).append([thread, wait["group"], wait["key"], wait["count"]])
-    return given_up
-
-
-def _came_to(state: State | None, wait: on) -> bool:
-    if state is None:
-        return False
-    return bool(state["counts"].get(wait.group, {}).get(_key(wait.what, wait.of), 0) >= wait.count)

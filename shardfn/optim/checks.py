@@ -324,7 +324,7 @@ def _finer(layout: Layout, than: Layout) -> bool:
         layout.placed(coarse) == than
         and cut.axes[: len(coarse.axes)] == coarse.axes
         and set(cut.axes) <= {*coarse.axes, *coarse.replicas}
-        and cut.home == coarse.home
+        and cut.only_at == coarse.only_at
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import functorch
-from shardfn.mesh.axes import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.pieces import Unit, spread
 
 

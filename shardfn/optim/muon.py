@@ -19,7 +19,9 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import record
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import Grid, axis_of, mesh_of, scope
+from shardfn.mesh.axes import axis_of
+from shardfn.mesh.grid import Grid
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import numbered, tied
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
@@ -184,8 +186,7 @@ class Matrix:
         """Axes of the mesh along which ranks hold parts or copies of it."""
         if self.layout is None:
             return ()
-        placement, spec = self.layout.placement, self.layout.entries[self.entry].spec
-        used = {*placement.axes, *placement.replicas, *placement.away, *spec.axes}
+        used = {*self.layout.placement.replicas, *self.layout.cut_axes(self.entry)}
         return tuple(name for name, _ in self.layout.grid.sizes if name in used)
 
     def part(self, rank: int) -> Range | None:
@@ -403,8 +404,7 @@ def _whole(matrix: Matrix, here: dict[str, Any], update: Tensor) -> Tensor:
         whole = torch.nn.functional.pad(
             block, (column, matrix.shape[1] - column - columns, row, matrix.shape[0] - row - rows)
         )
-    placement, spec = matrix.layout.placement, matrix.layout.entries[matrix.entry].spec
-    cut = tuple(name for name in matrix.axes if name in {*placement.axes, *placement.away, *spec.axes})
+    cut = matrix.layout.cut_axes(matrix.entry)
     if not cut:
         return whole
     with scope(mesh_of(matrix.layout.grid, "muon: a tree")):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.mesh.axes import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import tied, varied
 from shardfn.optim.optimizer import Transform
 from shardfn.optim.ranges import check, kind

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardfn.mesh.axes import AxisName, as_names
+from shardfn.mesh.grid import AxisName, as_names
 from shardfn.optim.checks import guarded, guarded_update
 from shardfn.optim.ranges import kind
 from shardfn.optim.state_sharding import divides_init, divides_step

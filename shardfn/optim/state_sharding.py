@@ -19,7 +19,7 @@ from shardfn.collectives.into_buffers import Handle, all_gather, arrived, commun
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import differentiable
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import autograd
-from shardfn.mesh.axes import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import differentiable
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.optim.ranges import check, kind, whole

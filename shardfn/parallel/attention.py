@@ -16,7 +16,8 @@ from torch import Tensor
 from shardfn.collectives import ops
 from shardfn.collectives.functional import all_gather, all_to_all, axis_index, axis_size
 from shardfn.compat import attention as kernels
-from shardfn.mesh.axes import AxisName, bound_axis
+from shardfn.mesh.grid import AxisName
+from shardfn.mesh.scope import bound_axis
 from shardfn.transforms.custom_vjp import custom_vjp
 
 Block = tuple[slice, slice, bool]  # queries and keys that meet, and whether causally

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, psum, pvary, reduce_scatter
-from shardfn.mesh.axes import AxisName
+from shardfn.mesh.grid import AxisName
 
 
 def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.collectives.functional import axis_index, axis_size, pmax, psum
-from shardfn.mesh.axes import AxisName
+from shardfn.mesh.grid import AxisName
 from shardfn.parallel.linear import to_parallel
 from shardfn.transforms.custom_vjp import custom_vjp
 

@@ -28,7 +28,11 @@ from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import record
 from shardfn.compat import functorch, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import AxisName, as_names, current_mesh, group_over, lane, per_mesh
+from shardfn.mesh.axes import per_mesh
+from shardfn.mesh.grid import AxisName, as_names
+from shardfn.mesh.groups import group_over
+from shardfn.mesh.lanes import lane
+from shardfn.mesh.scope import current_mesh
 
 ROOM = 1024  # bytes of a note; what does not fit follows
 _LENGTH = struct.Struct("<q")

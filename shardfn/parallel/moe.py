@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardfn.collectives.functional import all_to_all, axis_size, psum, ragged_all_to_all
 from shardfn.compat import functorch
-from shardfn.mesh.axes import AxisName, as_names
+from shardfn.mesh.grid import AxisName, as_names
 
 Expert = Callable[[Any, Tensor], Tensor]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardfn.collectives.functional import axis_size, psum, pvary
-from shardfn.mesh.axes import AxisName
+from shardfn.mesh.grid import AxisName
 from shardfn.transforms.custom_vjp import custom_vjp
 
 

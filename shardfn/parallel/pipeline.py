@@ -21,9 +21,11 @@ from torch import Tensor
 
 from shardfn.collectives.functional import axis_index, axis_size, ppermute, psum, pvary
 from shardfn.compat import autograd, functorch
-from shardfn.mesh.axes import AxisName, apart, as_names, check_together
+from shardfn.mesh.grid import AxisName, as_names
+from shardfn.mesh.scope import independent_along, refuse_independent
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
 from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import layouts_of, moves
 from shardfn.transforms.custom_vjp import custom_vjp
 from shardfn.transforms.step import Step
@@ -72,7 +74,7 @@ def pipeline(
     if axis_size(axis) == 1:
         many = _batches(batches, schedule)
         return torch.stack([_loss(part(params, None, batch)) for batch in many]).sum()
-    check_together(axis, "pipeline")
+    refuse_independent(axis, "pipeline")
     team = team_of(axis)
     try:
         job, tensors = _job(part, _alone((params, _batches(batches, schedule)), axis), team, schedule)
@@ -148,16 +150,14 @@ class _Job:
     schedule: Schedule
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Any]]:
-        mixed = list(self.leaves)
-        for i, x in zip(self.moving, tensors, strict=True):
-            mixed[i] = x
+        mixed = with_leaves(self.leaves, self.moving, tensors)
         made: tuple[Any, list[Any]] = optree.tree_unflatten(self.tree, mixed)
         return made
 
     def on(self, params: Any, x: Any, batch: Any) -> tuple[list[Tensor], Any]:
         """What this rank's part makes of a micro-batch, tensors and their structure; of the last one the loss."""
         watched = _RefuseWrapped() if self.inside and not functorch.inside_transform() else contextlib.nullcontext()
-        with apart(as_names(self.team.axis)), watched:
+        with independent_along(as_names(self.team.axis)), watched:
             made = self.part(params, x, batch)
         if self.team.index == self.team.size - 1:
             return [_loss(made)], None
@@ -360,7 +360,7 @@ class _InStep:
 
 
 def _alone(tree: Any, axis: AxisName) -> Any:
-    """A tree whose flat shards are stages of this rank alone among those along the axis, which run apart.
+    """A tree whose flat shards are stages of this rank alone among those along the axis, which run independently.
 
     One that all of them hold goes through `pvary`, which sums over the ranks' gradients at the end: inside, some ranks
     may use it more often than others, or never.
@@ -384,7 +384,7 @@ def _layout_alone(layout: Layout, places: tuple[tuple[str, int], ...]) -> Layout
     names = {name for name, _ in places}
     known = names <= {name for name, _ in layout.grid.sizes}
     cut = names.intersection(layout.placement.axes)  # a stage that uses such a one says that it cannot
-    return layout if not known or cut or names <= set(layout.placement.away) else layout.alone(places)
+    return layout if not known or cut or names <= set(layout.placement.only_at_axes) else layout.alone(places)
 
 
 def _nothing(tensors: Sequence[Tensor]) -> Tensor:

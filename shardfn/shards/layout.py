@@ -17,36 +17,12 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import process_groups, pytrees
-from shardfn.mesh.axes import Grid
+from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import P
+from shardfn.shards.buffer import Buffer, Entry, aligned
 from shardfn.shards.placement import Placement
 
-ALIGNMENT = 64  # bytes
 COARSE = 65536  # bytes a parameter, on average
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One parameter in the buffer.
-
-    Attributes:
-        path: its name, the keys from the root of the whole tree joined by dots: `blocks.0.attn.q`.
-        leaves: which leaves of the stage's tree it is; several, where one tensor stood at several places.
-        shape: of this rank's value.
-        spec: how that value is cut from the whole parameter, over axes that the buffer is not cut over.
-        offset: its first element in the buffer.
-    """
-
-    path: str
-    leaves: tuple[int, ...]
-    shape: tuple[int, ...]
-    spec: P
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank's value."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,7 @@ class Range:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(Buffer):
     """Static and hashable: everything about a flat shard but its numbers.
 
     Attributes:
@@ -121,11 +97,6 @@ class Layout:
         return self.grid.size(self.placement.axes)
 
     @cached_property
-    def total(self) -> int:
-        """Elements in use, from the first to the last parameter's end."""
-        return max((entry.offset + entry.numel for entry in self.entries), default=0)
-
-    @cached_property
     def piece(self) -> int:
         """Elements of one rank's piece. The last piece ends in at least 64 unused bytes.
 
@@ -138,16 +109,15 @@ class Layout:
 
     def here(self, rank: int) -> bool:
         """Whether a rank is where the parameters live; others hold nothing of them."""
-        return all(self.grid.index(rank, name) == position for name, position in self.placement.home)
+        return all(self.grid.index(rank, name) == position for name, position in self.placement.only_at)
+
+    def index(self, rank: int) -> int:
+        """Which of the pieces a rank holds, where the parameters live."""
+        return self.grid.index(rank, self.placement.axes)
 
     def held(self, rank: int) -> int:
         """Elements that a rank holds: a piece, or none where the parameters do not live."""
         return self.piece if self.here(rank) else 0
-
-    @property
-    def padded(self) -> int:
-        """Elements of the whole buffer."""
-        return self.piece * self.size
 
     @cached_property
     def state_layout(self) -> Layout:
@@ -167,53 +137,16 @@ class Layout:
         return replace(self, placement=placement)
 
     def alone(self, places: tuple[tuple[str, int], ...]) -> Layout:
-        """The same pieces, as the ranks at these positions see them who run apart from the others along these axes."""
+        """The same pieces, as the ranks at these positions see them, which run independently along these axes."""
         names = {name for name, _ in places}
         left = self.placement.without(names)
-        home = (*left.home, *(place for place in places if place[0] not in left.away))
-        return replace(self, placement=replace(left, home=home), room=self.padded)
+        only_at = (*left.only_at, *(place for place in places if place[0] not in left.only_at_axes))
+        return replace(self, placement=replace(left, only_at=only_at), room=self.padded)
 
     @property
     def partial(self) -> bool:
         """Whether the stage has parameters in other buffers too."""
         return sum(len(entry.leaves) for entry in self.entries) < self.tree.num_leaves
-
-    @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """First element and length of each stretch that no parameter uses."""
-        found, at = [], 0
-        for entry in self.entries:
-            if entry.offset > at:
-                found.append((at, entry.offset - at))
-            at = entry.offset + entry.numel
-        return (*found, (at, self.padded - at))
-
-    @cached_property
-    def cuts(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """What each piece holds: `(entry, start, stop, at)`, elements of an entry that stand at `at` in the piece."""
-        found = []
-        for start in range(0, self.padded, self.piece):
-            cut = []
-            for number, entry in enumerate(self.entries):
-                low = min(max(start - entry.offset, 0), entry.numel)
-                high = min(max(start + self.piece - entry.offset, 0), entry.numel)
-                if low < high:
-                    cut.append((number, low, high, entry.offset + low - start))
-            found.append(tuple(cut))
-        return tuple(found)
-
-    @cached_property
-    def holes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Of each piece: first element and length of each stretch that no parameter uses."""
-        found = []
-        for cut in self.cuts:
-            holes, at = [], 0
-            for _, start, stop, begin in cut:
-                if begin > at:
-                    holes.append((at, begin - at))
-                at = begin + stop - start
-            found.append((*holes, (at, self.piece - at)) if at < self.piece else tuple(holes))
-        return tuple(found)
 
     @property
     def coarse(self) -> bool:
@@ -225,34 +158,14 @@ class Layout:
         """The stage's parameters with their numbers, as strings, in place of them: a tree that is plain Python."""
         return optree.tree_unflatten(self.tree, map(str, range(self.tree.num_leaves)))
 
-    @cached_property
-    def splits(self) -> tuple[list[int], list[int]]:
-        """The lengths into which the whole buffer is cut, and which of the parts are the entries."""
-        lengths, chosen, at = [], [], 0
-        for entry in self.entries:
-            if entry.offset > at:
-                lengths.append(entry.offset - at)
-            chosen.append(len(lengths))
-            lengths.append(entry.numel)
-            at = entry.offset + entry.numel
-        return [*lengths, self.padded - at], chosen
-
-    def views(self, whole: Tensor) -> list[Tensor]:
-        """Each parameter as a view of the whole buffer `[padded]`, in the order of the entries."""
-        lengths, chosen = self.splits
-        parts = whole.split(lengths)
-        return [parts[i].view(entry.shape) for i, entry in zip(chosen, self.entries, strict=True)]
-
     def ranges(self, rank: int) -> list[Range]:
         """Which elements of which parameters the global rank `rank` holds."""
         if not self.here(rank):
             return []
-        start = self.grid.index(rank, self.placement.axes) * self.piece
-        found = []
-        for entry in self.entries:
-            low = min(max(start - entry.offset, 0), entry.numel)
-            high = min(max(start + self.piece - entry.offset, 0), entry.numel)
-            if low < high or (entry.numel == 0 and start <= entry.offset < start + self.piece):
+        index, found = self.index(rank), []
+        for number, entry in enumerate(self.entries):
+            low, high, at = self.within(number, index)
+            if low < high or (entry.numel == 0 and 0 <= at < self.piece):
                 found.append(Range(entry.path, low, high, entry.shape, self._corner(entry, rank)))
         return found
 
@@ -262,6 +175,16 @@ class Layout:
         cuts = [self.grid.size(names) if names else 1 for names in entry.spec.by_dim()]
         return tuple(n * k for n, k in zip(entry.shape, cuts + [1] * len(entry.shape), strict=False))
 
+    def cut_axes(self, number: int) -> tuple[str, ...]:
+        """Along which ranks hold different elements of a parameter, or some hold none; in the mesh's order."""
+        cut = {*self.placement.axes, *self.placement.only_at_axes, *self.entries[number].spec.axes}
+        return tuple(name for name, _ in self.grid.sizes if name in cut)
+
+    def same_axes(self, number: int) -> tuple[str, ...]:
+        """Along which ranks hold the same elements of a parameter: the others."""
+        cut = self.cut_axes(number)
+        return tuple(name for name, _ in self.grid.sizes if name not in cut)
+
     def _corner(self, entry: Entry, rank: int) -> tuple[int, ...]:
         cuts = [self.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]
         cuts += [0] * (len(entry.shape) - len(cuts))
@@ -270,7 +193,7 @@ class Layout:
     def __str__(self) -> str:
         spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"
         more = f", the same over {' x '.join(self.placement.replicas)}" if self.placement.replicas else ""
-        more += "".join(f", only at {name}={position}" for name, position in self.placement.home)
+        more += "".join(f", only at {name}={position}" for name, position in self.placement.only_at)
         if self.state_layout is not self:
             more += f", gradients 1/{self.state_layout.size} over {' x '.join(self.placement.gradients)}"
         here = self.piece * self.dtype.itemsize
@@ -301,15 +224,21 @@ class FlatShard:
     Any `tree_map` over a tree of parameters (an optimizer, a moving average, a norm) is therefore one operation a
     stage. What a node holds is not checked until a stage, or `unshard`, uses it.
 
+    As long as there is one, its mesh is there: with its process groups, and the buffers that its stages share.
+
     Attributes:
         values: `[layout.piece]`, contiguous; `[0]` on ranks where the parameters do not live.
         layout: what the numbers are.
     """
 
-    __slots__ = ("layout", "values")
+    __slots__ = ("_mesh", "layout", "values")
 
     def __init__(self, values: Tensor, layout: Layout) -> None:
         self.values, self.layout = values, layout
+        self._mesh = None if torch.compiler.is_compiling() else layout.grid.mesh()  # which a graph cannot hold
+
+    def __reduce__(self) -> Any:
+        return FlatShard, (self.values, self.layout)
 
     @property
     def spec(self) -> P:
@@ -353,20 +282,13 @@ def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
 
     `flat.layout.ranges(rank)` says which elements they are. Parameters of which this rank holds nothing are left out.
     """
-    layout = flat.layout
-    rank = process_groups.global_rank()
-    start = layout.grid.index(rank, layout.placement.axes) * layout.piece
-    offsets = {entry.path: entry.offset for entry in layout.entries}
+    layout, rank = flat.layout, process_groups.global_rank()
+    start = layout.index(rank) * layout.piece
+    offsets = {entry.path: entry.offset - start for entry in layout.entries}
     return {
-        part.path: flat.values[offsets[part.path] + part.start - start : offsets[part.path] + part.stop - start]
+        part.path: flat.values[offsets[part.path] + part.start : offsets[part.path] + part.stop]
         for part in layout.ranges(rank)
     }
-
-
-def aligned(numel: int, dtype: torch.dtype) -> int:
-    """The least multiple of the alignment that has room for `numel` elements."""
-    step = max(1, ALIGNMENT // dtype.itemsize)
-    return -(-numel // step) * step
 
 
 def lay(

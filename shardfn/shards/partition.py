@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import optree
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from shardfn.mesh.spec import dotted
 from shardfn.shards.layout import FlatShard, is_flat
 
+T = TypeVar("T")
 Predicate = Callable[[str, tuple[int, ...]], Any]
 
 
@@ -66,6 +67,14 @@ def combine(*trees: Any) -> Any:
             raise ValueError(f"combine: {len(there)} trees have something at {dotted(accessor) or 'the root'}")
         made.append(there[0] if there else None)
     return optree.tree_unflatten(spec, made)
+
+
+def with_leaves(leaves: Sequence[T], at: Iterable[int], others: Iterable[T]) -> list[T]:
+    """The leaves of a tree, but others at some places."""
+    mixed = list(leaves)
+    for i, leaf in zip(at, others, strict=True):
+        mixed[i] = leaf
+    return mixed
 
 
 def _chosen(path: str, leaf: Any, predicate: Predicate) -> bool:

@@ -216,7 +216,7 @@ def _segments(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -
         return ()
     corners = {one.path: one.corner for one in layout.ranges(rank)}
     found = []
-    for number, low, high, at in layout.cuts[layout.grid.index(rank, layout.placement.axes)]:
+    for number, low, high, at in layout.cuts[layout.index(rank)]:
         entry = layout.entries[number]
         if number in entries and start <= at and at + high - low <= stop:
             place = low, at - start, at + high - low - start
@@ -254,7 +254,7 @@ def stretches(unit: Unit, key: Callable[[str, tuple[int, ...]], Any]) -> list[tu
             found.append((k, [number]))
     if len(found) == 1:
         return [(found[0][0], unit.entries, 0, n)]  # and what lies between them
-    begin = layout.grid.index(process_groups.global_rank(), layout.placement.axes) * layout.piece + unit.start
+    begin = layout.index(process_groups.global_rank()) * layout.piece + unit.start
 
     def here(offset: int) -> int:
         return min(max(offset - begin, 0), n)
@@ -273,9 +273,7 @@ def spread(unit: Unit) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
         return [((), one.path, one.whole)]
     layout, found = unit.layout, []
     for number in unit.entries:
-        cut = {*layout.placement.axes, *layout.placement.away, *layout.entries[number].spec.axes}
-        axes = tuple(name for name, _ in layout.grid.sizes if name in cut)
-        found.append((axes, layout.entries[number].path, layout.whole_shape(number)))
+        found.append((layout.cut_axes(number), layout.entries[number].path, layout.whole_shape(number)))
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from shardfn.mesh.axes import AxisName, as_names
+from shardfn.mesh.grid import AxisName, as_names
 
 Keep = bool | Literal["step"] | tuple[str, ...]
 
@@ -27,8 +27,8 @@ class Placement:
             micro-batches of a step (`"step"`); or a copy that is cut over these axes only, the first of `axes`.
         gradients: what `value_and_grad` gives, and optimizer state, are cut along these: `axes` first, and then some
             of `replicas`. Default: `axes`.
-        hops: axes are gathered one after another, the last, with the slowest links, first.
-        home: only ranks at these positions of these axes hold anything of it, `(("pipe", 1),)`; see `at`.
+        hierarchical: axes are gathered one after another, the last, with the slowest links, first.
+        only_at: only ranks at these positions of these axes hold anything of it, `(("pipe", 1),)`; see `at`.
 
     Raises:
         ValueError: an axis twice; `gradients` or `keep` that do not fit `axes`.
@@ -38,18 +38,18 @@ class Placement:
     replicas: tuple[str, ...] = ()
     keep: Keep = False
     gradients: tuple[str, ...] = cast("tuple[str, ...]", None)
-    hops: bool = False
-    home: tuple[tuple[str, int], ...] = ()
+    hierarchical: bool = False
+    only_at: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.gradients is None:
             object.__setattr__(self, "gradients", self.axes)
-        every = (*self.axes, *self.replicas, *self.away)
+        every = (*self.axes, *self.replicas, *self.only_at_axes)
         twice = [name for name in every if every.count(name) > 1]
         if twice:
             raise ValueError(
                 f"a strategy names the axis {twice[0]!r} twice: axes={self.axes}, replicas={self.replicas}"
-                + (f", home={dict(self.home)}" if self.home else "")
+                + (f", only_at={dict(self.only_at)}" if self.only_at else "")
             )
         begin, more = self.gradients[: len(self.axes)], self.gradients[len(self.axes) :]
         if begin != self.axes or not set(more) <= set(self.replicas) or len(set(more)) < len(more):
@@ -73,7 +73,7 @@ class Placement:
         if self.gradients == self.axes:
             return self
         left = tuple(name for name in self.replicas if name not in self.gradients)
-        return Placement(self.gradients, left, home=self.home)
+        return Placement(self.gradients, left, only_at=self.only_at)
 
     def at(self, **positions: int) -> Placement:
         """The same, but only on the ranks at these positions: `full_shard("shard").at(pipe=1)`.
@@ -81,7 +81,7 @@ class Placement:
         The others hold nothing of it, and do not call its stage. So pipelined models keep their parameters' names and
         shapes, and every rank the same tree.
         """
-        return replace(self, home=(*self.home, *positions.items()))
+        return replace(self, only_at=(*self.only_at, *positions.items()))
 
     def without(self, names: Collection[str]) -> Placement:
         """The same, where other ranks along these replicas are left out of account."""
@@ -89,9 +89,9 @@ class Placement:
         return replace(self, replicas=replicas, gradients=gradients)
 
     @property
-    def away(self) -> tuple[str, ...]:
+    def only_at_axes(self) -> tuple[str, ...]:
         """Axes of which one position only holds the parameters."""
-        return tuple(name for name, _ in self.home)
+        return tuple(name for name, _ in self.only_at)
 
     def dividing(self, axis: AxisName) -> Placement:
         """The same, with gradients and optimizer state cut along more of the replicas."""
@@ -104,7 +104,7 @@ class Placement:
         if not isinstance(self.keep, tuple):
             return None
         rest = self.replicas + self.axes[len(self.keep) :]
-        return Placement(self.keep, rest, gradients=self.axes, home=self.home)
+        return Placement(self.keep, rest, gradients=self.axes, only_at=self.only_at)
 
 
 Strategy = Placement | Callable[[str, tuple[int, ...]], Placement]
@@ -164,7 +164,7 @@ def mics(shard: AxisName, replica: AxisName = ()) -> Placement:
             over nodes, a small piece each, and then within each.
         replica: the axes along which such groups repeat.
     """
-    return Placement(axes=as_names(shard), replicas=as_names(replica), hops=True)
+    return Placement(axes=as_names(shard), replicas=as_names(replica), hierarchical=True)
 
 
 def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Placement]:
@@ -180,7 +180,7 @@ def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Pl
 
     def rule(path: str, shape: tuple[int, ...]) -> Placement:
         own = strategy if isinstance(strategy, Placement) else strategy(path, shape)
-        return Placement(replicas=own.axes + own.replicas, home=own.home) if math.prod(shape) < below else own
+        return Placement(replicas=own.axes + own.replicas, only_at=own.only_at) if math.prod(shape) < below else own
 
     return rule
 
@@ -211,8 +211,8 @@ def strategy(name: str, shard: AxisName = "shard", replica: AxisName = ()) -> Pl
         ValueError: an unknown name; a hybrid strategy without `replica`.
 
     Example:
-        >>> strategy("HYBRID_SHARD", shard="shard", replica="replica")
-        Placement(axes=('shard',), replicas=('replica',), keep=False, gradients=('shard',), hops=False, home=())
+        >>> strategy("HYBRID_SHARD", shard="shard", replica="replica") == hybrid_shard("shard", "replica")
+        True
     """
     wanted = _plain(name)
     known = next((own for own, (_, others) in _NAMES.items() if wanted in map(_plain, (own, *others.split()))), None)

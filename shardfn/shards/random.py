@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dispatch
-from shardfn.mesh.axes import AxisName, bound_axis, current_mesh
+from shardfn.mesh.grid import AxisName
+from shardfn.mesh.scope import bound_axis, current_mesh
 
 
 def fold_in(seed: int, *what: int | AxisName) -> torch.Generator:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from shardfn.collectives.agree import agree, gathered
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import Grid, current_mesh, grid_of, mesh_of
+from shardfn.mesh.axes import grid_of
+from shardfn.mesh.grid import Grid
+from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.shards.layout import is_flat, local_parameters
 
@@ -51,8 +53,8 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
             layout, held = leaf.layout, local_parameters(leaf)
             grid = layout.grid
             told.append(str(layout))
-            for entry in layout.entries:
-                axes = (*layout.placement.axes, *layout.placement.away, *entry.spec.axes)
+            for number, entry in enumerate(layout.entries):
+                axes = layout.cut_axes(number)
                 claims.append(Claim(entry.path, axes, checksum(held[entry.path]) if entry.path in held else 0))
         elif isinstance(leaf, Tensor):
             told.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")

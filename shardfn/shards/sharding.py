@@ -6,11 +6,10 @@ dtypes, frozen parameters or placements.
 
 from __future__ import annotations
 
-import functools
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -20,18 +19,16 @@ from shardfn.collectives import functional
 from shardfn.collectives.agree import agree
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import axis_of, check_axes, grid_of, mesh_of, per_mesh, scope
+from shardfn.mesh.axes import check_axes, grid_of, per_mesh
+from shardfn.mesh.grid import Grid
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
-from shardfn.shards.random import Drawing, int_seed, mixed
 from shardfn.shards.replicated import assert_replicated, checksum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-Make = Callable[[torch.Generator], Any]
-Fill = Callable[[str, Tensor, torch.Generator], Tensor]
 
 
 def shard(
@@ -70,8 +67,8 @@ def shard(
     Example:
         ``params = shard(init(seed=0), mesh, full_shard("shard"))``
     """
-    rules = _Rules(mesh, strategy, stages, frozen, specs, inputs)
-    return _agreed(rules, "shard", lambda: rules.map_stages(tree, rules.cut))
+    rules = Rules(mesh, strategy, stages, frozen, specs, inputs)
+    return agreed(rules, "shard", lambda: rules.map_stages(tree, rules.cut))
 
 
 def unshard(tree: Any, mesh: DeviceMesh | None = None) -> Any:
@@ -100,62 +97,6 @@ def unshard(tree: Any, mesh: DeviceMesh | None = None) -> Any:
         return optree.tree_map(whole, tree, is_leaf=is_stage)
 
 
-def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
-    """Whole parameters from a tree of makers; on one process the same as `init_sharded` gives on many.
-
-    Args:
-        makers: a pytree whose leaves are functions of a `torch.Generator` that return tensors or pytrees of them, and
-            tensors.
-        seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path, also
-            where it names none; torch's own generators are left as they are.
-        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
-
-    Raises:
-        RuntimeError: a maker that seeds torch's own generators.
-    """
-    return _made(makers, "", seed, fill)
-
-
-def init_sharded(
-    makers: Any,
-    seed: int,
-    mesh: DeviceMesh,
-    strategy: Strategy,
-    *,
-    fill: Fill | None = None,
-    stages: Iterable[str] | None = None,
-    frozen: Iterable[str] = (),
-    specs: P | ByPath = P(),  # noqa: B008
-) -> Any:
-    """Parameters made one stage at a time and cut at once, so that a rank never holds more than one stage whole.
-
-    The same seed gives the same parameters on any mesh, and as `init(makers, seed)`.
-
-    Args:
-        makers: as for `init`: `{"embed": init_embed, "blocks": [init_block] * 8, "head": init_head}`. A function
-            that makes several stages makes them whole: give each stage its own.
-        seed: any int, the same on every rank.
-        mesh: as for `shard`, like what follows.
-        strategy: as for `shard`.
-        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
-        stages: as for `shard`.
-        frozen: as for `shard`.
-        specs: as for `shard`.
-
-    Returns:
-        As `shard(init(makers, seed), mesh, strategy)`.
-
-    Raises:
-        ValueError, TypeError: as `shard`; a leaf on the meta device without `fill`.
-    """
-    rules = _Rules(mesh, strategy, stages, frozen, specs, "global")
-    return _agreed(
-        rules,
-        "init_sharded",
-        lambda: rules.map_stages(makers, rules.cut, lambda path, node: _made(node, path, seed, fill)),
-    )
-
-
 def shard_named(
     named: Iterable[tuple[str, Tensor]],
     like: Any,
@@ -181,7 +122,7 @@ def shard_named(
         ValueError: a name that is missing, unknown or there twice; a shape or dtype that is not the one of `like`.
         TypeError: as `shard`.
     """
-    rules = _Rules(mesh, strategy, stages, frozen, specs, "global", filled=False)
+    rules = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False)
 
     def stream() -> Any:
         tree = rules.map_stages(like, rules.cut)
@@ -193,7 +134,7 @@ def shard_named(
                 raise ValueError(f"{name!r} came twice")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name!r} is of type {type(tensor).__name__}, not a tensor")
-            _refuse_sparse(name, tensor)
+            refuse_sparse(name, tensor)
             flat, number, shape = waiting.pop(name)
             if tensor.shape != shape or tensor.dtype != flat.layout.dtype:
                 raise ValueError(
@@ -205,7 +146,7 @@ def shard_named(
             raise ValueError(f"no tensor came for {_some(waiting)}")
         return tree
 
-    return _agreed(rules, "shard_named", stream)
+    return agreed(rules, "shard_named", stream)
 
 
 _PARAMETERS = (
@@ -214,7 +155,7 @@ _PARAMETERS = (
 )
 
 
-class _Rules:
+class Rules:
     """What one call of `shard` and its kin goes by, and what it has met so far."""
 
     def __init__(
@@ -290,40 +231,36 @@ class _Rules:
         if not leaves:
             return subtree
         names = [".".join(word for word in (path, dotted(accessor)) if word) for accessor in accessors]
-        groups: dict[tuple[torch.dtype, bool, Placement], list[Any]] = {}
-        seen: dict[Any, list[int]] = {}
+        found: dict[Any, tuple[str, Tensor, list[int]]] = {}
         for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            same = self._identity(name, leaf, path)
-            if same in seen:
-                seen[same].append(number)
-                continue
-            seen[same] = [number]
-            trainable = not self._frozen(name) and (leaf.is_floating_point() or leaf.is_complex())
-            spec = self._spec(name)
-            shape, whole = self._shapes(name, leaf, spec)
-            placement = self._placement(name, whole, spec)
-            groups.setdefault((leaf.dtype, trainable, placement), []).append((name, seen[same], shape, spec, leaf))
-        made = {
-            key: self._flat(path, tree, *kind, group)
-            for key, (kind, group) in zip(_keys(list(groups)), groups.items(), strict=True)
-        }
-        per_mesh(self.mesh, "stages", dict[str, list[Layout]])[path] = [flat.layout for flat in made.values()]
+            found.setdefault(self._identity(name, leaf, path), (name, leaf, []))[2].append(number)
+        parameters = [self._parameter(name, leaf, tuple(numbers)) for name, leaf, numbers in found.values()]
+        layouts = plan(path, tree, parameters, self.grid)
+        values = {name: leaf for name, leaf, _ in found.values()}
+        made = {key: self._flat(layout, values) for key, layout in layouts.items()}
+        per_mesh(self.mesh, "stages", dict[str, list[Layout]])[path] = list(layouts.values())
         return next(iter(made.values())) if len(made) == 1 else made
 
-    def _flat(
-        self, path: str, tree: Any, dtype: torch.dtype, trainable: bool, placement: Placement, parts: list[Any]
-    ) -> FlatShard:
-        entries = [(name, tuple(leaves), shape, spec) for name, leaves, shape, spec, _ in parts]
-        layout = lay(path, tree, entries, dtype, trainable, placement, self.grid)
+    def _parameter(self, name: str, leaf: Tensor, leaves: tuple[int, ...]) -> Parameter:
+        """What the rules say of it."""
+        spec = self._spec(name)
+        if self.inputs == "global":
+            shape, whole = local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
+        else:
+            shape, whole = tuple(leaf.shape), global_shape(leaf.shape, spec, self.mesh, name)
+        trainable = not self._frozen(name) and (leaf.is_floating_point() or leaf.is_complex())
+        return Parameter(name, leaves, shape, spec, leaf.dtype, trainable, self._placement(name, whole, spec))
+
+    def _flat(self, layout: Layout, values: dict[str, Tensor]) -> FlatShard:
         held = layout.held(self.rank)
-        flat = FlatShard(torch.zeros(held, dtype=dtype, device=self.mesh.device_type), layout)
+        flat = FlatShard(torch.zeros(held, dtype=layout.dtype, device=self.mesh.device_type), layout)
         self.told.append(str(layout))
-        for number, (name, _, shape, _, leaf) in enumerate(parts):
-            self.places[name] = (flat, number, leaf.shape)
+        for number, entry in enumerate(layout.entries):
+            self.places[entry.path] = (flat, number, values[entry.path].shape)
             if self.filled:
-                self.fill(flat, number, name, leaf)
+                self.fill(flat, number, entry.path, values[entry.path])
             else:
-                self.told.append(f"{name}: {shape}")
+                self.told.append(f"{entry.path}: {entry.shape}")
         return flat
 
     def fill(self, flat: FlatShard, number: int, name: str, value: Tensor) -> None:
@@ -338,11 +275,9 @@ class _Rules:
         if not layout.here(self.rank):
             return
         local = sliced(value.detach(), entry.spec, self.mesh) if self.inputs == "global" else value.detach()
-        start = axis_of(self.mesh, layout.placement.axes).index * layout.piece if layout.placement.axes else 0
-        low = min(max(start - entry.offset, 0), entry.numel)
-        high = min(max(start + layout.piece - entry.offset, 0), entry.numel)
+        low, high, at = layout.within(number, layout.index(self.rank))
         if low < high:
-            flat.values[entry.offset + low - start : entry.offset + high - start].copy_(local.reshape(-1)[low:high])
+            flat.values[at : at + high - low].copy_(local.reshape(-1)[low:high])
 
     def _identity(self, name: str, leaf: Any, stage: str) -> Any:
         if isinstance(leaf, FlatShard) or not isinstance(leaf, Tensor) or is_dtensor(leaf):
@@ -355,7 +290,7 @@ class _Rules:
                 f"{name or 'the tree'} is {what}; parameters are plain tensors (what configures a model belongs in its "
                 f"functions, by functools.partial say)"
             )
-        _refuse_sparse(name, leaf)
+        refuse_sparse(name, leaf)
         if leaf.is_meta or leaf.numel() == 0:
             same: Any = id(leaf)
         else:
@@ -370,17 +305,11 @@ class _Rules:
             )
         return same
 
-    def _shapes(self, name: str, leaf: Tensor, spec: P) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of this rank's value, and of the whole parameter."""
-        if self.inputs == "global":
-            return local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
-        return tuple(leaf.shape), global_shape(leaf.shape, spec, self.mesh, name)
-
     def _placement(self, name: str, shape: tuple[int, ...], spec: P) -> Placement:
         found = self.strategy if isinstance(self.strategy, Placement) else self._known(self.strategy(name, shape), name)
-        both = [axis for axis in spec.axes if axis in (*found.gradients, *found.away)]
+        both = [axis for axis in spec.axes if axis in (*found.gradients, *found.only_at_axes)]
         if both:
-            verb = "puts it at one place of" if both[0] in found.away else "cuts the buffer over"
+            verb = "puts it at one place of" if both[0] in found.only_at_axes else "cuts the buffer over"
             raise ValueError(f"{name}: {spec} cuts over {both[0]!r}, but the strategy {verb} that axis already")
         return found
 
@@ -390,8 +319,8 @@ class _Rules:
             raise TypeError(f"{name}: the strategy is a function that returned {found!r}, not a Placement")
         if found not in self.placements:
             where = "the strategy" + (f" of {name}" if name else "")
-            check_axes(found.axes + found.replicas + found.away, self.mesh, where)
-            for axis, position in found.home:
+            check_axes(found.axes + found.replicas + found.only_at_axes, self.mesh, where)
+            for axis, position in found.only_at:
                 size = self.grid.size(axis)
                 if not 0 <= position < size:
                     raise ValueError(f"{where}: at {axis}={position}, but positions run from 0 to {size - 1}")
@@ -415,6 +344,29 @@ class _Rules:
         return bool(found)
 
 
+class Parameter(NamedTuple):
+    """A parameter before it has a place: which leaves it is, its shape on this rank, and what the rules say of it."""
+
+    name: str
+    leaves: tuple[int, ...]
+    shape: tuple[int, ...]
+    spec: P
+    dtype: torch.dtype
+    trainable: bool
+    placement: Placement
+
+
+def plan(stage: str, tree: optree.PyTreeSpec, parameters: Sequence[Parameter], grid: Grid) -> dict[str, Layout]:
+    """How one stage's parameters are laid out: a buffer for each dtype, frozen or not, and placement, by its name."""
+    groups: dict[tuple[torch.dtype, bool, Placement], list[Parameter]] = {}
+    for one in parameters:
+        groups.setdefault((one.dtype, one.trainable, one.placement), []).append(one)
+    return {
+        key: lay(stage, tree, [(one.name, one.leaves, one.shape, one.spec) for one in group], *kind, grid)
+        for key, (kind, group) in zip(_keys(list(groups)), groups.items(), strict=True)
+    }
+
+
 def _keys(kinds: list[tuple[torch.dtype, bool, Placement]]) -> list[str]:
     """What the buffers of one stage are called: by what tells them apart."""
     found: list[str] = []
@@ -427,7 +379,7 @@ def _keys(kinds: list[tuple[torch.dtype, bool, Placement]]) -> list[str]:
     return found
 
 
-def _agreed(rules: _Rules, name: str, run: Callable[[], Any]) -> Any:
+def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
     """Runs on every rank, and fails on all of them if it does on one, or if they were given different values."""
     try:
         result = run()
@@ -453,7 +405,7 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None) -> list[Tensor | None]:
     with scope(where):
         mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
         buffer = flat.values
-        for name, position in layout.placement.home:
+        for name, position in layout.placement.only_at:
             buffer = _spread(buffer, layout, name, position)
         if layout.size > 1:
             buffer = functional.all_gather(buffer, layout.placement.axes, to="invariant")
@@ -474,35 +426,10 @@ def _spread(buffer: Tensor, layout: Layout, name: str, position: int) -> Tensor:
     return every.narrow(0, position * layout.piece, layout.piece)
 
 
-def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
-    """The tensors of a tree of makers that stands at `path`."""
-    accessors, leaves, tree = optree.tree_flatten_with_accessor(makers)
-    made = []
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        name = ".".join(word for word in (path, dotted(accessor)) if word)
-        if isinstance(leaf, Tensor):
-            _refuse_sparse(name, leaf)
-            made.append(_drawn(functools.partial(fill, name, leaf), name, seed) if fill and leaf.is_meta else leaf)
-        elif callable(leaf):
-            made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
-        else:
-            raise TypeError(
-                f"{name or 'the tree'} is of type {type(leaf).__name__}; a maker is a function of a torch.Generator "
-                f"that returns tensors, or a tensor"
-            )
-    return optree.tree_unflatten(tree, made)
-
-
-def _refuse_sparse(name: str, leaf: Tensor) -> None:
+def refuse_sparse(name: str, leaf: Tensor) -> None:
+    """Raises TypeError for a parameter that is not dense."""
     if leaf.layout != torch.strided:
         raise TypeError(f"{name or 'the tree'} is {leaf.layout}; parameters are dense tensors: pass its to_dense()")
-
-
-def _drawn(make: Make, path: str, seed: int) -> Any:
-    """What a maker makes at a path; where it draws without a generator, too, it is from the one that it is given."""
-    generator = torch.Generator().manual_seed(mixed(int_seed(seed), path))
-    with Drawing(generator, f"the maker of {path or 'the tree'}"):
-        return make(generator)
 
 
 def _patterns(patterns: Iterable[str], name: str) -> list[re.Pattern[str]]:

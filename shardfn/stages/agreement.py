@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardfn.collectives.agree import agree
 from shardfn.collectives.ledger import unscheduled
-from shardfn.mesh.axes import apart_along, lane, sizes, world_of_thread
+from shardfn.mesh.axes import sizes
+from shardfn.mesh.groups import world_of_thread
+from shardfn.mesh.lanes import lane
+from shardfn.mesh.scope import independent_axes
 from shardfn.stages.signature import GatherPlan, Signature
 
 if TYPE_CHECKING:
@@ -67,8 +70,8 @@ def alone(mesh: DeviceMesh, agreed: Agreed) -> Any:
 
 
 def callers(mesh: DeviceMesh, signature: Signature) -> tuple[str, ...]:
-    """Along which all ranks call a stage: not where one position has its parameters, nor where ranks run apart."""
-    elsewhere = (*signature.away, *apart_along())
+    """Along which all ranks call a stage: not where one position has its parameters, or ranks run independently."""
+    elsewhere = (*signature.only_at_axes, *independent_axes())
     return tuple(name for name in sizes(mesh) if name not in elsewhere)
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd, functorch
-from shardfn.mesh.axes import current_mesh, known_axes, scope
+from shardfn.mesh.axes import known_axes
+from shardfn.mesh.scope import current_mesh, scope
 from shardfn.stages.refusals import RefuseWrapped, enter, refuse_mixed, running, writes
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.signature import Signature, cast
@@ -51,6 +52,7 @@ class Call:
 
     Attributes:
         leaves: the arguments that are not tensors.
+        mesh: of the shards, which is alive until the call's backward has run.
         at: where among them the tensors are that are not shards.
         needs: which of shards and those tensors are differentiated.
         step: the evaluation of gradients that it is part of.
@@ -67,14 +69,21 @@ class Call:
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
-        "signature", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals", "surroundings",
-        "contexts", "transformed", "reverse", "differentiable", "result", "static", "order", "__weakref__",
+        "signature", "mesh", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals",
+        "surroundings", "contexts", "transformed", "reverse", "differentiable", "result", "static", "order",
+        "__weakref__",
     )  # fmt: skip
 
     def __init__(
-        self, signature: Signature, device: torch.device, leaves: list[Any], at: list[int], needs: list[bool]
+        self,
+        signature: Signature,
+        mesh: DeviceMesh,
+        device: torch.device,
+        leaves: list[Any],
+        at: list[int],
+        needs: list[bool],
     ) -> None:
-        self.signature, self.leaves, self.at, self.needs = signature, leaves, at, needs
+        self.signature, self.mesh, self.leaves, self.at, self.needs = signature, mesh, leaves, at, needs
         self.step = current_step()
         self.collected: list[Tensor | None] = []
         self.tape: Tape | None = None

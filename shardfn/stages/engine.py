@@ -19,7 +19,9 @@ from torch import Tensor
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import autograd, process_groups
-from shardfn.mesh.axes import apart_along, check_together, in_lane, lane, per_mesh, sizes
+from shardfn.mesh.axes import per_mesh, sizes
+from shardfn.mesh.lanes import in_lane, lane
+from shardfn.mesh.scope import independent_axes, refuse_independent
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
 from shardfn.stages.agreement import agreed, alone, compare
@@ -158,8 +160,8 @@ class Engine:
     def _begin(self, call: Call, shards: tuple[Tensor, ...]) -> StageRun:
         """Gives a call its place on the tape and its slot, which starts to fill."""
         signature = call.signature
-        for layout in signature.layouts if apart_along() else ():
-            check_together(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
+        for layout in signature.layouts if independent_axes() else ():
+            refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         plan = signature.plan(shards)
         if plan not in self.met:
             self._meet(signature, plan)
@@ -246,7 +248,7 @@ class Engine:
         versions = _versions(run, inputs, lent)
         try:
             with _in_use(run):
-                made = evaluate(call, self.mesh, parameters, inputs, records, saving)
+                made = evaluate(call, call.mesh, parameters, inputs, records, saving)
         finally:
             written = _versions(run, inputs, lent) != versions
             if written and slot is not None:

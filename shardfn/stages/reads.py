@@ -9,7 +9,9 @@ import torch
 
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import unscheduled
-from shardfn.mesh.axes import lane, per_mesh, scope
+from shardfn.mesh.axes import per_mesh
+from shardfn.mesh.lanes import lane
+from shardfn.mesh.scope import scope
 from shardfn.stages.agreement import callers
 from shardfn.stages.call import Call
 from shardfn.stages.parameters import Loan, loan

@@ -29,7 +29,8 @@ from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import dispatch
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
-from shardfn.shards.layout import ALIGNMENT, Layout
+from shardfn.shards.buffer import ALIGNMENT
+from shardfn.shards.layout import Layout
 from shardfn.transforms.step import Defer, GradientSum, Step
 
 Memory = tuple[int, int]  # which of a stage's buffers, and which of the two scratch memories for it

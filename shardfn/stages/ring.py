@@ -123,7 +123,7 @@ class Slot:
             if last:
                 part.tail.copy_(part.tag)
             hops = [axis]
-            if placement.hops:
+            if placement.hierarchical:
                 hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
             work = gather_by_hops(part.region, axis.axis.index, hops, gather.dtype)
         self.works.append(_Arrival(work, axis.group_names[0], part, gather, axis.checks and not last))
@@ -195,7 +195,7 @@ class SlotPart:
 
 def _slot_part(region: Tensor, gather: Gather) -> SlotPart:
     layout = gather.layout
-    index = layout.grid.index(process_groups.global_rank(), layout.placement.axes)
+    index = layout.index(process_groups.global_rank())
     own = region.view(gather.dtype).view(layout.size, -1)[index]
     cuts = layout.cuts[index]
     whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import Grid
-from shardfn.shards.layout import ALIGNMENT, Layout, assemble, is_stage, stage_shards
+from shardfn.mesh.grid import Grid
+from shardfn.shards.buffer import ALIGNMENT
+from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep
 
 
@@ -133,22 +134,22 @@ class Signature:
         return self.options.remat in (False, "offload")
 
     @functools.cached_property
-    def away(self) -> tuple[str, ...]:
+    def only_at_axes(self) -> tuple[str, ...]:
         """Axes along which some ranks have none of the parameters, and do not call."""
-        return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.away))
+        return tuple(dict.fromkeys(name for layout in self.layouts for name in layout.placement.only_at_axes))
 
     @property
     def grid(self) -> Grid:
         """The mesh of the shards."""
         return self.layouts[0].grid
 
-    def refuse_away(self) -> None:
+    def refuse_elsewhere(self) -> None:
         """Raises ValueError on a rank that holds nothing of the parameters, which live elsewhere."""
         for layout in self.layouts:
             if not layout.here(process_groups.global_rank()):
-                home = ", ".join(f"{axis}={position}" for axis, position in layout.placement.home)
+                only_at = ", ".join(f"{axis}={position}" for axis, position in layout.placement.only_at)
                 raise ValueError(
-                    f"stage {self.name}: {layout.stage!r} lives at {home}, and this rank is elsewhere and holds "
+                    f"stage {self.name}: {layout.stage!r} lives at {only_at}, and this rank is elsewhere and holds "
                     f"nothing of it: call a stage where its parameters are, as in `if axis_index(...) == ...`"
                 )
 
@@ -272,7 +273,7 @@ def _plan_of(
         moves = layout.size > 1 or dtype != own
         stop = at + layout.padded * dtype.itemsize * moves
         tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
-        whole = layout.secondary is not None or layout.placement.hops
+        whole = layout.secondary is not None or layout.placement.hierarchical
         made.append(Gather(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT)), whole))
         at = -(-stop // 512) * 512
     return GatherPlan(tuple(made), at)

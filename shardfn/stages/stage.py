@@ -20,8 +20,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import dynamo, functorch
-from shardfn.mesh.axes import current_mesh, known_axes, mesh_of, scope
+from shardfn.mesh.axes import known_axes
+from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
+from shardfn.shards.partition import with_leaves
 from shardfn.stages import traced
 from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.engine import Engine, engine_of
@@ -195,8 +197,8 @@ def _flats(part: Any) -> list[FlatShard]:
 def _called(signature: Signature, leaves: list[Any]) -> Any:
     """A call with shards among its arguments."""
     mesh = mesh_of(signature.grid, f"stage {signature.name}: {signature.stage!r}")
-    if signature.away:
-        signature.refuse_away()
+    if signature.only_at_axes:
+        signature.refuse_elsewhere()
     if functorch.inside_batching_or_forward():
         return _composed(signature, leaves, mesh)
     if signature.shares_memory and functorch.inside_transform():
@@ -217,7 +219,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     for i in (*signature.shards, *at):
         static[i] = None
     engine = engine_of(mesh)
-    call = Call(signature, engine.device, static, at, needs)
+    call = Call(signature, mesh, engine.device, static, at, needs)
     if not any(needs):
         if call.step is not None and not torch.is_grad_enabled():
             refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
@@ -243,11 +245,9 @@ class _Staged:
     def pure(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The outputs, by collectives that every transform goes through."""
         call = self.call
-        leaves = list(call.leaves)
-        for i, x in zip((*call.signature.shards, *call.at), tensors, strict=True):
-            leaves[i] = x
+        leaves = with_leaves(call.leaves, (*call.signature.shards, *call.at), tensors)
         with call.surroundings.again():
-            result = _composed(call.signature, leaves, self.engine.mesh)
+            result = _composed(call.signature, leaves, call.mesh)
         return tuple(call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]))
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

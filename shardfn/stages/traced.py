@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.compat import dynamo
-from shardfn.mesh.axes import current_axes, known_axes, mesh_numbered, mesh_of, scope
+from shardfn.mesh.axes import known_axes, mesh_numbered
+from shardfn.mesh.scope import current_axes, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_stage
 from shardfn.stages.signature import Options, cast, signature_of
 
@@ -64,7 +65,7 @@ def _check(number: int | None, name: str, *layouts: Layout) -> None:
         where = f"stage {name}: {signature.stage!r}"
         with contextlib.nullcontext() if number is None else scope(mesh_numbered(number)):
             mesh_of(signature.grid, where)
-        signature.refuse_away()
+        signature.refuse_elsewhere()
     except ValueError as error:
         dynamo.refuse_in_graph(str(error))
 

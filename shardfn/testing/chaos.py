@@ -31,7 +31,7 @@ from torch import Tensor
 
 from shardfn.collectives import into_buffers, messages
 from shardfn.compat import process_groups
-from shardfn.mesh.axes import group_over
+from shardfn.mesh.groups import group_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

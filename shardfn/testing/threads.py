@@ -13,7 +13,7 @@ import time
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
-from shardfn.mesh import axes
+from shardfn.mesh.groups import forget_world
 from shardfn.testing import serialization, stacks, state
 from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
 
@@ -96,7 +96,7 @@ class _Run:
 
 def _leave() -> None:
     if dist.is_initialized():
-        axes.forget_world()
+        forget_world()
         dist.destroy_process_group()
 
 

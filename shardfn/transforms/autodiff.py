@@ -17,8 +17,9 @@ from torch.autograd import forward_ad
 
 from shardfn.collectives import functional
 from shardfn.compat import autograd, dynamo, functorch
-from shardfn.mesh.axes import mesh_of, scope
+from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.partition import with_leaves
 from shardfn.transforms.owned import escaped, owner
 from shardfn.transforms.step import Step
 
@@ -66,10 +67,7 @@ def value_and_grad(
         variables = Variables(tuple(args[i] for i in chosen))
 
         def loss(*values: Tensor) -> tuple[Tensor, Any]:
-            new = list(args)
-            for i, value in zip(chosen, variables.tree(values), strict=True):
-                new[i] = value
-            return scalar(f(*new, **kwargs), has_aux, name_of(f))
+            return scalar(f(*with_leaves(args, chosen, variables.tree(values)), **kwargs), has_aux, name_of(f))
 
         engine = _by_torch_func if torch.compiler.is_compiling() or functorch.inside_transform() else _by_autograd
         value, aux, found = engine(loss, variables.values, variables.layouts)
@@ -178,12 +176,12 @@ class Variables:
 
     def tree(self, values: Sequence[Any]) -> Any:
         """The tree with these in place of the leaves that have a gradient."""
-        return self._rebuilt(self._leaves, values)
+        return optree.tree_unflatten(self._tree, with_leaves(self._leaves, self._at, values))
 
     def gradient(self, found: Sequence[Tensor]) -> Any:
         """A tree of gradients, None for the other leaves; its flat shards know how they are cut."""
         # A None leaf is not a node to optree, so the gradient keeps the argument's structure around it.
-        tree = self._rebuilt([None] * len(self._leaves), found)
+        tree = optree.tree_unflatten(self._tree, with_leaves([None] * len(self._leaves), self._at, found))
         if all(layout is None or layout.state_layout is layout for layout in self.layouts):
             return tree
         return optree.tree_map(
@@ -191,12 +189,6 @@ class Variables:
             tree,
             is_leaf=is_flat,
         )
-
-    def _rebuilt(self, leaves: list[Any], values: Sequence[Any]) -> Any:
-        mixed = list(leaves)
-        for i, value in zip(self._at, values, strict=True):
-            mixed[i] = value
-        return optree.tree_unflatten(self._tree, mixed)
 
 
 def layouts_of(tree: Any) -> list[Layout | None]:

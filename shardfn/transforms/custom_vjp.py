@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from shardfn.compat import functorch
-from shardfn.mesh.axes import current_mesh, scope
+from shardfn.mesh.scope import current_mesh, scope
+from shardfn.shards.partition import with_leaves
 
 Tensors = tuple[Tensor, ...]
 
@@ -136,10 +137,7 @@ class _Run:
         moves = self.function.differentiable
 
         def outputs(*variables: Tensor) -> Tensors:
-            mixed = list(inputs)
-            for i, variable in zip(chosen, variables, strict=True):
-                mixed[i] = variable
-            found = self.function.pure(*mixed)
+            found = self.function.pure(*with_leaves(inputs, chosen, variables))
             return found if moves is None else tuple(y for y, yes in zip(found, moves, strict=False) if yes)
 
         values, pull = torch.func.vjp(outputs, *[inputs[i] for i in chosen])[:2]
@@ -232,10 +230,7 @@ class _Backward(Function):
         moving = [i for i, x in enumerate(tensors[:used]) if x.is_floating_point() or x.is_complex()]
 
         def again(*variables: Tensor) -> Tensors:
-            mixed = tensors[:used]
-            for i, variable in zip(moving, variables, strict=True):
-                mixed[i] = variable
-            cts, inputs = _separated(ctx.given, mixed)
+            cts, inputs = _separated(ctx.given, with_leaves(tensors[:used], moving, variables))
             return tuple(g for g in run.composed(inputs, cts, ctx.needs) if g is not None)
 
         with run.scope():

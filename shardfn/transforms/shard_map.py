@@ -18,7 +18,8 @@ from shardfn.collectives.agree import agree
 from shardfn.compat.dispatch import plain
 from shardfn.compat.dynamo import one_graph, refuse_in_graph, trace_dicts
 from shardfn.compat.functorch import inside_transform
-from shardfn.mesh.axes import axis_of, current_mesh, known_axes, scope, sizes
+from shardfn.mesh.axes import axis_of, known_axes, sizes
+from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.varying import Following, check_claim, mark

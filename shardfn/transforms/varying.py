@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardfn.mesh.axes import as_names, known_axes, sizes
+from shardfn.mesh.axes import known_axes, sizes
+from shardfn.mesh.grid import as_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

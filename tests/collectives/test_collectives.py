@@ -24,7 +24,9 @@ from torch.func import grad, jvp, vjp, vmap
 import shardfn as sf
 from shardfn.collectives import messages
 from shardfn.debugging import Debugging, by_environment, debugging
-from shardfn.mesh.axes import Axis, known_axes, scope
+from shardfn.mesh.axes import known_axes
+from shardfn.mesh.grid import Axis
+from shardfn.mesh.scope import scope
 from shardfn.testing import strategies as draws
 from shardfn.testing import world
 from tests.reference import spec_of, worst

@@ -27,7 +27,9 @@ from shardfn.checkpoint.team import team_of
 from shardfn.collectives.agree import _group
 from shardfn.collectives.into_buffers import transports
 from shardfn.compat import process_groups
-from shardfn.mesh import axes as meshes
+from shardfn.mesh import start
+from shardfn.mesh.axes import axis_of, sizes
+from shardfn.mesh.groups import group_over
 from shardfn.testing import World, world
 
 NAMES = ("a", "b", "c")
@@ -339,7 +341,7 @@ def test_a_mesh_joins_torch_distributed_that_runs_already() -> None:
 def test_sizes_names_the_fix_for_a_mesh_without_names() -> None:
     def body() -> Any:
         with pytest.raises(ValueError, match=r"no axis names: pass mesh_dim_names=\(\.\.\.\)"):
-            meshes.sizes(init_device_mesh("cpu", (2,)))
+            sizes(init_device_mesh("cpu", (2,)))
 
     world(2, "threads").run(body)
 
@@ -358,7 +360,7 @@ def made_under(backend: str | None, store: str) -> Any:
     assert under(mesh, lambda: sf.psum(torch.ones(1), "a").item()) == 2
     teams = [team_of((), use) for use in ("checkpoint", "ask")]
     assert [team.gathered(rank) for team in teams] == [[0, 1]] * 2
-    groups = [team.group for team in teams] + [process_groups.group_of(_group(meshes.axis_of(mesh, "a").group))]
+    groups = [team.group for team in teams] + [process_groups.group_of(_group(axis_of(mesh, "a").group))]
     return len({group.group_name for group in [dist.group.WORLD, *groups]}), {dist.get_backend(g) for g in groups}
 
 
@@ -382,7 +384,7 @@ def bound_to_a_device() -> Any:
 
     make = dist.new_group
     with mock.patch.object(dist, "new_group", look):
-        meshes.group_over([0, 1], "a use")
+        group_over([0, 1], "a use")
     after, world_.bound_device_id = world_.bound_device_id, None
     return seen, after == torch.device("cuda:0")
 
@@ -399,8 +401,8 @@ def on_devices(first: int, second: int, count: int) -> Any:
     fake.current_device = lambda: (first, second)[dist.get_rank()]
     fake.get_device_properties = lambda index: mock.Mock(uuid=f"GPU {index}")
     with mock.patch.object(torch, "cuda", fake):
-        meshes._claim_device("cuda")
-        meshes._claim_device("cuda")  # another mesh
+        start.claim_device("cuda")
+        start.claim_device("cuda")  # another mesh
 
 
 @pytest.mark.parametrize(("devices", "count", "fine"), [((0, 1), 2, True), ((0, 0), 2, False), ((0, 0), 1, True)])

@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.compat import process_groups
-from shardfn.mesh import axes as meshes
 from shardfn.mesh import waiting
+from shardfn.mesh.groups import group_over
+from shardfn.mesh.scope import mesh_of
+from shardfn.mesh.verdict import State, waits_in_vain
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.errors import GRACE
 
@@ -51,7 +53,7 @@ def known(f: Any) -> Any:
 
     def call(params: Any) -> Any:
         if not made:
-            mesh = meshes.mesh_of(params["a"].layout.grid, "the tree")
+            mesh = mesh_of(params["a"].layout.grid, "the tree")
             made.append(sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...))
         return made[0](params)
 
@@ -215,7 +217,7 @@ def waits(what: str, count: int = 1, *, main: bool = True, first: bool = False, 
     return {"thread": 1 if main else 2, "main": main, "used": ["g"], "wait": {**told, "sided": False, "first": first}}
 
 
-def told(*threads: Any, ended: str = "", **counts: int) -> waiting.State:
+def told(*threads: Any, ended: str = "", **counts: int) -> State:
     return {"beat": 1, "ended": ended, "vain": "", "threads": list(threads) or None, "counts": {"g": counts}}
 
 
@@ -253,8 +255,8 @@ IDLE = {"thread": 2, "main": False, "used": ["g"], "wait": None}
         "through a third that computes",
     ],
 )
-def test_only_what_cannot_come_is_given_up(states: dict[int, waiting.State], vain: set[int]) -> None:
-    assert {rank for rank, _ in waiting.waits_in_vain(states)} == vain
+def test_only_what_cannot_come_is_given_up(states: dict[int, State], vain: set[int]) -> None:
+    assert {rank for rank, _ in waits_in_vain(states)} == vain
 
 
 def test_a_wait_that_fails_for_another_reason_says_its_own() -> None:
@@ -301,7 +303,7 @@ def test_a_rank_that_is_killed_before_a_group_is_made_is_noticed(monkeypatch: py
             os.kill(os.getpid(), signal.SIGKILL)
         begun = time.monotonic()
         with pytest.raises(RuntimeError, match="a rank has ended") as caught:
-            meshes.group_over([0, 1], "a use of its own")
+            group_over([0, 1], "a use of its own")
         assert time.monotonic() - begun < 10
         raise RuntimeError(f"told: {caught.value}")
 

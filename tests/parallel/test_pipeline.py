@@ -391,7 +391,7 @@ def given(where: str, number: int, wrong: int) -> Any:
 
 WRONG = {
     "forward": "no such number", "backward": "no such derivative", "interrupt": "from the keyboard", "exit": "3",
-    "along the pipe": "ranks along 'pipe' run apart", "inside another": "ranks along 'pipe' run apart",
+    "along the pipe": "ranks along 'pipe' run independently", "inside another": "ranks along 'pipe' run independently",
     "number": "a pytree of tensors to the next rank", "unknown": "a pytree of tensors to the next rank",
     "sparse": "sparse", "loss": "a real scalar", "count": "all ranks have the same",
     "no batches": "no micro-batches", "batches": "division", "schedule": "all ranks have the same",

@@ -157,4 +157,4 @@ def along_the_pipe() -> None:
 def test_one_that_is_cut_along_the_pipe_is_refused_on_every_rank(world: World) -> None:
     for error in world.within(20).errors(along_the_pipe):
         assert isinstance(error, RuntimeError)
-        assert "gathering 'table': ranks along 'pipe' run apart" in str(error)
+        assert "gathering 'table': ranks along 'pipe' run independently" in str(error)

@@ -37,7 +37,7 @@ TABLE: dict[str, sf.Placement] = {
 }
 OWN: dict[str, sf.Placement] = {
     "optimizer cut within nodes": sf.Placement(replicas=DATA, gradients=("shard",)),
-    "hpz in hops": dataclasses.replace(sf.hpz("shard", "replica"), hops=True),
+    "hpz, hierarchical": dataclasses.replace(sf.hpz("shard", "replica"), hierarchical=True),
     "mics the other way": sf.mics(DATA),
     "once a step": sf.full_shard(DATA).keeping("step"),
     "hfsdp, kept": sf.hfsdp("shard", "replica").keeping(True),

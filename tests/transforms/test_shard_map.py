@@ -22,7 +22,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 import shardfn as sf
 from shardfn import P
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import current_mesh
+from shardfn.mesh.scope import current_mesh
 from shardfn.testing import strategies as draws
 from shardfn.testing import world
 from tests.reference import worst

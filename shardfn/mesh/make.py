@@ -1,0 +1,72 @@
+"""How meshes are made, of all processes or again on the ranks of one that has gone."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from shardfn.mesh.axes import grid_of, row
+from shardfn.mesh.grid import Grid, show
+from shardfn.mesh.groups import group_over
+from shardfn.mesh.start import check_device, claim_device, start_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
+    """A mesh of all processes with the named axes, slowest-varying first.
+
+    Starts torch.distributed if nobody has: from torchrun's environment where there is one, as a world of one
+    process otherwise.
+
+    Args:
+        device: `"cpu"`, `"cuda"`, ...; default: CUDA where there is some, else the CPU.
+        **sizes: axis name -> ranks along it. One may be -1: whatever is left of the world.
+
+    Raises:
+        ValueError: no axes, a size below 1, more than one -1, or sizes that do not multiply to the world.
+
+    Example:
+        >>> mesh = make_mesh(replica=2, shard=-1)  # doctest: +SKIP
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise ValueError(f"make_mesh: axis {name!r} has size {size!r}; a size is a positive integer, or -1 once")
+    if not sizes or list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {show(sizes)}")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
+    start_distributed()
+    claim_device(device)
+    world = dist.get_world_size()
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if world % known or (-1 not in sizes.values() and known != world):
+        some, fix = ("a multiple of ", "") if -1 in sizes.values() else ("", ", or let one axis be -1")
+        raise ValueError(
+            f"make_mesh({show(sizes)}) needs {some}{known} processes, but the world has {world}: "
+            f"start it with torchrun --nproc-per-node {known}{fix}"
+        )
+    filled = {name: world // known if size == -1 else size for name, size in sizes.items()}
+    from torch.distributed.device_mesh import init_device_mesh
+
+    whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh  # it chooses this process's device, too
+    return _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
+
+
+def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMesh:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    groups = [group_over(row(places, [dim])) for dim in range(places.ndim)]
+    return DeviceMesh.from_group(groups, device, places, mesh_dim_names=names)
+
+
+def made_again(grid: Grid, device: str) -> DeviceMesh:
+    """A mesh that has gone, while values are placed on it."""
+    names, lengths = zip(*grid.sizes, strict=True)
+    mesh = _mesh(torch.tensor(grid.ranks).view(lengths), names, device)
+    grid_of(mesh)
+    return mesh

@@ -1,0 +1,151 @@
+"""Which mesh axis names mean here: the one of the surrounding `shard_map`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardfn.compat import autograd, dynamo
+from shardfn.mesh import lanes
+from shardfn.mesh.axes import Axes, axis_of, grid_of, known_axes, mesh_numbered
+from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names
+from shardfn.mesh.groups import world_of_thread
+from shardfn.mesh.make import made_again
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class _Scope(threading.local):
+    """The mesh in scope on this thread."""
+
+    def __init__(self) -> None:  # each thread's own from the start: a graph is for what it found there
+        self.mesh: DeviceMesh | None = None
+        self.axes: Axes | None = None
+        self.independent: tuple[str, ...] = ()
+
+
+_scope = _Scope()
+
+
+@contextlib.contextmanager
+def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
+    """Axis names inside mean those of `mesh`; `axes` is `known_axes(mesh)`, where the caller has it."""
+    axes = known_axes(mesh) if axes is None else axes
+    before = _scope.mesh, _scope.axes
+    _scope.mesh, _scope.axes = mesh, axes
+    entry = axes.number, axes.lane
+    lanes.entered.append(entry)
+    try:
+        yield
+    finally:
+        lanes.entered.remove(entry)
+        _scope.mesh, _scope.axes = before
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The mesh in scope, or None."""
+    return _scope.mesh
+
+
+def current_axes() -> Axes | None:
+    """The axes of the mesh in scope, or None."""
+    return _scope.axes
+
+
+def bound_axis(axis: AxisName, where: str) -> Axis:
+    """The named axis of the mesh in scope.
+
+    Args:
+        axis: a name or a tuple of names.
+        where: the function that asks, for the message.
+
+    Raises:
+        NameError: no mesh in scope.
+        ValueError: a name that the mesh does not have.
+    """
+    if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
+        told = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
+        raise TypeError(f"{where}: an axis is a name or a tuple of names, not {told}")
+    if not axis:
+        return ALONE
+    axes = _scope.axes or _elsewhere()
+    if axes is None:
+        raise NameError(
+            f"{where}: there is no mesh in scope, so the axis {axis!r} means nothing here. "
+            f"Call it under shardfn.shard_map(f, mesh=..., in_specs=..., out_specs=...)."
+        )
+    if torch.compiler.is_compiling():
+        return _axis_of_number(axes.number, axis, where)
+    found = axes.used.get(axis)
+    return _axis_of_number(axes.number, axis, where) if found is None else found
+
+
+def _elsewhere() -> Axes | None:
+    """What names mean on a thread that Python did not start: autograd recomputes on one, for CUDA tensors."""
+    if not autograd.autograd_thread():
+        return None
+    meshes = [mesh_numbered(number) for number, _ in set(lanes.entered)]
+    return known_axes(meshes[0]) if len(meshes) == 1 else None
+
+
+@dynamo.constant_when_traced
+def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
+    return axis_of(mesh_numbered(number), axis, where)
+
+
+def mesh_of(grid: Grid, where: str) -> DeviceMesh:
+    """The mesh in scope, which must be the one of `grid`; without one in scope, the last that was made like it.
+
+    Raises:
+        ValueError: another mesh is in scope, or none and there is no such mesh in this world.
+    """
+    mesh = _scope.mesh
+    if mesh is None:
+        here = world_of_thread()
+        known, device = here.grids.get(grid, (None, ""))
+        if known is None:
+            raise ValueError(
+                f"{where} is placed on a mesh ({grid}) that this process does not have: make it with "
+                f"make_mesh({grid}), or call it under shard_map(mesh=...)"
+            )
+        alive = known.mesh()
+        if alive is None:  # nobody kept a flat shard, but the numbers alone, or a copy from a file
+            alive = here.again[known] = made_again(known, device)
+        return alive
+    if grid_of(mesh) is not grid and grid_of(mesh) != grid:
+        mine = grid_of(mesh)
+        told = str(mine) if str(mine) != str(grid) else f"{mine}, with other ranks: {mine.ranks}, not {grid.ranks}"
+        raise ValueError(
+            f"{where} is placed on a mesh ({grid}), but the mesh in scope has ({told}): run it on its own mesh, or "
+            f"place it anew with shardfn.shard(shardfn.unshard(...), mesh, ...)"
+        )
+    return mesh
+
+
+@contextlib.contextmanager
+def independent_along(names: tuple[str, ...]) -> Iterator[None]:
+    """Inside, ranks along these axes each run a part of a program of their own, as the stages of a pipeline do."""
+    before, _scope.independent = _scope.independent, (*_scope.independent, *names)
+    try:
+        yield
+    finally:
+        _scope.independent = before
+
+
+def independent_axes() -> tuple[str, ...]:
+    """The axes along which each rank runs its own part of a program here, so that nothing may go along them."""
+    return _scope.independent
+
+
+def refuse_independent(axis: AxisName, where: str) -> None:
+    """Raises RuntimeError where ranks along an axis run independently: they could only wait for each other."""
+    if _scope.independent and (among := set(_scope.independent).intersection(as_names(axis))):
+        raise RuntimeError(
+            f"{where}: ranks along {' and '.join(map(repr, sorted(among)))} run independently here, each its own part "
+            f"of a pipeline on its own micro-batch: nothing can go along that axis but before or after the pipeline"
+        )

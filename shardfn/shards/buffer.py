@@ -1,0 +1,125 @@
+"""Parameters of one dtype, one after another in one buffer, which is cut into equal pieces: integers alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from shardfn.mesh.spec import P
+
+ALIGNMENT = 64  # bytes
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter in the buffer.
+
+    Attributes:
+        path: its name, the keys from the root of the whole tree joined by dots: `blocks.0.attn.q`.
+        leaves: which leaves of the stage's tree it is; several, where one tensor stood at several places.
+        shape: of this rank's value.
+        spec: how that value is cut from the whole parameter, over axes that the buffer is not cut over.
+        offset: its first element in the buffer.
+    """
+
+    path: str
+    leaves: tuple[int, ...]
+    shape: tuple[int, ...]
+    spec: P
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's value."""
+        return math.prod(self.shape)
+
+
+def aligned(numel: int, dtype: torch.dtype) -> int:
+    """The least multiple of the alignment that has room for `numel` elements."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-numel // step) * step
+
+
+class Buffer:
+    """Where parameters stand in a buffer of `size` pieces of `piece` elements, and in each piece."""
+
+    entries: tuple[Entry, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of pieces."""
+        raise NotImplementedError
+
+    @property
+    def piece(self) -> int:
+        """Elements of one piece. The last one ends in at least 64 unused bytes."""
+        raise NotImplementedError
+
+    @cached_property
+    def total(self) -> int:
+        """Elements in use, from the first to the last parameter's end."""
+        return max((entry.offset + entry.numel for entry in self.entries), default=0)
+
+    @property
+    def padded(self) -> int:
+        """Elements of the whole buffer."""
+        return self.piece * self.size
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """First element and length of each stretch that no parameter uses."""
+        found, at = [], 0
+        for entry in self.entries:
+            if entry.offset > at:
+                found.append((at, entry.offset - at))
+            at = entry.offset + entry.numel
+        return (*found, (at, self.padded - at))
+
+    def within(self, number: int, index: int) -> tuple[int, int, int]:
+        """Elements `low` to `high` of a parameter that a piece holds, and where in it they begin; none if equal."""
+        entry, start = self.entries[number], index * self.piece
+        low = min(max(start - entry.offset, 0), entry.numel)
+        high = min(max(start + self.piece - entry.offset, 0), entry.numel)
+        return low, high, entry.offset + low - start
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+        """What each piece holds: `(entry, start, stop, at)`, elements of an entry that stand at `at` in the piece."""
+        every = range(len(self.entries))
+        found = ([(number, *self.within(number, index)) for number in every] for index in range(self.size))
+        return tuple(tuple(cut for cut in piece if cut[1] < cut[2]) for piece in found)
+
+    @cached_property
+    def holes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each piece: first element and length of each stretch that no parameter uses."""
+        found = []
+        for cut in self.cuts:
+            holes, at = [], 0
+            for _, start, stop, begin in cut:
+                if begin > at:
+                    holes.append((at, begin - at))
+                at = begin + stop - start
+            found.append((*holes, (at, self.piece - at)) if at < self.piece else tuple(holes))
+        return tuple(found)
+
+    @cached_property
+    def splits(self) -> tuple[list[int], list[int]]:
+        """The lengths into which the whole buffer is cut, and which of the parts are the entries."""
+        lengths, chosen, at = [], [], 0
+        for entry in self.entries:
+            if entry.offset > at:
+                lengths.append(entry.offset - at)
+            chosen.append(len(lengths))
+            lengths.append(entry.numel)
+            at = entry.offset + entry.numel
+        return [*lengths, self.padded - at], chosen
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """Each parameter as a view of the whole buffer `[padded]`, in the order of the entries."""
+        lengths, chosen = self.splits
+        parts = whole.split(lengths)
+        return [parts[i].view(entry.shape) for i, entry in zip(chosen, self.entries, strict=True)]

@@ -1,0 +1,104 @@
+"""Parameters from functions that draw them: whole on one process, or made one stage at a time and cut at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.mesh.spec import ByPath, P, dotted
+from shardfn.shards.placement import Strategy
+from shardfn.shards.random import Drawing, int_seed, mixed
+from shardfn.shards.sharding import Rules, agreed, refuse_sparse
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Make = Callable[[torch.Generator], Any]
+Fill = Callable[[str, Tensor, torch.Generator], Tensor]
+
+
+def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
+    """Whole parameters from a tree of makers; on one process the same as `init_sharded` gives on many.
+
+    Args:
+        makers: a pytree whose leaves are functions of a `torch.Generator` that return tensors or pytrees of them, and
+            tensors.
+        seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path, also
+            where it names none; torch's own generators are left as they are.
+        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
+
+    Raises:
+        RuntimeError: a maker that seeds torch's own generators.
+    """
+    return _made(makers, "", seed, fill)
+
+
+def init_sharded(
+    makers: Any,
+    seed: int,
+    mesh: DeviceMesh,
+    strategy: Strategy,
+    *,
+    fill: Fill | None = None,
+    stages: Iterable[str] | None = None,
+    frozen: Iterable[str] = (),
+    specs: P | ByPath = P(),  # noqa: B008
+) -> Any:
+    """Parameters made one stage at a time and cut at once, so that a rank never holds more than one stage whole.
+
+    The same seed gives the same parameters on any mesh, and as `init(makers, seed)`.
+
+    Args:
+        makers: as for `init`: `{"embed": init_embed, "blocks": [init_block] * 8, "head": init_head}`. A function
+            that makes several stages makes them whole: give each stage its own.
+        seed: any int, the same on every rank.
+        mesh: as for `shard`, like what follows.
+        strategy: as for `shard`.
+        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
+        stages: as for `shard`.
+        frozen: as for `shard`.
+        specs: as for `shard`.
+
+    Returns:
+        As `shard(init(makers, seed), mesh, strategy)`.
+
+    Raises:
+        ValueError, TypeError: as `shard`; a leaf on the meta device without `fill`.
+    """
+    rules = Rules(mesh, strategy, stages, frozen, specs, "global")
+    return agreed(
+        rules,
+        "init_sharded",
+        lambda: rules.map_stages(makers, rules.cut, lambda path, node: _made(node, path, seed, fill)),
+    )
+
+
+def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
+    """The tensors of a tree of makers that stands at `path`."""
+    accessors, leaves, tree = optree.tree_flatten_with_accessor(makers)
+    made = []
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        name = ".".join(word for word in (path, dotted(accessor)) if word)
+        if isinstance(leaf, Tensor):
+            refuse_sparse(name, leaf)
+            made.append(_drawn(functools.partial(fill, name, leaf), name, seed) if fill and leaf.is_meta else leaf)
+        elif callable(leaf):
+            made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
+        else:
+            raise TypeError(
+                f"{name or 'the tree'} is of type {type(leaf).__name__}; a maker is a function of a torch.Generator "
+                f"that returns tensors, or a tensor"
+            )
+    return optree.tree_unflatten(tree, made)
+
+
+def _drawn(make: Make, path: str, seed: int) -> Any:
+    """What a maker makes at a path; where it draws without a generator, too, it is from the one that it is given."""
+    generator = torch.Generator().manual_seed(mixed(int_seed(seed), path))
+    with Drawing(generator, f"the maker of {path or 'the tree'}"):
+        return make(generator)
