@@ -164,16 +164,30 @@ def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
 
 @contextlib.contextmanager
 def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
-    """Overrides how the engine moves bytes along every axis of the mesh, while the block runs; on all ranks alike.
+    """Overrides how stages move bytes along every axis of the mesh while the block runs; the same on all ranks.
+
+    Results are the same up to rounding. Which transport is the fastest depends on the network: `ledger` says which one
+    each collective took.
 
     Args:
         mesh: the mesh.
-        **chosen: `all_gather` is one of `"native"` (the backend's own), `"direct"` (each piece sent to each other
-            rank, on gloo), `"broadcasts"`; `reduce_scatter` of `"native"`, `"direct"`, `"exchange"` (an all-to-all
-            and a local sum); `all_reduce` is `"native"`.
+        **chosen: a transport for each collective that should not take its default:
+
+            - `all_gather`: `"native"` (the backend's own), `"direct"` (each piece sent to each other rank, on gloo
+              only) or `"broadcasts"` (one from each rank);
+            - `reduce_scatter`: `"native"`, `"direct"` or `"exchange"` (an all-to-all and a local sum);
+            - `all_reduce`: `"native"`.
+
+            The defaults are `"direct"` on gloo, and `"native"` on other backends.
+
+    Returns:
+        A context.
 
     Raises:
         ValueError: no such collective or transport, or not on this backend.
+
+    Example:
+        ``with transports(mesh, reduce_scatter="exchange"): loss, gradient = step(params, batch)``
     """
     for op, how in chosen.items():
         if how not in TRANSPORTS.get(op, {}):

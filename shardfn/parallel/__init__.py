@@ -4,6 +4,8 @@ Tensor, sequence and vocabulary parallelism (`to_parallel`, `from_parallel`, `em
 context parallelism (`ring_attention`, `ulysses_attention`), expert parallelism (`route`, `mixture`) and pipelines
 (`pipeline`).
 Each takes the name of its axis, and `()` for none: then it is the ordinary function, on one process too.
+
+Imports `transforms` and what is below, not `stages`.
 """
 
 from shardfn.parallel.attention import attention, positions, ring_attention, ulysses_attention

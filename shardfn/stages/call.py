@@ -1,4 +1,4 @@
-"""One call of a stage: its function run on gathered parameters, under an autograd of its own, and what must not be.
+"""One call of a stage: its function run on gathered parameters, under an autograd of its own.
 
 The graph that autograd makes here belongs to the call alone. What leaves it is detached, and its gradients are asked
 for when the call's turn comes in backward; or it is made then, by running the function again.

@@ -78,7 +78,19 @@ def value_and_grad(
 
 
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Callable[..., Any]:
-    """A function that returns the gradient of `f`, or `(gradient, aux)` with `has_aux`. See `value_and_grad`.
+    """A function that returns the gradient of `f`, as `jax.grad` does; `value_and_grad` without the value.
+
+    Args:
+        f: returns a scalar (0-d, real, floating) or, with `has_aux`, a pair of it and any pytree.
+        argnums: which positional arguments to differentiate; a sequence gives a tuple of gradients.
+        has_aux: `f` returns `(loss, aux)`.
+
+    Returns:
+        `(*args, **kwargs) -> gradient`, or `(gradient, aux)` with `has_aux`. A gradient is a pytree like its argument,
+        with leaves of the same shapes and dtypes; what it means on a mesh is said at `value_and_grad`.
+
+    Raises:
+        TypeError, ValueError: as `value_and_grad`.
 
     Example:
         >>> import torch
