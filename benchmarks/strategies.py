@@ -33,7 +33,7 @@ DATA = ("replica", "shard")
 STRATEGIES = {
     "ddp": sf.ddp(DATA),
     "zero1": sf.zero1(DATA),
-    "zero2": sf.zero2(DATA),
+    "shard_grad_op": sf.shard_grad_op(DATA),
     "full_shard": sf.full_shard(DATA),
     "hybrid_shard": sf.hybrid_shard("shard", "replica"),
     "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),
@@ -43,7 +43,7 @@ STRATEGIES = {
 }
 # MB and steps a second: DDP, and FSDP's NO_SHARD, SHARD_GRAD_OP and FULL_SHARD.
 DDP = (23125, 4.31)
-PUBLISHED = {"NO_SHARD": (19296, 3.04), "zero2": (11772, 3.61), "full_shard": (9627, 3.19)}
+PUBLISHED = {"NO_SHARD": (19296, 3.04), "shard_grad_op": (11772, 3.61), "full_shard": (9627, 3.19)}
 
 
 def step_by(config: Config, strategy: sf.Placement) -> Step:

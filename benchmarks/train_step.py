@@ -302,7 +302,7 @@ def main() -> None:
 
         crews = {
             "shardfn": crew(args.ranks, built_shardfn, sf.full_shard),
-            "shardfn, kept for backward": crew(args.ranks, built_shardfn, sf.zero2),
+            "shardfn, kept for backward": crew(args.ranks, built_shardfn, sf.shard_grad_op),
         }
         for name, make in {"FSDP2": fsdp2, "FSDP1": fsdp1, "DDP": ddp}.items():
             crews[name] = crew(args.ranks, built, make)

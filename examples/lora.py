@@ -37,7 +37,7 @@ from shardfn import P
 
 BASES = {
     "sharded": sf.full_shard(DATA),
-    "once": sf.full_shard(DATA).keeping("step"),
+    "once": sf.full_shard(DATA).resharding("step"),
     "whole": sf.ddp(DATA),
 }
 ADAPTED = ("qkv", "out", "up", "down")

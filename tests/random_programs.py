@@ -668,7 +668,7 @@ def names_of(tree: Any) -> list[str]:
 
 def placement(home: Home) -> sf.Placement:
     names = tuple(name for name, _ in home.mesh)
-    if home.strategy in ("ddp", "zero1", "zero2", "full_shard", "mics"):
+    if home.strategy in ("ddp", "zero1", "shard_grad_op", "full_shard", "mics"):
         return getattr(sf, home.strategy)(names[::-1] if home.swapped else names)
     shard, replica = (names[0], names[1]) if home.swapped else (names[1], names[0])
     return getattr(sf, home.strategy)(shard, replica)
@@ -1551,7 +1551,7 @@ def actions(kinds: Sequence[str]) -> st.SearchStrategy[Action]:
     )
 
 
-STRATEGIES = ["full_shard", "ddp", "zero1", "zero2", "mics"]
+STRATEGIES = ["full_shard", "ddp", "zero1", "shard_grad_op", "mics"]
 TWO_AXES = ["hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz"]
 
 

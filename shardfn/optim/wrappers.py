@@ -11,18 +11,20 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.compat import autograd
 from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.which import Which, chosen
 from shardfn.optim.differentiable import differentiable
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
-from shardfn.optim.ranges import check, kind, whole
-from shardfn.shards.pieces import Units, is_unit, joined, pairs, stretches, units, zeros_like
+from shardfn.optim.ranges import check, whole
+from shardfn.shards.pieces import Units, is_unit, joined, pairs, spread, stretches, units, zeros_like
 
 
-def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None) -> Optimizer:
+def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None) -> Optimizer:
     """Some parameters by one optimizer, the rest by another, or left as they are.
 
     Args:
-        optimizer: for the parameters for which `rule(path, shape)` is true.
-        rule: a function of a parameter's path and shape.
+        optimizer: for the parameters that `rule` chooses.
+        rule: which parameters: a regular expression that matches their whole path, several of them, or a function of a
+            parameter's path and whole shape.
         otherwise: for the rest.
 
     Example:
@@ -30,13 +32,15 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
     """
     for one in (optimizer, *([] if otherwise is None else [otherwise])):
         must_be_optimizer("masked", one)
-    if not callable(rule):
-        raise TypeError(f"masked: the rule is a function of a parameter's path and shape, not {kind(rule)}")
+    which = chosen(rule, "masked: the rule")
     parts = {"chosen": (True, optimizer)} | ({"others": (False, otherwise)} if otherwise else {})
 
     def init(params: Any) -> Any:
         known = units(params)
-        return {name: part.init(_part(known, _values(known), rule, yes)[0]) for name, (yes, part) in parts.items()}
+        names = [path for unit in known.each for _, path, _ in spread(unit)]
+        if unused := which.unused(names):
+            raise ValueError(f"masked: nothing matches {', '.join(sorted(unused))}; there are {', '.join(names[:8])}")
+        return {name: part.init(_part(known, _values(known), which, yes)[0]) for name, (yes, part) in parts.items()}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         known = units(params)
@@ -44,8 +48,8 @@ def masked(optimizer: Optimizer, rule: Rule, otherwise: Optimizer | None = None)
         changed: dict[int, list[tuple[int, int, Tensor]]] = {}
         state = dict(state)
         for name, (yes, part) in parts.items():
-            mine, places = _part(known, _values(known), rule, yes)
-            made, state[name] = part.step(mine, _part(known, given, rule, yes)[0], state[name])
+            mine, places = _part(known, _values(known), which, yes)
+            made, state[name] = part.step(mine, _part(known, given, which, yes)[0], state[name])
             for key, spans in places.items():
                 nodes = made[key] if isinstance(made[key], list) else [made[key]]
                 for (i, start, stop), node in zip(spans, nodes, strict=True):

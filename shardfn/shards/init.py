@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
 from torch import Tensor
 
-from shardfn.mesh.spec import ByPath, P, dotted
+from shardfn.mesh.spec import P, dotted
+from shardfn.mesh.which import Which
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import Drawing, int_seed, mixed
-from shardfn.shards.sharding import Rules, agreed, refuse_sparse
+from shardfn.shards.sharding import Rules, Specs, agreed, refuse_sparse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,9 +46,9 @@ def init_sharded(
     strategy: Strategy,
     *,
     fill: Fill | None = None,
-    stages: Iterable[str] | None = None,
-    frozen: Iterable[str] = (),
-    specs: P | ByPath = P(),  # noqa: B008
+    stages: Which | None = None,
+    frozen: Which = (),
+    specs: Specs = P(),  # noqa: B008
 ) -> Any:
     """Parameters made one stage at a time and cut at once, so that a rank never holds more than one stage whole.
 

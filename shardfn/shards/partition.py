@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import optree
 from torch import Tensor
 
 from shardfn.mesh.spec import dotted
+from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.shards.layout import FlatShard, is_flat
 
 T = TypeVar("T")
-Predicate = Callable[[str, tuple[int, ...]], Any]
 
 
-def partition(tree: Any, predicate: Predicate) -> tuple[Any, Any]:
+def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     """Two trees of one structure: the parameters that the rule chooses, and the rest; None where the other has it.
 
     A gradient, an optimizer's `init` and its `step` leave None out, so what is not passed to them is frozen: it moves
@@ -23,13 +23,15 @@ def partition(tree: Any, predicate: Predicate) -> tuple[Any, Any]:
 
     Args:
         tree: a pytree of tensors, flat shards and anything else, which goes to the rest.
-        predicate: a function of a parameter's path, `blocks.0.attn.q`, and its whole shape.
+        predicate: which parameters: a regular expression that matches their whole path, `blocks.0.attn.q`, several of
+            them, or a function of a path and a whole shape.
 
     Returns:
         `(chosen, rest)`; `combine(chosen, rest)` is the tree.
 
     Raises:
-        ValueError: a flat shard of which the rule chooses some parameters only.
+        ValueError: a flat shard of which the rule chooses some parameters only; a pattern that matches nothing.
+        TypeError: something other than patterns or a function.
 
     Example:
         >>> import torch
@@ -37,9 +39,13 @@ def partition(tree: Any, predicate: Predicate) -> tuple[Any, Any]:
         ({'lora': tensor([0.]), 'w': None}, {'lora': None, 'w': tensor([1.])})
     """
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
-    chosen = [_chosen(dotted(accessor), leaf, predicate) for accessor, leaf in zip(accessors, leaves, strict=True)]
-    yes = [leaf if one else None for leaf, one in zip(leaves, chosen, strict=True)]
-    no = [None if one else leaf for leaf, one in zip(leaves, chosen, strict=True)]
+    which, paths = chosen(predicate, "partition"), list(map(dotted, accessors))
+    names = [one for path, leaf in zip(paths, leaves, strict=True) for one in _names(path, leaf)]
+    if unused := which.unused(names):
+        raise ValueError(f"partition: nothing matches {', '.join(sorted(unused))}; there are {', '.join(names[:8])}")
+    taken = [_chosen(path, leaf, which) for path, leaf in zip(paths, leaves, strict=True)]
+    yes = [leaf if one else None for leaf, one in zip(leaves, taken, strict=True)]
+    no = [None if one else leaf for leaf, one in zip(leaves, taken, strict=True)]
     return optree.tree_unflatten(spec, yes), optree.tree_unflatten(spec, no)
 
 
@@ -77,14 +83,18 @@ def with_leaves(leaves: Sequence[T], at: Iterable[int], others: Iterable[T]) -> 
     return mixed
 
 
-def _chosen(path: str, leaf: Any, predicate: Predicate) -> bool:
+def _names(path: str, leaf: Any) -> list[str]:
+    return [entry.path for entry in leaf.layout.entries] if is_flat(leaf) else [path]
+
+
+def _chosen(path: str, leaf: Any, predicate: Chosen) -> bool:
     if isinstance(leaf, Tensor):
-        return bool(predicate(path, tuple(leaf.shape)))
+        return predicate(path, tuple(leaf.shape))
     if not is_flat(leaf):
         return False
     flat: FlatShard = leaf
     answers = {
-        entry.path: bool(predicate(entry.path, flat.layout.whole_shape(number)))
+        entry.path: predicate(entry.path, flat.layout.whole_shape(number))
         for number, entry in enumerate(flat.layout.entries)
     }
     if len(set(answers.values())) > 1:

@@ -1,6 +1,7 @@
 """One table of placements: over which axes parameters, gradients and optimizer state are cut, and what is kept.
 
 A strategy is a row of it, a `Placement`. The functions here write the rows that have names; users write their own.
+`strategy` finds them by the names of other libraries.
 """
 
 from __future__ import annotations
@@ -9,41 +10,72 @@ import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from shardfn.mesh.grid import AxisName, as_names
 
+Reshard = bool | Literal["step"] | tuple[str, ...]
 Keep = bool | Literal["step"] | tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Placement:
     """How a buffer of parameters, its gradient and its optimizer state are spread over a mesh.
 
     Attributes:
-        axes: parameters are cut into equal pieces along these, major to minor.
+        axes: parameters are cut into equal pieces along these, major to minor. Default: none, they are whole.
         replicas: they are the same along these, where ranks work on other data: gradients are summed over them.
-        keep: of what forward gathers, what backward finds: nothing; the whole (`True`), also for the other
-            micro-batches of a step (`"step"`); or a copy that is cut over these axes only, the first of `axes`.
-        gradients: what `value_and_grad` gives, and optimizer state, are cut along these: `axes` first, and then some
-            of `replicas`. Default: `axes`.
+        reshard: when what forward gathered is given back. True: after forward, and backward gathers it again; False:
+            after backward; `"step"`: after the whole step, for all of its micro-batches; some axes, the first of
+            `axes`: after forward, but for a copy that is cut over these axes only, from which backward gathers.
+        gradients: the gradients that `value_and_grad` returns *and the optimizer state* are cut along these: `axes`
+            first, and then some of `replicas`. Default: `axes`.
         hierarchical: axes are gathered one after another, the last, with the slowest links, first.
         only_at: only ranks at these positions of these axes hold anything of it, `(("pipe", 1),)`; see `at`.
 
+    `keep=` is an older spelling of `reshard=`, with True and False the other way round; `hops=` of `hierarchical=`,
+    and `home=` of `only_at=`.
+
     Raises:
-        ValueError: an axis twice; `gradients` or `keep` that do not fit `axes`.
+        ValueError: an axis twice; `gradients` or `reshard` that do not fit `axes`.
+
+    Example:
+        >>> Placement(axes=("shard",), replicas=("replica",)) == hybrid_shard("shard", "replica")
+        True
     """
 
-    axes: tuple[str, ...] = ()
-    replicas: tuple[str, ...] = ()
-    keep: Keep = False
-    gradients: tuple[str, ...] = cast("tuple[str, ...]", None)
-    hierarchical: bool = False
-    only_at: tuple[tuple[str, int], ...] = ()
+    axes: tuple[str, ...]
+    replicas: tuple[str, ...]
+    reshard: Reshard
+    gradients: tuple[str, ...]
+    hierarchical: bool
+    only_at: tuple[tuple[str, int], ...]
 
-    def __post_init__(self) -> None:
-        if self.gradients is None:
-            object.__setattr__(self, "gradients", self.axes)
+    def __init__(
+        self,
+        axes: tuple[str, ...] = (),
+        replicas: tuple[str, ...] = (),
+        *,
+        reshard: Reshard = True,
+        gradients: tuple[str, ...] | None = None,
+        hierarchical: bool = False,
+        only_at: tuple[tuple[str, int], ...] = (),
+        keep: Keep | None = None,
+        hops: bool | None = None,
+        home: tuple[tuple[str, int], ...] | None = None,
+    ) -> None:
+        for name, value in {
+            "axes": axes,
+            "replicas": replicas,
+            "reshard": reshard if keep is None else keep_of(keep),
+            "gradients": axes if gradients is None else gradients,
+            "hierarchical": hierarchical if hops is None else hops,
+            "only_at": only_at if home is None else home,
+        }.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
         every = (*self.axes, *self.replicas, *self.only_at_axes)
         twice = [name for name in every if every.count(name) > 1]
         if twice:
@@ -57,15 +89,24 @@ class Placement:
                 f"a strategy with axes={self.axes} and replicas={self.replicas} has gradients={self.gradients}: they "
                 f"are cut along the axes, in this order, and then along some replicas"
             )
-        kept = self.keep if isinstance(self.keep, tuple) else self.axes
-        if kept != self.axes[: len(kept)] or self.keep not in (True, False, "step", kept):
+        copy = self.reshard if isinstance(self.reshard, tuple) else self.axes
+        if copy != self.axes[: len(copy)] or self.reshard not in (True, False, "step", copy):
             raise ValueError(
-                f'a strategy keeps True, False, "step", or the first of axes={self.axes}, not keep={self.keep!r}'
+                f'reshard is True, False, "step", or the first of axes={self.axes}, not reshard={self.reshard!r}'
             )
 
+    @property
+    def keep(self) -> Keep:
+        """What backward finds of what forward gathered: nothing, the whole, or a copy that is cut over some axes."""
+        return keep_of(self.reshard)
+
+    def resharding(self, reshard: Reshard) -> Placement:
+        """The same with another `reshard`: `full_shard("shard").resharding("step")` gathers once for a whole step."""
+        return replace(self, reshard=reshard)
+
     def keeping(self, keep: Keep) -> Placement:
-        """The same with another `keep`: `full_shard("shard").keeping("step")` gathers once for all micro-batches."""
-        return replace(self, keep=keep)
+        """An older spelling of `resharding`, with True and False the other way round."""
+        return self.resharding(keep_of(keep))
 
     @property
     def of_state(self) -> Placement:
@@ -90,7 +131,7 @@ class Placement:
 
     @property
     def only_at_axes(self) -> tuple[str, ...]:
-        """Axes of which one position only holds the parameters."""
+        """Axes of which only one position holds the parameters."""
         return tuple(name for name, _ in self.only_at)
 
     def dividing(self, axis: AxisName) -> Placement:
@@ -101,10 +142,15 @@ class Placement:
     @property
     def secondary(self) -> Placement | None:
         """Of the copy that backward gathers from, if that is cut less than the parameters."""
-        if not isinstance(self.keep, tuple):
+        if not isinstance(self.reshard, tuple):
             return None
-        rest = self.replicas + self.axes[len(self.keep) :]
-        return Placement(self.keep, rest, gradients=self.axes, only_at=self.only_at)
+        rest = self.replicas + self.axes[len(self.reshard) :]
+        return Placement(self.reshard, rest, gradients=self.axes, only_at=self.only_at)
+
+
+def keep_of(way: bool | Literal["step"] | tuple[str, ...]) -> bool | Literal["step"] | tuple[str, ...]:
+    """What is kept, of what is given back when; and the other way round."""
+    return not way if isinstance(way, bool) else way
 
 
 Strategy = Placement | Callable[[str, tuple[int, ...]], Placement]
@@ -112,48 +158,186 @@ Strategy = Placement | Callable[[str, tuple[int, ...]], Placement]
 
 
 def ddp(axis: AxisName) -> Placement:
-    """Everything whole on every rank, gradients summed over `axis` (NO_SHARD, ZeRO-0)."""
+    """Everything whole on every rank; gradients are summed over `axis` (NO_SHARD, ZeRO stage 0).
+
+    Args:
+        axis: the mesh axes along which ranks work on other data, a name or a tuple of names.
+
+    Returns:
+        The placement, for `shard`. A step all-reduces the gradient of each stage, and gathers nothing.
+
+    Source:
+        Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
+
+    Example:
+        >>> ddp("data").replicas, ddp("data").gradients
+        (('data',), ())
+    """
     return Placement(replicas=as_names(axis))
 
 
 def zero1(axis: AxisName) -> Placement:
-    """Parameters whole; gradients are scattered, optimizer state is cut, and its step gathers parameters (ZeRO-1)."""
-    return Placement(replicas=as_names(axis), gradients=as_names(axis))
+    """Parameters whole, optimizer state cut over `axis` (ZeRO stage 1, distributed optimizer).
+
+    ZeRO-1 lets a gradient be whole; here it never need be, so this is the same placement as `zero2`.
+
+    Args:
+        axis: the mesh axes along which ranks work on other data.
+
+    Returns:
+        The placement, for `shard`. A step reduce-scatters the gradient of each stage, the optimizer works on `1/n` of
+        it, and all-gathers the parameters that it has updated. Forward and backward gather nothing.
+
+    Source:
+        Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+
+    Example:
+        >>> zero1("data") == zero2("data")
+        True
+    """
+    return zero2(axis)
 
 
 def zero2(axis: AxisName) -> Placement:
-    """As `full_shard`, but what was gathered in forward is kept for backward (SHARD_GRAD_OP)."""
-    return Placement(axes=as_names(axis), keep=True)
+    """Parameters whole, gradients and optimizer state cut over `axis`, as DeepSpeed's stage 2 has them.
+
+    Nothing is gathered while micro-batches accumulate; PyTorch's SHARD_GRAD_OP, which cuts parameters too, is
+    `shard_grad_op`.
+
+    Args:
+        axis: the mesh axes along which ranks work on other data.
+
+    Returns:
+        The placement, for `shard`: it moves what `zero1` moves.
+
+    Source:
+        Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+
+    Example:
+        >>> zero2("data").axes, zero2("data").gradients
+        ((), ('data',))
+    """
+    return Placement(replicas=as_names(axis), gradients=as_names(axis))
+
+
+def shard_grad_op(axis: AxisName) -> Placement:
+    """As `full_shard`, but what forward gathered is kept for backward (PyTorch's SHARD_GRAD_OP).
+
+    Args:
+        axis: the mesh axes over which parameters, gradients and optimizer state are cut.
+
+    Returns:
+        The placement, for `shard`. A step all-gathers the parameters of each stage once, in forward; by the end of
+        forward a rank holds all of them.
+
+    Source:
+        Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+
+    Example:
+        >>> shard_grad_op("data") == full_shard("data").resharding(False)
+        True
+    """
+    return Placement(axes=as_names(axis), reshard=False)
 
 
 def full_shard(axis: AxisName) -> Placement:
-    """Parameters, gradients and optimizer state cut over `axis`; gathered for a stage and dropped again (ZeRO-3)."""
+    """Parameters, gradients and optimizer state cut over `axis` (FSDP's FULL_SHARD, ZeRO stage 3).
+
+    Args:
+        axis: the mesh axes over which they are cut, a name or a tuple of names, major to minor.
+
+    Returns:
+        The placement, for `shard`. The parameters of a stage are all-gathered for its forward, given back, and
+        all-gathered again for its backward, which reduce-scatters their gradient.
+
+    Source:
+        Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+
+    Example:
+        >>> full_shard(("replica", "shard")).axes
+        ('replica', 'shard')
+    """
     return Placement(axes=as_names(axis))
 
 
 def hybrid_shard(shard: AxisName, replica: AxisName) -> Placement:
-    """Cut over `shard`, the same over `replica` (HSDP): gradients are scattered, then summed over the other."""
+    """Everything cut over `shard` and the same over `replica` (FSDP's HYBRID_SHARD, HSDP).
+
+    Args:
+        shard: the axes that cut, with fast links, within a node say.
+        replica: the axes along which such groups repeat.
+
+    Returns:
+        The placement, for `shard`. Gathers stay within `shard`; gradients are reduce-scattered there, and all-reduced
+        over `replica`.
+
+    Source:
+        Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+
+    Example:
+        >>> hybrid_shard("shard", "replica").replicas
+        ('replica',)
+    """
     return Placement(axes=as_names(shard), replicas=as_names(replica))
 
 
 def hybrid_shard_zero2(shard: AxisName, replica: AxisName) -> Placement:
-    """As `hybrid_shard`, but what was gathered in forward is kept for backward."""
-    return Placement(axes=as_names(shard), replicas=as_names(replica), keep=True)
+    """As `hybrid_shard`, but what forward gathered is kept for backward (FSDP's _HYBRID_SHARD_ZERO2).
+
+    Args:
+        shard: the axes that cut.
+        replica: the axes along which such groups repeat.
+
+    Returns:
+        The placement, for `shard`: `hybrid_shard(shard, replica).resharding(False)`.
+
+    Example:
+        >>> hybrid_shard_zero2("shard", "replica").reshard
+        False
+    """
+    return hybrid_shard(shard, replica).resharding(False)
 
 
 def hfsdp(shard: AxisName, replica: AxisName) -> Placement:
-    """As `hybrid_shard`, but gradients and optimizer state are cut over `replica` too.
+    """As `hybrid_shard`, but gradients and optimizer state are cut over `replica` too (Megatron's hybrid FSDP).
 
-    Gradients are scattered over `shard`, then over `replica`; an optimizer's step gathers parameters over `replica`.
+    Args:
+        shard: the axes that cut parameters.
+        replica: the axes that cut gradients and optimizer state further.
+
+    Returns:
+        The placement, for `shard`. Gradients are reduce-scattered over `shard`, then over `replica`; an optimizer's
+        step all-gathers parameters over `replica`.
+
+    Example:
+        >>> hfsdp("shard", "replica").gradients
+        ('shard', 'replica')
     """
     shard, replica = as_names(shard), as_names(replica)
     return Placement(axes=shard, replicas=replica, gradients=shard + replica)
 
 
 def hpz(shard: AxisName, replica: AxisName) -> Placement:
-    """Everything cut over both, but backward gathers over `shard` only, from a copy that forward left (ZeRO++)."""
+    """Everything cut over both, but backward gathers over `shard` only, from a copy that forward left (ZeRO++'s hpZ).
+
+    Args:
+        shard: the axes with fast links, over which the copy is cut.
+        replica: the other axes.
+
+    Returns:
+        The placement, for `shard`. Forward gathers over both, backward within `shard`; a rank holds a copy of
+        `1/shard` of the parameters from forward to backward.
+
+    Source:
+        Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023: one of its
+        three parts; the others move parameters and gradients in few bits.
+
+    Example:
+        >>> hpz("shard", "replica").reshard
+        ('shard',)
+    """
     shard, replica = as_names(shard), as_names(replica)
-    return Placement(axes=shard + replica, keep=shard)
+    return Placement(axes=shard + replica, reshard=shard)
 
 
 def mics(shard: AxisName, replica: AxisName = ()) -> Placement:
@@ -163,6 +347,16 @@ def mics(shard: AxisName, replica: AxisName = ()) -> Placement:
         shard: the axes of the group that holds the parameters once, fast links first: `("gpu", "node")` gathers
             over nodes, a small piece each, and then within each.
         replica: the axes along which such groups repeat.
+
+    Returns:
+        The placement, for `shard`.
+
+    Source:
+        Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud", 2022.
+
+    Example:
+        >>> mics(("gpu", "node")).hierarchical
+        True
     """
     return Placement(axes=as_names(shard), replicas=as_names(replica), hierarchical=True)
 
@@ -172,11 +366,22 @@ def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Pl
 
     In each stage they make a buffer of their own, which is never gathered, and whose gradient is summed.
 
+    Args:
+        strategy: for the others: a placement, or a function of a parameter's path and whole shape.
+        below: a number of elements of the whole parameter.
+
+    Returns:
+        A strategy, for `shard`.
+
     Raises:
-        TypeError: something else than a strategy.
+        TypeError: something other than a strategy.
+
+    Example:
+        >>> uncut(full_shard("shard"), below=100)("norm.weight", (64,)) == ddp("shard")
+        True
     """
     if not isinstance(strategy, Placement) and not callable(strategy):
-        raise TypeError(f'uncut: {strategy!r} is no strategy; write uncut(full_shard("shard"), below={below})')
+        raise TypeError(f'uncut: {strategy!r} is not a strategy; write uncut(full_shard("shard"), below={below})')
 
     def rule(path: str, shape: tuple[int, ...]) -> Placement:
         own = strategy if isinstance(strategy, Placement) else strategy(path, shape)
@@ -185,50 +390,98 @@ def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Pl
     return rule
 
 
+_SPAWNED = " ".join(f"{how}{some}" for how in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook") for some in (
+    "", "_find_unused_parameters_true", "_find_unused_parameters_false"))  # fmt: skip
 _NAMES: dict[str, tuple[Callable[..., Placement], str]] = {
-    "ddp": (ddp, "NO_SHARD 3 ddp_spawn zero0 zero_stage_0 deepspeed_stage_0"),
-    "zero1": (zero1, "zero_stage_1 deepspeed_stage_1 distributed_optimizer zero_redundancy_optimizer optim"),
-    "zero2": (zero2, "SHARD_GRAD_OP 2 zero_stage_2 deepspeed deepspeed_stage_2 optim_grads"),
-    "full_shard": (full_shard, "1 fsdp fsdp2 fully_shard zero3 zero_stage_3 deepspeed_stage_3 optim_grads_params"),
-    "hybrid_shard": (hybrid_shard, "4 hsdp"),
-    "hybrid_shard_zero2": (hybrid_shard_zero2, "5 _HYBRID_SHARD_ZERO2"),
+    "ddp": (ddp, f"NO_SHARD fsdp:3 zero:0 zero0 zero_stage_0 deepspeed_stage_0 {_SPAWNED[4:]}"),
+    "zero1": (zero1, "zero:1 zero_stage_1 deepspeed_stage_1 distributed_optimizer zero_redundancy_optimizer optim"),
+    "zero2": (zero2, "zero:2 zero_stage_2 deepspeed deepspeed_stage_2 ddp_sharded optim_grads"),
+    "shard_grad_op": (shard_grad_op, "fsdp:2"),
+    "full_shard": (
+        full_shard,
+        "fsdp:1 zero:3 fsdp fsdp_native fsdp2 fully_shard zero3 zero_stage_3 deepspeed_stage_3 optim_grads_params",
+    ),
+    "hybrid_shard": (hybrid_shard, "fsdp:4 hsdp"),
+    "hybrid_shard_zero2": (hybrid_shard_zero2, "fsdp:5 _HYBRID_SHARD_ZERO2"),
     "hfsdp": (hfsdp, "hybrid_fsdp"),
-    "hpz": (hpz, "zero_hpz zero++"),
+    "hpz": (hpz, "zero_hpz"),
     "mics": (mics, ""),
 }
-_OVER_ALL = ("ddp", "zero1", "zero2", "full_shard")
+_OVER_ALL = ("ddp", "zero1", "zero2", "shard_grad_op", "full_shard")
 
 
 def strategy(name: str, shard: AxisName = "shard", replica: AxisName = ()) -> Placement:
-    """A strategy by any of its names: PyTorch's, Accelerate's, Lightning's, DeepSpeed's or Megatron's.
+    """A strategy by any of its names: PyTorch's, Accelerate's, Lightning's, DeepSpeed's, Hugging Face's or Megatron's.
+
+    A name means what it means to its owner: `"deepspeed_stage_2"` keeps parameters whole (`zero2`), `"SHARD_GRAD_OP"`
+    cuts them (`shard_grad_op`). Of Lightning's names the part that says how processes start, `_spawn`, is left to
+    whoever starts them. A parameter that no rank used has no gradient, whatever `find_unused_parameters` says, and a
+    stage that only some ranks run is an error. `auto_wrap` is what `shard` does by itself.
 
     Args:
-        name: such as `"FULL_SHARD"`, `"deepspeed_stage_2"` or `"hsdp"`; case, `-`, `_` and spaces do not matter.
+        name: such as `"FULL_SHARD"`, `"full_shard auto_wrap"`, `"deepspeed_stage_2"` or `"hsdp"`; case, `-`, `_` and
+            spaces do not matter. Accelerate's numbers are written `"fsdp:3"`, DeepSpeed's `"zero:3"`.
         shard: the axes that cut parameters, within a node say.
         replica: the axes between such groups. Strategies that know no such difference spread over both.
 
+    Returns:
+        The placement, for `shard`.
+
     Raises:
-        ValueError: an unknown name; a hybrid strategy without `replica`.
+        ValueError: an unknown name; a bare number, which means different things to different libraries; a name that
+            asks for more than there is, such as offloading; a hybrid strategy without `replica`.
 
     Example:
         >>> strategy("HYBRID_SHARD", shard="shard", replica="replica") == hybrid_shard("shard", "replica")
         True
+        >>> strategy("full_shard auto_wrap") == full_shard("shard")
+        True
     """
-    wanted = _plain(name)
-    known = next((own for own, (_, others) in _NAMES.items() if wanted in map(_plain, (own, *others.split()))), None)
-    if known is None:
-        lists = {own: f" ({', '.join(others.split())})" * bool(others) for own, (_, others) in _NAMES.items()}
-        listed = "; ".join(own + others for own, others in lists.items())
-        raise ValueError(f"there is no strategy {name!r}. There are: {listed}")
+    known = _known(name)
     make, _ = _NAMES[known]
     if known in _OVER_ALL:
         return make(as_names(replica) + as_names(shard))
     if not as_names(replica) and known != "mics":
         raise ValueError(
             f"strategy {name!r} tells two kinds of axes apart: pass replica=, over which parameters or the copies that "
-            f"are gathered again are the same, beside shard={shard!r}"
+            f"are gathered again are the same, as well as shard={shard!r}"
         )
     return make(shard, replica)
+
+
+def _known(name: Any) -> str:
+    """What a name is called here."""
+    wanted = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", str(name)))
+    found = next((own for own, (_, others) in _NAMES.items() if wanted in map(_plain, (own, *others.split()))), None)
+    if found is not None:
+        return found
+    if wanted.isdecimal():
+        spelled = [f'"{one}:{wanted}"' for one in ("fsdp", "zero") if _is_name(f"{one}:{wanted}")]
+        raise ValueError(
+            f"strategy {name!r}: a bare number means different things to different libraries (3 is DDP to Accelerate, "
+            f"and full sharding to DeepSpeed): write {' or '.join(spelled) or 'a name'}, Accelerate's numbers as "
+            f'"fsdp:1" to "fsdp:5" and DeepSpeed\'s as "zero:0" to "zero:3"'
+        )
+    if wanted in ("zero++", "zeropp", "zeroplusplus"):
+        raise ValueError(
+            f'strategy {name!r} is three things, of which one is here: "hpz", the copy that backward gathers from '
+            f"(hpZ). Few bits for gathers (qwZ) and for gradients (qgZ) are not"
+        )
+    rest = re.sub(r"(cpu|nvme|optimizer|param)?offload(nvme|cpu)?", "", wanted)
+    if rest != wanted:
+        plain = next((own for own in (rest, rest.removeprefix("fsdpnative")) if _is_name(own)), "full_shard")
+        raise ValueError(
+            f"strategy {name!r}: parameters and optimizer state stay on the device that computes; there is no "
+            f'offloading of them yet: write "{_known(plain)}", and stage(f, remat="offload") for activations in the '
+            f"memory of the host"
+        )
+    lists = {own: f" ({', '.join(others.split())})" * bool(others) for own, (_, others) in _NAMES.items()}
+    listed = "; ".join(own + others for own, others in lists.items())
+    raise ValueError(f"there is no strategy {name!r}. There are: {listed}")
+
+
+def _is_name(plain: str) -> bool:
+    return any(plain in map(_plain, (own, *others.split())) for own, (_, others) in _NAMES.items())
 
 
 def _plain(name: Any) -> str:

@@ -6,7 +6,6 @@ dtypes, frozen parameters or placements.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,6 +22,7 @@ from shardfn.mesh.axes import check_axes, grid_of, per_mesh
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
+from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
@@ -31,14 +31,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+Specs = P | ByPath | Callable[[str, tuple[int, ...]], P]
+"""How parameters are cut over other axes than the buffer's: one for all, by patterns, or by a function."""
+
+
 def shard(
     tree: Any,
     mesh: DeviceMesh,
     strategy: Strategy,
     *,
-    stages: Iterable[str] | None = None,
-    frozen: Iterable[str] = (),
-    specs: P | ByPath = P(),  # noqa: B008  # immutable
+    stages: Which | None = None,
+    frozen: Which = (),
+    specs: Specs = P(),  # noqa: B008  # immutable
     inputs: Literal["global", "local"] = "global",
 ) -> Any:
     """Cuts a tree of parameters into flat shards, one for each stage and dtype.
@@ -48,11 +52,13 @@ def shard(
         mesh: where they go.
         strategy: over which axes they are cut, and over which they are the same: `full_shard("shard")`, ...; or a
             function of a parameter's path and whole shape that returns one.
-        stages: regular expressions; a subtree whose whole path (keys joined by dots) matches one becomes a stage.
+        stages: which subtrees become stages: a regular expression that matches their whole path (keys joined by
+            dots), several of them, or a function of a path and a shape, which is None for a node above tensors.
             Default: each top-level entry of the tree, and each item of a list or tuple entry.
-        frozen: regular expressions; a parameter whose whole path matches one gets no gradient, nor does one of
-            integers.
-        specs: how parameters are cut over *other* axes, tensor parallel ones say: a `P` for all, or `by_path`.
+        frozen: which parameters get no gradient, as those of integers never do: patterns, or a function of a path and
+            a whole shape.
+        specs: how parameters are cut over *other* axes, tensor parallel ones say: a `P` for all, `by_path`, or a
+            function of a path and the shape of what was passed that returns a `P`.
         inputs: `"global"`: tensors are whole, and are cut as `specs` say; `"local"`: they are this rank's pieces.
 
     Returns:
@@ -103,9 +109,9 @@ def shard_named(
     mesh: DeviceMesh,
     strategy: Strategy,
     *,
-    stages: Iterable[str] | None = None,
-    frozen: Iterable[str] = (),
-    specs: P | ByPath = P(),  # noqa: B008
+    stages: Which | None = None,
+    frozen: Which = (),
+    specs: Specs = P(),  # noqa: B008
 ) -> Any:
     """Parameters from a stream of named whole tensors, such as a checkpoint's: each is cut as it comes.
 
@@ -162,9 +168,9 @@ class Rules:
         self,
         mesh: DeviceMesh,
         strategy: Strategy,
-        stages: Iterable[str] | None,
-        frozen: Iterable[str],
-        specs: P | ByPath,
+        stages: Which | None,
+        frozen: Which,
+        specs: Specs,
         inputs: str,
         filled: bool = True,
     ) -> None:
@@ -175,16 +181,18 @@ class Rules:
             )
         if inputs not in ("global", "local"):
             raise ValueError(f'inputs={inputs!r}; it is "global" or "local"')
-        if not isinstance(specs, (P, ByPath)):
-            raise TypeError(f"specs is a P for all parameters, or by_path([...]), not {specs!r}")
+        if not isinstance(specs, (P, ByPath)) and (not callable(specs) or isinstance(specs, type)):
+            raise TypeError(
+                f"specs is a P for all parameters, by_path([...]), or a function of path and shape, not {specs!r}"
+            )
         self.mesh, self.grid, self.strategy, self.rank = mesh, grid_of(mesh), strategy, process_groups.global_rank()
         self.placements: set[Placement] = set()
         if isinstance(strategy, Placement):
             self._known(strategy)
         self.inputs, self.filled, self.specs = inputs, filled, specs
-        self.stages = None if stages is None else _patterns(stages, "stages")
-        self.frozen = _patterns(frozen, "frozen")
-        self.unused = {rule.pattern for rule in [*(self.stages or []), *self.frozen]}
+        self.stages = None if stages is None else chosen(stages, "stages")
+        self.frozen = chosen(frozen, "frozen")
+        self.unused = self.frozen.unused(()) | (set() if self.stages is None else self.stages.unused(()))
         if isinstance(specs, ByPath) and specs.strict:
             self.unused |= {rule.pattern for rule, _ in specs.rules}
         self.told: list[str] = []
@@ -205,8 +213,7 @@ class Rules:
             return f(path, made(path, node) if made else node)
         if leaf:
             raise ValueError(
-                f"{path or 'the tree itself'} is in no stage: the patterns are "
-                f"{', '.join(rule.pattern for rule in self.stages or [])}; add one that matches it, or a node above it"
+                f"{path or 'the tree itself'} is in no stage: stages are {self.stages}; add it, or a node above it"
             )
         accessors, children, one_level = optree.tree_flatten_with_accessor(
             node, lambda x: x is not node, none_is_leaf=True
@@ -220,9 +227,7 @@ class Rules:
 
     def _ends(self, node: Any, path: str, depth: int, leaf: bool) -> bool:
         if self.stages is not None:
-            found = [rule.pattern for rule in self.stages if rule.fullmatch(path)]
-            self.unused -= set(found)
-            return bool(found)
+            return self._chooses(self.stages, path, tuple(node.shape) if isinstance(node, Tensor) else None)
         return leaf or depth == 2 or (depth == 1 and type(node) not in (list, tuple))
 
     def cut(self, path: str, subtree: Any) -> Any:
@@ -243,12 +248,12 @@ class Rules:
 
     def _parameter(self, name: str, leaf: Tensor, leaves: tuple[int, ...]) -> Parameter:
         """What the rules say of it."""
-        spec = self._spec(name)
+        spec = self._spec(name, tuple(leaf.shape))
         if self.inputs == "global":
             shape, whole = local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
         else:
             shape, whole = tuple(leaf.shape), global_shape(leaf.shape, spec, self.mesh, name)
-        trainable = not self._frozen(name) and (leaf.is_floating_point() or leaf.is_complex())
+        trainable = not self._chooses(self.frozen, name, whole) and (leaf.is_floating_point() or leaf.is_complex())
         return Parameter(name, leaves, shape, spec, leaf.dtype, trainable, self._placement(name, whole, spec))
 
     def _flat(self, layout: Layout, values: dict[str, Tensor]) -> FlatShard:
@@ -327,9 +332,14 @@ class Rules:
             self.placements.add(found)
         return found
 
-    def _spec(self, name: str) -> P:
+    def _spec(self, name: str, shape: tuple[int, ...]) -> P:
         if isinstance(self.specs, P):
             return self.specs
+        if not isinstance(self.specs, ByPath):
+            said = self.specs(name, shape)
+            if not isinstance(said, P):
+                raise TypeError(f"{name}: specs is a function that returned {said!r}, not a P")
+            return said
         found = next(((rule.pattern, spec) for rule, spec in self.specs.rules if rule.fullmatch(name)), None)
         if found is None or not isinstance(found[1], P):
             if self.specs.strict:
@@ -338,10 +348,9 @@ class Rules:
         self.unused.discard(found[0])
         return found[1]
 
-    def _frozen(self, name: str) -> bool:
-        found = [rule.pattern for rule in self.frozen if rule.fullmatch(name)]
-        self.unused -= set(found)
-        return bool(found)
+    def _chooses(self, which: Chosen, path: str, shape: tuple[int, ...] | None) -> bool:
+        self.unused -= which.matching(path)
+        return which(path, shape)
 
 
 class Parameter(NamedTuple):
@@ -430,12 +439,6 @@ def refuse_sparse(name: str, leaf: Tensor) -> None:
     """Raises TypeError for a parameter that is not dense."""
     if leaf.layout != torch.strided:
         raise TypeError(f"{name or 'the tree'} is {leaf.layout}; parameters are dense tensors: pass its to_dense()")
-
-
-def _patterns(patterns: Iterable[str], name: str) -> list[re.Pattern[str]]:
-    if isinstance(patterns, str):
-        raise TypeError(f"{name} is a list of regular expressions; write [{patterns!r}]")
-    return [re.compile(pattern) for pattern in patterns]
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
@@ -20,7 +20,7 @@ from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.shards.buffer import ALIGNMENT
 from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
-from shardfn.shards.placement import Keep
+from shardfn.shards.placement import Keep, keep_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Options:
     """What `stage` was asked for; see there."""
 
     remat: Any = False
-    reshard: bool | None = None
+    reshard: bool | Literal["step"] | None = None
     prefetch: int = 1
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -124,7 +124,7 @@ class Signature:
     def keep(self) -> Keep:
         """What calls keep from forward to backward: the most that any of their layouts asks for."""
         if self.options.reshard is not None:
-            return not self.options.reshard
+            return keep_of(self.options.reshard)
         asked = [layout.placement.keep for layout in self.layouts]
         return "step" if "step" in asked else True if True in asked else max(asked, key=bool)
 

@@ -46,7 +46,7 @@ def stage(
     /,
     *,
     remat: Remat = False,
-    reshard: bool | None = None,
+    reshard: bool | Literal["step"] | None = None,
     prefetch: int = 1,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -59,7 +59,7 @@ def stage(
     /,
     *,
     remat: Remat = False,
-    reshard: bool | None = None,
+    reshard: bool | Literal["step"] | None = None,
     prefetch: int = 1,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -73,7 +73,7 @@ def stage(
     /,
     *,
     remat: Remat = False,
-    reshard: bool | None = None,
+    reshard: bool | Literal["step"] | None = None,
     prefetch: int = 1,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -91,8 +91,8 @@ def stage(
         remat: False keeps activations for backward; True computes them again; "offload" keeps them in the memory of the
             host; a policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it, or a list of
             ops, says which results to keep. Random numbers are drawn again as they were.
-        reshard: whether the gathered parameters go after forward, and are gathered again for backward. Default: as
-            the strategy says.
+        reshard: when the gathered parameters are given back: True, after forward, and backward gathers them again;
+            False, after backward; "step", after the whole step. Default: as `Placement.reshard` says.
         prefetch: how many gathers run ahead: of the layers that `layers` announces, and in backward. Each
             takes a buffer of the size of the largest stage, in addition to the one in use.
         gather_dtype: of floating parameters on the wire and in the function; default: the shard's own.
@@ -356,6 +356,10 @@ def _policy(remat: Remat) -> Any:
 def _check_options(options: Options) -> None:
     if not isinstance(options.prefetch, int) or isinstance(options.prefetch, bool) or options.prefetch < 0:
         raise ValueError(f"stage: prefetch={options.prefetch!r}; it is how many gathers run ahead, 0 or more")
+    if options.reshard not in (None, True, False, "step"):
+        raise ValueError(
+            f'stage: reshard={options.reshard!r}; it is True, False, "step", or None, as the strategy says'
+        )
     for name in ("gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"):
         dtype = getattr(options, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

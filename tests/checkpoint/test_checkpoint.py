@@ -45,7 +45,7 @@ PLACEMENTS: dict[str, Any] = {
     "full_shard": lambda shard, rest: sf.hybrid_shard(shard, rest),
     "ddp": lambda shard, rest: sf.ddp((*shard, *rest)),
     "zero1": lambda shard, rest: sf.zero1((*shard, *rest)),
-    "zero2 beside copies": lambda shard, rest: sf.hybrid_shard_zero2(shard, rest) if rest else sf.zero2(shard),
+    "kept, beside copies": lambda shard, rest: sf.hybrid_shard_zero2(shard, rest) if rest else sf.shard_grad_op(shard),
 }
 
 
@@ -236,9 +236,9 @@ def moved(name: str, first: Any, second: Any, path: str, phase: str) -> Any:
 MOVES = [
     (({"shard": 4}, "full_shard"), ({"shard": 1}, "full_shard")),
     (({"shard": 1}, "ddp"), ({"shard": 3}, "zero1")),
-    (({"shard": 3}, "zero1"), ({"shard": 2}, "zero2 beside copies")),
+    (({"shard": 3}, "zero1"), ({"shard": 2}, "kept, beside copies")),
     (({"replica": 2, "shard": 2}, "full_shard"), ({"shard": 2, "tensor": 2}, "zero1")),
-    (({"shard": 2, "tensor": 2}, "full_shard"), ({"replica": 2, "shard": 2}, "zero2 beside copies")),
+    (({"shard": 2, "tensor": 2}, "full_shard"), ({"replica": 2, "shard": 2}, "kept, beside copies")),
     (({"shard": 2}, "full_shard"), ({"shard": 2}, "full_shard")),
 ]
 

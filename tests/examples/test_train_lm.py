@@ -24,7 +24,9 @@ TINY = train_lm.Config(
 STEPS = 6
 
 
-STRATEGIES = ["ddp", "zero1", "zero2", "full_shard", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", "mics"]
+STRATEGIES = [
+    "ddp", "zero1", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", "mics",
+]  # fmt: skip
 
 
 def losses(sizes: dict[str, int], seed: int, strategy: str) -> list[float]:

@@ -84,7 +84,7 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
 STRATEGIES: dict[str, Callable[[], sf.Placement]] = {
     "ddp": lambda: sf.ddp(("replica", "shard")),
     "zero1": lambda: sf.zero1(("replica", "shard")),
-    "zero2": lambda: sf.zero2(("replica", "shard")),
+    "shard_grad_op": lambda: sf.shard_grad_op(("replica", "shard")),
     "full_shard": lambda: sf.full_shard(("replica", "shard")),
     "hybrid_shard": lambda: sf.hybrid_shard("shard", "replica"),
     "hybrid_shard_zero2": lambda: sf.hybrid_shard_zero2("shard", "replica"),
@@ -396,7 +396,7 @@ def test_a_rate_can_be_changed_in_the_state(world: World, name: str) -> None:
 WRONG_THINGS: dict[str, Any] = {
     "function": so.adamw,
     "torch's": torch.optim.SGD([torch.ones(1)], 0.1),
-    "name": "blocks",
+    "number": 3,
     "tree": {"w": torch.ones(2)},
 }
 
@@ -418,7 +418,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a function for an optimizer": (lambda: so.ema(WRONG_THINGS["function"], 0.9), "3e-4), not the function adamw"),
     "torch's optimizer": (lambda: so.skip_nonfinite(WRONG_THINGS["torch's"]), "torch's own SGD: see from_torch"),
     "torch's optimizer for its class": (lambda: so.from_torch(WRONG_THINGS["torch's"]), "takes an optimizer's class"),
-    "a rule that is none": (lambda: so.masked(so.sgd(0.1), WRONG_THINGS["name"]), "the rule is a function of a param"),
+    "a rule that is none": (lambda: so.masked(so.sgd(0.1), WRONG_THINGS["number"]), "the rule says which parameters"),
     "gradients for a limit": (lambda: so.clip_by_global_norm(WRONG_THINGS["tree"]), "the transform that it gives"),
     "a rule that says nothing": (
         lambda: stepped(so.adamw(0.1, weight_decay=lambda path, shape: None)),

@@ -80,7 +80,7 @@ TABLES = {
     "the same along pipe": sf.hybrid_shard("shard", "pipe"),
     "whole": sf.ddp(("pipe", "shard")),
     "gradients cut": sf.zero1(("shard", "pipe")),
-    "kept for the step": sf.hybrid_shard("shard", "pipe").keeping("step"),
+    "kept for the step": sf.hybrid_shard("shard", "pipe").resharding("step"),
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"remat": True}, {"schedule": "gpipe"}]
 

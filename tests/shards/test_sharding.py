@@ -55,7 +55,7 @@ def same(got: Any, want: Any) -> bool:
 
 def strategies_on(sizes: dict[str, int]) -> list[sf.Placement]:
     names = tuple(sizes)
-    found = [sf.full_shard(names), sf.full_shard(names[::-1]), sf.ddp(names), sf.zero2(names[-1])]
+    found = [sf.full_shard(names), sf.full_shard(names[::-1]), sf.ddp(names), sf.shard_grad_op(names[-1])]
     if len(names) == 2:
         found += [sf.hybrid_shard(names[1], names[0]), sf.hybrid_shard_zero2(names[0], names[1])]
     return found

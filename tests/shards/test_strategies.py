@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ TABLE: dict[str, sf.Placement] = {
     "ddp": sf.ddp(DATA),
     "zero1": sf.zero1(DATA),
     "zero2": sf.zero2(DATA),
+    "shard_grad_op": sf.shard_grad_op(DATA),
     "full_shard": sf.full_shard(DATA),
     "hybrid_shard": sf.hybrid_shard("shard", "replica"),
     "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),
@@ -39,9 +41,9 @@ OWN: dict[str, sf.Placement] = {
     "optimizer cut within nodes": sf.Placement(replicas=DATA, gradients=("shard",)),
     "hpz, hierarchical": dataclasses.replace(sf.hpz("shard", "replica"), hierarchical=True),
     "mics the other way": sf.mics(DATA),
-    "once a step": sf.full_shard(DATA).keeping("step"),
-    "hfsdp, kept": sf.hfsdp("shard", "replica").keeping(True),
-    "hfsdp, once a step": sf.hfsdp("shard", "replica").keeping("step"),
+    "once a step": sf.full_shard(DATA).resharding("step"),
+    "hfsdp, kept": sf.hfsdp("shard", "replica").resharding(False),
+    "hfsdp, once a step": sf.hfsdp("shard", "replica").resharding("step"),
 }
 
 
@@ -405,7 +407,7 @@ def test_uncut_takes_a_strategy() -> None:
     rule = sf.uncut(lambda path, shape: sf.full_shard(path), below=5)
     assert rule("a", (2, 3)) == sf.full_shard("a")
     assert rule("a", (2, 2)) == sf.ddp("a")
-    with pytest.raises(TypeError, match="'full_shard' is no strategy"):
+    with pytest.raises(TypeError, match="'full_shard' is not a strategy"):
         sf.uncut("full_shard", below=5)  # type: ignore[arg-type]
 
 
@@ -416,19 +418,62 @@ def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
     def named(name: str) -> sf.Placement:
         return sf.strategy(name, shard="shard", replica="replica")
 
-    for name, same in {
-        "NO_SHARD": "ddp", "FULL_SHARD": "full_shard", "SHARD_GRAD_OP": "zero2", "HYBRID_SHARD": "hybrid_shard",
-        "_HYBRID_SHARD_ZERO2": "hybrid_shard_zero2", "1": "full_shard", "2": "zero2", "3": "ddp", "4": "hybrid_shard",
-        "5": "hybrid_shard_zero2", "fsdp": "full_shard", "deepspeed_stage_1": "zero1", "deepspeed_stage_2": "zero2",
-        "deepspeed_stage_3": "full_shard", "ZeRO-3": "full_shard", "zero-1": "zero1", "ddp_spawn": "ddp",
-        "fully_shard": "full_shard", "HSDP": "hybrid_shard", "optim_grads_params": "full_shard", "zero++": "hpz",
+    for same, names in {
+        "ddp": ["NO_SHARD", "fsdp:3", "zero:0", "ddp_spawn", "ddp_find_unused_parameters_true", "no_shard auto_wrap"],
+        "zero1": ["deepspeed_stage_1", "zero-1", "zero:1", "optim"],
+        "zero2": ["deepspeed_stage_2", "ZeRO-2", "zero:2", "deepspeed", "optim_grads"],
+        "shard_grad_op": ["SHARD_GRAD_OP", "fsdp:2", "shard_grad_op auto_wrap"],
+        "full_shard": [
+            "FULL_SHARD", "fsdp:1", "fsdp", "fsdp_native", "fully_shard", "full_shard auto_wrap",
+            "auto_wrap full_shard", "deepspeed_stage_3", "ZeRO-3", "zero:3", "optim_grads_params",
+        ],
+        "hybrid_shard": ["HYBRID_SHARD", "fsdp:4", "HSDP", "hybrid_shard auto_wrap"],
+        "hybrid_shard_zero2": ["_HYBRID_SHARD_ZERO2", "fsdp:5", "hybrid_shard_zero2 auto_wrap"],
     }.items():  # fmt: skip
-        assert named(name) == TABLE[same], name
+        for name in names:
+            assert named(name) == TABLE[same], name
     for name in TABLE:
         if name != "mics":
             assert named(name) == TABLE[name]
     assert sf.strategy("mics", shard=("shard", "replica")) == TABLE["mics"]
     assert sf.strategy("full_shard") == sf.full_shard("shard")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        *(("3", '"fsdp:3" or "zero:3"'), (3, '"fsdp:3" or "zero:3"'), ("0", 'write "zero:0"'), ("5", 'write "fsdp:5"')),
+        ("zero++", '"hpz"'),
+        ("deepspeed_stage_3_offload", 'write "full_shard"'),
+        ("deepspeed_stage_3_offload_nvme", 'write "full_shard"'),
+        ("deepspeed_stage_2_offload", 'write "zero2"'),
+        ("full_shard offload auto_wrap", 'write "full_shard"'),
+        ("shard_grad_op auto_wrap offload", 'write "shard_grad_op"'),
+        ("fsdp_cpu_offload", 'write "full_shard"'),
+        ("fsdp_native_full_shard_offload", 'write "full_shard"'),
+    ],
+)
+def test_a_name_that_says_two_things_or_more_than_there_is_is_refused(name: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        sf.strategy(name)
+    assert repr(name) in str(caught.value)
+
+
+def test_what_owners_call_zero_keeps_parameters_whole_and_what_fsdp_calls_grad_op_does_not() -> None:
+    assert sf.zero1("a") == sf.zero2("a") == sf.Placement(replicas=("a",), gradients=("a",))
+    assert sf.shard_grad_op("a") == sf.full_shard("a").resharding(False) == sf.Placement(("a",), reshard=False)
+
+
+def test_older_spellings_mean_the_same() -> None:
+    for keep, reshard in [(True, False), (False, True), ("step", "step"), (("a",), ("a",))]:
+        new = sf.Placement(("a", "b"), reshard=reshard)  # type: ignore[arg-type]
+        assert sf.Placement(("a", "b"), keep=keep) == sf.full_shard(("a", "b")).keeping(keep) == new  # type: ignore[arg-type]
+        assert new.keep == keep
+        assert dataclasses.replace(sf.full_shard(("a", "b")), keep=keep) == new  # type: ignore[call-arg]
+    old = sf.Placement(("a",), hops=True, home=(("b", 1),))
+    assert old == sf.Placement(("a",), hierarchical=True, only_at=(("b", 1),))
+    with pytest.raises(TypeError):
+        sf.Placement(("a",), (), True)  # type: ignore[call-arg]  # which of the two would it be?
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
@@ -446,8 +491,8 @@ def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
         ({"axes": ("a",), "replicas": ("a",)}, "names the axis 'a' twice"),
         ({"axes": ("a",), "replicas": ("b",), "gradients": ("b",)}, "gradients=('b',)"),
         ({"axes": ("a",), "gradients": ("a", "c")}, "gradients=('a', 'c')"),
-        ({"axes": ("a", "b"), "keep": ("b",)}, "keep=('b',)"),
-        ({"axes": ("a", "b"), "keep": "whole"}, "keep='whole'"),
+        ({"axes": ("a", "b"), "reshard": ("b",)}, "reshard=('b',)"),
+        ({"axes": ("a", "b"), "reshard": "whole"}, "reshard='whole'"),
     ],
 )
 def test_a_placement_that_makes_no_sense_is_refused(kwargs: Any, says: str) -> None:
@@ -522,14 +567,14 @@ def test_partition_refuses_to_take_a_buffer_apart(world: World) -> None:
         assert "such as blocks.0.w, but not blocks.0.b" in str(error)
 
 
-def once(keep: Any) -> tuple[int, int, float]:
-    mesh = mesh_of(4)
+def once(strategy: Any = True, stage: Any = None) -> tuple[int, int, float]:
+    mesh, staged = mesh_of(4), functools.partial(sf.stage, reshard=stage)
     mine = rows().tensor_split(4)[mesh.get_rank()]
     want = sf.grad(lambda p: total(plain, p, rows()))(params())
-    flat = sf.shard(params(), mesh, TABLE["full_shard"].keeping(keep), frozen=["embed.*"])
+    flat = sf.shard(params(), mesh, TABLE["full_shard"].resharding(strategy), frozen="embed.*")
 
     def step() -> Any:
-        return sf.accumulate(lambda p, x: total(sf.stage, p, x), mine.split(1))(flat)[1]
+        return sf.accumulate(lambda p, x: total(staged, p, x), mine.split(1))(flat)[1]
 
     step()
     with sf.ledger() as log:
@@ -541,18 +586,19 @@ def once(keep: Any) -> tuple[int, int, float]:
 
 @pytest.mark.world(4)
 def test_parameters_may_be_gathered_once_for_all_micro_batches(world: World) -> None:
-    for count, of_embed, d in world.within(60).run(once, "step"):
-        assert (count, of_embed) == (6, 1)
-        assert d < 1e-12
-    for count, of_embed, d in world.within(60).run(once, True):
+    for way in ({"strategy": "step"}, {"stage": "step"}):
+        for count, of_embed, d in world.within(60).run(once, **way):
+            assert (count, of_embed) == (6, 1)
+            assert d < 1e-12
+    for count, of_embed, d in world.within(60).run(once, False):
         assert (count, of_embed) == (6 * 3, 3)
         assert d < 1e-12
 
 
-def three_steps(keep: Any) -> tuple[int, list[int]]:
+def three_steps(reshard: Any) -> tuple[int, list[int]]:
     """Buffers for gathered parameters, which do not add up over steps."""
     mesh = mesh_of(4)
-    flat = sf.shard(params(), mesh, TABLE["full_shard"].keeping(keep))
+    flat = sf.shard(params(), mesh, TABLE["full_shard"].resharding(reshard))
     mine, sizes = rows().tensor_split(4)[mesh.get_rank()], []
     for _ in range(3):
         with sf.ledger() as log:
@@ -563,9 +609,9 @@ def three_steps(keep: Any) -> tuple[int, list[int]]:
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("keep", ["step", True])
-def test_what_is_kept_is_given_back(world: World, keep: Any) -> None:
-    for whole, sizes in world.within(60).run(three_steps, keep):
+@pytest.mark.parametrize("reshard", ["step", False])
+def test_what_is_kept_is_given_back(world: World, reshard: Any) -> None:
+    for whole, sizes in world.within(60).run(three_steps, reshard):
         assert sizes[0] == sizes[1] == sizes[2]
         assert whole <= sizes[0] <= whole + 6 * 512
 

@@ -31,12 +31,12 @@ from tests.reference import worst
 D, DEPTH, STEPS, ROWS = 6, 4, 3, 6
 STRATEGIES: dict[str, Callable[[], sf.Strategy]] = {
     "full_shard": lambda: sf.full_shard(("replica", "shard")),
-    "zero2": lambda: sf.zero2(("replica", "shard")),
+    "shard_grad_op": lambda: sf.shard_grad_op(("replica", "shard")),
     "hybrid_shard": lambda: sf.hybrid_shard("shard", "replica"),
     "hfsdp": lambda: sf.hfsdp("shard", "replica"),
     "hpz": lambda: sf.hpz("shard", "replica"),
     "mics": lambda: sf.mics(("shard", "replica")),
-    "step": lambda: sf.full_shard(("replica", "shard")).keeping("step"),
+    "step": lambda: sf.full_shard(("replica", "shard")).resharding("step"),
     "uncut": lambda: sf.uncut(sf.hybrid_shard("shard", "replica"), below=20),
 }
 OPTIONS: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from shardfn.testing import World
 D = torch.float64
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "full_shard": lambda: sf.full_shard("data"),
-    "zero2": lambda: sf.zero2("data"),
+    "shard_grad_op": lambda: sf.shard_grad_op("data"),
     "hybrid_shard": lambda: sf.hybrid_shard("data", "replica"),
     "hybrid_replicas": lambda: sf.hybrid_shard("replica", "data"),
     "ddp": lambda: sf.ddp("data"),
@@ -131,7 +131,7 @@ def compiled_beside_eager(kind: str, strategy: str, remat: Any, backend: str) ->
 CASES = [
     ("step", "full_shard", False, "aot_eager"),
     ("step", "hybrid_replicas", True, "eager"),
-    ("value_and_grad", "zero2", True, "aot_eager"),
+    ("value_and_grad", "shard_grad_op", True, "aot_eager"),
     ("value_and_grad", "hybrid_shard", False, "eager"),
     ("value_and_grad", "full_shard", False, "inductor"),
     ("loss_alone", "full_shard", False, "aot_eager"),

@@ -33,7 +33,7 @@ Step = Callable[[], Any]
 STRATEGIES: dict[str, Any] = {
     "ddp": sf.ddp(DATA),
     "zero1": sf.zero1(DATA),
-    "zero2": sf.zero2(DATA),
+    "shard_grad_op": sf.shard_grad_op(DATA),
     "full_shard": sf.full_shard(DATA),
     "hybrid_shard": sf.hybrid_shard("shard", "replica"),
     "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),

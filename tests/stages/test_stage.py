@@ -464,7 +464,7 @@ def placements(mesh: Any) -> list[Any]:
         sf.hybrid_shard_zero2("shard", "replica"),
         sf.full_shard(whole),
         sf.full_shard(whole[::-1]),
-        sf.zero2(whole),
+        sf.shard_grad_op(whole),
         sf.ddp(whole),
         sf.ddp(whole[::-1]),
     ]

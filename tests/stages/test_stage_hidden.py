@@ -158,7 +158,7 @@ READING: dict[str, Layer] = {
 }  # fmt: skip
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "full_shard": lambda: sf.full_shard(("replica", "shard")),
-    "zero2": lambda: sf.zero2(("replica", "shard")),
+    "shard_grad_op": lambda: sf.shard_grad_op(("replica", "shard")),
     "hybrid_shard": lambda: sf.hybrid_shard("shard", "replica"),
     "hpz": lambda: sf.hpz("shard", "replica"),
 }
@@ -200,12 +200,12 @@ def read(strategy: str, options: dict[str, Any]) -> dict[str, float]:
     ("world", "strategy"),
     [
         ((2, "processes"), "full_shard"),
-        ((2, "processes"), "zero2"),
+        ((2, "processes"), "shard_grad_op"),
         ((4, "threads"), "hybrid_shard"),
         ((4, "threads"), "hpz"),
     ],
     indirect=["world"],
-    ids=["full_shard", "zero2", "hybrid_shard", "hpz"],
+    ids=["full_shard", "shard_grad_op", "hybrid_shard", "hpz"],
 )
 def test_backward_reads_parameters_wherever_the_function_keeps_them(
     world: World, strategy: str, options: dict[str, Any]
