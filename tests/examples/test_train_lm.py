@@ -17,14 +17,12 @@ import torch
 import shardfn as sf
 from examples import train_lm
 from shardfn.testing import world
+from tests.models import STRATEGIES
 
 TINY = train_lm.Config(
     width=16, heads=2, layers=2, hidden=24, context=16, batch=8, warmup=3, dtype=torch.float64, clip=0.5
 )
 STEPS = 6
-
-
-STRATEGIES = ["ddp", "zero1", "zero2", "full_shard", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", "mics"]
 
 
 def losses(sizes: dict[str, int], seed: int, strategy: str) -> list[float]:

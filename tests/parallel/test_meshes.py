@@ -16,6 +16,7 @@ import shardfn.optim as so
 from examples import train_nd
 from examples.train_nd import AXES, SIX, SPECS, Config, loss_fn
 from shardfn.testing import World
+from tests.models import distance
 
 CONFIG = Config(
     vocabulary=24, width=16, heads=4, layers=4, hidden=8, experts=4, capacity=3, group=2, context=16, batch=8, micro=2,
@@ -67,8 +68,7 @@ def mapped(f: Any, mesh: Any) -> Any:
 
 def furthest(got: Any, wanted: Any) -> float:
     """The largest difference between two trees, relative to the largest number of each leaf."""
-    pairs = zip(optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True)
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
+    return distance(optree.tree_leaves(got), optree.tree_leaves(wanted), floor=1e-3)
 
 
 OPTIMIZER = so.chain(so.clip_by_global_norm(0.5), so.adamw(1e-2, weight_decay=0.1))
