@@ -38,13 +38,13 @@ STRATEGIES: dict[str, sf.Placement] = {
 
 def normal(*shape: int, seed: int) -> Tensor:
     """Of mean 0 and standard deviation 1/2."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
 
 
 def drawn(seed: int, scale: float = 1.0) -> Callable[..., Tensor]:
     """Draws tensors of given shapes, one after another."""
     generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) * scale
 
 
 def blocks(depth: int, width: int = WIDTH) -> list[dict[str, Tensor]]:
