@@ -46,7 +46,8 @@ from benchmarks.crew import Crew, Usage
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY, Step, timed
 from examples import train_nd
-from examples.train_nd import AXES, SIX, SPECS, Config, Params, loss_fn
+from examples.run import Params
+from examples.train_nd import AXES, SIX, SPECS, Config, loss_fn
 from shardfn import P
 
 RANKS, SEED, RATE, DECAY = 4, 0, 3e-4, 0.1

@@ -9,13 +9,12 @@ is frozen: it moves no gradients and has no optimizer state. `--base` says where
     once      cut over all ranks, gathered once a step for all its micro-batches
     whole     whole on every rank, never gathered
 
-At the end stand the bytes that a rank sent in a step and the memory for gathered parameters, from the ledger, beside
+In the end come the bytes that a rank sent in a step and the memory for gathered parameters, from the ledger, beside
 what the formula says. Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2022), section 4.1.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pydoc_data.topics import topics
@@ -24,15 +23,15 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 import shardfn.optim as so
 from examples import train_lm
-from examples.train_lm import DATA, Config, Params
+from examples.run import Params, Report, draw, options, silent, table, watched
+from examples.run import corpus as source_code
+from examples.train_lm import DATA, Config
 from shardfn import P
 
 BASES = {
@@ -145,7 +144,16 @@ class Run:
     expected: Cost
 
 
-def adapt(config: Config, mesh: DeviceMesh, base: Params, text: Tensor, steps: int, seed: int, where: str) -> Run:
+def adapt(
+    config: Config,
+    mesh: DeviceMesh,
+    base: Params,
+    text: Tensor,
+    steps: int,
+    seed: int,
+    where: str,
+    report: Report = silent,
+) -> Run:
     """Trains adapters for a whole base model on a text."""
     text = text.to(mesh.device_type)
     optimizer = so.adamw(so.warmup_cosine(RATE, warmup=min(10, steps), steps=steps))
@@ -158,7 +166,7 @@ def adapt(config: Config, mesh: DeviceMesh, base: Params, text: Tensor, steps: i
 
     def batches(step: int) -> Iterator[Tensor]:
         for i in range(MICROBATCHES):
-            yield train_lm.draw(text, config, sf.fold_in(seed, step, i))
+            yield draw(text, config.batch, config.context, sf.fold_in(seed, step, i), DATA)
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., ..., P()), out_specs=(..., ..., P()))
     def train_step(adapters: Params, frozen: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
@@ -176,6 +184,7 @@ def adapt(config: Config, mesh: DeviceMesh, base: Params, text: Tensor, steps: i
         with sf.ledger() as log:
             adapters, state, value = train_step(adapters, frozen, state, step)
         losses.append(value.item())
+        report(step, losses[-1])
     held = [leaf.nbytes for leaf in optree.tree_leaves((adapters, frozen, state)) if isinstance(leaf, Tensor)]
     measured = Cost(log.bytes(scheduled=True), log.gathered, sum(held))
     return Run(sf.unshard(adapters), sf.unshard(frozen), losses, measured, formula(adapters, frozen, where))
@@ -187,28 +196,25 @@ def corpus() -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Adapt a frozen language model by low-rank adapters.")
+    parser = options("Adapt a frozen language model by low-rank adapters.", steps=60)
     parser.add_argument("--base", choices=BASES, default="once", help="where the frozen model lives (default: once)")
-    parser.add_argument("--steps", type=int, default=60, help="for the adapters (default: %(default)s)")
-    parser.add_argument("--base-steps", type=int, default=60, help="for the base before (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="cpu or cuda; default: CUDA where there is some")
+    parser.add_argument("--base-steps", type=int, default=60, help="that train the base before (default: %(default)s)")
     args = parser.parse_args()
-    mesh = sf.make_mesh(device=args.device, replica=1, shard=-1)
-    config = Config()
-    learnt = train_lm.train(config, mesh, train_lm.corpus(), args.base_steps, args.seed, sf.full_shard(DATA))
-    own = sf.make_mesh(device=args.device, replica=1, shard=-1)
-    run = adapt(config, own, learnt.params, corpus(), args.steps, args.seed, args.base)
+    mesh, config = sf.make_mesh(device=args.device, replica=1, shard=-1), Config()
+    with watched(mesh, args.base_steps) as report:
+        learnt = train_lm.train(config, mesh, source_code(), args.base_steps, args.seed, sf.full_shard(DATA), report)
+    with watched(mesh, args.steps) as report:
+        run = adapt(config, mesh, learnt.params, corpus(), args.steps, args.seed, args.base, report)
     if mesh.get_rank() == 0:
         print(f"nats a token: {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at the end")
-        table = Table("of one rank", "measured kB", "formula kB")
-        for name, label in (
-            ("sent", "sent in a step"),
-            ("gathered", "buffers for gathered parameters"),
-            ("held", "shards and optimizer state"),
-        ):
-            table.add_row(label, *(f"{getattr(cost, name) / 1e3:.1f}" for cost in (run.measured, run.expected)))
-        Console().print(table)
+        labels = {
+            "sent": "sent in a step",
+            "gathered": "buffers for gathered parameters",
+            "held": "shards and optimizer state",
+        }
+        both = (run.measured, run.expected)
+        rows = [[label, *(f"{getattr(cost, name) / 1e3:.1f}" for cost in both)] for name, label in labels.items()]
+        table("of one rank", ("", "measured kB", "formula kB"), rows)
 
 
 if __name__ == "__main__":

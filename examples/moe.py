@@ -1,4 +1,4 @@
-"""Trains a language model whose MLPs are mixtures of experts, over two axes: data, and experts besides.
+"""Trains a language model whose MLPs are mixtures of experts, over two axes: data and experts.
 
     torchrun --standalone --nproc-per-node 4 -m examples.moe --expert 2 --capacity 10
 
@@ -7,7 +7,7 @@ experts, which are cut over `data` only: tokens travel to their experts and back
 their gradients. With a capacity an expert takes so many tokens of each group and no more, and what travels is known
 beforehand; with `--capacity none` every token finds its experts, and what travels depends on what they chose.
 
-Two more losses keep experts evenly used and the router's logits small. At the end stand how many choices were dropped,
+Two more losses keep experts evenly used and the router's logits small. In the end come how many choices were dropped,
 how evenly experts were used, and what a rank sent to experts and back, beside a formula. Sources: Lepikhin et al.,
 GShard (2020); Fedus et al., Switch Transformers (2021).
 """
@@ -25,8 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Report, draw, options, ranks, silent, watched
-from examples.train_lm import Params
+from examples.run import Params, Report, corpus, draw, options, ranks, silent, watched
 from shardfn import P, parallel
 
 ROWS = ("data", "expert")
@@ -141,7 +140,7 @@ def train(
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P(), P()))
     def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor, Tensor]:
-        tokens = draw(data, config, sf.fold_in(seed, step), ROWS)
+        tokens = draw(data, config.batch, config.context, sf.fold_in(seed, step), ROWS)
         (loss, shares), grads = sf.value_and_grad(loss_fn, has_aux=True)(params, tokens, config)
         return *opt.step(params, grads, state), loss, shares
 
@@ -151,7 +150,7 @@ def train(
         with sf.ledger() as log:
             params, state, loss, shares = train_step(params, state, step)
         losses.append(loss.item())
-        report(losses[-1])
+        report(step, losses[-1])
     return losses, shares, log
 
 
@@ -167,7 +166,7 @@ def main() -> None:
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, data=-1, expert=args.expert), Config(capacity=args.capacity)
     with watched(mesh, args.steps) as report:
-        losses, shares, log = train(config, mesh, train_lm.corpus()[0], args.steps, args.seed, report)
+        losses, shares, log = train(config, mesh, corpus()[0], args.steps, args.seed, report)
     if mesh.get_rank() == 0:
         *used, lost = (shares * config.experts).tolist()
         print(f"loss {losses[-1]:.3f}; {lost / config.experts:.1%} of choices dropped")

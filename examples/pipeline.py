@@ -8,7 +8,7 @@ to do: with p ranks and m micro-batches for (p - 1) / (m + p - 1) of the time, b
 passes as soon as it can, and so holds the activations of p micro-batches at most; `gpipe` holds those of all. Ranks
 beyond `--pipe` cut the rows of each micro-batch, and every stage's parameters, over `shard`.
 
-First the schedule is drawn, as if forward and backward took as long, then the model trains; at the end stand time,
+First the schedule is drawn, as if forward and backward took as long, then the model trains; in the end come time,
 memory and what each rank sent to its neighbours, beside a formula. Sources: Huang et al., GPipe (2018); Narayanan et
 al., PipeDream-2BW (2020).
 """
@@ -27,8 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Report, descend, draw, options, ranks, silent, watched
-from examples.train_lm import Params
+from examples.run import Params, Report, corpus, descend, draw, memory, options, ranks, silent, watched
 from shardfn import P, parallel
 from shardfn.parallel.pipeline import Schedule, passes
 
@@ -121,7 +120,7 @@ def train(
     data = data.to(mesh.device_type)
 
     def loss(params: Params, step: int) -> Tensor:
-        return loss_fn(params, draw(data, config, sf.fold_in(seed, step), "shard"), config)
+        return loss_fn(params, draw(data, config.batch, config.context, sf.fold_in(seed, step), "shard"), config)
 
     params = sf.shard(train_lm.init(config, seed), mesh, strategy(config, mesh["pipe"].size()))
     return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
@@ -140,7 +139,7 @@ def main() -> None:
         print(f"a rank waits {(args.pipe - 1) / (config.micro + args.pipe - 1):.0%} of the time\n")
     with watched(mesh, args.steps) as report:
         began = time.perf_counter()
-        losses, log = train(config, mesh, train_lm.corpus()[0], args.steps, args.seed, report)
+        losses, log = train(config, mesh, corpus()[0], args.steps, args.seed, report)
         took = (time.perf_counter() - began) / args.steps
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
@@ -150,7 +149,7 @@ def main() -> None:
     own = torch.tensor([log.bytes(op="send", backward=way) for way in (False, True)], device=mesh.device_type)
     every = along_pipe(own)
     if first:
-        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {train_lm.memory(mesh.device_type)} on the first rank")
+        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {memory(mesh.device_type)} on the first rank")
         print(log)
         for index, sent in enumerate(every.tolist()):
             expected = formula(config, mesh["shard"].size(), args.pipe, index)

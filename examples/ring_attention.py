@@ -10,7 +10,7 @@ axis: gradients of ranks with other places are summed as those of ranks with oth
 In causal attention a place sees those before it, so cut `--in-order` the last of c ranks has 2 c - 1 times the first
 one's work. By default a rank has a piece of the beginning and one of the end, and all have as much to do.
 
-At the end stand the time of a step and what a rank sent for attention, beside a formula. Sources: Liu et al., Ring
+In the end come the time of a step and what a rank sent for attention, beside a formula. Sources: Liu et al., Ring
 Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
 """
 
@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Report, descend, draw, options, silent, watched
-from examples.train_lm import Params
+from examples.run import Params, Report, corpus, descend, draw, memory, options, silent, watched
 from shardfn import parallel
 
 
@@ -124,7 +123,8 @@ def train(
     data = data.to(mesh.device_type)
 
     def loss(params: Params, step: int) -> Tensor:
-        return loss_fn(params, draw(data, config, sf.fold_in(seed, step), ()), config)  # rows are not cut
+        rows = draw(data, config.batch, config.context, sf.fold_in(seed, step), ())  # which are not cut
+        return loss_fn(params, rows, config)
 
     params = sf.shard(train_lm.init(config, seed), mesh, sf.full_shard("context"))
     return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
@@ -141,10 +141,10 @@ def main() -> None:
     config = Config(context=args.context, batch=args.batch, method=args.method, in_order=args.in_order)
     with watched(mesh, args.steps) as report:
         began = time.perf_counter()
-        losses, log = train(config, mesh, train_lm.corpus()[0], args.steps, args.seed, report)
+        losses, log = train(config, mesh, corpus()[0], args.steps, args.seed, report)
         took = (time.perf_counter() - began) / args.steps
     if mesh.get_rank() == 0:
-        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {train_lm.memory(mesh.device_type)}")
+        print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {memory(mesh.device_type)}")
         print(log)
         for name, cost in (("measured", measured(log, config)), ("formula", formula(config, mesh.size()))):
             kilobytes = f"{cost.forward / 1e3:.1f} kB forward, {cost.backward / 1e3:.1f} kB backward"

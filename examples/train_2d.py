@@ -7,8 +7,8 @@ columns and one that comes out by rows, so a block adds up what ranks found twic
 With `--sequence` each rank keeps its part of the sequence in between, and activations there take a part of the memory.
 Along `shard` the rows of a batch are cut, and every stage's parameters are one flat shard, gathered for its use.
 
-The curve is that of `train_lm`. At the end stand one step's ledger and, beside a formula, what a rank sent along
-`tensor`. Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022), section 4.2.2.
+The curve is that of `train_lm`. In the end one step's ledger is printed and, beside a formula, what a rank sent
+along `tensor`. Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022), section 4.2.2.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Report, descend, draw, options, ranks, silent, watched
-from examples.train_lm import Config, Params
+from examples.run import Params, Report, corpus, descend, draw, options, ranks, silent, watched
+from examples.train_lm import Config
 from shardfn import P, parallel
 
 SPECS = sf.by_path(
@@ -121,7 +121,8 @@ def train(
     data = data.to(mesh.device_type)
 
     def loss(params: Params, step: int) -> Tensor:
-        return loss_fn(params, draw(data, config, sf.fold_in(seed, step), "shard"), config, 1 if sequence else None)
+        rows = draw(data, config.batch, config.context, sf.fold_in(seed, step), "shard")
+        return loss_fn(params, rows, config, 1 if sequence else None)
 
     params = sf.shard(init(config, seed), mesh, sf.full_shard("shard"), specs=SPECS)
     return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
@@ -134,7 +135,7 @@ def main() -> None:
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, shard=-1, tensor=args.tensor), Config()
     with watched(mesh, args.steps) as report:
-        _, log = train(config, mesh, train_lm.corpus()[0], args.steps, args.seed, args.sequence, report)
+        _, log = train(config, mesh, corpus()[0], args.steps, args.seed, args.sequence, report)
     if mesh.get_rank() == 0:
         print(log)
         expected = formula(config, mesh["shard"].size(), args.tensor, args.sequence)

@@ -16,7 +16,6 @@ On one process it is the ordinary model, and the loss and its gradient are the s
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 import shardfn.optim as so
-from examples.run import Report, options, silent, watched
-from examples.train_lm import corpus
+from examples.run import Params, Report, corpus, draw, options, silent, sizes_of, watched
 from shardfn import P, parallel
 
 AXES = ("replica", "shard", "tensor", "context", "expert", "pipe")
-Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -265,22 +262,14 @@ def optimizer(config: Config, steps: int) -> so.Optimizer:
     return so.chain(so.clip_by_global_norm(1.0), adamw)
 
 
-def draw(data: Tensor, config: Config, generator: torch.Generator) -> Tensor:
-    """This rank's rows of one batch, `[micro, rows, context + 1]`; all ranks draw the same places."""
-    starts = torch.randint(
-        len(data) - config.context, (config.micro, config.batch // config.micro), generator=generator
-    )
-    own = sf.local_slice(starts, SIX.rows, dim=1)
-    return data[own[..., None] + torch.arange(config.context + 1)].long()
-
-
 def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Report = silent) -> Any:
     """Trains from scratch; the losses, and the parameters, whole."""
     opt = optimizer(config, steps)
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
     def train_step(params: Params, state: Any, step: int) -> Any:
-        tokens = draw(data, config, sf.fold_in(config.seed, step)).to(mesh.device_type)
+        rows = config.micro, config.batch // config.micro  # of each micro-batch, of which this rank has some
+        tokens = draw(data, rows, config.context, sf.fold_in(config.seed, step), SIX.rows).to(mesh.device_type)
         loss, grads = sf.value_and_grad(loss_fn)(params, tokens, config, SIX)
         return *opt.step(params, grads, state), loss
 
@@ -290,20 +279,15 @@ def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Re
     for step in range(steps):
         params, state, loss = train_step(params, state, step)
         losses.append(loss.item())
-        report(losses[-1])
+        report(step, losses[-1])
     return losses, sf.unshard(params)
-
-
-def mesh_of(text: str) -> dict[str, int]:
-    pairs = dict(pair.split("=") for pair in text.split(","))
-    if not set(pairs) <= set(AXES):
-        raise argparse.ArgumentTypeError(f"axes are {', '.join(AXES)}, as in shard=2,tensor=2; got {text}")
-    return {name: int(pairs.get(name, 1)) for name in AXES}
 
 
 def main() -> None:
     parser = options("Train a language model on a mesh of any of six axes.", steps=50)
-    parser.add_argument("--mesh", type=mesh_of, default="shard=-1", help="such as shard=2,tensor=2; one may be -1")
+    parser.add_argument(
+        "--mesh", type=sizes_of(*AXES), default="shard=-1", help="such as shard=2,tensor=2; one may be -1"
+    )
     parser.add_argument("--experts", type=int, default=0, help="in every second block (default: none)")
     args = parser.parse_args()
     config = Config(experts=args.experts, seed=args.seed)

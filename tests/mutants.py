@@ -43,7 +43,8 @@ CHAOS = "tests/stages/test_chaos.py::test_training_is_that_of_one_process_whatev
 TWO, FOUR = f"{CHAOS}[2-1-12]", f"{CHAOS}[4-1-8]"
 GRADIENTS = "tests/shards/test_strategies.py::test_gradients_are_those_of_one_process"
 RANKS = "tests/stages/test_stage_ranks.py"
-STAGE = "tests/stages/test_stage.py"
+REFUSALS = "tests/stages/test_stage_refusals.py"
+DTYPES = "tests/stages/test_stage_dtypes.py"
 OWN = "tests/stages/test_chaos.py"
 ZEROS = "tests/shards/test_strategies.py::test_gradients_have_zeros_where_no_parameter_is"
 NARROW = "tests/shards/test_strategies.py::test_gradients_in_narrow_dtypes_are_rounded_once"
@@ -116,14 +117,14 @@ MUTANTS = [
         "stages/ring.py",
         "elif not torch.equal(tail, tag):",
         "elif False:",
-        f"{STAGE}::test_ranks_that_run_different_stages_are_told",
+        f"{REFUSALS}::test_ranks_that_run_different_stages_are_told",
     ),
     Mutant(
         "new stages are not compared",
         "stages/agreement.py",
         '        agree(described, mesh, "stage", subject=_STAGES, axes=callers(mesh, signature))',
         "        pass",
-        f"{STAGE}::test_stages_that_are_new_are_compared_before_anything_moves",
+        f"{REFUSALS}::test_stages_that_are_new_are_compared_before_anything_moves",
     ),
     Mutant(
         "versions do not count in keys",
@@ -208,28 +209,28 @@ MUTANTS = [
         "stages/replay.py",
         "        self._restore()\n        try:",
         "        try:",
-        f"{STAGE}::test_random_numbers_are_those_of_the_plain_function",
+        f"{DTYPES}::test_random_numbers_are_those_of_the_plain_function",
     ),
     Mutant(
         "other autocast in backward",
         "stages/replay.py",
         "on, dtype = kind in self.autocast, self.autocast.get(kind)",
         "on, dtype = False, None",
-        f"{STAGE}::test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward",
+        f"{DTYPES}::test_what_runs_again_for_a_second_derivative_meets_the_autocast_of_forward",
     ),
     Mutant(
         "autocast of backward in what runs again",
         "stages/replay.py",
         "dict.fromkeys([*self.autocast, *now.autocast])",
         "dict.fromkeys(self.autocast)",
-        f"{STAGE}::test_autocast_inside_a_stage_and_around_it",
+        f"{DTYPES}::test_autocast_inside_a_stage_and_around_it",
     ),
     Mutant(
         "autocast remembers parameters",
         "stages/replay.py",
         "torch.autocast(kind, dtype, cache_enabled=False))\n            yield",
         "torch.autocast(kind, dtype, cache_enabled=True))\n            yield",
-        f"{STAGE}::test_autocast_around_steps_remembers_no_parameters",
+        f"{DTYPES}::test_autocast_around_steps_remembers_no_parameters",
     ),
     # gradients
     Mutant(
@@ -330,28 +331,28 @@ MUTANTS = [
         "stages/refusals.py",
         "        if id(leaf) not in known:\n            raise RuntimeError(_closes",
         "        if False:\n            raise RuntimeError(_closes",
-        f"{STAGE}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
+        f"{REFUSALS}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
     ),
     Mutant(
         "tensors of transforms pass",
         "stages/refusals.py",
         "and any(map(_followed, optree.tree_leaves((args, kwargs)))):",
         "and False:",
-        f"{STAGE}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
+        f"{REFUSALS}::test_a_tensor_closed_over_that_needs_a_gradient_is_refused",
     ),
     Mutant(
         "parameters are returned",
         "stages/refusals.py",
         "if not own.isdisjoint(storages):",
         "if False:",
-        f"{STAGE}::test_what_a_stage_must_not_do_is_refused",
+        f"{REFUSALS}::test_what_a_stage_must_not_do_is_refused",
     ),
     Mutant(
         "parameters are written to",
         "stages/engine.py",
         "        if written:\n",
         "        if False:\n",
-        f"{STAGE}::test_what_a_stage_must_not_do_is_refused",
+        f"{REFUSALS}::test_what_a_stage_must_not_do_is_refused",
     ),
     Mutant(
         "what escapes is lost",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import pickle
@@ -36,6 +35,7 @@ from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.verifying import verify
 from shardfn.testing import World, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
+from tests.models import drawn, mesh_of
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -52,14 +52,8 @@ PLACEMENTS: dict[str, Any] = {
 WHOLE = P()
 
 
-@functools.cache
-def mesh_of(*sizes: tuple[str, int]) -> Any:
-    """It lives as long as this process."""
-    return sf.make_mesh(device="cpu", **dict(sizes))
-
-
 def placed(tree: Any, sizes: dict[str, int], kind: str, specs: Any = WHOLE) -> Any:
-    mesh = mesh_of(*sizes.items())
+    mesh = mesh_of(**sizes)
     rest = tuple(name for name in sizes if name == "replica")
     return sf.shard(tree, mesh, PLACEMENTS[kind](("shard",), rest), specs=specs)
 
@@ -173,11 +167,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def model() -> Any:
-    g = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
+    normal = drawn(0)
     return {
         "first": {"w": normal(4, 8), "b": normal(8)},
         "blocks": [{"w": normal(8, 8), "b": normal(8)} for _ in range(2)],
@@ -219,7 +209,7 @@ def divided(grads: Any) -> Any:
 
 def moved(name: str, first: Any, second: Any, path: str, phase: str) -> Any:
     optimizer = OPTIMIZERS[name]()
-    mesh = mesh_of(*(first if phase == "save" else second)[0].items())
+    mesh = mesh_of(**(first if phase == "save" else second)[0])
 
     def run(state: Any, count: int) -> Any:
         return sf.shard_map(lambda s: steps(s, optimizer, count), mesh=mesh, in_specs=..., out_specs=...)(state)
@@ -290,13 +280,13 @@ def test_what_each_rank_has_its_own_of_comes_back_to_it(tmp_path: Path) -> None:
 
 
 def simple(size: int, **more: Any) -> Any:
-    mesh = mesh_of(("shard", size))
+    mesh = mesh_of(shard=size)
     tree = {"w": torch.arange(240.0).view(40, 6), "b": torch.ones(3, dtype=torch.bfloat16)}
     return {"model": sf.shard(tree, mesh, sf.full_shard("shard")), "step": 3, **more}
 
 
 def mismatched(path: str) -> Any:
-    mesh = mesh_of(("shard", 2))
+    mesh = mesh_of(shard=2)
     checkpoint.save(path, simple(2, gone=torch.ones(2), kind=1, other=2.0))
     tree = {"w": torch.zeros(6, 40), "b": torch.zeros(3), "new": torch.zeros(2)}
     like = {"model": sf.shard(tree, mesh, sf.full_shard("shard")), "step": 0, "kind": "", "other": torch.ones(2)}
@@ -692,7 +682,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 def bounded(path: str) -> Any:
     contents.BUFFER = 2**18
-    mesh = mesh_of(("shard", 2))
+    mesh = mesh_of(shard=2)
     make = sf.shard({"w": torch.arange(2.0**20).view(1024, 1024)}, mesh, sf.full_shard("shard"))
     with Largest() as seen:
         checkpoint.save(path, make)

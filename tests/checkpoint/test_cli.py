@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import random
@@ -29,14 +28,10 @@ from shardfn.checkpoint.boxes import Box, boxes, whole
 from shardfn.checkpoint.sources import Ours, source_of
 from shardfn.cli import main
 from shardfn.testing import world
+from tests.models import mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 SPECS = [(r".*table", P(None, "tensor")), (r".*", P())]
-
-
-@functools.cache
-def mesh_of(*sizes: tuple[str, int]) -> Any:
-    return sf.make_mesh(device="cpu", **dict(sizes))
 
 
 def params() -> Any:
@@ -52,7 +47,7 @@ def params() -> Any:
 
 def state(ranks: int, value: float = 0.0) -> Any:
     """The same on any number of ranks, apart from what is each rank's own."""
-    mesh = mesh_of(("shard", ranks // 2 if ranks > 1 else 1), ("tensor", 2 if ranks > 1 else 1))
+    mesh = mesh_of(shard=ranks // 2 if ranks > 1 else 1, tensor=2 if ranks > 1 else 1)
     placed = sf.shard(params(), mesh, sf.full_shard("shard"), specs=sf.by_path(SPECS))
     return {
         "model": placed,

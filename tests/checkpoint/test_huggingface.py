@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import json
 import math
@@ -27,6 +26,7 @@ from shardfn.checkpoint import huggingface, safetensors
 from shardfn.checkpoint.huggingface import export, import_
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.testing import World
+from tests.models import mesh_of
 
 library = pytest.importorskip("safetensors.torch")
 
@@ -66,11 +66,6 @@ def whole(seed: int = 0) -> Any:
         }
 
     return {"embed": {"w": torch.randn(9, 6, generator=g)}, "blocks": [block() for _ in range(3)]}
-
-
-@functools.cache
-def mesh_of(**sizes: int) -> Any:
-    return sf.make_mesh(device="cpu", **sizes)
 
 
 def placed(name: str, tree: Any) -> Any:

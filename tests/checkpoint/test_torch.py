@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import checkpoint
 from shardfn.testing import World, world
+from tests.models import mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 load, save = state_dict_loader.load, state_dict_saver.save
@@ -38,14 +38,9 @@ def module(seed: int) -> nn.Module:
     return made
 
 
-@functools.cache
-def mesh_of(*sizes: tuple[str, int]) -> Any:
-    return sf.make_mesh(device="cpu", **dict(sizes))
-
-
 def ours(path: str, saving: bool) -> Any:
     """Our state to a checkpoint, or from one, on this world's mesh."""
-    mesh = mesh_of(("shard", -1))
+    mesh = mesh_of(shard=-1)
     placed = sf.shard(params(1 if saving else 0), mesh, sf.full_shard("shard"))
     state = {
         "model": placed,
@@ -130,7 +125,7 @@ def test_what_is_missing_in_a_checkpoint_of_torchs_is_told(world: World, tmp_pat
     world.run(theirs, str(tmp_path / "one"), True)
 
     def run() -> str:
-        placed = sf.shard({**params(0), "3": {"w": torch.zeros(4)}}, mesh_of(("shard", 2)), sf.full_shard("shard"))
+        placed = sf.shard({**params(0), "3": {"w": torch.zeros(4)}}, mesh_of(shard=2), sf.full_shard("shard"))
         with pytest.raises(checkpoint.CheckpointError) as caught:
             checkpoint.load(tmp_path / "one", {"model": placed})
         return str(caught.value)

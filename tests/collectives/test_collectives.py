@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 import threading
@@ -29,6 +28,7 @@ from shardfn.mesh.grid import Axis
 from shardfn.mesh.scope import scope
 from shardfn.testing import strategies as draws
 from shardfn.testing import world
+from tests.models import mesh_of
 from tests.reference import spec_of, worst
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -48,15 +48,9 @@ TYPES = {"psum": "VI", "pmean": "VI", "pvary": "IV", "local_slice": "IV", "pmax"
 COMMUNICATING = settings(max_examples=50, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
-@functools.cache
-def mesh_of(sizes: tuple[tuple[str, int], ...]) -> Any:
-    """One for all calls that a rank answers: groups are slow to make."""
-    return sf.make_mesh(device="cpu", **dict(sizes))
-
-
 def under(mesh_sizes: dict[str, int], f: Any, *args: Any) -> Any:
     threads = dist.get_backend() == "threaded"  # whose groups end with each call
-    mesh = (mesh_of.__wrapped__ if threads else mesh_of)(tuple(mesh_sizes.items()))
+    mesh = (mesh_of.__wrapped__ if threads else mesh_of)(**mesh_sizes)
     return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)(*args)
 
 

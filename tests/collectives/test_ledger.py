@@ -12,35 +12,9 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P
 from shardfn.testing import World
+from tests.models import block, embed, head, params
 
 D, DEPTH = 4, 5
-
-
-def embed(p: Any, tokens: Tensor) -> Tensor:
-    return p["e"][tokens]
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["v"]
-
-
-def head(p: Any, x: Tensor) -> Tensor:
-    return x @ p["o"]
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
-
-
-def params() -> Any:
-    return {
-        "embed": {"e": normal(11, D, seed=1)},
-        "blocks": [
-            {"w": normal(D, 5, seed=10 + i), "b": normal(5, seed=20 + i), "v": normal(5, D, seed=30 + i)}
-            for i in range(DEPTH)
-        ],
-        "head": {"o": normal(D, 3, seed=2)},
-    }
 
 
 NAMES = ["embed", *(f"blocks.{i}" for i in range(DEPTH)), "head"]
@@ -49,7 +23,7 @@ NAMES = ["embed", *(f"blocks.{i}" for i in range(DEPTH)), "head"]
 class Setting:
     def __init__(self, placement: Any = None, sizes: Any = None, **options: Any) -> None:
         self.mesh = sf.make_mesh(device="cpu", **(sizes or {"shard": -1}))
-        self.flat = sf.shard(params(), self.mesh, placement or sf.full_shard("shard"))
+        self.flat = sf.shard(params(DEPTH), self.mesh, placement or sf.full_shard("shard"))
         self.embed, self.block, self.head = (sf.stage(f, **options) for f in (embed, block, head))
         self.tokens = torch.arange(3) + self.mesh.get_rank()
 

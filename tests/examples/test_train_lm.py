@@ -16,7 +16,9 @@ import torch
 
 import shardfn as sf
 from examples import train_lm
+from examples.run import Saves, moved
 from shardfn.testing import world
+from tests.models import STRATEGIES
 
 TINY = train_lm.Config(
     width=16, heads=2, layers=2, hidden=24, context=16, batch=8, warmup=3, dtype=torch.float64, clip=0.5
@@ -24,15 +26,11 @@ TINY = train_lm.Config(
 STEPS = 6
 
 
-STRATEGIES = [
-    "ddp", "zero1", "shard_grad_op", "full_shard", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", "mics",
-]  # fmt: skip
-
-
 def losses(sizes: dict[str, int], seed: int, strategy: str) -> list[float]:
     text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", **sizes)
     run = train_lm.train(TINY, mesh, (text, text.flip(0)), STEPS, seed, placement(strategy))
+    assert {stage: moved(run.log, stage) for stage in run.expected} == run.expected, "bytes, and those of the formula"
     return [*run.losses, run.validation]
 
 
@@ -105,7 +103,7 @@ def interrupted(
 ) -> list[float]:
     text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", **sizes)
-    saves = train_lm.Saves(Path(folder), 2, resume)
+    saves = Saves(Path(folder), 2, resume)
     trained = []
 
     def stop(step: int, loss: float) -> None:
@@ -141,7 +139,7 @@ def test_a_killed_process_restarts_the_run_which_ends_at_the_same_loss(tmp_path:
 
     def command(out: Path, *more: str) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return [*torchrun, "--max-restarts", "2", "examples/train_lm.py", "--steps", "60", "--out", str(out), *more]
+        return [*torchrun, "--max-restarts", "2", "-m", "examples.train_lm", "--steps", "60", "--out", str(out), *more]
 
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(tmp_path)}
     whole = subprocess.run(command(tmp_path / "whole"), env=settings, capture_output=True, text=True, timeout=200)

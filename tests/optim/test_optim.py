@@ -14,45 +14,12 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.testing import World
+from tests.models import DATA, STRATEGIES, copied, data_mesh, distance, normal, plainly, scaled
+from tests.models import scaled_loss as model
+from tests.models import token_rows as tokens
 from tests.reference import worst
 
-D, STEPS = 6, 5
-
-
-def layer(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["a"]
-
-
-def embed(p: Any, x: Tensor) -> Tensor:
-    return p["e"][x]
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
-
-
-def params() -> Any:
-    return {
-        "embed": {"e": normal(11, D, seed=1)},
-        "blocks": [
-            {"w": normal(D, 5, seed=10 + i), "b": normal(5, seed=20 + i), "a": normal(5, D, seed=30 + i)}
-            for i in range(3)
-        ],
-        "scale": normal(D, seed=3),
-    }
-
-
-def tokens(n: int) -> Tensor:
-    return torch.randint(0, 11, (n, 4), generator=torch.Generator().manual_seed(n))
-
-
-def model(stage: Any, ps: Any, rows: Tensor) -> Tensor:
-    """The sum over these rows; the whole batch's loss divides by the number of rows of all."""
-    x = stage(embed)(ps["embed"], rows)
-    f = stage(layer)
-    for p in sf.layers(ps["blocks"]):
-        x = f(p, x)
-    return stage(torch.mul)(ps["scale"], x).square().sum()
+STEPS = 5
 
 
 def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
@@ -81,21 +48,6 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
         so.accumulate(so.ema(so.skip_nonfinite(so.adamw(0.02, weight_decay=decay, **k)), 0.9, **k), 2),
     ),
 }
-STRATEGIES: dict[str, Callable[[], sf.Placement]] = {
-    "ddp": lambda: sf.ddp(("replica", "shard")),
-    "zero1": lambda: sf.zero1(("replica", "shard")),
-    "shard_grad_op": lambda: sf.shard_grad_op(("replica", "shard")),
-    "full_shard": lambda: sf.full_shard(("replica", "shard")),
-    "hybrid_shard": lambda: sf.hybrid_shard("shard", "replica"),
-    "hybrid_shard_zero2": lambda: sf.hybrid_shard_zero2("shard", "replica"),
-    "hfsdp": lambda: sf.hfsdp("shard", "replica"),
-    "hpz": lambda: sf.hpz("shard", "replica"),
-    "mics": lambda: sf.mics(("shard", "replica")),
-}
-
-
-def plain(f: Any) -> Any:
-    return f
 
 
 def trained(optimizer: so.Optimizer, ps: Any, gradient: Callable[[Any, int], Any]) -> tuple[Any, Any]:
@@ -105,15 +57,8 @@ def trained(optimizer: so.Optimizer, ps: Any, gradient: Callable[[Any, int], Any
     return ps, state
 
 
-def distance(got: Any, want: Any) -> float:
-    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
-    assert one == other
-    return worst((x - y).abs().max().item() for x, y in zip(a, b, strict=True) if isinstance(x, Tensor))
-
-
 def compare(strategy: str, names: list[str], n: int) -> Any:
-    sizes = {"replica": 2 if n == 4 else 1, "shard": max(1, n // 2) if n == 4 else n}
-    mesh = sf.make_mesh(device="cpu", **sizes)
+    mesh = data_mesh(n)
     rows = tokens(12)
     mine = rows.tensor_split(n)[mesh.get_rank()]
     found = {}
@@ -121,13 +66,13 @@ def compare(strategy: str, names: list[str], n: int) -> Any:
         for donate in (True, False) if n == 4 else (True,):
 
             def alone(ps: Any, number: int) -> Any:
-                return sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps)
+                return sf.grad(lambda p: model(plainly, p, (rows + number) % 11) / rows.numel())(ps)
 
             def shared(ps: Any, number: int) -> Any:
                 return sf.grad(lambda p: model(sf.stage, p, (mine + number) % 11) / rows.numel())(ps)
 
-            want, _ = trained(OPTIMIZERS[name](donate=True), optree.tree_map(torch.clone, params()), alone)
-            flat = sf.shard(params(), mesh, STRATEGIES[strategy]())
+            want, _ = trained(OPTIMIZERS[name](donate=True), copied(scaled()), alone)
+            flat = sf.shard(scaled(), mesh, STRATEGIES[strategy])
             before = optree.tree_map(torch.clone, flat)
             got, state = trained(OPTIMIZERS[name](donate=donate), flat, shared)
             found[name, donate] = distance(sf.unshard(got), want)
@@ -168,9 +113,9 @@ def torch_of(name: str, leaves: list[Tensor]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "adam", "adamw", "adafactor"])
 def test_optimizers_are_those_of_torch(name: str, donate: bool) -> None:
     rows = tokens(12)
-    gradient = sf.grad(lambda p: model(plain, p, rows) / rows.numel())
-    got, _ = trained(OPTIMIZERS[name](donate=donate), optree.tree_map(torch.clone, params()), lambda p, _: gradient(p))
-    leaves, tree = optree.tree_flatten(optree.tree_map(torch.clone, params()))
+    gradient = sf.grad(lambda p: model(plainly, p, rows) / rows.numel())
+    got, _ = trained(OPTIMIZERS[name](donate=donate), copied(scaled()), lambda p, _: gradient(p))
+    leaves, tree = optree.tree_flatten(copied(scaled()))
     leaves = [x.requires_grad_() for x in leaves]
     optimizer = torch_of(name, leaves)
     for _ in range(STEPS):
@@ -183,7 +128,7 @@ def test_optimizers_are_those_of_torch(name: str, donate: bool) -> None:
 def moved(name: str, strategy: str) -> bool:
     """Whether a donated step left the memory of parameters of which this rank has some."""
     mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
-    flat = sf.shard(params(), mesh, STRATEGIES[strategy]())
+    flat = sf.shard(scaled(), mesh, STRATEGIES[strategy])
     before = [x.data_ptr() for x in optree.tree_leaves(flat["blocks"])]
     optimizer = OPTIMIZERS[name](donate=True)
     state = optimizer.init(flat)
@@ -212,9 +157,9 @@ def test_complex_parameters_move_as_pairs_of_real_ones(name: str, donate: bool) 
 
 def by_one_process(name: str, rows: Tensor) -> Any:
     def gradient(ps: Any, number: int) -> Any:
-        return sf.grad(lambda p: model(plain, p, (rows + number) % 11) / rows.numel())(ps)
+        return sf.grad(lambda p: model(plainly, p, (rows + number) % 11) / rows.numel())(ps)
 
-    return trained(OPTIMIZERS[name](donate=True), optree.tree_map(torch.clone, params()), gradient)[0]
+    return trained(OPTIMIZERS[name](donate=True), copied(scaled()), gradient)[0]
 
 
 def by_backward(name: str, strategy: str) -> float:
@@ -223,7 +168,7 @@ def by_backward(name: str, strategy: str) -> float:
     rows = tokens(12)
     mine = rows.tensor_split(4)[mesh.get_rank()]
     want = by_one_process(name, rows)
-    flat = optree.tree_map(torch.Tensor.requires_grad_, sf.shard(params(), mesh, STRATEGIES[strategy]()))
+    flat = optree.tree_map(torch.Tensor.requires_grad_, sf.shard(scaled(), mesh, STRATEGIES[strategy]))
     optimizer = OPTIMIZERS[name](donate=True)
     state = optimizer.init(flat)
     for number in range(STEPS):
@@ -255,7 +200,7 @@ def cut_further(name: str, replicated: bool) -> tuple[float, float]:
     rows = tokens(12)
     mine = rows.tensor_split(4)[mesh.get_rank()]
     want = by_one_process(name, rows)
-    flat = sf.shard(params(), mesh, strategy)
+    flat = sf.shard(scaled(), mesh, strategy)
     got, state = trained(
         so.shard_state(OPTIMIZERS[name](donate=True), axis),
         flat,
@@ -280,7 +225,7 @@ def test_shard_state_cuts_the_state_of_any_optimizer(world: World, name: str, re
 def test_shard_state_needs_an_axis_over_which_parameters_are_the_same(world: World) -> None:
     def body() -> None:
         mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
-        flat = sf.shard(params(), mesh, sf.ddp("shard"))
+        flat = sf.shard(scaled(), mesh, sf.ddp("shard"))
         so.shard_state(so.adamw(0.1), "replica").init(flat)
 
     for error in world.errors(body):
@@ -301,12 +246,11 @@ META: dict[str, Callable[[Any], so.Optimizer]] = {
         so.muon(lr, dtype=None, weight_decay=0.1, donate=False), is_matrix, so.adamw(lr, eps=1e-3, donate=False)
     ),
 }
-DATA = ("replica", "shard")
 
 
 def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
     """Derivatives of the loss after two steps: by the parameters, the rate, and a scale of the gradient."""
-    mesh = sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+    mesh = data_mesh(n)
     rows = tokens(12)
 
     def after(ps: Any, rate: Tensor, scale: Tensor, stage: Any, x: Tensor, varying: Any, total: Any) -> Tensor:
@@ -320,7 +264,7 @@ def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
         return total(model(stage, ps, x)) / rows.numel()
 
     rate, scale = torch.tensor(0.05, dtype=torch.float64), torch.tensor(1.3, dtype=torch.float64)
-    want = sf.grad(lambda p, r, s: after(p, r, s, plain, rows, plain, plain), (0, 1, 2))(params(), rate, scale)
+    want = sf.grad(lambda p, r, s: after(p, r, s, plainly, rows, plainly, plainly), (0, 1, 2))(scaled(), rate, scale)
     mine = rows.tensor_split(n)[mesh.get_rank()]
 
     def meta(p: Any, r: Tensor, s: Tensor) -> Any:
@@ -329,7 +273,7 @@ def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
 
         return sf.grad(loss, (0, 1, 2))(p, r, s)
 
-    flat = sf.shard(params(), mesh, STRATEGIES[strategy]())
+    flat = sf.shard(scaled(), mesh, STRATEGIES[strategy])
     mapped = sf.shard_map(meta, mesh=mesh, in_specs=(..., sf.P(), sf.P()), out_specs=(..., sf.P(), sf.P()))
     by_params, by_rate, by_scale = mapped(flat, rate, scale)
     largest = max(1.0, *(x.abs().max().item() for x in optree.tree_leaves(want[0])))
@@ -377,7 +321,7 @@ def changed(name: str) -> float:
     make = RATED[name]
     found = []
     for first in (0.1, 0.01):
-        ps = sf.shard(params(), mesh, sf.full_shard("shard"))
+        ps = sf.shard(scaled(), mesh, sf.full_shard("shard"))
         optimizer = make(first)
         state = optimizer.init(ps)
         for part in [state] if "numbers" in state else state.values():
@@ -529,7 +473,7 @@ RATE_FREE: dict[str, Callable[[Any], so.Optimizer]] = {
 def test_a_rate_may_be_a_tensor_where_parameters_are_overwritten(name: str) -> None:
     found = []
     for rate in (0.05, torch.tensor(0.05, dtype=torch.float64)):
-        ps, _ = trained(RATE_FREE[name](rate), params(), lambda ps, _: optree.tree_map(torch.sin, ps))
+        ps, _ = trained(RATE_FREE[name](rate), scaled(), lambda ps, _: optree.tree_map(torch.sin, ps))
         found.append(ps)
     assert distance(*found) < 1e-12
 
@@ -566,7 +510,7 @@ def sines(tree: Any) -> Any:
 
 
 def of_any_kind(n: int) -> list[Any]:
-    mesh = sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+    mesh = data_mesh(n)
     every = OPTIMIZERS | {"loss_scaled": lambda **k: so.loss_scaled(so.adamw(0.02, **k), scale=2.0, **k)}
     wrong = []
     for kind, name, donate in itertools.product(ODD, every, (True, False)):
@@ -611,9 +555,9 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "state last but one": (lambda o, p, g, s, w: o.step(p, s, g), "the state came as the second argument"),
     "no state": (lambda o, p, g, s, w: o.step(p, g, None), "the state is None"),
     "value and gradients": (lambda o, p, g, s, w: o.step(p, (torch.ones(()), g), s), "pass the second of it"),
-    "whole gradients": (lambda o, p, g, s, w: o.step(p, params(), s), "are whole, the parameters are cut"),
-    "whole parameters": (lambda o, p, g, s, w: o.step(params(), g, s), "are cut, the parameters are whole"),
-    "nothing cut but the state": (lambda o, p, g, s, w: o.step(params(), params(), s), "of other parameters: "),
+    "whole gradients": (lambda o, p, g, s, w: o.step(p, scaled(), s), "are whole, the parameters are cut"),
+    "whole parameters": (lambda o, p, g, s, w: o.step(scaled(), g, s), "are cut, the parameters are whole"),
+    "nothing cut but the state": (lambda o, p, g, s, w: o.step(scaled(), scaled(), s), "of other parameters: "),
     "another stage's gradient": (
         lambda o, p, g, s, w: o.step(p, {**g, "blocks": g["blocks"][::-1]}, s),
         "blocks.0: the gradient is of other parameters: of blocks.2: ",
@@ -643,14 +587,14 @@ WRAPPERS: dict[str, Callable[..., so.Optimizer]] = {
 }
 
 
-def mistaken(make: Callable[[], sf.Placement], names: list[str], steps: list[int]) -> list[str]:
+def mistaken(strategy: sf.Placement, names: list[str], steps: list[int]) -> list[str]:
     """What is not refused, or not in the right words, or only after something has changed."""
     mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
-    wider = params() | {"blocks": [p | {"more": normal(4, seed=9)} for p in params()["blocks"]]}
-    other = sf.shard(wider, mesh, make())
+    wider = scaled() | {"blocks": [p | {"more": normal(4, seed=9)} for p in scaled()["blocks"]]}
+    other = sf.shard(wider, mesh, strategy)
     missed = []
     for name in names:
-        o, flat = (OPTIMIZERS | WRAPPERS)[name](donate=True), sf.shard(params(), mesh, make())
+        o, flat = (OPTIMIZERS | WRAPPERS)[name](donate=True), sf.shard(scaled(), mesh, strategy)
         state = o.init(flat)
         for step in range(2):
             if step not in steps:
@@ -683,7 +627,7 @@ def test_a_step_refuses_what_does_not_belong_together(world: World) -> None:
 
 def test_a_swapped_call_is_noticed_wherever_the_parameters_are_known() -> None:
     optimizer = so.sgd(0.1, donate=False)
-    ps = params()
+    ps = scaled()
     state = optimizer.init(ps)
     for _ in range(2):
         grads = optree.tree_map(torch.ones_like, ps)
@@ -696,7 +640,7 @@ def test_a_swapped_call_is_noticed_wherever_the_parameters_are_known() -> None:
 
 @pytest.mark.parametrize("clip", [so.clip_by_global_norm(1.0), so.clip_by_value(1.0)])
 def test_a_transform_refuses_what_does_not_belong_together(clip: so.Transform) -> None:
-    ps, grads = params(), optree.tree_map(torch.ones_like, params())
+    ps, grads = scaled(), optree.tree_map(torch.ones_like, scaled())
     state = clip.init(ps)
     clip.update(grads, state, ps)
     for wrong, says in (
@@ -744,7 +688,7 @@ def test_how_a_tensor_lies_in_memory_does_not_matter(name: str, donate: bool) ->
 
 @pytest.mark.parametrize("name", ["sgd-nesterov", "adam", "adamw", "lion"])
 def test_a_state_of_another_dtype_is_refused(name: str) -> None:
-    optimizer, ps = OPTIMIZERS[name](donate=True), params()
+    optimizer, ps = OPTIMIZERS[name](donate=True), scaled()
     state = optimizer.init(ps)
     ps = optree.tree_map(torch.Tensor.float, ps)
     with pytest.raises(ValueError, match=r"the parameter is torch\.float32, but the state torch"):
@@ -756,7 +700,7 @@ def test_a_state_of_another_dtype_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *WRAPPERS])
 def test_a_state_that_earlier_steps_have_used_up_is_refused(name: str) -> None:
-    o, ps = (OPTIMIZERS | WRAPPERS)[name](donate=True), params()
+    o, ps = (OPTIMIZERS | WRAPPERS)[name](donate=True), scaled()
     state, grads = o.init(ps), optree.tree_map(torch.ones_like, ps)
     for _ in range(3):
         ps, state = o.step(ps, grads, state)
@@ -772,7 +716,7 @@ def test_a_state_that_earlier_steps_have_used_up_is_refused(name: str) -> None:
 
 
 def test_a_state_may_be_used_again_where_that_is_meant() -> None:
-    ps = params()
+    ps = scaled()
     grads = optree.tree_map(torch.ones_like, ps)
     pure, donating = so.adamw(0.1, donate=False), so.adamw(0.1)
     state = pure.init(ps)

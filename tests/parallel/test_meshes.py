@@ -16,6 +16,7 @@ import shardfn.optim as so
 from examples import train_nd
 from examples.train_nd import AXES, SIX, SPECS, Config, loss_fn
 from shardfn.testing import World
+from tests.models import distance
 
 CONFIG = Config(
     vocabulary=24, width=16, heads=4, layers=4, hidden=8, experts=4, capacity=3, group=2, context=16, batch=8, micro=2,
@@ -67,8 +68,7 @@ def mapped(f: Any, mesh: Any) -> Any:
 
 def furthest(got: Any, wanted: Any) -> float:
     """The largest difference between two trees, relative to the largest number of each leaf."""
-    pairs = zip(optree.tree_leaves(got), optree.tree_leaves(wanted), strict=True)
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1e-3)).item() for a, b in pairs)
+    return distance(optree.tree_leaves(got), optree.tree_leaves(wanted), floor=1e-3)
 
 
 OPTIMIZER = so.chain(so.clip_by_global_norm(0.5), so.adamw(1e-2, weight_decay=0.1))
@@ -186,3 +186,46 @@ def of_each_sample(sizes: Sizes, config: Config) -> Any:
 def test_gradients_of_each_sample_where_all_ranks_work_on_the_same_samples(world: World) -> None:
     every = only(world.size, "tensor", "context", "pipe")
     assert_all(world, of_each_sample, replace(CONFIG, micro=1, batch=3), every, {2: 3, 4: 6}[world.size])
+
+
+# --- three axes at once ---
+
+STEPS = 3
+
+
+def trained(params: Any, gradient: Any) -> tuple[list[Any], Any]:
+    """The loss and the gradient of each of a few steps, and what they leave: parameters, AdamW's memory."""
+    state, found = OPTIMIZER.init(params), []
+    for _ in range(STEPS):
+        value, gradients = gradient(params)
+        # A step may overwrite gradients.
+        found.append((value.item(), optree.tree_map(torch.clone, gradients)))
+        params, state = OPTIMIZER.step(params, gradients, state)
+    return found, (params, state)
+
+
+def trained_on(sizes: Sizes) -> tuple[list[Any], Any]:
+    tokens, mesh = batch(CONFIG), sf.make_mesh(device="cpu", **sizes)
+    params = placed(sf.init(train_nd.init(CONFIG), 0), CONFIG, mesh)
+    found, (params, (clip, adam)) = trained(
+        params, mapped(lambda p: sf.value_and_grad(loss_here)(p, tokens, CONFIG), mesh)
+    )
+    whole = [(loss, sf.unshard(gradients)) for loss, gradients in found]
+    memory = {name: sf.unshard(adam[name]) for name in ("mean", "square")}
+    return whole, (sf.unshard(params), (clip, adam | memory))
+
+
+@pytest.mark.world(8)
+def test_three_axes_at_once_train_as_one_process(world: World) -> None:
+    def alone(params: Any) -> Any:
+        gradient, loss = torch.func.grad_and_value(loss_fn)(params, batch(CONFIG), CONFIG)
+        return loss, gradient
+
+    steps, after = trained(sf.init(train_nd.init(CONFIG), 0), alone)
+    for cut in (("replica", "shard", "tensor"), ("shard", "tensor", "pipe")):
+        for found, left in world.within(120).run(trained_on, dict.fromkeys(AXES, 1) | dict.fromkeys(cut, 2)):
+            for number, ((value, got), (loss, gradient)) in enumerate(zip(found, steps, strict=True)):
+                assert abs(value / loss - 1) < 1e-12, (cut, number)
+                assert furthest(got, gradient) < 1e-12, (cut, number)
+            assert furthest(*map(moving, (left, after))) < 1e-12, cut
+    world.close()  # no other test has as many ranks

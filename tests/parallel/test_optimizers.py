@@ -12,6 +12,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P
 from shardfn.testing import World
+from tests.models import distance, drawn
 
 SPECS = sf.by_path([(r".*\.up", P(None, "tensor")), (r".*\.down", P("tensor")), (r".*\.norm", P())])
 MESHES = [
@@ -30,17 +31,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def whole() -> Any:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    normal = drawn(0)
     return [{"up": normal(6, 8), "down": normal(8, 6), "norm": normal(6)} for _ in range(2)]
-
-
-def furthest(a: Any, b: Any) -> float:
-    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    return max((x - y).abs().max().item() for x, y in pairs)
 
 
 def trained(sizes: dict[str, int]) -> dict[str, float]:
@@ -55,7 +47,7 @@ def trained(sizes: dict[str, int]) -> dict[str, float]:
         for _ in range(3):
             params, state = opt.step(params, optree.tree_map(torch.sin, params), state)
             plain, wanted = opt.step(plain, optree.tree_map(torch.sin, plain), wanted)
-        found[name] = furthest(sf.unshard(params), plain)
+        found[name] = distance(sf.unshard(params), plain)
         norms, those = so.norms(params), so.norms(plain)
         found[f"{name}: norms"] = max(abs(norms.parameters[key] - those.parameters[key]) for key in those.parameters)
     return found

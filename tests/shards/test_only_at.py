@@ -12,6 +12,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.testing import World
+from tests.models import distance
 
 
 def whole() -> Any:
@@ -37,11 +38,6 @@ def shards(mesh: Any, strategy: Any) -> Any:
     return sf.shard(whole(), mesh, at(strategy))
 
 
-def far(a: Any, b: Any) -> float:
-    pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
-    return max((x - y).abs().max().item() for x, y in pairs)
-
-
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda: so.adamw(1e-2, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0),
     "pure": lambda: so.adamw(1e-2, donate=False),
@@ -64,7 +60,7 @@ def trained() -> dict[Any, float]:
                 grads = optree.tree_map(torch.sin, mine)
                 mine, state = opt.step(mine, grads, state)
                 plain, wanted = opt.step(plain, optree.tree_map(torch.sin, plain), wanted)
-            found[name, kind] = far(sf.unshard(mine), plain)
+            found[name, kind] = distance(sf.unshard(mine), plain)
         found[name, "norm"] = abs(so.global_norm(params) - so.global_norm(whole())).item()
     return found
 
@@ -95,7 +91,7 @@ def held() -> Any:
         return sf.grad(loss)(mine)
 
     wanted = torch.func.grad(lambda ps: sum((x @ p["w"] + p["b"]).square().sum() for p in ps))(whole()["blocks"])
-    off = far(sf.unshard(gradient(params)), wanted[2 * place : 2 * place + 2])
+    off = distance(sf.unshard(gradient(params)), wanted[2 * place : 2 * place + 2])
     with pytest.raises(ValueError, match=f"'blocks.{2 - 2 * place}' lives at pipe={1 - place}.*holds nothing of it"):
         stage(params["blocks"][2 - 2 * place], x)
     with pytest.raises(ValueError, match="lives at"):

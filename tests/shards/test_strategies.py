@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +19,23 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
+from tests.models import (
+    DATA,
+    STRATEGIES,
+    by_backward,
+    data_mesh,
+    distance,
+    normal,
+    plainly,
+    scaled,
+    scaled_loss,
+    token_rows,
+)
 from tests.reference import worst
 
-D = 6
-DATA = ("replica", "shard")
+WIDTH = 6
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 
-TABLE: dict[str, sf.Placement] = {
-    "ddp": sf.ddp(DATA),
-    "zero1": sf.zero1(DATA),
-    "zero2": sf.zero2(DATA),
-    "shard_grad_op": sf.shard_grad_op(DATA),
-    "full_shard": sf.full_shard(DATA),
-    "hybrid_shard": sf.hybrid_shard("shard", "replica"),
-    "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),
-    "hfsdp": sf.hfsdp("shard", "replica"),
-    "hpz": sf.hpz("shard", "replica"),
-    "mics": sf.mics(("shard", "replica")),
-}
 OWN: dict[str, sf.Placement] = {
     "optimizer cut within nodes": sf.Placement(replicas=DATA, gradients=("shard",)),
     "hpz, hierarchical": dataclasses.replace(sf.hpz("shard", "replica"), hierarchical=True),
@@ -47,76 +46,24 @@ OWN: dict[str, sf.Placement] = {
 }
 
 
-def plain(f: Any, **_: Any) -> Any:
-    return f
-
-
-def embed(p: Any, x: Tensor) -> Tensor:
-    return p["e"][x]
-
-
-def layer(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["v"]
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
-
-
-def params() -> Any:
-    return {
-        "embed": {"e": normal(11, D, seed=1)},
-        "blocks": [
-            {"w": normal(D, 5, seed=10 + i), "b": normal(5, seed=20 + i), "v": normal(5, D, seed=30 + i)}
-            for i in range(4)
-        ],
-        "scale": normal(D, seed=3),
-    }
-
-
-def rows(n: int = 12) -> Tensor:
-    return torch.randint(0, 11, (n, 4), generator=torch.Generator().manual_seed(n))
-
-
-def total(stage: Any, ps: Any, tokens: Tensor, **options: Any) -> Tensor:
-    x = stage(embed)(ps["embed"], tokens)
-    f = stage(layer, **options)
-    for p in sf.layers(ps["blocks"]):
-        x = f(p, x)
-    return stage(torch.mul)(ps["scale"], x).square().sum()
-
-
-def mesh_of(n: int) -> Any:
-    return sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
-
-
-def distance(got: Any, want: Any) -> float:
-    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
-    assert one == other
-    return worst(((x - y).abs().max() / y.abs().max().clamp(min=1)).item() for x, y in zip(a, b, strict=True))
-
-
-def by_backward(ps: Any, loss: Callable[[Any], Tensor]) -> Any:
-    variables = optree.tree_map(lambda x: x.detach().requires_grad_(), ps)
-    loss(variables).backward()
-    return optree.tree_map(lambda x: x.grad, variables)
+relative = functools.partial(distance, floor=1.0)
 
 
 def ways(n: int, strategy: sf.Strategy) -> dict[str, float]:
     """How far each way to a gradient is from one process's."""
-    mesh = mesh_of(n)
-    mine = rows().tensor_split(n)[mesh.get_rank()]
+    mesh = data_mesh(n)
+    mine = token_rows(12).tensor_split(n)[mesh.get_rank()]
     parts = mine.tensor_split(3)
-    want = sf.grad(lambda p: total(plain, p, rows()))(params())
-    flat = sf.shard(params(), mesh, strategy)
+    want = sf.grad(lambda p: scaled_loss(plainly, p, token_rows(12)))(scaled(4))
+    flat = sf.shard(scaled(4), mesh, strategy)
 
     def loss(p: Any, x: Tensor = mine, **options: Any) -> Tensor:
-        return total(sf.stage, p, x, **options)
+        return scaled_loss(sf.stage, p, x, **options)
 
     found = {
         "value_and_grad": sf.grad(loss)(flat),
         "torch.func.grad": torch.func.grad(loss)(flat),
-        "backward": by_backward(flat, loss),
+        "backward": by_backward(loss, flat)[1],
         "remat": sf.grad(lambda p: loss(p, remat=True))(flat),
         "reshard": sf.grad(lambda p: loss(p, reshard=True))(flat),
         "kept": sf.grad(lambda p: loss(p, reshard=False))(flat),
@@ -125,39 +72,39 @@ def ways(n: int, strategy: sf.Strategy) -> dict[str, float]:
     }
     for defer in ("nothing", "replicas", "everything"):
         found[f"accumulate, {defer}"] = sf.accumulate(loss, parts, defer=defer)(flat)[1]
-    return {name: distance(sf.unshard(got), want) for name, got in found.items()}
+    return {name: relative(sf.unshard(got), want) for name, got in found.items()}
 
 
 @pytest.mark.parametrize(
     "world", [(1, "processes"), (2, "processes"), (4, "processes")], indirect=True, ids=["1", "2", "4"]
 )
-@pytest.mark.parametrize("strategy", [*TABLE, *OWN])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *OWN])
 def test_gradients_are_those_of_one_process(world: World, strategy: str) -> None:
-    for found in world.within(60).run(ways, world.size, (TABLE | OWN)[strategy]):
+    for found in world.within(60).run(ways, world.size, (STRATEGIES | OWN)[strategy]):
         assert not {name: d for name, d in found.items() if not d < 1e-12}
 
 
 @pytest.mark.world(4, "threads")
 @pytest.mark.parametrize("strategy", ["hpz", "mics", "hfsdp", "zero1"])
 def test_other_transports_give_the_same(world: World, strategy: str) -> None:
-    for found in world.within(60).run(ways, 4, TABLE[strategy]):
+    for found in world.within(60).run(ways, 4, STRATEGIES[strategy]):
         assert not {name: d for name, d in found.items() if not d < 1e-12}
 
 
 def with_transport(strategy: sf.Placement, gather: str) -> float:
-    mesh = mesh_of(4)
-    mine = rows().tensor_split(4)[mesh.get_rank()]
-    want = sf.grad(lambda p: total(plain, p, rows()))(params())
+    mesh = data_mesh(4)
+    mine = token_rows(12).tensor_split(4)[mesh.get_rank()]
+    want = sf.grad(lambda p: scaled_loss(plainly, p, token_rows(12)))(scaled(4))
     with sf.transports(mesh, all_gather=gather):
-        got = sf.grad(lambda p: total(sf.stage, p, mine))(sf.shard(params(), mesh, strategy))
-    return distance(sf.unshard(got), want)
+        got = sf.grad(lambda p: scaled_loss(sf.stage, p, mine))(sf.shard(scaled(4), mesh, strategy))
+    return relative(sf.unshard(got), want)
 
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize("gather", ["native", "direct", "broadcasts"])
 @pytest.mark.parametrize("strategy", ["hpz", "mics"])
 def test_hops_go_by_every_transport(world: World, strategy: str, gather: str) -> None:
-    assert worst(world.within(60).run(with_transport, TABLE[strategy], gather)) < 1e-12
+    assert worst(world.within(60).run(with_transport, STRATEGIES[strategy], gather)) < 1e-12
 
 
 def beside(flat: Any, rank: int) -> Tensor:
@@ -184,10 +131,10 @@ def dirty_memory() -> Iterator[None]:
 
 def in_dirty_memory(width: int, transports: dict[str, str]) -> tuple[dict[str, float], dict[str, float]]:
     """How far gradients are from one process's, and what they hold that is of no parameter."""
-    mesh = mesh_of(4)
-    rank, every = mesh.get_rank(), normal(12, D, seed=5)
+    mesh = data_mesh(4)
+    rank, every = mesh.get_rank(), normal(12, WIDTH, seed=5)
     mine = every.tensor_split(4)[rank]
-    ps = [{"w": normal(D, width, seed=i), "v": normal(width, D, seed=9 + i), "b": normal(width, 3, seed=19 + i)}
+    ps = [{"w": normal(WIDTH, width, seed=i), "v": normal(width, WIDTH, seed=9 + i), "b": normal(width, 3, seed=19 + i)}
           for i in range(2)]  # fmt: skip
 
     def loss(ps: Any, x: Tensor, stage: Any = sf.stage) -> Tensor:
@@ -196,17 +143,17 @@ def in_dirty_memory(width: int, transports: dict[str, str]) -> tuple[dict[str, f
         return x.square().sum()
 
     whole = optree.tree_map(lambda x: x.clone().requires_grad_(), ps)
-    loss(whole, every, plain).backward()
+    loss(whole, every, plainly).backward()
     want = optree.tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, whole)
     off, left = {}, {}
     with dirty_memory(), sf.transports(mesh, **transports):
         for name in ("ddp", "zero1", "full_shard", "hybrid_shard", "hfsdp", "hpz", "optimizer cut within nodes"):
-            flat = sf.shard(ps, mesh, (TABLE | OWN)[name])
+            flat = sf.shard(ps, mesh, (STRATEGIES | OWN)[name])
             found = {"value_and_grad": sf.grad(lambda p: loss(p, mine))(flat)}
             for defer in ("replicas", "everything"):
                 found[defer] = sf.accumulate(loss, mine.tensor_split(2), defer=defer)(flat)[1]
             for way, got in found.items():
-                off[f"{name}, {way}"] = distance(sf.unshard(got), want)
+                off[f"{name}, {way}"] = relative(sf.unshard(got), want)
                 left[f"{name}, {way}"] = worst(beside(one, rank).abs().sum().item() for one in got)
     return off, left
 
@@ -226,7 +173,7 @@ def test_gradients_have_zeros_where_no_parameter_is(world: World, width: int, tr
 
 def narrow_sums() -> dict[str, list[float]]:
     """Gradients of which four ranks give numbers that are lost if each addition rounds."""
-    mesh = mesh_of(4)
+    mesh = data_mesh(4)
     found = {}
     for dtype, large, much in ((torch.bfloat16, 256.0, 260.0), (torch.float16, 2048.0, 2052.0)):
         x = torch.tensor(large if mesh.get_rank() == 0 else 1.0, dtype=dtype)
@@ -249,15 +196,15 @@ def test_gradients_in_narrow_dtypes_are_rounded_once(world: World) -> None:
 
 def lower() -> dict[str, float]:
     """Gradients of float32 parameters that are gathered as bfloat16, beside those of ddp."""
-    mesh = mesh_of(4)
-    mine = rows().tensor_split(4)[mesh.get_rank()]
+    mesh = data_mesh(4)
+    mine = token_rows(12).tensor_split(4)[mesh.get_rank()]
     low, high = torch.bfloat16, torch.float32
     options: Any = {"gather_dtype": low, "input_dtype": low, "output_dtype": high, "reduce_dtype": high}
     found = {}
-    for name, strategy in (TABLE | OWN).items():
-        flat = sf.shard(optree.tree_map(torch.Tensor.float, params()), mesh, strategy)
-        found[name] = sf.unshard(sf.grad(lambda p: total(lambda f, **_: sf.stage(f, **options), p, mine))(flat))
-    return {name: distance(got, found["ddp"]) for name, got in found.items()}
+    for name, strategy in (STRATEGIES | OWN).items():
+        flat = sf.shard(optree.tree_map(torch.Tensor.float, scaled(4)), mesh, strategy)
+        found[name] = sf.unshard(sf.grad(lambda p: scaled_loss(lambda f, **_: sf.stage(f, **options), p, mine))(flat))
+    return {name: relative(got, found["ddp"]) for name, got in found.items()}
 
 
 @pytest.mark.world(4)
@@ -287,16 +234,16 @@ def documented() -> dict[str, list[tuple[bool | None, str, tuple[str, ...]]]]:
 
 def moved(strategy: sf.Placement) -> tuple[list[Any], int]:
     """What one step moved for one stage: `(backward, op, axes, bytes)`; and the bytes of the stage."""
-    mesh = mesh_of(4)
-    flat = sf.shard(params(), mesh, strategy)
-    mine = rows().tensor_split(4)[mesh.get_rank()]
+    mesh = data_mesh(4)
+    flat = sf.shard(scaled(4), mesh, strategy)
+    mine = token_rows(12).tensor_split(4)[mesh.get_rank()]
     optimizer = so.sgd(0.1)
     state = optimizer.init(flat)
 
     def step() -> list[Any]:
         nonlocal flat, state
         with sf.ledger() as log:
-            _, grads = sf.value_and_grad(lambda p: total(sf.stage, p, mine))(flat)
+            _, grads = sf.value_and_grad(lambda p: scaled_loss(sf.stage, p, mine))(flat)
         with sf.ledger() as after:
             flat, state = optimizer.step(flat, grads, state)
         found = [(one.backward, one.op, one.axis, one.bytes) for one in log.select(stage="blocks.1", scheduled=True)]
@@ -325,18 +272,18 @@ def bytes_of(calls: list[tuple[bool | None, str, tuple[str, ...]]], whole: int) 
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("strategy", list(TABLE))
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_the_ledger_has_what_the_table_says(world: World, strategy: str) -> None:
     calls = documented()[strategy]
-    for found, whole in world.within(60).run(moved, TABLE[strategy]):
+    for found, whole in world.within(60).run(moved, STRATEGIES[strategy]):
         expected = [(*call, sent) for call, sent in zip(calls, bytes_of(calls, whole), strict=True)]
         assert sorted(map(str, found)) == sorted(map(str, expected))
 
 
 def test_every_strategy_is_in_the_tables() -> None:
-    assert list(documented()) == list(TABLE)
+    assert list(documented()) == list(STRATEGIES)
     page = PAGE.read_text(encoding="utf-8")
-    for name in TABLE:
+    for name in STRATEGIES:
         assert re.search(rf"\| `sf\.{name}\(", page)
 
 
@@ -350,10 +297,10 @@ def mixed(n: int) -> dict[str, Any]:
         if path.startswith("blocks.2") and len(shape) == 2:
             return sf.zero1(DATA)
         names = {"embed.e": "zero1", "blocks.0.w": "hybrid_shard", "blocks.1.b": "hpz", "scale": "mics"}
-        return TABLE[names[path]] if path in names else small(path, shape)
+        return STRATEGIES[names[path]] if path in names else small(path, shape)
 
-    mesh = mesh_of(n)
-    flat = sf.shard(params(), mesh, rule)
+    mesh = data_mesh(n)
+    flat = sf.shard(scaled(4), mesh, rule)
     return {"keys": [sorted(p) for p in flat["blocks"]], "ways": ways(n, rule), "small": ways(n, small)}
 
 
@@ -369,19 +316,19 @@ def test_several_strategies_train_one_model(world: World) -> None:
     names = {"blocks.0.w": "hybrid_shard", "blocks.1.b": "hpz", "scale": "zero1", "embed.e": "hfsdp"}
 
     def body() -> float:
-        mesh = mesh_of(4)
-        mine = rows().tensor_split(4)[mesh.get_rank()]
+        mesh = data_mesh(4)
+        mine = token_rows(12).tensor_split(4)[mesh.get_rank()]
 
         def trained(ps: Any, stage: Any, x: Tensor) -> Any:
             optimizer = so.chain(so.clip_by_global_norm(0.5), so.adamw(0.02))
             state = optimizer.init(ps)
             for _ in range(4):
-                ps, state = optimizer.step(ps, sf.grad(lambda p: total(stage, p, x))(ps), state)
+                ps, state = optimizer.step(ps, sf.grad(lambda p: scaled_loss(stage, p, x))(ps), state)
             return ps
 
-        want = trained(params(), plain, rows())
-        rule = sf.shard(params(), mesh, lambda path, shape: TABLE[names.get(path, "ddp")])
-        return distance(sf.unshard(trained(rule, sf.stage, mine)), want)
+        want = trained(scaled(4), plainly, token_rows(12))
+        rule = sf.shard(scaled(4), mesh, lambda path, shape: STRATEGIES[names.get(path, "ddp")])
+        return relative(sf.unshard(trained(rule, sf.stage, mine)), want)
 
     assert worst(world.within(60).run(body)) < 1e-10
 
@@ -431,11 +378,11 @@ def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
         "hybrid_shard_zero2": ["_HYBRID_SHARD_ZERO2", "fsdp:5", "hybrid_shard_zero2 auto_wrap"],
     }.items():  # fmt: skip
         for name in names:
-            assert named(name) == TABLE[same], name
-    for name in TABLE:
+            assert named(name) == (STRATEGIES | {"zero2": sf.zero2(DATA)})[same], name
+    for name in STRATEGIES:
         if name != "mics":
-            assert named(name) == TABLE[name]
-    assert sf.strategy("mics", shard=("shard", "replica")) == TABLE["mics"]
+            assert named(name) == STRATEGIES[name]
+    assert sf.strategy("mics", shard=("shard", "replica")) == STRATEGIES["mics"]
     assert sf.strategy("full_shard") == sf.full_shard("shard")
 
 
@@ -479,7 +426,7 @@ def test_older_spellings_mean_the_same() -> None:
 def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
     with pytest.raises(ValueError, match="there is no strategy 'full-shart'") as caught:
         sf.strategy("full-shart")
-    for name in TABLE:
+    for name in STRATEGIES:
         assert name in str(caught.value)
     with pytest.raises(ValueError, match="pass replica="):
         sf.strategy("HYBRID_SHARD")
@@ -504,18 +451,18 @@ def test_a_placement_that_makes_no_sense_is_refused(kwargs: Any, says: str) -> N
 
 
 def frozen_run(way: str) -> Any:
-    mesh = mesh_of(4)
-    mine = rows().tensor_split(4)[mesh.get_rank()]
-    want = sf.grad(lambda p: total(plain, p, rows()))(params())["blocks"][3]
+    mesh = data_mesh(4)
+    mine = token_rows(12).tensor_split(4)[mesh.get_rank()]
+    want = sf.grad(lambda p: scaled_loss(plainly, p, token_rows(12)))(scaled(4))["blocks"][3]
     if way == "patterns":
-        flat = sf.shard(params(), mesh, TABLE["full_shard"], frozen=[r"embed.*", r"blocks\.[012].*", "scale"])
+        flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"], frozen=[r"embed.*", r"blocks\.[012].*", "scale"])
         trained, rest = flat, None
     else:
-        flat = sf.shard(params(), mesh, TABLE["full_shard"])
+        flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"])
         trained, rest = sf.partition(flat, lambda path, shape: path.startswith("blocks.3"))
 
     def loss(p: Any) -> Tensor:
-        return total(sf.stage, p if rest is None else sf.combine(p, rest), mine)
+        return scaled_loss(sf.stage, p if rest is None else sf.combine(p, rest), mine)
 
     sf.grad(loss)(trained)
     with sf.ledger() as log:
@@ -527,7 +474,7 @@ def frozen_run(way: str) -> Any:
         assert whole["scale"] is None
         assert whole["blocks"][0] == {"w": None, "b": None, "v": None}
     return (
-        distance(sf.unshard(grads["blocks"][3]), want),
+        relative(sf.unshard(grads["blocks"][3]), want),
         sorted({one.stage for one in log.select(op="reduce_scatter")}),
         sum(x.numel() for x in moments) == 2 * flat["blocks"][3].layout.piece,
     )
@@ -559,7 +506,7 @@ def test_partition_and_combine_are_inverse() -> None:
 @pytest.mark.world(2)
 def test_partition_refuses_to_take_a_buffer_apart(world: World) -> None:
     def body() -> None:
-        flat = sf.shard(params(), sf.make_mesh(shard=2, device="cpu"), sf.full_shard("shard"))
+        flat = sf.shard(scaled(4), sf.make_mesh(shard=2, device="cpu"), sf.full_shard("shard"))
         sf.partition(flat, lambda path, shape: path.endswith("w"))
 
     for error in world.errors(body):
@@ -568,20 +515,20 @@ def test_partition_refuses_to_take_a_buffer_apart(world: World) -> None:
 
 
 def once(strategy: Any = True, stage: Any = None) -> tuple[int, int, float]:
-    mesh, staged = mesh_of(4), functools.partial(sf.stage, reshard=stage)
-    mine = rows().tensor_split(4)[mesh.get_rank()]
-    want = sf.grad(lambda p: total(plain, p, rows()))(params())
-    flat = sf.shard(params(), mesh, TABLE["full_shard"].resharding(strategy), frozen="embed.*")
+    mesh, staged = data_mesh(4), functools.partial(sf.stage, reshard=stage)
+    mine = token_rows(12).tensor_split(4)[mesh.get_rank()]
+    want = sf.grad(lambda p: scaled_loss(plainly, p, token_rows(12)))(scaled(4))
+    flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"].resharding(strategy), frozen="embed.*")
 
     def step() -> Any:
-        return sf.accumulate(lambda p, x: total(staged, p, x), mine.split(1))(flat)[1]
+        return sf.accumulate(lambda p, x: scaled_loss(staged, p, x), mine.split(1))(flat)[1]
 
     step()
     with sf.ledger() as log:
         grads = step()
     gathers = log.select(op="all_gather", scheduled=True)
     found = sf.unshard(grads["blocks"])
-    return len(gathers), len([one for one in gathers if one.stage == "embed"]), distance(found, want["blocks"])
+    return len(gathers), len([one for one in gathers if one.stage == "embed"]), relative(found, want["blocks"])
 
 
 @pytest.mark.world(4)
@@ -597,12 +544,12 @@ def test_parameters_may_be_gathered_once_for_all_micro_batches(world: World) -> 
 
 def three_steps(reshard: Any) -> tuple[int, list[int]]:
     """Buffers for gathered parameters, which do not add up over steps."""
-    mesh = mesh_of(4)
-    flat = sf.shard(params(), mesh, TABLE["full_shard"].resharding(reshard))
-    mine, sizes = rows().tensor_split(4)[mesh.get_rank()], []
+    mesh = data_mesh(4)
+    flat = sf.shard(scaled(4), mesh, STRATEGIES["full_shard"].resharding(reshard))
+    mine, sizes = token_rows(12).tensor_split(4)[mesh.get_rank()], []
     for _ in range(3):
         with sf.ledger() as log:
-            grads = sf.accumulate(lambda p, x: total(sf.stage, p, x), mine.split(1))(flat)[1]
+            grads = sf.accumulate(lambda p, x: scaled_loss(sf.stage, p, x), mine.split(1))(flat)[1]
         flat, _ = so.sgd(0.1).step(flat, grads, so.sgd(0.1).init(flat))
         sizes.append(log.gathered)
     return sum(one.layout.padded * 8 for one in optree.tree_leaves(flat, is_leaf=is_flat)), sizes
@@ -617,12 +564,12 @@ def test_what_is_kept_is_given_back(world: World, reshard: Any) -> None:
 
 
 def nearby() -> tuple[list[int], int]:
-    mesh = mesh_of(4)
-    flat = sf.shard(params(), mesh, TABLE["hpz"])
-    mine, sizes = rows().tensor_split(4)[mesh.get_rank()], []
+    mesh = data_mesh(4)
+    flat = sf.shard(scaled(4), mesh, STRATEGIES["hpz"])
+    mine, sizes = token_rows(12).tensor_split(4)[mesh.get_rank()], []
     for _ in range(3):
         with sf.ledger() as log:
-            sf.grad(lambda p: total(sf.stage, p, mine))(flat)
+            sf.grad(lambda p: scaled_loss(sf.stage, p, mine))(flat)
         sizes.append(log.gathered)
     return sizes, sum(flat["blocks"][i].layout.secondary.piece * 8 for i in range(4))
 
@@ -631,7 +578,7 @@ def nearby() -> tuple[list[int], int]:
 def test_copies_for_backward_take_the_memory_of_their_pieces(world: World) -> None:
     for sizes, copies in world.within(60).run(nearby):
         assert sizes[0] == sizes[1] == sizes[2]
-        slots = 2 * (11 * D * 8 + 64 * 4 + 512)
+        slots = 2 * (11 * WIDTH * 8 + 64 * 4 + 512)
         assert copies <= sizes[0] <= slots + copies
 
 
@@ -639,8 +586,8 @@ def test_copies_for_backward_take_the_memory_of_their_pieces(world: World) -> No
 
 
 def differing(which: str) -> None:
-    mesh = mesh_of(4)
-    flat = sf.shard(params(), mesh, TABLE["hybrid_shard"])
+    mesh = data_mesh(4)
+    flat = sf.shard(scaled(4), mesh, STRATEGIES["hybrid_shard"])
     if mesh.get_rank() == 2:
         values = flat["blocks"][1].values
         values[0] = torch.nextafter(values[0], values[0] + 1)
@@ -659,9 +606,9 @@ def test_replicas_that_differ_in_one_bit_are_named(world: World, which: str) -> 
 @pytest.mark.world(4)
 def test_replicas_that_are_the_same_pass(world: World) -> None:
     def body() -> None:
-        mesh = mesh_of(4)
-        for strategy in TABLE.values():
-            sf.assert_replicated(sf.shard(params(), mesh, strategy))
+        mesh = data_mesh(4)
+        for strategy in STRATEGIES.values():
+            sf.assert_replicated(sf.shard(scaled(4), mesh, strategy))
         sf.assert_replicated({"a": torch.ones(3)}, mesh)
         with pytest.raises(ValueError, match="pass the mesh"):
             sf.assert_replicated({"a": torch.ones(3)})
@@ -673,7 +620,7 @@ def test_replicas_that_are_the_same_pass(world: World) -> None:
 @pytest.mark.parametrize("inputs", ["global", "local"])
 def test_shard_notices_replicas_that_start_from_different_bits(world: World, inputs: Any) -> None:
     def body() -> None:
-        mesh = mesh_of(4)
+        mesh = data_mesh(4)
         tree = {"w": torch.ones(4, 2), "v": torch.ones(3)}
         specs = sf.P() if inputs == "global" else sf.by_path([("w", sf.P("shard")), ("v", sf.P())])
         tree["w"] = tree["w"] * (1 + (mesh.get_rank() == 3))
@@ -689,20 +636,20 @@ def test_shard_notices_replicas_that_start_from_different_bits(world: World, inp
 
 def ragged(strategy: sf.Placement, n: int) -> float:
     """The gradient of the mean over all tokens, where ranks have 1, 2, 3 and 10 samples."""
-    mesh = mesh_of(n)
+    mesh = data_mesh(n)
     cuts = [0, 1, 3, 6, 16] if n == 4 else [0, 1, 16] if n == 2 else [0, 16]
-    every, rank = rows(16), mesh.get_rank()
+    every, rank = token_rows(16), mesh.get_rank()
     mine = every[cuts[rank] : cuts[rank + 1]]
 
     def mean(p: Any) -> Tensor:
-        return sf.psum(total(sf.stage, p, mine), DATA) / sf.psum(mine.numel(), DATA)
+        return sf.psum(scaled_loss(sf.stage, p, mine), DATA) / sf.psum(mine.numel(), DATA)
 
-    got = sf.shard_map(sf.grad(mean), mesh=mesh, in_specs=(...,), out_specs=...)(sf.shard(params(), mesh, strategy))
-    want = sf.grad(lambda p: total(plain, p, every) / every.numel())(params())
-    return distance(sf.unshard(got), want)
+    got = sf.shard_map(sf.grad(mean), mesh=mesh, in_specs=(...,), out_specs=...)(sf.shard(scaled(4), mesh, strategy))
+    want = sf.grad(lambda p: scaled_loss(plainly, p, every) / every.numel())(scaled(4))
+    return relative(sf.unshard(got), want)
 
 
 @pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True)
-@pytest.mark.parametrize("strategy", list(TABLE))
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 def test_ragged_batches_give_the_global_token_mean(world: World, strategy: str) -> None:
-    assert worst(world.within(60).run(ragged, TABLE[strategy], world.size)) < 1e-12
+    assert worst(world.within(60).run(ragged, STRATEGIES[strategy], world.size)) < 1e-12

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,18 @@ from shardfn.stages.engine import engine_of
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
 from shardfn.testing.chaos import Chaos, chaos
+from tests import models
+from tests.models import DATA, block, blocks, by_backward, distance, normal
 from tests.reference import worst
 
 D, DEPTH, STEPS, ROWS = 6, 4, 3, 6
-STRATEGIES: dict[str, Callable[[], sf.Strategy]] = {
-    "full_shard": lambda: sf.full_shard(("replica", "shard")),
-    "shard_grad_op": lambda: sf.shard_grad_op(("replica", "shard")),
-    "hybrid_shard": lambda: sf.hybrid_shard("shard", "replica"),
-    "hfsdp": lambda: sf.hfsdp("shard", "replica"),
-    "hpz": lambda: sf.hpz("shard", "replica"),
-    "mics": lambda: sf.mics(("shard", "replica")),
-    "step": lambda: sf.full_shard(("replica", "shard")).resharding("step"),
-    "uncut": lambda: sf.uncut(sf.hybrid_shard("shard", "replica"), below=20),
+STRATEGIES: dict[str, sf.Strategy] = {
+    **{
+        name: models.STRATEGIES[name]
+        for name in ("full_shard", "shard_grad_op", "hybrid_shard", "hfsdp", "hpz", "mics")
+    },
+    "step": sf.full_shard(DATA).resharding("step"),
+    "uncut": sf.uncut(sf.hybrid_shard("shard", "replica"), below=20),
 }
 OPTIONS: list[dict[str, Any]] = [
     {}, {"remat": True}, {"reshard": False}, {"prefetch": 0}, {"prefetch": 2}, {"remat": True, "prefetch": 2},
@@ -46,26 +45,12 @@ OPTIONS: list[dict[str, Any]] = [
 WAYS = ["value_and_grad", "backward", "nothing", "replicas", "everything"]
 
 
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
-
-
-def layer(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["a"]
-
-
 def head(p: Any, x: Tensor) -> Tensor:
     return torch.sin(x * p["scale"]) @ p["o"]
 
 
 def params(depth: int = DEPTH) -> Any:
-    def block(i: int) -> Any:
-        return {"w": normal(D, 5, seed=3 * i), "b": normal(5, seed=3 * i + 1), "a": normal(5, D, seed=3 * i + 2)}
-
-    return {
-        "blocks": [block(i) for i in range(depth)],
-        "head": {"scale": normal(D, seed=90), "o": normal(D, 4, seed=91)},
-    }
+    return {"blocks": blocks(depth, D), "head": {"scale": normal(D, seed=90), "o": normal(D, 4, seed=91)}}
 
 
 def loss(f: Any, g: Any, ps: Any, x: Tensor) -> Tensor:
@@ -79,23 +64,11 @@ def batch(step: int, n: int) -> Tensor:
     return normal(n, ROWS, D, seed=1000 + step)
 
 
-def distance(got: Any, want: Any) -> float:
-    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
-    assert one == other
-    return worst((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
-
-
-def by_backward(f: Any, flat: Any) -> Any:
-    leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), flat)
-    f(leaves).backward()
-    return optree.tree_map(lambda x: x.grad, leaves)
-
-
 def gradient(how: str, f: Any, g: Any, flat: Any, x: Tensor) -> Any:
     if how == "value_and_grad":
         return sf.value_and_grad(lambda p: loss(f, g, p, x))(flat)[1]
     if how == "backward":
-        return by_backward(lambda p: loss(f, g, p, x), flat)
+        return by_backward(lambda p: loss(f, g, p, x), flat)[1]
     defer: Any = how
     return sf.accumulate(lambda p, x: loss(f, g, p, x), x.split([1, 3, 2]), defer=defer)(flat)[1]
 
@@ -111,7 +84,7 @@ def alone(n: int) -> list[Any]:
     found: list[Any] = []
     for step in range(STEPS):
         rows = batch(step, n).flatten(0, 1)
-        grads = torch.func.grad(lambda p, rows=rows: loss(layer, head, p, rows))(ps)
+        grads = torch.func.grad(lambda p, rows=rows: loss(block, head, p, rows))(ps)
         found += [] if found else [optree.tree_map(torch.clone, grads)]  # a step may overwrite them
         ps, state = opt.step(ps, grads, state)
         found.append(optree.tree_map(torch.clone, ps))
@@ -121,9 +94,9 @@ def alone(n: int) -> list[Any]:
 def steps(mesh: Any, want: list[Any], strategy: str, how: str, options: Any, folder: Path | None) -> float:
     """How far training by a strategy is from one process, at every step; a checkpoint is written meanwhile."""
     n, rank = mesh.size(), mesh.get_rank()
-    opt, flat = optimizer(), sf.shard(params(), mesh, STRATEGIES[strategy]())
+    opt, flat = optimizer(), sf.shard(params(), mesh, STRATEGIES[strategy])
     # Layers that look ahead by different counts take their slots out of turn.
-    f, g = [sf.stage(layer, **options | more) for more in ({}, {"prefetch": 1})], sf.stage(head, **options)
+    f, g = [sf.stage(block, **options | more) for more in ({}, {"prefetch": 1})], sf.stage(head, **options)
     if how == "backward":
         return distance(sf.unshard(gradient(how, f, g, flat, batch(0, n)[rank])), want[0])
     state, pending, far = opt.init(flat), None, []
@@ -144,8 +117,8 @@ def narrow(mesh: Any, seed: int) -> float:
 
     Gathers in float32, sums in float32 of shards in float64.
     """
-    flat = sf.shard(params(), mesh, sf.full_shard(("replica", "shard")))
-    f, g = (sf.stage(one, gather_dtype=torch.float32, reduce_dtype=torch.float32) for one in (layer, head))
+    flat = sf.shard(params(), mesh, sf.full_shard(DATA))
+    f, g = (sf.stage(one, gather_dtype=torch.float32, reduce_dtype=torch.float32) for one in (block, head))
     x = batch(0, mesh.size())[mesh.get_rank()].float()
 
     def now() -> Any:
@@ -180,7 +153,7 @@ def pipelined(mesh: Any, f: Any, hold: Chaos) -> float:
         mine = rows[sf.axis_index("shard")]
         return sf.grad(lambda p: parallel.pipeline(part, p, list(mine.split(2)), "pipe"))(flat)
 
-    want = torch.func.grad(lambda p: loss(layer, head, p, rows.flatten(0, 1)))(params())
+    want = torch.func.grad(lambda p: loss(block, head, p, rows.flatten(0, 1)))(params())
     return distance(sf.unshard(run(sf.shard(params(), mesh, at)), mesh), want)
 
 
@@ -207,7 +180,7 @@ def programs(seed: int, folder: str, count: int) -> Any:
             found["narrow"] = narrow(mesh, seed)
         pipe = sf.make_mesh(device="cpu", pipe=2, shard=n // 2)
         with chaos(pipe, seed) as hold:
-            found["pipeline"] = pipelined(pipe, sf.stage(layer, **dice.choice(OPTIONS)), hold)
+            found["pipeline"] = pipelined(pipe, sf.stage(block, **dice.choice(OPTIONS)), hold)
     return found
 
 
@@ -227,12 +200,12 @@ def out_of_turn(count: int) -> dict[str, float]:
     mesh, depth = sf.make_mesh(device="cpu", shard=-1), 8
     n, rank, dice = mesh.size(), mesh.get_rank(), random.Random(0)
     flat, found = sf.shard(params(depth), mesh, sf.full_shard("shard")), {}
-    want = torch.func.grad(lambda p: loss(layer, head, p, batch(0, n).flatten(0, 1)))(params(depth))
+    want = torch.func.grad(lambda p: loss(block, head, p, batch(0, n).flatten(0, 1)))(params(depth))
     with chaos(mesh):
         for k in range(count):
             # The first is the shortest that needs care: 0, 1, 2, then slot 3 % 2, then 4 % 3.
             ahead = [2, 1, 1, 2, *[2] * 4] if k < 2 else dice.choices(range(4), k=depth)
-            f = [sf.stage(layer, prefetch=one, remat=dice.choice([True, False])) for one in ahead]
+            f = [sf.stage(block, prefetch=one, remat=dice.choice([True, False])) for one in ahead]
             with sf.debug(memory=k % 2 == 0):
                 got = sf.grad(lambda p, f=f: loss(f, sf.stage(head), p, batch(0, n)[rank]))(flat)
             found[f"{k}: {ahead}"] = distance(sf.unshard(got), want)
@@ -251,7 +224,7 @@ def switched() -> tuple[int, int]:
     with chaos(mesh) as hold:
         options: Any
         for options in ({"reshard": False}, {}, {"reshard": False}, {"remat": True}):
-            f, g = sf.stage(layer, **options), sf.stage(head, **options)
+            f, g = sf.stage(block, **options), sf.stage(head, **options)
             sf.grad(lambda p, f=f, g=g: loss(f, g, p, batch(0, 1)[0]))(flat)
         return engine_of(mesh).residency.ring.lent, len(hold.left)
 
@@ -266,7 +239,7 @@ def outgrown() -> bool:
     mesh = sf.make_mesh(device="cpu", shard=-1)
     place = sf.full_shard("shard")
     flat = sf.shard(params(), mesh, place)
-    f, x = sf.stage(layer), batch(0, 1)[0]
+    f, x = sf.stage(block), batch(0, 1)[0]
     with chaos(mesh), torch.no_grad():
         for p in flat["blocks"]:
             f(p, x)
@@ -286,7 +259,7 @@ def changed_ahead() -> float:
     """A layer's parameters change when they have been gathered already."""
     mesh = sf.make_mesh(device="cpu", shard=-1)
     flat, plain, x = sf.shard(params(), mesh, sf.full_shard("shard")), params(), batch(0, 1)[0]
-    f, far = sf.stage(layer), []
+    f, far = sf.stage(block), []
     with chaos(mesh), torch.no_grad():
         for _ in range(2):
             before: Any = None
@@ -294,7 +267,7 @@ def changed_ahead() -> float:
                 if before is not None:
                     optree.tree_map_(lambda t: t.mul_(2), (p, q))
                 before = p
-                far.append(distance(f(p, x), layer(q, x)))
+                far.append(distance(f(p, x), block(q, x)))
     return worst(far)
 
 
@@ -311,8 +284,8 @@ def after_the_loan(by_debug: bool) -> list[bool]:
 
     def keeping(p: Any, x: Tensor) -> Tensor:
         # What this rank's piece holds whole may be lent from there, and stays.
-        kept.extend(view for view in (p["w"].detach(), p["a"].detach()) if view.data_ptr() not in own)
-        return layer(p, x)
+        kept.extend(view for view in (p["w"].detach(), p["v"].detach()) if view.data_ptr() not in own)
+        return block(p, x)
 
     own = {x.data_ptr() for x in optree.tree_leaves(flat)}
     with sf.debug(memory=by_debug), torch.no_grad():
@@ -333,7 +306,7 @@ def escaping(way: str, options: dict[str, Any]) -> str:
 
     def leaking(p: Any, x: Tensor) -> Tensor:
         inside.append(torch.tanh(x @ p["w"]))
-        return inside[-1] @ p["a"]
+        return inside[-1] @ p["v"]
 
     def total(ps: Any) -> Tensor:
         y = sf.stage(leaking, **options)(ps["blocks"][0], batch(0, 1)[0])

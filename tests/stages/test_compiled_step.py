@@ -12,6 +12,10 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.testing import World
+from tests import models
+from tests.models import distance
+from tests.reference import worst
+from tests.stages.setting import Setting, rows_of, staged
 
 D = torch.float64
 STRATEGIES: dict[str, Callable[..., Any]] = {
@@ -96,13 +100,6 @@ class Program:
         return asked
 
 
-def apart(found: Any, wanted: Any) -> float:
-    """The largest difference between the tensors of two trees of the same structure."""
-    assert optree.tree_structure(found) == optree.tree_structure(wanted)
-    pairs = zip(optree.tree_leaves(found), optree.tree_leaves(wanted), strict=True)
-    return max((a - b).abs().max().item() if isinstance(a, Tensor) else abs(a - b) for a, b in pairs)
-
-
 def compiled_beside_eager(kind: str, strategy: str, remat: Any, backend: str) -> tuple[float, list[int]]:
     """Over steps, each from what the last gave: how far results are apart, and how many graphs there are by then."""
     graphs = 0
@@ -119,7 +116,7 @@ def compiled_beside_eager(kind: str, strategy: str, remat: Any, backend: str) ->
     states, off, counts = [(program.params, program.state)] * 2, 0.0, []
     for k, rows in enumerate((3, 3, 3) if kind == "step" else (3, 3, 3, 5)):
         results = [f(*given, batch(k, rows)) for f, given in zip((eager, fast), states, strict=True)]
-        off = max(off, apart(results[1], results[0]))
+        off = max(off, distance(results[1], results[0]))
         counts.append(graphs)
         if kind == "step":
             states = [result[2:] for result in results]
@@ -214,7 +211,7 @@ def closures() -> float:
             box.power = 2.0
         if k == 3:
             box.scale.mul_(2)
-        off.append(apart(fast(program.params, batch(0)), f(program.params, batch(0))))
+        off.append(distance(fast(program.params, batch(0)), f(program.params, batch(0))))
     return max(off)
 
 
@@ -241,7 +238,7 @@ def around() -> dict[str, float]:
     for f in (mapped(product, program.mesh), mapped(summed, program.mesh), alone):
         torch._dynamo.reset()
         fast = torch.compile(f, backend="eager", fullgraph=True)
-        found[f.__name__] = apart(fast(program.params, batch(0)), f(program.params, batch(0)))
+        found[f.__name__] = distance(fast(program.params, batch(0)), f(program.params, batch(0)))
     return found
 
 
@@ -249,3 +246,37 @@ def around() -> dict[str, float]:
 def test_what_goes_around_and_inside(world: World) -> None:
     for found in world.run(around):
         assert max(found.values()) <= 1e-12, found
+
+
+# --- inside a stage ---
+
+
+def compiled(options: dict[str, Any]) -> Any:
+    s = Setting(**options)
+    graphs = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    fast = staged(torch.compile(models.block, backend=counting, fullgraph=True), **options)
+
+    def net(f: Any, ps: Any, rank: int) -> Tensor:
+        x = rows_of(rank)
+        for p in sf.layers(ps):
+            x = f(p, x)
+        return x.square().sum()
+
+    want = torch.func.grad(models.everyone(lambda ps, k: net(models.block, ps, k), s.n))(s.plain["blocks"])
+    x = [sf.grad(lambda ps: net(fast, ps, s.rank))(s.flat["blocks"]) for _ in range(3)]
+    return worst(distance(sf.unshard(one), want) for one in x), len(graphs)
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}], ids=str)
+@pytest.mark.world(2)
+def test_a_compiled_block_is_compiled_once_for_all_layers(world: World, options: Any) -> None:
+    for off, graphs in world.run(compiled, options):
+        assert off < 1e-12
+        # The first layer's input needs no gradient, the others' do; under no_grad it is a graph of its own.
+        assert graphs <= 2 + bool(options.get("remat"))

@@ -17,12 +17,10 @@ from torch import Tensor
 import shardfn as sf
 from shardfn.collectives.into_buffers import all_gather, communicator_of
 from shardfn.testing import World, world
+from tests import models
+from tests.models import residual, variables
 
 D, DEPTH = 8, 6
-
-
-def block(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"])
 
 
 class Setting:
@@ -38,7 +36,7 @@ class Setting:
 
         def looking(p: Any, x: Tensor) -> Tensor:
             self.at.append(p["w"].data_ptr())
-            return block(p, x)
+            return residual(p, x)
 
         self.block = sf.stage(looking, **options)
         self.head = sf.stage(lambda p, x: x @ p["o"], **options)
@@ -53,9 +51,7 @@ class Setting:
         return sf.value_and_grad(self.loss)(self.flat)
 
     def by_backward(self) -> Any:
-        leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), self.flat)
-        self.loss(leaves).backward()
-        return optree.tree_map(lambda x: x.grad, leaves)
+        return models.by_backward(self.loss, self.flat)[1]
 
 
 @sf.debug(memory=False)  # where each call has memory of its own
@@ -140,7 +136,7 @@ def census() -> Counter:
 def without_cycles(options: dict[str, Any], how: str) -> Any:
     """Counts before and after steps, without a garbage collector."""
     s = Setting(**options)
-    s.block = sf.stage(block, **options)
+    s.block = sf.stage(residual, **options)
     run = {
         "step": s.step,
         "by_backward": s.by_backward,
@@ -149,7 +145,7 @@ def without_cycles(options: dict[str, Any], how: str) -> Any:
         "twice": lambda: torch.func.grad(
             lambda p: sum(x.sum() for x in optree.tree_leaves(torch.func.grad(s.loss)(p)))
         )(s.flat),
-        "no backward": lambda: s.loss(optree.tree_map(lambda x: x.clone().requires_grad_(), s.flat)),
+        "no backward": lambda: s.loss(variables(s.flat)),
     }[how]
     for _ in range(2):
         run()
@@ -212,7 +208,7 @@ def leaves_after_backward() -> Any:
     s = Setting()
     gc.disable()
     try:
-        leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), s.flat)
+        leaves = variables(s.flat)
         s.loss(leaves).backward()
         refs = [weakref.ref(x) for x in optree.tree_leaves(leaves)]
         refs += [weakref.ref(x.grad) for x in optree.tree_leaves(leaves)]
@@ -244,7 +240,7 @@ def residuals_go_with_backward() -> Any:
         return x + y * y.detach()
 
     s.block = sf.stage(watched)
-    leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), s.flat)
+    leaves = variables(s.flat)
     loss = s.loss(leaves)
     loss.backward(retain_graph=True)
     alive = sum(ref() is not None for ref in refs)

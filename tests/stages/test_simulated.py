@@ -25,22 +25,11 @@ import shardfn.optim as so
 from shardfn import parallel
 from shardfn.compat import attention
 from shardfn.testing import simulated, world
+from tests.models import DATA, STRATEGIES
 
 RANKS, WIDTH = 8, 16
-DATA = ("replica", "shard")
 Step = Callable[[], Any]
 
-STRATEGIES: dict[str, Any] = {
-    "ddp": sf.ddp(DATA),
-    "zero1": sf.zero1(DATA),
-    "shard_grad_op": sf.shard_grad_op(DATA),
-    "full_shard": sf.full_shard(DATA),
-    "hybrid_shard": sf.hybrid_shard("shard", "replica"),
-    "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),
-    "hfsdp": sf.hfsdp("shard", "replica"),
-    "hpz": sf.hpz("shard", "replica"),
-    "mics": sf.mics(DATA),
-}
 STAGES: dict[str, dict[str, Any]] = {
     "kept activations": {},
     "remat": {"remat": True},

@@ -16,27 +16,16 @@ from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
 from shardfn.testing import World
+from tests.models import STRATEGIES, data_mesh, distance, gradients, normal, squares, variables
+from tests.models import layer as plain
 from tests.reference import worst
 
 DEPTH, ROWS, D = 5, 3, 4
 Layer = Callable[[Any, Tensor], Tensor]
 
 
-def plain(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
-
-
-def parameters() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64) / 2
-
-    return [{"w": normal(D, D), "b": normal(D)} for _ in range(DEPTH)]
-
-
 def rows(rank: int) -> Tensor:
-    return torch.randn(ROWS, D, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
+    return normal(ROWS, D, seed=100 + rank)
 
 
 def net(layer: Layer, blocks: Any, x: Tensor) -> Tensor:
@@ -47,17 +36,11 @@ def net(layer: Layer, blocks: Any, x: Tensor) -> Tensor:
 
 def everyone(layer: Layer, n: int, frozen: bool) -> Any:
     """The gradient of the sum of all ranks' losses, by plain autograd on one process."""
-    whole = optree.tree_map(lambda x: x.clone().requires_grad_(), parameters())
+    whole = variables(squares(DEPTH))
     for p in whole if frozen else []:
         p["w"].requires_grad_(False)
     torch.stack([net(layer, whole, rows(k)) for k in range(n)]).sum().backward()
-    return optree.tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, whole)
-
-
-def distance(got: Any, want: Any) -> float:
-    return worst(
-        [0.0, *((a - b).abs().max().item() for a, b in zip(*map(optree.tree_leaves, (got, want)), strict=True))]
-    )
+    return gradients(whole)
 
 
 # --- backward reads parameters that nobody saw saved ---
@@ -156,12 +139,6 @@ READING: dict[str, Layer] = {
         pulled_back_inside, cyclic,
     )
 }  # fmt: skip
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "full_shard": lambda: sf.full_shard(("replica", "shard")),
-    "shard_grad_op": lambda: sf.shard_grad_op(("replica", "shard")),
-    "hybrid_shard": lambda: sf.hybrid_shard("shard", "replica"),
-    "hpz": lambda: sf.hpz("shard", "replica"),
-}
 
 
 def _goes_by_func(name: str, frozen: bool) -> bool:
@@ -171,12 +148,12 @@ def _goes_by_func(name: str, frozen: bool) -> bool:
 
 def read(strategy: str, options: dict[str, Any]) -> dict[str, float]:
     rank, n = dist.get_rank(), dist.get_world_size()
-    mesh = sf.make_mesh(replica=2 if n == 4 else 1, shard=2, device="cpu")
+    mesh = data_mesh(n)
     found: dict[str, float] = {}
     for name, function in READING.items():
         for frozen in (False, True):
             want = everyone(function, n, frozen)
-            flat = sf.shard(parameters(), mesh, STRATEGIES[strategy](), frozen=[r"\d+\.w"] if frozen else [])
+            flat = sf.shard(squares(DEPTH), mesh, STRATEGIES[strategy], frozen=[r"\d+\.w"] if frozen else [])
             staged = sf.stage(function, **options)
 
             def loss(blocks: Any, staged: Any = staged) -> Tensor:
@@ -184,7 +161,7 @@ def read(strategy: str, options: dict[str, Any]) -> dict[str, float]:
 
             got = [sf.unshard(sf.grad(loss)(flat)) for _ in range(2)]
             got.append(sf.unshard(torch.func.grad(loss)(flat)) if _goes_by_func(name, frozen) else got[0])
-            leaves = optree.tree_map(lambda v: v.clone().requires_grad_(), flat)
+            leaves = variables(flat)
             loss(leaves).backward()
             got.append(sf.unshard(optree.tree_map(lambda v: v.grad, leaves)) if not frozen else got[0])
             for one in got:
@@ -218,7 +195,7 @@ def test_backward_reads_parameters_wherever_the_function_keeps_them(
 def evaluated_between() -> float:
     """Views that a forward in inference mode makes of a slot are none that autograd could save later."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"), frozen=[r"\d+\.w"])
+    flat = sf.shard(squares(DEPTH), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"), frozen=[r"\d+\.w"])
     staged = sf.stage(plain)
 
     def loss(blocks: Any) -> Tensor:
@@ -241,7 +218,7 @@ def test_evaluation_in_inference_mode_between_steps(world: World) -> None:
 def hook_that_calls() -> dict[str, float]:
     """A hook inside a stage calls another stage, while backward of the first still reads its own parameters."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+    flat = sf.shard(squares(DEPTH), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
 
     def through(stage: Any, blocks: Any, rank: int) -> Tensor:
         other = stage(plain)
@@ -254,7 +231,7 @@ def hook_that_calls() -> dict[str, float]:
 
         return net(stage(hooked), blocks[:-1], rows(rank))
 
-    whole = optree.tree_map(lambda x: x.clone().requires_grad_(), parameters())
+    whole = variables(squares(DEPTH))
     torch.stack([through(lambda f: f, whole, k) for k in range(n)]).sum().backward()
     want = [p["w"].grad for p in whole[:-1]]
     found = {}
@@ -293,7 +270,7 @@ class Keeper:
 def escapes(how: str, options: dict[str, Any]) -> tuple[str, float]:
     rank, n = dist.get_rank(), dist.get_world_size()
     mesh = sf.make_mesh(shard=n, device="cpu")
-    flat = sf.shard(parameters(), mesh, sf.full_shard("shard"))
+    flat = sf.shard(squares(DEPTH), mesh, sf.full_shard("shard"))
     keeper = Keeper(how)
     staged = sf.stage(keeper, **options)
 
@@ -309,7 +286,7 @@ def escapes(how: str, options: dict[str, Any]) -> tuple[str, float]:
     told = "nothing"
     try:
         if how == "backward":
-            leaves = optree.tree_map(lambda v: v.clone().requires_grad_(), flat)
+            leaves = variables(flat)
             loss(leaves).backward()
         elif how == "accumulate":
             sf.accumulate(lambda p, _: loss(p), [0, 1])(flat)
@@ -338,7 +315,7 @@ def test_an_activation_that_leaves_past_the_outputs_is_refused(world: World, how
 def looked_at(options: dict[str, Any]) -> float:
     """To keep an activation is no sin; only a loss may not depend on it."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+    flat = sf.shard(squares(DEPTH), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
     keeper = Keeper("attribute")
     staged = sf.stage(keeper, **options)
 
@@ -361,7 +338,7 @@ def test_an_activation_may_be_looked_at(world: World, options: dict[str, Any]) -
 
 def unfrozen(how: str, options: dict[str, Any]) -> list[str]:
     n = dist.get_world_size()
-    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+    flat = sf.shard(squares(DEPTH), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
     scale = {"s": torch.ones(D, dtype=torch.float64)}
     staged = sf.stage(lambda p, x: plain(p, x) * scale["s"], **options)
 
@@ -455,7 +432,7 @@ SHARING = [same_twice, with_view, chunks, with_detached, with_input, with_part_o
 def shared(options: dict[str, Any]) -> dict[str, float | str]:
     """Each function with nothing, the first and the second output written to by the caller, in each way of asking."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    flat = sf.shard(parameters()[:1], sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+    flat = sf.shard(squares(DEPTH)[:1], sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
 
     def program(f: Any, p: Any, x: Tensor, write: int | None) -> Tensor:
         x = x * 1
@@ -465,7 +442,7 @@ def shared(options: dict[str, Any]) -> dict[str, float | str]:
         return torch.stack([(y * y).sum() * (i + 1) for i, y in enumerate(outputs)]).sum() + x.sum()
 
     def reference(f: Any, write: int | None) -> Any:
-        whole = optree.tree_map(lambda v: v.clone().requires_grad_(), parameters()[:1])
+        whole = variables(squares(DEPTH)[:1])
         inputs = [rows(k).requires_grad_() for k in range(n)]
         values = [program(f, whole[0], x, write) for x in inputs]
         torch.stack(values).sum().backward()
@@ -477,7 +454,7 @@ def shared(options: dict[str, Any]) -> dict[str, float | str]:
             return torch.stack(values).sum(), values[rank]
 
         inputs = [rows(k) for k in range(n)]
-        (gs, gx), value = torch.func.grad(everything, argnums=(0, 1), has_aux=True)(parameters()[:1], inputs)
+        (gs, gx), value = torch.func.grad(everything, argnums=(0, 1), has_aux=True)(squares(DEPTH)[:1], inputs)
         return value, [gs[0]["w"], gs[0]["b"]], gx[rank]
 
     def by_value_and_grad(f: Any, write: int | None) -> Any:
@@ -485,7 +462,7 @@ def shared(options: dict[str, Any]) -> dict[str, float | str]:
         return value, gs, gx
 
     def by_backward(f: Any, write: int | None) -> Any:
-        leaves, x = optree.tree_map(lambda v: v.clone().requires_grad_(), flat), rows(rank).requires_grad_()
+        leaves, x = variables(flat), rows(rank).requires_grad_()
         value = program(f, leaves[0], x, write)
         value.backward()
         return value.detach(), optree.tree_map(lambda v: v.grad, leaves), x.grad
@@ -570,9 +547,9 @@ HIDING: dict[str, tuple[Any, str]] = {
 
 
 def hidden(options: dict[str, Any], needs: bool) -> dict[str, str]:
-    flat = sf.shard(parameters(), sf.make_mesh(shard=-1, device="cpu"), sf.full_shard("shard"))[0]
+    flat = sf.shard(squares(DEPTH), sf.make_mesh(shard=-1, device="cpu"), sf.full_shard("shard"))[0]
     if needs:
-        flat = optree.tree_map(lambda v: v.clone().requires_grad_(), flat)
+        flat = variables(flat)
     found = {}
     for name, (function, _) in HIDING.items():
         try:
@@ -594,7 +571,7 @@ def test_tensors_that_hide_in_arguments_and_results_are_refused(world: World, op
 def drawing(how: str, options: dict[str, Any]) -> float:
     """A generator of the function's own goes on from where it was when the function runs again."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    flat = sf.shard(parameters(), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
+    flat = sf.shard(squares(DEPTH), sf.make_mesh(shard=n, device="cpu"), sf.full_shard("shard"))
 
     def loss(make: Any, blocks: Any, k: int) -> Tensor:
         generator = torch.Generator().manual_seed(k)
@@ -608,7 +585,7 @@ def drawing(how: str, options: dict[str, Any]) -> float:
         layer = make(closing) if how == "closure" else functools.partial(_with, make(given), generator)
         return net(layer, blocks, rows(k))
 
-    want = torch.func.grad(lambda ps: torch.stack([loss(lambda f: f, ps, k) for k in range(n)]).sum())(parameters())
+    want = torch.func.grad(lambda ps: torch.stack([loss(lambda f: f, ps, k) for k in range(n)]).sum())(squares(DEPTH))
     return distance(sf.unshard(sf.grad(lambda ps: loss(lambda f: sf.stage(f, **options), ps, rank))(flat)), want)
 
 

@@ -14,21 +14,10 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.testing import World, WorldError
+from tests.models import by_backward, distance, everyone, layer, normal, squares, variables
 from tests.reference import worst
 
 D, DEPTH = 4, 4
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
-
-
-def params() -> Any:
-    return [{"w": normal(D, D, seed=2 * i), "b": normal(D, seed=2 * i + 1)} for i in range(DEPTH)]
-
-
-def layer(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
 
 
 def shift(p: Any, x: Tensor) -> Tensor:
@@ -49,26 +38,19 @@ class Setting:
     def __init__(self) -> None:
         self.mesh = sf.make_mesh(device="cpu", shard=-1)
         self.rank, self.size = self.mesh.get_rank(), self.mesh.size()
-        self.plain, self.flat = params(), sf.shard(params(), self.mesh, sf.full_shard("shard"))
+        self.plain, self.flat = squares(DEPTH), sf.shard(squares(DEPTH), self.mesh, sf.full_shard("shard"))
         self.x = rows()[self.rank]
 
     def apart(self, loss: Any, of_rank: Any, how: str = "value_and_grad") -> float:
         """How far the gradient of `loss(flat)` is from that of the sum over ranks of `of_rank(params, rank)`."""
-        want = torch.func.grad(lambda p: torch.stack([of_rank(p, k) for k in range(self.size)]).sum())(self.plain)
+        want = torch.func.grad(everyone(of_rank, self.size))(self.plain)
         if how == "value_and_grad":
             got = sf.value_and_grad(loss)(self.flat)[1]
         elif how == "accumulate":
             got = sf.accumulate(lambda p, _: loss(p), [0])(self.flat)[1]
         else:
-            leaves = optree.tree_map(lambda t: t.clone().requires_grad_(), self.flat)
-            loss(leaves).backward()
-            got = optree.tree_map(lambda t: torch.zeros_like(t) if t.grad is None else t.grad, leaves)
+            got = by_backward(loss, self.flat)[1]
         return distance(sf.unshard(got), want)
-
-
-def distance(got: Any, want: Any) -> float:
-    pairs = zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True)
-    return worst((a - b).abs().max().item() for a, b in pairs)
 
 
 both_sizes = pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
@@ -142,7 +124,7 @@ def test_a_stage_that_is_constant_on_a_rank(world: World, how: str) -> None:
 def swapped_by_backward() -> None:
     s = Setting()
     f = sf.stage(layer)
-    leaves = optree.tree_map(lambda t: t.clone().requires_grad_(), s.flat)
+    leaves = variables(s.flat)
     outputs = [f(p, s.x) for p in leaves]
     outputs[s.rank].square().sum().backward()
 
@@ -185,7 +167,7 @@ def test_a_function_that_reads_its_parameters_at_times(world: World, order: Any,
 def reads_at_times_among_others(count: int) -> dict[str, float]:
     """Beside layers whose backward always reads, and with slots that are taken out of turn."""
     s, dice, on = Setting(), random.Random(1), [False]
-    plain = [p for i in range(2) for p in optree.tree_map(lambda x, i=i: x + i, params())]
+    plain = [p for i in range(2) for p in optree.tree_map(lambda x, i=i: x + i, squares(DEPTH))]
     flat = sf.shard(plain, s.mesh, sf.full_shard("shard"))
 
     def at_times(p: Any, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, vmap
 
 import shardfn as sf
 from shardfn.testing import World
+from tests.models import layer, normal, squares, variables
 from tests.reference import worst
 
 vjp: Any = torch.func.vjp  # whose types say that they always return aux
@@ -21,14 +22,6 @@ jvp: Any = torch.func.jvp
 D = 3
 ROWS = 2
 OPTIONS: list[dict[str, Any]] = [{}, {"remat": True}, {"reshard": False}]
-
-
-def layer(p: Any, x: Tensor) -> Tensor:
-    return torch.tanh(x @ p["w"] + p["b"])
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
 
 
 def scaled(tree: Any) -> Any:
@@ -45,7 +38,7 @@ class Setting:
 
     def __init__(self, mesh: Any, strategy: sf.Placement, options: dict[str, Any]) -> None:
         self.n, self.rank = mesh.size(), mesh.get_rank()
-        self.plain = [{"w": normal(D, D, seed=2 * i), "b": normal(D, seed=2 * i + 1)} for i in range(3)]
+        self.plain = squares(3, D)
         self.flat = sf.shard(self.plain, mesh, strategy)
         self.direction = [{"w": normal(D, D, seed=30 + i), "b": normal(D, seed=40 + i)} for i in range(3)]
         self.piece = sf.shard(self.direction, mesh, strategy)
@@ -78,7 +71,7 @@ class Setting:
         return self.plain_net(ps, self.rows)
 
     def leaves(self) -> Any:
-        return optree.tree_map(lambda x: x.clone().requires_grad_(), self.flat)
+        return variables(self.flat)
 
     def tree(self, tensors: Any) -> Any:
         return optree.tree_unflatten(optree.tree_structure(self.flat), list(tensors))

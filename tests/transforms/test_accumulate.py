@@ -12,6 +12,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.testing import World
+from tests.models import STRATEGIES, distance, normal, plainly, residual, squares
 from tests.reference import worst
 
 D, DEPTH = 4, 3
@@ -19,44 +20,15 @@ DEFERS = ["nothing", "replicas", "everything"]
 UNEVEN = [1, 4, 2, 1]
 
 
-def layer(p: Any, x: Tensor) -> Tensor:
-    return x + torch.tanh(x @ p["w"] + p["b"])
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
-
-
 def params() -> Any:
-    blocks = [{"w": normal(D, D, seed=2 * i), "b": normal(D, seed=2 * i + 1)} for i in range(DEPTH)]
-    return {"blocks": blocks, "frozen": normal(D, seed=20), "unused": normal(3, seed=21)}
+    return {"blocks": squares(DEPTH), "frozen": normal(D, seed=20), "unused": normal(3, seed=21)}
 
 
 def net(stage: Any, ps: Any, x: Tensor) -> Tensor:
-    f = stage(layer)
+    f = stage(residual)
     for p in sf.layers(ps["blocks"]):
         x = f(p, x)
     return stage(torch.mul)(ps["frozen"], x)
-
-
-def plainly(f: Any) -> Any:
-    return f
-
-
-def placements() -> list[sf.Placement]:
-    both = ("replica", "shard")
-    return [
-        sf.hybrid_shard("shard", "replica"),
-        sf.hybrid_shard_zero2("shard", "replica"),
-        sf.full_shard(both),
-        sf.ddp(both),
-    ]
-
-
-def distance(got: Any, want: Any) -> float:
-    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
-    assert one == other
-    return worst((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
 def exact(sizes: dict[str, int], options: dict[str, Any]) -> Any:
@@ -71,8 +43,8 @@ def exact(sizes: dict[str, int], options: dict[str, Any]) -> Any:
     want = torch.func.grad(joint)(plain)
     want["frozen"] = torch.zeros(D, dtype=torch.float64)
     found: dict[Any, float] = {}
-    for placement in placements():
-        flat = sf.shard(plain, mesh, placement, frozen=["frozen"])
+    for name in ("hybrid_shard", "hybrid_shard_zero2", "full_shard", "ddp"):
+        flat = sf.shard(plain, mesh, STRATEGIES[name], frozen=["frozen"])
 
         def loss(ps: Any, x: Tensor) -> Tensor:
             return net(lambda f: sf.stage(f, **options), ps, x).square().sum() / count
@@ -87,7 +59,7 @@ def exact(sizes: dict[str, int], options: dict[str, Any]) -> Any:
                 assert gradient["frozen"].values is None
                 gradient["frozen"] = optree.tree_map(torch.zeros_like, flat["frozen"])
                 assert not value.requires_grad
-                key = (str(placement), defer)
+                key = (name, defer)
                 off = worst([distance(sf.unshard(gradient), want), (value - one).abs().item()])
                 found[key] = worst([off, found.get(key, 0.0)])
     return found
@@ -210,7 +182,7 @@ def counted(defer: Any, k: int) -> Any:
 
     def loss(ps: Any, x: Tensor) -> Tensor:
         for p in sf.layers(ps):
-            x = sf.stage(layer)(p, x)
+            x = sf.stage(residual)(p, x)
         return x.square().sum()
 
     step = sf.accumulate(loss, list(x.split(2)), defer=defer)
@@ -242,13 +214,13 @@ def twice_used(defer: Any) -> Any:
 
     def loss(ps: Any, x: Tensor) -> Tensor:
         for p in (*ps, ps[0]):
-            x = sf.stage(layer)(p, x)
+            x = sf.stage(residual)(p, x)
         return x.square().sum() + decay(ps)
 
     def joint(ps: Any) -> Tensor:
         y = x.flatten(0, 1)
         for p in (*ps, ps[0]):
-            y = layer(p, y)
+            y = residual(p, y)
         return y.square().sum() + 2 * torch.stack([t.square().sum() for t in optree.tree_leaves(ps)]).sum()
 
     got = sf.accumulate(loss, x[mesh.get_rank()].split([1, 3]), defer=defer)(flat)[1]
@@ -274,7 +246,7 @@ def releases(defer: Any) -> Any:
         nonlocal most
         most = max(most, sum(ref() is not None for ref in alive))
         for p in sf.layers(ps):
-            x = sf.stage(layer)(p, x)
+            x = sf.stage(residual)(p, x)
             alive.append(weakref.ref(x))
         return x.square().sum()
 

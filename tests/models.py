@@ -1,0 +1,202 @@
+"""Toy models, and what tests need around them: parameters, meshes, strategies, ways to a gradient, and differences.
+
+A model is an embedding, blocks one after another, and a head, as in `straight`; most tests take the blocks alone. All
+numbers are in float64, where a program on shards agrees with one process to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from tests.reference import worst
+
+DATA = ("replica", "shard")
+WIDTH, HIDDEN, VOCABULARY = 4, 5, 11
+
+STRATEGIES: dict[str, sf.Placement] = {
+    "ddp": sf.ddp(DATA),
+    "zero1": sf.zero1(DATA),
+    "shard_grad_op": sf.shard_grad_op(DATA),
+    "full_shard": sf.full_shard(DATA),
+    "hybrid_shard": sf.hybrid_shard("shard", "replica"),
+    "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),
+    "hfsdp": sf.hfsdp("shard", "replica"),
+    "hpz": sf.hpz("shard", "replica"),
+    "mics": sf.mics(("shard", "replica")),
+}
+
+
+# --- parameters ---
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    """Of mean 0 and standard deviation 1/2."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
+
+
+def drawn(seed: int, scale: float = 1.0) -> Callable[..., Tensor]:
+    """Draws tensors of given shapes, one after another."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+def blocks(depth: int, width: int = WIDTH) -> list[dict[str, Tensor]]:
+    """Of `block`."""
+    shapes = {"w": (width, HIDDEN), "b": (HIDDEN,), "v": (HIDDEN, width)}
+    return [
+        {name: normal(*shape, seed=10 * (k + 1) + i) for k, (name, shape) in enumerate(shapes.items())}
+        for i in range(depth)
+    ]
+
+
+def squares(depth: int, width: int = WIDTH) -> list[dict[str, Tensor]]:
+    """Of `layer` and `residual`."""
+    return [{"w": normal(width, width, seed=2 * i), "b": normal(width, seed=2 * i + 1)} for i in range(depth)]
+
+
+def params(depth: int = 4, width: int = WIDTH) -> dict[str, Any]:
+    """Of `straight`."""
+    return {
+        "embed": {"e": normal(VOCABULARY, width, seed=1)},
+        "blocks": blocks(depth, width),
+        "head": {"o": normal(width, 3, seed=2)},
+    }
+
+
+def scaled(depth: int = 3, width: int = 6) -> dict[str, Any]:
+    """Of `scaled_loss`, whose last stage is one tensor, not a dictionary."""
+    return {
+        "embed": {"e": normal(VOCABULARY, width, seed=1)},
+        "blocks": blocks(depth, width),
+        "scale": normal(width, seed=3),
+    }
+
+
+# --- functions of one stage's parameters, and a model of them ---
+
+
+def embed(p: Any, tokens: Tensor) -> Tensor:
+    return p["e"][tokens]
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["w"] + p["b"]) @ p["v"]
+
+
+def layer(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+def residual(p: Any, x: Tensor) -> Tensor:
+    return x + layer(p, x)
+
+
+def head(p: Any, x: Tensor) -> Tensor:
+    return x @ p["o"]
+
+
+def plainly(f: Any = None, **_: Any) -> Any:
+    """In the place of `sf.stage`: the function itself."""
+    return f
+
+
+def scaled_loss(stage: Any, ps: Any, tokens: Tensor, **options: Any) -> Tensor:
+    """The sum over these rows, `[rows, 4]`."""
+    x = stage(embed)(ps["embed"], tokens)
+    f = stage(block, **options)
+    for p in sf.layers(ps["blocks"]):
+        x = f(p, x)
+    return stage(torch.mul)(ps["scale"], x).square().sum()
+
+
+def token_rows(n: int) -> Tensor:
+    """`[n, 4]`."""
+    return torch.randint(0, VOCABULARY, (n, 4), generator=torch.Generator().manual_seed(n))
+
+
+def everyone(f: Callable[[Any, int], Tensor], n: int) -> Callable[[Any], Tensor]:
+    """The sum of all ranks' losses, of which sharded parameters get the gradient."""
+    return lambda ps: torch.stack([f(ps, rank) for rank in range(n)]).sum()
+
+
+# --- meshes of this process's world ---
+
+
+@functools.cache
+def mesh_of(**sizes: int) -> Any:
+    """One for all calls that a rank's process answers, since groups are slow to make; not for threads."""
+    return sf.make_mesh(device="cpu", **sizes)
+
+
+def data_mesh(n: int) -> Any:
+    """Of the two axes `DATA`: 2 x 2 for 4 ranks, otherwise all of them along `shard`."""
+    return sf.make_mesh(device="cpu", replica=2 if n == 4 else 1, shard=n // 2 if n == 4 else n)
+
+
+# --- ways to a gradient: `(loss, flat) -> (value, gradient)` ---
+
+
+def copied(tree: Any) -> Any:
+    return optree.tree_map(torch.clone, tree)
+
+
+def variables(tree: Any) -> Any:
+    """The same numbers as leaves of autograd."""
+    return optree.tree_map(lambda x: x.clone().requires_grad_(), tree)
+
+
+def gradients(leaves: Any) -> Any:
+    """What `backward` left on them; zeros where it left nothing."""
+    return optree.tree_map(lambda x: torch.zeros_like(x) if x.grad is None else x.grad, leaves)
+
+
+def by_value_and_grad(loss: Any, flat: Any) -> Any:
+    return sf.value_and_grad(loss)(flat)
+
+
+def by_backward(loss: Any, flat: Any) -> Any:
+    leaves = variables(flat)
+    value = loss(leaves)
+    value.backward()
+    return value.detach(), gradients(leaves)
+
+
+def by_torch_func(loss: Any, flat: Any) -> Any:
+    gradient, value = torch.func.grad_and_value(loss)(flat)
+    return value, gradient
+
+
+ENGINES = [by_value_and_grad, by_backward, by_torch_func]
+
+
+# --- differences ---
+
+
+def distance(got: Any, want: Any, floor: float | None = None) -> float:
+    """The largest difference between two trees of one structure; nan if there is one anywhere.
+
+    Args:
+        got: tensors, and numbers.
+        want: the same structure, shapes and dtypes.
+        floor: if given, differences are relative to the largest number of each leaf, or to this if that is smaller.
+    """
+    (a, one), (b, other) = optree.tree_flatten(got), optree.tree_flatten(want)
+    assert one == other, (one, other)
+    return worst([0.0, *(_apart(x, y, floor) for x, y in zip(a, b, strict=True))])
+
+
+def _apart(x: Any, y: Any, floor: float | None) -> float:
+    if not isinstance(x, Tensor):
+        return abs(x - y)
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    if not x.numel():
+        return 0.0
+    off = (x - y).abs().max()
+    return (off if floor is None else off / y.abs().max().clamp(min=floor)).item()

@@ -1,0 +1,106 @@
+"""Writing in place into what a stage's backward needs: an error, as in plain torch, or no harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardfn.testing import World
+from tests.models import (
+    block,
+    distance,
+    everyone,
+)
+from tests.stages.setting import (
+    Setting,
+    on_threads,
+    rows_of,
+    staged,
+    straight,
+)
+
+# --- in place ---
+
+
+def overwritten_input() -> Any:
+    """Writing into a tensor that a stage's backward needs is an error, as in plain torch, or does no harm."""
+    s = Setting()
+    found = []
+    for options in ({}, {"remat": True}):
+        f = staged(block, **options)
+        x = rows_of(s.rank).requires_grad_() * 1
+        try:
+            y = f(s.leaves["blocks"][0], x)
+            x.mul_(3)
+            y.square().sum().backward()
+        except RuntimeError as error:
+            found.append("modified by an inplace operation" in str(error))
+        else:
+            found.append(distance(s.collected()["blocks"][0], one_block(s)) < 1e-12)
+        found.append(s.clean_step() < 1e-12)
+    return found
+
+
+def one_block(s: Setting) -> Any:
+    joint = everyone(lambda p, k: block(p, rows_of(k)).square().sum(), s.n)
+    return torch.func.grad(joint)(s.plain["blocks"][0])
+
+
+@on_threads
+def test_an_input_that_is_overwritten_before_backward(world: World) -> None:
+    for found in world.run(overwritten_input):
+        assert all(found), found
+
+
+def overwritten_shard() -> Any:
+    """So is writing into a shard between forward and backward."""
+    s = Setting()
+    found = []
+    for options in ({}, {"remat": True}, {"reshard": False}, {"prefetch": 0}):
+        loss = straight(lambda f: staged(f, **options), s.leaves, s.rank)  # noqa: B023
+        with torch.no_grad():
+            s.leaves["blocks"][0].values.mul_(2)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            found.append("modified by an inplace operation" in str(error))
+        else:
+            found.append(False)
+        with torch.no_grad():
+            s.leaves["blocks"][0].values.div_(2)
+        s.collected()
+        found.append(s.clean_step() < 1e-12)
+    return found
+
+
+@on_threads
+def test_a_shard_that_is_overwritten_before_backward_is_an_error(world: World) -> None:
+    for found in world.run(overwritten_shard):
+        assert all(found), found
+
+
+def overwritten_output() -> Any:
+    """Of a stage whose backward needs its output, as tanh does."""
+    s = Setting()
+    found = []
+    for options in ({}, {"remat": True}):
+        f = staged(lambda p, x: torch.tanh(x @ p["w"]), **options)
+        y = f(s.leaves["blocks"][0], rows_of(s.rank))
+        try:
+            y.mul_(3)
+            y.square().sum().backward()
+        except RuntimeError as error:
+            found.append("modified by an inplace operation" in str(error))
+        else:
+            joint = everyone(lambda p, k: (3 * torch.tanh(rows_of(k) @ p["w"])).square().sum(), s.n)
+            found.append(distance(s.collected()["blocks"][0], torch.func.grad(joint)(s.plain["blocks"][0])) < 1e-12)
+        s.collected()
+        found.append(s.clean_step() < 1e-12)
+    return found
+
+
+@on_threads
+def test_an_output_that_is_overwritten(world: World) -> None:
+    for found in world.run(overwritten_output):
+        assert all(found), found
