@@ -449,8 +449,8 @@ MUTANTS = [
     Mutant(
         "a background save copies nothing",
         "checkpoint/saving.py",
-        "[replace(part, values=copy) for part, copy in zip(found.parts, _staged(found.parts), strict=True)]",
-        "list(found.parts)",
+        "[replace(one, values=copy) for one, copy in zip(found.boxes, _staged(found.boxes), strict=True)]",
+        "list(found.boxes)",
         "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
     ),
 ]
