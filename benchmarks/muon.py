@@ -30,7 +30,8 @@ from benchmarks.model import SEED, Params
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY
 from shardfn import optim
-from shardfn.optim.muon import Matrix, assigned, orthogonalised
+from shardfn.optim.muon import cost, orthogonalised
+from shardfn.optim.muon_plan import assigned
 from shardfn.shards.layout import is_flat
 
 RATE, MOMENTUM, DECAY, ITERATIONS, DTYPE = 0.02, 0.95, 0.1, 5, torch.bfloat16
@@ -172,10 +173,10 @@ def imbalance(work: Sequence[float]) -> float:
 
 def planned(layers: int, shapes: Shapes, ranks: int) -> list[int]:
     """The operations of each rank, by the plan; no matrix is made for it."""
-    matrices = [Matrix(f"{i}.{name}", shape) for i in range(layers) for name, shape in shapes.items()]
+    matrices = layers * list(shapes.values())
     work = [0] * ranks
-    for matrix, owner in zip(matrices, assigned([one.cost for one in matrices], ranks), strict=True):
-        work[owner] += operations(matrix.shape)
+    for shape, owner in zip(matrices, assigned([*map(cost, matrices)], ranks), strict=True):
+        work[owner] += operations(shape)
     return work
 
 

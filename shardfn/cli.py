@@ -15,10 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardfn.checkpoint import converting, files, tools, verifying
+from shardfn.checkpoint import converting, tools, verifying
 from shardfn.checkpoint.converting import Written
+from shardfn.checkpoint.folders import is_checkpoint, restored
 from shardfn.checkpoint.reading import Report
-from shardfn.checkpoint.sources import source_of
+from shardfn.checkpoint.sources import found_at, source_of
 from shardfn.checkpoint.team import CheckpointError
 
 SAME, DIFFERENT, WRONG = 0, 1, 2
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Usage(Exception):
-    """Words that make no command."""
+    """Words that do not make a command."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 def _checkpoint(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], told: str, more: str = "") -> Any:
-        made = commands.add_parser(name, help=told, description=f"{told[0].upper()}{told[1:]}. {more}".strip())
+    def command(name: str, run: Callable[[argparse.Namespace], int], about: str, more: str = "") -> Any:
+        made = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}. {more}".strip())
         made.set_defaults(run=run)
         return made
 
@@ -118,7 +119,7 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    if not files.is_checkpoint(files.restored(args.path)):
+    if not is_checkpoint(restored(args.path)):
         return _inspect_folder(args)
     about, source = tools.summary(args.path), source_of(args.path)
     names = tools.chosen(source, args.entries)
@@ -134,7 +135,7 @@ def _inspect(args: argparse.Namespace) -> int:
         _print_table(["number", "type", "value"], rows)
     for name, ranks in source.by_rank.items():
         print(f"{name} is that of {ranks} ranks, each its own")
-    _print_table(["", ""], [(key, value) for key, value in _told(about).items()])
+    _print_table(["", ""], [(key, value) for key, value in _columns(about).items()])
     if not about.whole:
         print(f"Files are gone or cut off: see shardfn checkpoint verify {args.path}")
     return SAME
@@ -146,12 +147,12 @@ def _inspect_folder(args: argparse.Namespace) -> int:
         raise CheckpointError(f"{args.path} is a folder of checkpoints: --entries is for one of them")
     if args.json:
         return _print_json({"path": args.path, "checkpoints": found})
-    rows = [(one.path.name, *_told(one).values(), "latest" if one.latest else "") for one in found]
-    _print_table(["checkpoint", *_told(found[0]), ""], rows, right=(5, 6, 7))
+    rows = [(one.path.name, *_columns(one).values(), "latest" if one.latest else "") for one in found]
+    _print_table(["checkpoint", *_columns(found[0]), ""], rows, right=(5, 6, 7))
     return SAME
 
 
-def _told(one: tools.Summary) -> dict[str, Any]:
+def _columns(one: tools.Summary) -> dict[str, Any]:
     state = {"state": "whole" if one.whole else "torn", "format": one.format, "made": one.made}
     known = {**state, "ranks": one.ranks, "number": one.number, "bytes": _size(one.bytes), "files": one.files}
     return {key: "-" if value is None else value for key, value in known.items()}
@@ -159,7 +160,7 @@ def _told(one: tools.Summary) -> dict[str, Any]:
 
 def _verify(args: argparse.Namespace) -> int:
     for path in args.paths:
-        verifying.found_at(path)
+        found_at(path)
     found = []
     for path in args.paths:
         with _bar(f"verify {path}") as report:
@@ -203,7 +204,7 @@ def _reshard(args: argparse.Namespace) -> int:
 def _print_written(done: Written) -> int:
     print(f"{done.path}: {done.tensors} tensors, {done.numbers} numbers, {_size(done.bytes)}")
     if done.left_out:
-        print(f"left out, as nothing that it can hold: {', '.join(done.left_out)}")
+        print(f"left out, because it cannot hold them: {', '.join(done.left_out)}")
     return SAME
 
 
@@ -232,13 +233,13 @@ def _pattern(text: str) -> str:
     try:
         re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from error
     return text
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: a whole number, 1 or more")
     return int(text)
 
 
@@ -246,7 +247,7 @@ def _tolerance(text: str) -> float:
     with contextlib.suppress(ValueError):
         if float(text) >= 0:
             return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no tolerance: a number that is not negative")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a tolerance: a number that is not negative")
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Stretches of an array in row-major order as boxes of it, and what boxes have in common."""
+"""Boxes of arrays: what two have in common, how one lies in row-major order, whether some make up a whole."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,3 +71,54 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 def _in_row(number: int, shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     for box in boxes(shape[1:], start, stop):
         yield Box((number, *box.offsets), (1, *box.sizes))
+
+
+def steps(box: Box, most: int, start: int = 0, stop: int | None = None) -> Iterator[Box]:
+    """Elements `start` to `stop` of a box as boxes of at most `most` elements; an empty box as itself."""
+    if box.numel == 0:
+        yield box
+    for low in range(start, box.numel if stop is None else stop, max(1, most)):
+        for part in boxes(box.sizes, low, min(low + max(1, most), box.numel if stop is None else stop)):
+            yield part.moved(box.offsets)
+
+
+def runs(box: Box, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
+    """How a box lies in an array of this shape, in row-major order: in runs of one length, and where each begins."""
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    cut = len(shape)
+    while cut > 0:
+        cut -= 1
+        if box.sizes[cut] != shape[cut]:
+            break
+    first = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
+    starts = ([i * stride for i in range(n)] for n, stride in zip(box.sizes[:cut], strides[:cut], strict=True))
+    return math.prod(box.sizes[cut:]), (first + sum(some) for some in itertools.product(*starts))
+
+
+def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
+    """From which element of an array to which, in row-major order, a box that is not empty reaches."""
+    first = last = 0
+    for at, n, of in zip(box.offsets, box.sizes, shape, strict=True):
+        first, last = first * of + at, last * of + at + n - 1
+    return first, last + 1
+
+
+def flaw(shape: Ints, parts: Sequence[Box]) -> str:
+    """Why boxes do not make up an array of this shape, each element once; "" if they do."""
+    if not parts:
+        return "it has no parts"
+    for box in parts:
+        if len(box.sizes) != len(shape) or any(
+            at < 0 or n < 0 or at + n > of for at, n, of in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
+            return f"a part at {list(box.offsets)} of sizes {list(box.sizes)} is not inside {list(shape)}"
+    live: list[tuple[int, Box]] = []  # boxes that reach this far
+    for (start, stop), i in sorted((span(box, shape), i) for i, box in enumerate(parts) if box.numel):
+        live = [(end, one) for end, one in live if end > start]
+        twice = next((one for _, one in live if one.common(parts[i])), None)
+        if twice is not None:
+            return f"the parts at {list(twice.offsets)} and {list(parts[i].offsets)} have some elements both"
+        live.append((stop, parts[i]))
+    numel = math.prod(shape)
+    missing = numel - sum(box.numel for box in parts)
+    return f"{missing} of {numel} elements are in no part" if missing else ""

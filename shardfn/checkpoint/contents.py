@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import Box, Ints, boxes, whole
+from shardfn.checkpoint.boxes import Box, Ints, steps, whole
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import is_dtensor
@@ -62,13 +63,18 @@ class Kind:
     dtype: torch.dtype
     shape: Ints
 
+    @property
+    def bytes(self) -> int:
+        """Of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 @dataclass(frozen=True)
-class Part:
-    """A box of a named tensor, in this rank's memory: `values`, contiguous, has the box's sizes."""
+class LocalBox:
+    """A box of a named tensor, in this rank's memory: `values` has the box's sizes."""
 
     name: str
     box: Box
@@ -81,7 +87,7 @@ class Contents:
 
     Attributes:
         tensors: by name; the same on all ranks, also of what they hold nothing of.
-        parts: what this rank holds of those that are cut, or has to write of them.
+        boxes: what this rank holds of those that are cut, or has to write of them.
         plain: tensors that are whole on every rank.
         numbers: and strings.
         by_rank: names of those in `plain` and `numbers` that may differ between ranks.
@@ -90,7 +96,7 @@ class Contents:
     """
 
     tensors: dict[str, Kind] = field(default_factory=dict)
-    parts: list[Part] = field(default_factory=list)
+    boxes: list[LocalBox] = field(default_factory=list)
     plain: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Scalar] = field(default_factory=dict)
     by_rank: set[str] = field(default_factory=set)
@@ -112,7 +118,7 @@ def contents(state: Any, *, shared: bool) -> Contents:
     found = Contents()
     wrong: list[str] = []
     for tokens, leaf, own in _leaves(state, (), False):
-        name = ".".join(map(str, tokens)) or "value"
+        name = _name(tokens)
         if is_unit(leaf):
             _add_flat(found, tokens, leaf, shared)
             continue
@@ -140,25 +146,14 @@ def contents(state: Any, *, shared: bool) -> Contents:
 
 def rebuilt(state: Any, values: dict[str, Any]) -> Any:
     """The tree with other numbers and strings; tensors and generators are those of the tree."""
-
-    def again(node: Any, tokens: tuple[Any, ...]) -> Any:
-        accessors, leaves, tree = optree.tree_flatten_with_accessor(node, is_leaf=is_unit)
-        made = []
-        for accessor, leaf in zip(accessors, leaves, strict=True):
-            name = ".".join(map(str, (*tokens, *_tokens(accessor)))) or "value"
-            made.append(values.get(name, leaf) if type(leaf) in SCALARS else leaf)
-        return optree.tree_unflatten(tree, made)
-
-    return again(state, ())
+    accessors, leaves, tree = optree.tree_flatten_with_accessor(state, is_leaf=is_unit)
+    named = zip(map(_tokens, accessors), leaves, strict=True)
+    return tree.unflatten(values.get(_name(tokens), leaf) if type(leaf) in SCALARS else leaf for tokens, leaf in named)
 
 
 def generators(state: Any) -> dict[str, torch.Generator]:
     """The generators of a tree by name."""
-    return {
-        ".".join(map(str, tokens)) or "value": leaf
-        for tokens, leaf, _ in _leaves(state, (), False)
-        if isinstance(leaf, torch.Generator)
-    }
+    return {_name(tokens): leaf for tokens, leaf, _ in _leaves(state, (), False) if isinstance(leaf, torch.Generator)}
 
 
 def crc(tensor: Tensor) -> int:
@@ -177,12 +172,12 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
     """A whole tensor in row-major order, in boxes of at most so many bytes; at least one."""
-    if not values.numel():
-        yield whole(values.shape), values
-    step = max(1, most // values.element_size())
-    for start in range(0, values.numel(), step):
-        for box in boxes(values.shape, start, min(start + step, values.numel())):
-            yield box, values[box.within(whole(values.shape))]
+    for box in steps(whole(values.shape), most // values.element_size()):
+        yield box, values[box.within(whole(values.shape))]
+
+
+def _name(tokens: Iterable[Any]) -> str:
+    return ".".join(map(str, tokens)) or "value"
 
 
 def _leaves(state: Any, tokens: tuple[Any, ...], own: bool) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
@@ -220,13 +215,13 @@ def _add_flat(found: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece,
     names, inside, values = {}, _inside(layout), node.values.detach()
     for number in numbers:
         keys = (*prefix, *stage, *inside[number])
-        name = names[number] = ".".join(map(str, keys)) or "value"
+        name = names[number] = _name(keys)
         _known(found, name, keys)
         found.tensors[name] = Kind(values.dtype, layout.whole_shape(number))
     for number, box, at in _cut(layout, process_groups.global_rank(), shared, values.element_size(), BUFFER):
         if number in names:
             own = values[at - first : at - first + box.numel].view(box.sizes)
-            found.parts.append(Part(names[number], box, own))
+            found.boxes.append(LocalBox(names[number], box, own))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -241,18 +236,19 @@ def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list
     """A rank's piece as boxes of at most `most` bytes: a parameter, a box of it, and where in the piece it begins."""
     numbers = {entry.path: number for number, entry in enumerate(layout.entries)}
     begin = layout.index(rank) * layout.piece
-    step, found = max(1, most // width), []
+    found = []
     for part in layout.ranges(rank):
         entry, low, high = layout.entries[numbers[part.path]], part.start, part.stop
         if shared:
             low, high = _share(layout, numbers[part.path], rank, low, high, width)
-        for start in range(low, high, step):
-            at = entry.offset - begin + start
-            for box in boxes(entry.shape, start, min(start + step, high)):
-                found.append((numbers[part.path], box.moved(part.corner), at))
-                at += box.numel
-        if entry.numel == 0 and layout.grid.index(rank, layout.same_axes(numbers[part.path])) == 0:
-            found.append((numbers[part.path], whole(entry.shape), 0))
+        if entry.numel == 0:
+            if layout.grid.index(rank, layout.same_axes(numbers[part.path])) == 0:
+                found.append((numbers[part.path], whole(entry.shape), 0))
+            continue
+        at = entry.offset - begin + low
+        for box in steps(whole(entry.shape), most // width, low, high):
+            found.append((numbers[part.path], box.moved(part.corner), at))
+            at += box.numel
     return found
 
 

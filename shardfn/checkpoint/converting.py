@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardfn.checkpoint import files, safetensors
-from shardfn.checkpoint.boxes import Box, whole
-from shardfn.checkpoint.contents import FEW, Kind
-from shardfn.checkpoint.files import Manifest, Writer
-from shardfn.checkpoint.reading import Reader, Report, bytes_of, memory, meter, parts, runs, silent
-from shardfn.checkpoint.sources import Ours, Source, source_of
+from shardfn.checkpoint import folders, safetensors
+from shardfn.checkpoint.boxes import Box, runs, steps, whole
+from shardfn.checkpoint.contents import BUFFER, FEW, Kind, as_bytes
+from shardfn.checkpoint.disk import sync, write_at
+from shardfn.checkpoint.manifest import Manifest
+from shardfn.checkpoint.reading import Reader, Report, meter, silent
+from shardfn.checkpoint.sources import Source, source_of
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import chosen
-from shardfn.checkpoint.verifying import check_parts
-from shardfn.compat import dcp
+from shardfn.checkpoint.writer import Writer
+
+Count = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def consolidate(
         pattern: for the names; see `chosen`.
         strip: what names that begin with it lose.
         overwrite: replace a file of this name.
-        report: told of progress.
+        report: is called with bytes done, and bytes in all.
 
     Raises:
         CheckpointError: what is wrong with the checkpoint, the names or the destination.
@@ -68,18 +68,17 @@ def consolidate(
     source = source_of(src)
     names = chosen(source, pattern)
     tensors = [name for name in names if name in source.tensors]
-    check_parts(source, tensors)
     olds = _renamed(names, strip)
     dst.parent.mkdir(parents=True, exist_ok=True)
-    temporary = files.aside(dst, "writing")
-    count = meter(report, sum(bytes_of(source.tensors[name]) for name in tensors))
+    temporary = folders.aside(dst, "writing")
+    count = meter(report, sum(source.tensors[name].bytes for name in tensors))
     try:
         left_out = write(Reader(source), temporary, olds, strip, count)
         temporary.replace(dst)
     finally:
         temporary.unlink(missing_ok=True)
-    files.sync(dst.parent)
-    left_out += [] if pattern else _unread(source)
+    sync(dst.parent)
+    left_out += [] if pattern else source.left_out
     numbers = len(names) - len(tensors) if dst.suffix == ".pt" else 0
     return Written(dst, len(tensors), numbers, dst.stat().st_size, left_out)
 
@@ -93,40 +92,34 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
     if ranks < 1:
         raise CheckpointError(f"{ranks} ranks; 1 or more write a checkpoint")
     source = source_of(src)
-    if files.restored(dst).exists():
+    if folders.restored(dst).exists():
         raise CheckpointError(f"{dst} exists: pass another path")
-    check_parts(source, source.tensors)
-    reader, keys = Reader(source), _keys(source)
+    reader, keys = Reader(source), source.keys()
     dst.parent.mkdir(parents=True, exist_ok=True)
-    folder = files.aside(dst, "writing")
-    files.discard(folder)
-    manifest = Manifest(dict(source.tensors), {}, {}, dict(source.by_rank))
-    places: dict[str, tuple[str, int, int]] = {}
-    count = meter(report, sum(map(bytes_of, source.tensors.values())))
+    folder = folders.aside(dst, "writing")
+    folders.discard(folder)
+    manifest = Manifest(tensors=source.tensors, by_rank=source.by_rank)
+    count = meter(report, sum(kind.bytes for kind in source.tensors.values()))
     try:
         folder.mkdir()
         for rank, own in enumerate(_shares(source, ranks)):
-            with contextlib.closing(Writer(folder, f"__{rank}_0.distcp")) as writer:
+            with contextlib.closing(Writer(folder, rank)) as writer:
                 for name, start, stop in own:
-                    for box in _boxes_of(source.tensors[name], start, stop):
-                        chunk = writer.tensor(reader.read(name, box), box)
-                        manifest.chunks.setdefault(name, []).append(chunk)
-                        count(box.numel * source.tensors[name].dtype.itemsize)
+                    kind = source.tensors[name]
+                    for box in steps(whole(kind.shape), BUFFER // kind.dtype.itemsize, start, stop):
+                        writer.tensor(name, reader.read(name, box), box)
+                        count(box.numel * kind.dtype.itemsize)
                 for name in _numbers_of(source, rank, ranks):
-                    manifest.numbers[name] = source.numbers[name]
-                    places[name] = writer.number(source.numbers[name])
-                manifest.files[writer.name] = writer.end()
-        manifest.about = files.about(dst.parent, ranks)
-        known = {name: keys.get(name, (name,)) for name in [*manifest.tensors, *manifest.numbers]}
-        files.write_metadata(folder, manifest, known, places)
-        files.write_manifest(folder, manifest)
-        files.publish(folder, dst)
+                    writer.number(name, source.numbers[name])
+                manifest.add(writer.end())
+        manifest.about = folders.about(dst.parent, ranks)
+        folders.completed(folder, dst, manifest, keys)
     except BaseException:
         with contextlib.suppress(OSError):
-            files.discard(folder)
+            folders.discard(folder)
         raise
     size = sum(size for size, _ in manifest.files.values())
-    return Written(dst, len(manifest.tensors), len(manifest.numbers), size, _unread(source))
+    return Written(dst, len(manifest.tensors), len(manifest.numbers), size, source.left_out)
 
 
 def _renamed(names: list[str], strip: str) -> dict[str, str]:
@@ -143,22 +136,20 @@ def _renamed(names: list[str], strip: str) -> dict[str, str]:
     return olds
 
 
-def _safetensors(
-    reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Callable[[int], None]
-) -> list[str]:
+def _safetensors(reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
     """Writes tensors to a file of the safetensors format; the names of what it cannot hold."""
     source = reader.source
     kinds = {name: source.tensors[old] for name, old in olds.items() if old in source.tensors}
     plan = safetensors.planned(kinds, sys.maxsize, {})
     (header,), (length,) = plan.headers.values(), plan.lengths.values()
     with path.open("wb", buffering=0) as file:
-        _write(file.fileno(), memoryview(header), 0)
+        write_at(file.fileno(), memoryview(header), 0)
         file.truncate(length)
         for name, kind in kinds.items():
-            for box in _parts_of(source, olds[name]):
-                content = memory(reader.read(olds[name], box))
-                _write_box(file.fileno(), content, box, kind, plan.places[name][1])
-                count(len(content))
+            for box, values in reader.parts(olds[name]):
+                raw: Any = as_bytes(values).numpy()
+                _write_box(file.fileno(), memoryview(raw), box, kind, plan.places[name][1])
+                count(len(raw))
         os.fsync(file.fileno())
     return [old for old in olds.values() if old not in source.tensors]
 
@@ -167,27 +158,21 @@ def _write_box(descriptor: int, content: memoryview, box: Box, kind: Kind, begin
     length, starts = runs(box, kind.shape)
     size = length * kind.dtype.itemsize
     for i, start in enumerate(starts):
-        _write(descriptor, content[i * size : (i + 1) * size], begin + start * kind.dtype.itemsize)
+        write_at(descriptor, content[i * size : (i + 1) * size], begin + start * kind.dtype.itemsize)
 
 
-def _write(descriptor: int, content: memoryview, offset: int) -> None:
-    while content:
-        done = os.pwrite(descriptor, content, offset)
-        content, offset = content[done:], offset + done
-
-
-def _nested(reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Callable[[int], None]) -> list[str]:
+def _nested(reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
     """Writes nested dicts and lists by torch.save."""
-    source, keys = reader.source, _keys(reader.source)
+    source, keys = reader.source, reader.source.keys()
     tree: dict[Any, Any] = {}
     for new, name in olds.items():
         value: Any = source.numbers.get(name)
         if name in source.tensors:
             kind = source.tensors[name]
             value = torch.empty(kind.shape, dtype=kind.dtype)
-            for box in _parts_of(source, name):
-                value[box.within(whole(kind.shape))].copy_(reader.read(name, box))
-                count(box.numel * kind.dtype.itemsize)
+            for box, values in reader.parts(name):
+                value[box.within(whole(kind.shape))].copy_(values)
+                count(values.nbytes)
         own = keys.get(name, (name,))
         _put(tree, _stripped(own, strip) if name != new else own, name, value)
     with path.open("wb") as file:
@@ -207,7 +192,7 @@ def _put(tree: dict[Any, Any], keys: tuple[Any, ...], name: str, value: Any) -> 
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
-            raise CheckpointError(f"{name} is in {key!r}, which is no dict")
+            raise CheckpointError(f"{name} is inside {key!r}, which is not a dict")
     if keys[-1] in tree:
         raise CheckpointError(f"two entries are {'.'.join(map(str, keys))}, of which one is {name}")
     tree[keys[-1]] = value
@@ -223,18 +208,6 @@ def _with_lists(node: Any) -> Any:
     return made
 
 
-def _parts_of(source: Source, name: str) -> Iterator[Box]:
-    """A tensor's parts, those that are large in smaller ones."""
-    for chunk in source.chunks[name]:
-        yield from parts(chunk.box, 0, chunk.box.numel, source.tensors[name].dtype.itemsize)
-
-
-def _boxes_of(kind: Kind, start: int, stop: int) -> Iterable[Box]:
-    if math.prod(kind.shape) == 0:
-        return [whole(kind.shape)]
-    return parts(whole(kind.shape), start, stop, kind.dtype.itemsize)
-
-
 def _owners(source: Source, ranks: int) -> dict[str, int]:
     """Who writes what each rank had its own of."""
     return {f"{name}.rank{one}": one % ranks for name, size in source.by_rank.items() for one in range(size)}
@@ -245,11 +218,11 @@ def _shares(source: Source, ranks: int) -> list[list[tuple[str, int, int]]]:
     owners, load = _owners(source, ranks), [0] * ranks
     shares: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
     for name, kind in source.tensors.items():
-        numel = math.prod(kind.shape)
-        if name in owners or bytes_of(kind) < FEW:
+        numel = whole(kind.shape).numel
+        if name in owners or kind.bytes < FEW:
             rank = owners.get(name, load.index(min(load)))
             shares[rank].append((name, 0, numel))
-            load[rank] += bytes_of(kind) + 4096
+            load[rank] += kind.bytes + 4096
             continue
         length = -(-numel // ranks)
         for rank, start in enumerate(range(0, numel, length)):
@@ -260,26 +233,3 @@ def _shares(source: Source, ranks: int) -> list[list[tuple[str, int, int]]]:
 def _numbers_of(source: Source, rank: int, ranks: int) -> list[str]:
     owners = _owners(source, ranks)
     return [name for name in source.numbers if owners.get(name, 0) == rank]
-
-
-def _keys(source: Source) -> dict[str, tuple[Any, ...]]:
-    """Each name as the keys from the root of the tree, where that is known."""
-    path = source.folder / files.METADATA
-    try:
-        content = path.read_bytes()
-        known = files.read_manifest(source.folder).files[files.METADATA] if isinstance(source, Ours) else None
-        if known is not None and known != (len(content), zlib.crc32(content)):
-            raise CheckpointError(f"{path} is damaged: its checksum does not fit")
-        return dcp.read_checkpoint_keys(content)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises almost anything
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _unread(source: Source) -> list[str]:
-    """Names of what is neither tensor, number nor string."""
-    if isinstance(source, Ours):
-        return []
-    _, places = dcp.read_checkpoint_metadata((source.folder / files.METADATA).read_bytes())
-    return [name for name in places if name not in source.numbers]

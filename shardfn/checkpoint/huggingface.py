@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, Ints, whole
-from shardfn.checkpoint.contents import Contents, Kind, Part, as_bytes, contents, pieces
+from shardfn.checkpoint.contents import Contents, Kind, LocalBox, as_bytes, contents, pieces
+from shardfn.checkpoint.disk import write_at
 from shardfn.checkpoint.loading import Differences
 from shardfn.checkpoint.safetensors import Plan, Stored, aside, begin, clear, opened, planned, publish, stored_in
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
+from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
@@ -76,25 +77,22 @@ def export(
         ``export("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
     finish()
-    found = apart(lambda: contents(params, shared=False))
+    found = on_each_rank(lambda: contents(params, shared=False))
     team, folder = team_of(found.grids), Path(path)
-    what, plans = f"export {folder}", list[Any]()
+    what = f"export {folder}"
 
-    def prepare() -> tuple[str, int]:
+    def planning() -> tuple[dict[str, _Kept], Plan]:
         _only_tensors(params, found)
         kept = _kept(found.tensors, list(names), dtype)
-        plan = planned({one.name: one.kind for one in kept.values()}, largest, metadata or {})
-        plans[:] = [kept, plan]
-        return str(folder), zlib.crc32(repr(plan.headers).encode())
+        return kept, planned({one.name: one.kind for one in kept.values()}, largest, metadata or {})
 
-    told = team.together(what, prepare)
-    if any(other != told[0] for other in told):
+    kept, plan = team.each(what, planning)
+    if len(set(team.gathered((str(folder), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
         raise CheckpointError(f"{what}: ranks were given different paths, trees or rules")
-    kept, plan = plans
     try:
-        team.together(what, lambda: begin(folder, plan) if team.rank == 0 else None)
-        team.together(what, lambda: _fill(folder, plan, kept, _turns(params, kept, team)))
-        team.together(what, lambda: publish(folder, plan) if team.rank == 0 else None)
+        team.first(what, lambda: begin(folder, plan))
+        team.each(what, lambda: _fill(folder, plan, kept, _turns(params, kept, team)))
+        team.first(what, lambda: publish(folder, plan))
     except BaseException:
         if team.rank == 0:
             clear(folder)
@@ -133,23 +131,22 @@ def import_(
         TypeError: what is in the tree.
     """
     finish()
-    wanted = apart(lambda: contents(like, shared=False))
+    wanted = on_each_rank(lambda: contents(like, shared=False))
     team, path = team_of(wanted.grids), Path(path)
-    what, found = f"import_ {path}", list[Any]()
+    what = f"import_ {path}"
 
-    def prepare() -> str:
+    def compared() -> tuple[dict[str, _Kept], dict[str, Stored], Differences]:
         _only_tensors(like, wanted)
         kept, stored = _kept(wanted.tensors, list(names)), stored_in(path)
         differ = _compared(kept, stored, [re.compile(rule) for rule in ignore])
         if differ.shapes or (strict and differ):
             raise CheckpointError(str(differ))
-        found[:] = [kept, stored]
-        return str(differ) if differ else ""
+        return kept, stored, differ
 
-    told = team.together(what, prepare)
-    if told[0] and team.rank == 0:
-        _log.warning("%s, not strict: %s", what, told[0])
-    team.together(what, lambda: _read(wanted, *found))
+    kept, stored, differ = team.each(what, compared)
+    if differ and team.rank == 0:
+        _log.warning("%s, not strict: %s", what, differ)
+    team.each(what, lambda: _read(wanted, kept, stored))
     return like
 
 
@@ -286,10 +283,8 @@ def _fill(folder: Path, plan: Plan, kept: dict[str, _Kept], turns: Iterable[tupl
 def _write(descriptor: int, offset: int, values: Tensor, dtype: torch.dtype) -> None:
     for _, some in pieces(values, STEP):
         raw: Any = as_bytes(some.to(dtype)).numpy()
-        content = memoryview(raw)
-        while content:
-            done = os.pwrite(descriptor, content, offset)
-            content, offset = content[done:], offset + done
+        write_at(descriptor, memoryview(raw), offset)
+        offset += len(raw)
 
 
 # --- reading ---
@@ -298,13 +293,13 @@ def _write(descriptor: int, offset: int, values: Tensor, dtype: torch.dtype) -> 
 def _compared(kept: dict[str, _Kept], stored: dict[str, Stored], ignore: list[re.Pattern[str]]) -> Differences:
     differ = Differences()
     for name, one in kept.items():
-        told = name if name == one.name else f"{one.name} (here {name})"
+        said = name if name == one.name else f"{one.name} (here {name})"
         theirs = stored.get(one.name)
         if theirs is None:
-            differ.missing.append(told)
+            differ.missing.append(said)
         elif theirs.shape != one.kind.shape:
             turned = " when its last two dimensions are swapped" if one.turned else ""
-            differ.shapes[told] = str(theirs), f"{one.kind}{turned}"
+            differ.shapes[said] = str(theirs), f"{one.kind}{turned}"
     known = {one.name for one in kept.values()}
     differ.extra = [name for name in stored if name not in known and not any(rule.fullmatch(name) for rule in ignore)]
     return differ
@@ -312,17 +307,17 @@ def _compared(kept: dict[str, _Kept], stored: dict[str, Stored], ignore: list[re
 
 def _read(wanted: Contents, kept: dict[str, _Kept], stored: dict[str, Stored]) -> None:
     """Fills what this rank holds, one file after another."""
-    parts = [*wanted.parts, *(Part(name, *piece) for name, x in wanted.plain.items() for piece in pieces(x, STEP))]
-    by_file: dict[Path, list[Part]] = {}
-    for part in parts:
-        if kept[part.name].name in stored and part.values.numel():
-            by_file.setdefault(stored[kept[part.name].name].file, []).append(part)
+    plain = (LocalBox(name, *piece) for name, x in wanted.plain.items() for piece in pieces(x, STEP))
+    by_file: dict[Path, list[LocalBox]] = {}
+    for local in (*wanted.boxes, *plain):
+        if kept[local.name].name in stored and local.values.numel():
+            by_file.setdefault(stored[kept[local.name].name].file, []).append(local)
     for file, some in by_file.items():
         with opened(file) as source, torch.no_grad():
-            for part in some:
-                one = kept[part.name]
+            for local in some:
+                one = kept[local.name]
                 try:
-                    part.values.copy_(_values(source, one, part.box))
+                    local.values.copy_(_values(source, one, local.box))
                 except Exception as error:  # a damaged file raises almost anything
                     raise CheckpointError(f"{file}: {one.name} cannot be read: {error}") from error
 

@@ -14,12 +14,13 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint import files
 from shardfn.checkpoint.boxes import whole
-from shardfn.checkpoint.contents import Contents, Part, contents, generators, rebuilt
+from shardfn.checkpoint.contents import Contents, LocalBox, contents, generators, rebuilt
+from shardfn.checkpoint.folders import checkpoints
+from shardfn.checkpoint.reading import Reader, Wanted
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.sources import Source, source_of
-from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
+from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.mesh import waiting
 
 _log = logging.getLogger("shardfn")
@@ -45,16 +46,16 @@ class Differences:
         return bool(self.missing or self.extra or self.shapes or self.kinds)
 
     def __str__(self) -> str:
-        told = []
+        said = []
         if self.missing:
-            told.append(f"missing in the checkpoint: {', '.join(self.missing)}")
+            said.append(f"missing in the checkpoint: {', '.join(self.missing)}")
         if self.extra:
-            told.append(f"in the checkpoint, but not in the tree: {', '.join(self.extra)}")
+            said.append(f"in the checkpoint, but not in the tree: {', '.join(self.extra)}")
         for what, found in (("shape", self.shapes), ("kind", self.kinds)):
             each = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in found.items()]
             if each:
-                told.append(f"of another {what}: {', '.join(each)}")
-        return "; ".join(told) or "nothing differs"
+                said.append(f"of another {what}: {', '.join(each)}")
+        return "; ".join(said) or "nothing differs"
 
 
 @waiting.during("sf.checkpoint.load")
@@ -90,42 +91,42 @@ def load(
             checksum tells of damage, `like` may have been overwritten in part, and the message says what.
     """
     finish()
-    wanted = apart(lambda: contents(like, shared=False))
-    team = team_of(wanted.grids)
-    path = Path(path)
-    rules = [re.compile(rule) for rule in ignore]
-    found: list[Any] = []
+    tree, held = on_each_rank(lambda: _placed(like, donate))
+    team, path, what = team_of(held.grids), Path(path), f"load {path}"
 
-    def prepare() -> str:
+    def compared() -> tuple[Reader, Wanted, Differences, dict[str, str]]:
         source = source_of(path)
-        differ, names = _compared(source, wanted, team, rules)
-        found[:] = [source, names]
+        differ, names = _compared(source, held, team, [re.compile(rule) for rule in ignore])
         if differ.shapes or (strict and differ):
             raise CheckpointError(str(differ))
-        source.check(_parts(wanted, names))
-        return str(differ) if differ else ""
+        every = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
+        reader = Reader(source)
+        wanted = reader.wanted(LocalBox(names[one.name], one.box, one.values) for one in every if one.name in names)
+        reader.check(wanted)
+        return reader, wanted, differ, names
 
-    told = team.together(f"load {path}", prepare)
-    if told[0] and team.rank == 0:
-        _log.warning("load %s, not strict: %s", path, told[0])
-    source, names = found
-    tree = like if donate else optree.tree_map(_copied, like)
-    if not donate:
-        wanted = contents(tree, shared=False)
+    reader, wanted, differ, names = team.each(what, compared)
+    if differ and team.rank == 0:
+        _log.warning("%s, not strict: %s", what, differ)
 
     def read() -> None:
-        _read(source, wanted, names, tree)
+        with torch.no_grad():
+            reader.fill(wanted)
+        for name, generator in generators(tree).items():
+            if name in names:
+                generator.set_state(held.plain[name])
 
     try:
-        team.together(f"load {path}", read)
+        team.each(what, read)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
-    return rebuilt(tree, {name: source.numbers[theirs] for name, theirs in names.items() if name in wanted.numbers})
+    numbers = reader.source.numbers
+    return rebuilt(tree, {name: numbers[theirs] for name, theirs in names.items() if name in held.numbers})
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
     """The newest whole checkpoint in a folder; None where there is none. A torn one is never it."""
-    found = files.checkpoints(Path(root))
+    found = checkpoints(Path(root))
     return found[-1] if found else None
 
 
@@ -165,10 +166,10 @@ def _compare_one(differ: Differences, name: str, source: Source, theirs: str, wa
     kind, number = source.tensors.get(theirs), source.numbers.get(theirs)
     ours = wanted.tensors.get(name)
     if ours is None or kind is None:
-        told = str(ours) if ours else type(wanted.numbers[name]).__name__, str(kind) if kind else type(number).__name__
-        if told[0] != told[1]:
+        here, there = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
+        if here != there:
             where = differ.kinds if ours is None and kind is None else differ.shapes
-            where[name] = told[1], told[0]
+            where[name] = there, here
         return
     if kind.shape != ours.shape:
         differ.shapes[name] = str(kind), str(ours)
@@ -186,30 +187,10 @@ def _unusable(names: dict[str, str]) -> str:
     )
 
 
-def _parts(wanted: Contents, names: dict[str, str]) -> list[Part]:
-    """What is to be read, under the checkpoint's names."""
-    parts = [Part(names[part.name], part.box, part.values) for part in wanted.parts if part.name in names]
-    return parts + [Part(names[name], whole(x.shape), x) for name, x in wanted.plain.items() if name in names]
-
-
-def _read(source: Source, wanted: Contents, names: dict[str, str], tree: Any) -> None:
-    drawn = generators(tree)
-    states = {name: wanted.plain[name] for name in drawn if name in names}
-    parts = [Part(names[part.name], part.box, part.values) for part in wanted.parts if part.name in names]
-    apart: list[tuple[Tensor, Tensor]] = []
-    for name, x in wanted.plain.items():
-        if name in names:
-            values = x
-            if not x.is_contiguous() or x.is_conj() or x.is_neg():
-                values = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-                apart.append((x, values))
-            parts.append(Part(names[name], whole(x.shape), values))
-    with torch.no_grad():
-        source.read(parts)
-        for x, values in apart:
-            x.copy_(values)
-    for name, state in states.items():
-        drawn[name].set_state(state)
+def _placed(like: Any, donate: bool) -> tuple[Any, Contents]:
+    """The tree that is filled, and what it holds."""
+    tree = like if donate else optree.tree_map(_copied, like)
+    return tree, contents(tree, shared=False)
 
 
 def _copied(leaf: Any) -> Any:

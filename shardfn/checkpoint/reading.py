@@ -1,30 +1,36 @@
-"""Boxes of a checkpoint's tensors, in memory that does not grow with the parts which they are cut from."""
+"""Boxes of a checkpoint's tensors, in memory that does not grow with the parts that they are read from.
+
+A part goes through one buffer from its first byte to its last, and its checksum with it: for loading, where elements
+are copied to where they belong; for verifying, where none are; and for the command line.
+"""
 
 from __future__ import annotations
 
 import bisect
-import io
 import itertools
-import math
 import os
-import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import Box, boxes
-from shardfn.checkpoint.contents import BUFFER, Kind, as_bytes
-from shardfn.checkpoint.files import Chunk
-from shardfn.checkpoint.sources import Ours, Source, opened, read_bytes
+from shardfn.checkpoint.boxes import Box, boxes, runs, span
+from shardfn.checkpoint.contents import BUFFER, Kind, LocalBox, as_bytes
+from shardfn.checkpoint.disk import opened, read_at
+from shardfn.checkpoint.items import Flaw, checked, unpickled
+from shardfn.checkpoint.manifest import Chunk
+from shardfn.checkpoint.sources import Source
 from shardfn.checkpoint.team import CheckpointError
 
-STEP = 2**22  # bytes that are read at a time where only a checksum is wanted
+STEP = 2**22  # bytes of the buffer, about; a multiple of every element's
+REST = 2**12  # bytes that are read with those before them
 
 Report = Callable[[int, int], None]  # of how many bytes are done, and of how many
+Wanted = dict[str, list[tuple[Chunk, str, list[LocalBox]]]]  # by file, in order: a part, of what, and what it fills
+Stretch = tuple[Box, Tensor]  # elements of a part that lie together: a box of the tensor, and its values
 
 
 def silent(done: int, total: int) -> None:
@@ -33,221 +39,249 @@ def silent(done: int, total: int) -> None:
 
 def meter(report: Report, total: int) -> Callable[[int], None]:
     """A function that counts bytes, and reports the sum."""
-    sums = [0]
+    done = 0
 
     def count(more: int) -> None:
-        sums[0] += more
-        report(sums[0], total)
+        nonlocal done
+        done += more
+        report(done, total)
 
     report(0, total)
     return count
 
 
-def bytes_of(kind: Kind) -> int:
-    """Of all elements of a tensor."""
-    return math.prod(kind.shape) * kind.dtype.itemsize
+class Buffer:
+    """Memory that is used again and again."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def first(self, length: int) -> memoryview:
+        """So many bytes of it."""
+        if len(self._memory) < length:
+            self._memory = bytearray(length)
+        return memoryview(self._memory)[:length]
 
 
-def parts(box: Box, start: int, stop: int, width: int) -> Iterator[Box]:
-    """Elements `start` to `stop` of a box, each of `width` bytes, as boxes that fit the buffer."""
-    step = max(1, BUFFER // width)
-    for low in range(start, stop, step):
-        for part in boxes(box.sizes, low, min(low + step, stop)):
-            yield part.moved(box.offsets)
+def blocks(descriptor: int, start: int, stop: int, data: int, buffer: Buffer) -> Iterator[tuple[int, memoryview]]:
+    """These bytes of a file through the buffer, and where each block begins; from `data` on cut at multiples of STEP.
+
+    Raises:
+        Flaw: the file ends before.
+    """
+    end = data + STEP
+    while start < stop:
+        end = stop if stop - end < REST else end
+        content = buffer.first(end - start)
+        done = read_at(descriptor, content, start)
+        if done < len(content):
+            raise Flaw(f"the file ends at byte {start + done}")
+        yield start, content
+        start, end = end, end + STEP
 
 
-def runs(box: Box, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
-    """How a box lies in an array of this shape, in row-major order: in stretches of one length, that begin there."""
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    cut = len(shape)
-    while cut > 0:
-        cut -= 1
-        if box.sizes[cut] != shape[cut]:
-            break
-    first = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
-    steps = ([i * stride for i in range(n)] for n, stride in zip(box.sizes[:cut], strides[:cut], strict=True))
-    return math.prod(box.sizes[cut:]), (first + sum(some) for some in itertools.product(*steps))
+@dataclass(frozen=True)
+class Extent:
+    """Where a part's elements are, in row-major order: bytes `start` to `stop` of a file, elements from `data` on.
+
+    `before` and `after` are the CRC-32 up to `start` and up to `stop`; `after` is None where nobody knows it.
+    """
+
+    start: int
+    data: int
+    stop: int
+    before: int
+    after: int | None
 
 
-def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """From which element of an array to which, in row-major order, a box reaches, that is not empty."""
-    first = last = 0
-    for at, n, of in zip(box.offsets, box.sizes, shape, strict=True):
-        first, last = first * of + at, last * of + at + n - 1
-    return first, last + 1
+def extent(descriptor: int, chunk: Chunk, kind: Kind, torchs: bool) -> Extent | None:
+    """Where a part's elements are; None if they are in no order that is known.
+
+    Raises:
+        Flaw: there is something else.
+    """
+    if not torchs:
+        return Extent(chunk.offset, chunk.offset + chunk.data, chunk.offset + chunk.length, chunk.before, chunk.after)
+    known = checked(descriptor, chunk.offset, chunk.length, values=False)
+    found = unpickled(descriptor, chunk.offset, chunk.length, values=False)
+    if not isinstance(found, Tensor) or tuple(found.shape) != chunk.box.sizes:
+        raise Flaw(f"it is not a tensor of sizes {list(chunk.box.sizes)}")
+    storage, width = found.untyped_storage(), kind.dtype.itemsize
+    at = getattr(storage, "_checkpoint_offset", None)
+    plain = found.dtype == kind.dtype and found.is_contiguous() and not found.is_conj() and not found.is_neg()
+    if at is None or not plain or len(known) > 1:
+        return None
+    start = chunk.offset + int(at)
+    return Extent(
+        start,
+        start + int(found.storage_offset()) * width,
+        start + storage.nbytes(),
+        0,
+        next(iter(known.values()), None),
+    )
 
 
-def memory(values: Tensor) -> memoryview:
-    """A tensor's bytes, as they are in memory; it is contiguous, on the CPU."""
-    found: Any = as_bytes(values).numpy()
-    return memoryview(found)
+def elements(descriptor: int, chunk: Chunk, kind: Kind, where: Extent | None, buffer: Buffer) -> Iterator[Stretch]:
+    """A part in row-major order, through the buffer: what is yielded is gone with the next. The checksum comes last.
+
+    Raises:
+        Flaw: what is there is not as it was written.
+    """
+    if where is None:
+        found = unpickled(descriptor, chunk.offset, chunk.length)
+        yield chunk.box, found
+        return
+    crc, width = where.before, kind.dtype.itemsize
+    stop = where.data + chunk.box.numel * width
+    for at, content in blocks(descriptor, where.start, where.stop, where.data, buffer):
+        crc = zlib.crc32(content, crc)
+        low, high = max(at, where.data), min(at + len(content), stop)
+        if low < high:
+            values = torch.frombuffer(content, dtype=kind.dtype, offset=low - at, count=(high - low) // width)
+            for box in boxes(chunk.box.sizes, (low - where.data) // width, (high - where.data) // width):
+                yield box.moved(chunk.box.offsets), values[: box.numel].view(box.sizes)
+                values = values[box.numel :]
+    if where.after not in (None, crc):
+        raise Flaw("its checksum does not fit")
 
 
 class Reader:
-    """Reads boxes of a source's tensors: of large parts only what a box needs, each part's checksum once before."""
+    """Reads named tensors of a checkpoint, each part's checksum once.
+
+    It has one buffer, so nothing else is read by it while `parts` of a tensor come.
+    """
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self._begins: dict[tuple[str, int], int | None] = {}
-        self._order: tuple[str, list[Chunk], list[int], list[int]] = "", [], [], []
+        self._buffer = Buffer()
+        self._seen: dict[tuple[str, int], Extent | None] = {}
+        self._orders: dict[str, tuple[list[Chunk], list[int], list[int]]] = {}
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """The elements of a box.
+    def wanted(self, targets: Iterable[LocalBox]) -> Wanted:
+        """The parts from which boxes of tensors, under the checkpoint's names, are filled.
 
         Raises:
-            CheckpointError: a file is gone or damaged, or no part has some of the elements.
+            CheckpointError: the parts of one of these tensors do not make it up.
         """
-        near = self._near(name, box)
-        if len(near) == 1 and box.common(near[0].box) == box:
-            return self._common(name, near[0], box)
-        values, found = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype), 0
-        for chunk in near:
-            both = box.common(chunk.box)
-            if both is not None:
-                values[both.within(box)].copy_(self._common(name, chunk, both))
-                found += both.numel
-        if found < box.numel:
-            raise CheckpointError(
-                f"{self.source.folder}: {box.numel - found} elements of {name} are in none of its parts"
-            )
+        found: dict[str, dict[int, tuple[Chunk, str, list[LocalBox]]]] = {}
+        for target in targets:
+            chunks, starts, stops = self._order(target.name)
+            if target.box.numel == 0:
+                continue
+            start, stop = span(target.box, self.source.tensors[target.name].shape)
+            for chunk in chunks[bisect.bisect_right(stops, start) : bisect.bisect_left(starts, stop)]:
+                if target.box.common(chunk.box):
+                    known = found.setdefault(chunk.file, {}).setdefault(chunk.offset, (chunk, target.name, []))
+                    known[2].append(target)
+        return {file: [some[offset] for offset in sorted(some)] for file, some in found.items()}
+
+    def check(self, wanted: Wanted) -> None:
+        """Raises CheckpointError where a file is gone, or too short for what is wanted of it."""
+        for file, chunks in wanted.items():
+            path = self.source.folder / file
+            with opened(path) as descriptor:
+                has, needed = os.fstat(descriptor).st_size, max(one.offset + one.length for one, *_ in chunks)
+            if has < needed:
+                names = dict.fromkeys(name for one, name, _ in chunks if one.offset + one.length > has)
+                raise CheckpointError(
+                    f"{path} is damaged: it ends after {has} of {needed} bytes, in {', '.join(names)}"
+                )
+
+    def fill(self, wanted: Wanted) -> None:
+        """Fills each box's values, of whatever dtype, from the tensor of its name.
+
+        Raises:
+            CheckpointError: a file is gone or damaged.
+        """
+        for file, chunks in wanted.items():
+            with opened(self.source.folder / file) as descriptor:
+                for chunk, name, targets in chunks:
+                    for box, values in self._elements(descriptor, chunk, name, targets):
+                        for target in targets:
+                            both = target.box.common(box)
+                            if both is not None:
+                                target.values[both.within(target.box)].copy_(values[both.within(box)])
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The elements of a box. Raises as `wanted` and `fill` do."""
+        values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype)
+        self.fill(self.wanted([LocalBox(name, box, values)]))
         return values
 
-    def _near(self, name: str, box: Box) -> list[Chunk]:
-        """The parts that reach over the same elements, in row-major order, so that not all have to be looked at."""
-        if box.numel == 0:
-            return []
-        shape = self.source.tensors[name].shape
-        if self._order[0] != name:
-            known = [(*span(one.box, shape), one) for one in self.source.chunks.get(name, ()) if one.box.numel]
-            known.sort(key=lambda one: one[0])
-            stops = list(itertools.accumulate((stop for _, stop, _ in known), max))
-            self._order = name, [one for *_, one in known], [start for start, *_ in known], stops
-        _, chunks, starts, stops = self._order
-        start, stop = span(box, shape)
-        return chunks[bisect.bisect_right(stops, start) : bisect.bisect_left(starts, stop)]
+    def parts(self, name: str) -> Iterator[Stretch]:
+        """All elements of a tensor, in the order of its parts, through the buffer; raises as `wanted` and `fill` do."""
+        for chunk in self._order(name)[0]:
+            with opened(self.source.folder / chunk.file) as descriptor:
+                yield from self._elements(descriptor, chunk, name, None)
 
-    def _common(self, name: str, chunk: Chunk, both: Box) -> Tensor:
-        dtype, path = self.source.tensors[name].dtype, self.source.folder / chunk.file
-        with opened(path) as descriptor:
-            small = both == chunk.box and both.numel * dtype.itemsize <= BUFFER
-            begin = None if small else self._begin(name, chunk, descriptor)
-            if begin is None:
-                content = read_bytes(descriptor, chunk.offset, chunk.length)
-                found = self.source.values(chunk, name, content)[both.within(chunk.box)]
-                return found.to(dtype).contiguous()
-            values, done = torch.empty(both.sizes, dtype=dtype), 0
-            target, width = memory(values), dtype.itemsize
-            inside = Box(tuple(a - b for a, b in zip(both.offsets, chunk.box.offsets, strict=True)), both.sizes)
-            length, starts = runs(inside, chunk.box.sizes)
-            for start in starts:
-                fill(descriptor, target[done : done + length * width], begin + start * width, path)
-                done += length * width
-            return values
-
-    def _begin(self, name: str, chunk: Chunk, descriptor: int) -> int | None:
-        """Where a part's elements begin in the file; None if they lie in no order that is known."""
-        key = (chunk.file, chunk.offset)
-        if key not in self._begins:
-            path = self.source.folder / chunk.file
-            if isinstance(self.source, Ours):
-                if checksum(descriptor, chunk.offset, chunk.offset + chunk.length, chunk.before) != chunk.after:
-                    raise CheckpointError(
-                        f"{path} is damaged between bytes {chunk.offset} and {chunk.offset + chunk.length}, in {name}: "
-                        f"its checksum does not fit"
-                    )
-                self._begins[key] = chunk.offset + chunk.data
+    def _elements(self, descriptor: int, chunk: Chunk, name: str, targets: list[LocalBox] | None) -> Iterator[Stretch]:
+        """Of a part; of one whose checksum was compared before, only what is wanted."""
+        kind, key = self.source.tensors[name], (chunk.file, chunk.offset)
+        try:
+            where = self._seen.get(key)
+            if targets is None or where is None:
+                self._seen[key] = where = extent(descriptor, chunk, kind, self.source.torchs)
+                if targets is None or not _straight(descriptor, chunk, kind, where, targets, self._buffer):
+                    yield from elements(descriptor, chunk, kind, where, self._buffer)
             else:
-                self._begins[key] = _located(descriptor, chunk, self.source.tensors[name], path, name)
-        return self._begins[key]
+                for target in targets:
+                    both = target.box.common(chunk.box)
+                    assert both is not None, "only targets that overlap are asked for"
+                    yield both, _picked(descriptor, chunk, kind, where, both)
+        except Flaw as error:
+            raise CheckpointError(
+                f"{self.source.folder / chunk.file} is damaged between bytes {chunk.offset} and "
+                f"{chunk.offset + chunk.length}, in {name}: {error}"
+            ) from error
+
+    def _order(self, name: str) -> tuple[list[Chunk], list[int], list[int]]:
+        """A tensor's parts in row-major order of where they begin; these places, and up to where any so far reaches."""
+        if name not in self._orders:
+            kind, chunks = self.source.tensors[name], self.source.chunks.get(name, [])
+            flaw = self.source.flaw(name)
+            if flaw:
+                raise CheckpointError(f"{self.source.folder} is damaged, in {name}: {flaw}")
+            known = sorted(
+                ((*span(one.box, kind.shape), one) for one in chunks if one.box.numel), key=lambda one: one[0]
+            )
+            stops = list(itertools.accumulate((stop for _, stop, _ in known), max))
+            self._orders[name] = [one for *_, one in known], [start for start, *_ in known], stops
+        return self._orders[name]
 
 
-def fill(descriptor: int, target: memoryview, offset: int, path: Path) -> None:
-    """Reads as many bytes as there is room for.
-
-    Raises:
-        CheckpointError: the file ends before.
-    """
-    while target:
-        more = os.preadv(descriptor, [target], offset)
-        if more == 0:
-            raise CheckpointError(f"{path} ends at byte {offset}, before something that is in it")
-        target, offset = target[more:], offset + more
-
-
-def checksum(descriptor: int, start: int, stop: int, before: int, count: Callable[[int], None] | None = None) -> int:
-    """The CRC-32 of these bytes of a file behind what has `before`, or -1 where the file ends before them."""
-    while start < stop:
-        content = read_bytes(descriptor, start, min(STEP, stop - start))
-        if not content:
-            return -1
-        before = zlib.crc32(content, before)
-        start += len(content)
-        if count:
-            count(len(content))
-    return before
+def _straight(
+    descriptor: int, chunk: Chunk, kind: Kind, where: Extent | None, targets: list[LocalBox], buffer: Buffer
+) -> bool:
+    """Reads a part that fits the buffer right to where it belongs, if that is one place like it; whether it did."""
+    x = targets[0].values
+    if where is None or len(targets) > 1 or targets[0].box != chunk.box or where.stop - where.start > BUFFER:
+        return False
+    if x.dtype != kind.dtype or x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg():
+        return False
+    raw: Any = as_bytes(x).numpy()
+    around, head = buffer.first(where.stop - where.start - len(raw)), where.data - where.start
+    views = [around[:head], memoryview(raw), around[head:]]
+    if os.preadv(descriptor, views, where.start) < where.stop - where.start:
+        return False
+    crc = where.before
+    for view in views:
+        crc = zlib.crc32(view, crc)
+    if where.after not in (None, crc):
+        raise Flaw("its checksum does not fit")
+    return True
 
 
-class Item(io.RawIOBase):
-    """A stretch of a file as a file."""
-
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """To a place in the stretch."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        if self._at < 0:
-            raise OSError(f"{self._at} is before the beginning")
-        return self._at
-
-    def tell(self) -> int:
-        """The place in the stretch."""
-        return self._at
-
-    def readinto(self, target: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Up to as many bytes as there is room for."""
-        room = memoryview(target)[: max(0, self._length - self._at)]
-        more = os.preadv(self._descriptor, [room], self._offset + self._at) if room else 0
-        self._at += more
-        return more
-
-
-def described(descriptor: int, offset: int, length: int) -> object:
-    """What `torch.save` made of an object, with tensors that have no memory."""
-    return torch.load(io.BufferedReader(Item(descriptor, offset, length)), map_location="meta", weights_only=True)
-
-
-def misfits(descriptor: int, offset: int, length: int) -> list[str]:
-    """The records in what `torch.save` made that do not fit their checksums; none if it was told to make none."""
-    wrong = []
-    with zipfile.ZipFile(io.BufferedReader(Item(descriptor, offset, length))) as archive:
-        for info in archive.infolist():
-            try:
-                with archive.open(info) as record:
-                    while record.read(STEP):
-                        pass
-            except zipfile.BadZipFile:
-                wrong.append(info.filename)
-        return wrong if len(wrong) < len(archive.infolist()) else []
-
-
-def _located(descriptor: int, chunk: Chunk, kind: Kind, path: Path, name: str) -> int | None:
-    try:
-        found = described(descriptor, chunk.offset, chunk.length)
-    except Exception as error:  # a damaged item raises almost anything
-        raise CheckpointError(f"{path}: {name} cannot be read: {error}") from error
-    if not isinstance(found, Tensor) or tuple(found.shape) != chunk.box.sizes:
-        raise CheckpointError(f"{path}: {name} is not what the checkpoint says it is")
-    at = getattr(found.untyped_storage(), "_checkpoint_offset", None)
-    plain = found.dtype == kind.dtype and found.is_contiguous() and not found.is_conj() and not found.is_neg()
-    if at is None or not plain:
-        return None
-    return chunk.offset + int(at) + int(found.storage_offset()) * kind.dtype.itemsize
+def _picked(descriptor: int, chunk: Chunk, kind: Kind, where: Extent, box: Box) -> Tensor:
+    """A box of a part, of which nothing else is read."""
+    values, done, width = torch.empty(box.sizes, dtype=kind.dtype), 0, kind.dtype.itemsize
+    raw: Any = as_bytes(values).numpy()
+    target = memoryview(raw)
+    length, starts = runs(
+        Box(tuple(a - b for a, b in zip(box.offsets, chunk.box.offsets, strict=True)), box.sizes), chunk.box.sizes
+    )
+    for start in starts:
+        some = target[done : done + length * width]
+        if read_at(descriptor, some, where.data + start * width) < len(some):
+            raise Flaw("the file has become shorter")
+        done += len(some)
+    return values

@@ -1,6 +1,6 @@
 """Safetensors files: the length of a header in 8 bytes, the header in JSON, and the tensors one after another.
 
-A model is `model.safetensors`, or `model-00001-of-00002.safetensors` and so on beside an index, which says where each
+A model is `model.safetensors`, or `model-00001-of-00002.safetensors` and so on with an index, which says where each
 tensor is. All that is to be written is known before the first tensor is.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,9 +18,10 @@ from typing import Any
 
 import torch
 
-from shardfn.checkpoint import files
+from shardfn.checkpoint import folders
 from shardfn.checkpoint.boxes import Ints
 from shardfn.checkpoint.contents import Kind
+from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.checkpoint.team import CheckpointError
 
 MODEL, INDEX, HEADER = "model.safetensors", "model.safetensors.index.json", "__metadata__"
@@ -75,12 +75,12 @@ def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str])
         CheckpointError: a dtype, a name or metadata that these files cannot hold.
     """
     _check(tensors, metadata)
-    plan = Plan(total=sum(map(_bytes, tensors.values())))
+    plan = Plan(total=sum(kind.bytes for kind in tensors.values()))
     groups = _groups(tensors, largest)
     for number, names in enumerate(groups, 1):
         file = MODEL if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         names.sort(key=lambda name: -tensors[name].dtype.itemsize)  # each stands at a multiple of its elements' size
-        ends = list(itertools.accumulate((_bytes(tensors[name]) for name in names), initial=0))
+        ends = list(itertools.accumulate((tensors[name].bytes for name in names), initial=0))
         header = _header({name: tensors[name] for name in names}, ends, metadata)
         plan.headers[file], plan.lengths[file] = header, len(header) + ends[-1]
         plan.places.update((name, (file, len(header) + at)) for name, at in zip(names, ends, strict=False))
@@ -100,7 +100,7 @@ def begin(folder: Path, plan: Plan) -> None:
 
 def aside(folder: Path, file: str) -> Path:
     """Where a file is until all are whole."""
-    return files.aside(folder / file, "writing")
+    return folders.aside(folder / file, "writing")
 
 
 def publish(folder: Path, plan: Plan) -> None:
@@ -110,13 +110,13 @@ def publish(folder: Path, plan: Plan) -> None:
         new.add(INDEX)
         where = {name: file for name, (file, _) in plan.places.items()}
         index = {"metadata": {"total_size": plan.total}, "weight_map": where}
-        files.write_whole(aside(folder, INDEX), json.dumps(index, indent=2).encode())
+        write_whole(aside(folder, INDEX), json.dumps(index, indent=2).encode())
         if any((folder / file).exists() for file in plan.lengths):
             (folder / INDEX).unlink(missing_ok=True)  # an index that is there speaks of files of one model
-            files.sync(folder)
+            sync(folder)
     for file in sorted(new, key=lambda file: file == INDEX):
         aside(folder, file).rename(folder / file)
-    files.sync(folder)
+    sync(folder)
     for old in sorted(folder.iterdir()):
         if OURS.fullmatch(old.name) and old.name not in new:
             old.unlink()
@@ -127,10 +127,6 @@ def clear(folder: Path) -> None:
     for path in folder.glob(".model*.writing"):
         if OURS.fullmatch(path.name[1 : -len(".writing")]):
             path.unlink(missing_ok=True)
-
-
-def _bytes(kind: Kind) -> int:
-    return math.prod(kind.shape) * kind.dtype.itemsize
 
 
 def _check(tensors: dict[str, Kind], metadata: Mapping[str, str]) -> None:
@@ -148,19 +144,19 @@ def _groups(tensors: dict[str, Kind], largest: int) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     size = 0
     for name, kind in tensors.items():
-        if groups[-1] and size + _bytes(kind) > largest:
+        if groups[-1] and size + kind.bytes > largest:
             groups.append([])
             size = 0
         groups[-1].append(name)
-        size += _bytes(kind)
+        size += kind.bytes
     return groups
 
 
 def _header(tensors: dict[str, Kind], ends: list[int], metadata: Mapping[str, str]) -> bytes:
-    told: dict[str, Any] = {HEADER: {"format": "pt", **metadata}}
+    described: dict[str, Any] = {HEADER: {"format": "pt", **metadata}}
     for (name, kind), start, stop in zip(tensors.items(), ends, ends[1:], strict=False):
-        told[name] = {"dtype": CODES[kind.dtype], "shape": kind.shape, "data_offsets": [start, stop]}
-    text = json.dumps(told, separators=(",", ":")).encode()
+        described[name] = {"dtype": CODES[kind.dtype], "shape": kind.shape, "data_offsets": [start, stop]}
+    text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -219,7 +215,7 @@ def _index(path: Path) -> dict[str, str]:
 
 def _inside(path: Path) -> dict[str, Stored]:
     with opened(path) as source:
-        slices = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118  # it is no dict
+        slices = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118  # it is not a dict
         return {name: Stored(path, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
 
 

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint import files
-from shardfn.checkpoint.boxes import whole
-from shardfn.checkpoint.contents import BUFFER, Contents, Kind, Part, Scalar, contents, crc, pieces
-from shardfn.checkpoint.files import Chunk, Manifest, Writer
-from shardfn.checkpoint.team import CheckpointError, Team, apart, team_of
+from shardfn.checkpoint import folders
+from shardfn.checkpoint.contents import BUFFER, Contents, Kind, LocalBox, Scalar, contents, crc, pieces
+from shardfn.checkpoint.manifest import Manifest
+from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
+from shardfn.checkpoint.writer import Writer
 from shardfn.mesh import waiting
 
 Busy = Literal["wait", "refuse"]
@@ -52,7 +52,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
         TypeError, ValueError: what is in the tree, or differs between ranks.
     """
     finish()
-    found = apart(lambda: contents(state, shared=True))
+    found = on_each_rank(lambda: contents(state, shared=True))
     _Save(Path(path), found, keep, overwrite).write()
 
 
@@ -132,9 +132,9 @@ def save_async(
     if busy == "refuse":
         _refuse(Path(path))
     finish()
-    found = apart(lambda: contents(state, shared=True))
+    found = on_each_rank(lambda: contents(state, shared=True))
     begun = _Save(Path(path), found, keep, overwrite)
-    found.parts = [replace(part, values=copy) for part, copy in zip(found.parts, _staged(found.parts), strict=True)]
+    found.boxes = [replace(one, values=copy) for one, copy in zip(found.boxes, _staged(found.boxes), strict=True)]
     found.plain = {name: x.cpu().clone() for name, x in found.plain.items()}
     pending = Pending(begun, team_of(found.grids, "ask"))
     _pending.append(pending)
@@ -182,17 +182,17 @@ def _refuse(path: Path) -> None:
             raise CheckpointError(f"{path}: {pending.path} is still being written")
 
 
-def _staged(parts: list[Part]) -> list[Tensor]:
+def _staged(boxes: list[LocalBox]) -> list[Tensor]:
     """Copies in memory that is kept for the next time; what lies side by side is copied at once."""
     runs: list[_Run] = []
     places = []
-    for part in parts:
-        storage, start = part.values.untyped_storage(), int(part.values.storage_offset()) * part.values.element_size()
-        stop = start + part.values.numel() * part.values.element_size()
+    for values in (box.values for box in boxes):
+        storage, start = values.untyped_storage(), int(values.storage_offset()) * values.element_size()
+        stop = start + values.numel() * values.element_size()
         last = runs[-1] if runs else None
-        if last is None or last.address != storage.data_ptr() or not 0 <= start - last.stop <= _GAP:
+        if last is None or last.storage.data_ptr() != storage.data_ptr() or not 0 <= start - last.stop <= _GAP:
             begin = -(-(last.begin + last.stop - last.start) // 64) * 64 if last else 0
-            last = _Run(storage, part.values.device, storage.data_ptr(), start, stop, begin)
+            last = _Run(storage, values.device, start, stop, begin)
             runs.append(last)
         last.stop = stop
         places.append(last.begin + start - last.start)
@@ -207,7 +207,7 @@ def _staged(parts: list[Part]) -> list[Tensor]:
         torch.get_device_module(device).current_stream(device).synchronize()
     return [
         _memory[0][at : at + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        for at, x in zip(places, (part.values for part in parts), strict=True)
+        for at, x in zip(places, (box.values for box in boxes), strict=True)
     ]
 
 
@@ -217,7 +217,6 @@ class _Run:
 
     storage: Any
     device: torch.device
-    address: int
     start: int
     stop: int
     begin: int
@@ -234,7 +233,7 @@ class _Save:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}; it is how many checkpoints stay, 1 or more")
         self.path, self.found, self.keep, self.overwrite = path, found, keep, overwrite
-        self.folder = files.aside(path, "writing")
+        self.folder = folders.aside(path, "writing")
         self.team = team_of(found.grids)
         self.stopped = threading.Event()
 
@@ -247,43 +246,45 @@ class _Save:
         what = f"save {self.path}"
         try:
             alone = self._agreed(self.team.together(what, self._begin))
-            told = self.team.together(what, lambda: self._own(alone))
+            written = self.team.together(what, lambda: self._own(alone))
             self._go_on()
-            self.team.together(what, lambda: self._end(told) if self.team.rank == 0 else None)
+            self.team.first(what, lambda: self._end(written, alone))
         except BaseException:
             if self.team.rank == 0:
                 with contextlib.suppress(OSError):
-                    files.discard(self.folder)
+                    folders.discard(self.folder)
             raise
 
     def _begin(self) -> tuple[bool, int, dict[str, tuple[Any, int]]]:
         """Whether the name is taken; what this rank has, and its plain tensors and own numbers, in short."""
         found, taken = self.found, False
         if self.team.rank == 0:
-            taken = self.path.exists() and not (self.overwrite and files.is_checkpoint(self.path))
+            taken = self.path.exists() and not (self.overwrite and folders.is_checkpoint(self.path))
             if not taken:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                files.tidy(self.path.parent, None)
+                folders.tidy(self.path.parent, None)
                 self.folder.mkdir()
         plain: dict[str, tuple[Any, int]] = {name: (tuple(x.shape), crc(x)) for name, x in found.plain.items()}
         plain |= {name: ((), _digest(found.numbers[name])) for name in found.by_rank if name in found.numbers}
-        return taken, zlib.crc32(repr(sorted(self._told().items())).encode()), plain
+        return taken, zlib.crc32(repr(sorted(self._in_common().items())).encode()), plain
 
-    def _told(self) -> dict[str, str]:
+    def _in_common(self) -> dict[str, str]:
         """What must be the same on all ranks, by name."""
         found = self.found
-        told = {name: str(kind) for name, kind in found.tensors.items()}
-        told |= {name: f"{type(value).__name__} {value!r}" for name, value in found.numbers.items()}
-        told |= {name: f"by rank {told[name].split(' ')[0]}" for name in found.by_rank}
-        return {"the path": str(self.path), **told}
+        facts = {name: str(kind) for name, kind in found.tensors.items()}
+        facts |= {name: f"{type(value).__name__} {value!r}" for name, value in found.numbers.items()}
+        facts |= {name: f"by rank {facts[name].split(' ')[0]}" for name in found.by_rank}
+        return {"the path": str(self.path), **facts}
 
     def _agreed(self, every: list[tuple[bool, int, dict[str, tuple[Any, int]]]]) -> list[str]:
         """What ranks differ in and may: each keeps its own. All ranks meet the same."""
         if every[0][0]:
-            what = "is no checkpoint: pass another path" if self.overwrite else "pass overwrite=True, or another path"
+            what = (
+                "is not a checkpoint: pass another path" if self.overwrite else "pass overwrite=True, or another path"
+            )
             raise FileExistsError(f"{self.path} exists{', and ' if self.overwrite else ': '}{what}")
         if len({digest for _, digest, _ in every}) > 1:
-            self._differ(self.team.gathered(self._told()))
+            self._differ(self.team.gathered(self._in_common()))
         plain = every[0][2]
         differ = [name for name in plain if any(one[name] != plain[name] for *_, one in every)]
         wrong = [name for name in differ if name not in self.found.by_rank]
@@ -308,75 +309,54 @@ class _Save:
             f"ByRank(...)"
         )
 
-    def _own(self, alone: list[str]) -> Any:
-        """Writes this rank's file."""
+    def _own(self, alone: list[str]) -> Manifest:
+        """Writes this rank's file; what is in it."""
         found, team = self.found, self.team
         if not self.folder.is_dir():
-            raise OSError(
-                f"this rank does not see {self.folder}, which rank 0 has made: all ranks need one file system"
-            )
-        writer = Writer(self.folder, f"__{team.rank}_0.distcp")
-        chunks: list[tuple[str, Chunk]] = []
-        numbers: dict[str, Scalar] = {}
-        places: dict[str, tuple[str, int, int]] = {}
-        kinds: dict[str, Kind] = {}
-        try:
-            for part in found.parts:
+            raise OSError(f"this rank does not see {self.folder}, which rank 0 made: all ranks need one file system")
+        with contextlib.closing(Writer(self.folder, team.rank)) as writer:
+            for one in found.boxes:
                 self._go_on()
-                chunks.append((part.name, writer.tensor(part.values, part.box)))
+                writer.tensor(one.name, one.values, one.box)
             load = [0] * team.size
             for name, x in found.plain.items():
                 turn = load.index(min(load))
                 load[turn] += x.numel() * x.element_size() + 4096
                 if name in alone or turn == team.rank:
-                    own = f"{name}.rank{team.rank}" if name in alone else name
-                    kinds[own] = Kind(x.dtype, tuple(x.shape))
+                    own = _of_rank(name, team.rank) if name in alone else name
+                    writer.written.tensors[own] = Kind(x.dtype, tuple(x.shape))
                     for box, piece in pieces(x, BUFFER):
                         self._go_on()
-                        chunks.append((own, writer.tensor(piece, box)))
+                        writer.tensor(own, piece, box)
             for name, value in found.numbers.items():
                 if name in alone or team.rank == 0:
-                    own = f"{name}.rank{team.rank}" if name in alone else name
-                    numbers[own] = value
-                    places[own] = writer.number(value)
-            size = writer.end()
-        finally:
-            writer.close()
-        return chunks, kinds, numbers, places, writer.name, size, sorted(alone)
+                    writer.number(_of_rank(name, team.rank) if name in alone else name, value)
+            return writer.end()
 
-    def _end(self, told: list[Any]) -> None:
-        found = self.found
+    def _end(self, written: list[Manifest], alone: list[str]) -> None:
+        """What all ranks wrote becomes a checkpoint."""
+        found, size = self.found, self.team.size
         manifest = Manifest(
-            by_rank=dict.fromkeys(told[0][-1], self.team.size), about=files.about(self.path.parent, self.team.size)
+            tensors={name: kind for name, kind in found.tensors.items() if name not in alone},
+            by_rank=dict.fromkeys(sorted(alone), size),
+            about=folders.about(self.path.parent, size),
         )
-        apart = set(told[0][-1])
-        manifest.tensors = {name: kind for name, kind in found.tensors.items() if name not in apart}
-        keys = {name: key for name, key in found.keys.items() if name not in apart}
-        places: dict[str, tuple[str, int, int]] = {}
-        for rank, (chunks, kinds, numbers, own, name, size, _) in enumerate(told):
-            manifest.tensors |= kinds
-            manifest.numbers |= numbers
-            places |= own
-            manifest.files[name] = size
-            for owner, chunk in chunks:
-                manifest.chunks.setdefault(owner, []).append(chunk)
-            keys |= {f"{one}.rank{rank}": (*found.keys[one][:-1], f"{found.keys[one][-1]}.rank{rank}") for one in apart}
-        _complete(manifest)
-        files.write_metadata(self.folder, manifest, keys, places)
-        files.write_manifest(self.folder, manifest)
-        files.publish(self.folder, self.path)
-        files.tidy(self.path.parent, self.keep)
+        for one in written:
+            manifest.add(one)
+        keys = {name: key for name, key in found.keys.items() if name not in alone}
+        for name in alone:
+            *outer, last = found.keys[name]
+            keys |= {_of_rank(name, rank): (*outer, _of_rank(str(last), rank)) for rank in range(size)}
+        for name in manifest.tensors:
+            if flaw := manifest.flaw(name):
+                raise CheckpointError(f"{name}: {flaw}: was the tree made on this mesh?")
+        folders.completed(self.folder, self.path, manifest, keys)
+        folders.tidy(self.path.parent, self.keep)
 
 
-def _complete(manifest: Manifest) -> None:
-    """Raises CheckpointError unless the parts of each tensor make it up."""
-    for name, kind in manifest.tensors.items():
-        have = sum(chunk.box.numel for chunk in manifest.chunks.get(name, []))
-        if have != whole(kind.shape).numel or name not in manifest.chunks:
-            raise CheckpointError(
-                f"{name} has {whole(kind.shape).numel} elements, of which ranks wrote {have}: was the tree made on "
-                f"this mesh?"
-            )
+def _of_rank(name: str, rank: int) -> str:
+    """The name of what a rank has its own of."""
+    return f"{name}.rank{rank}"
 
 
 def _digest(value: Scalar) -> int:

@@ -50,27 +50,43 @@ class Team:
             )
         return every
 
+    def each(self, what: str, run: Callable[[], T]) -> T:
+        """What `run` returns on this rank; if it fails on one, all raise the same.
+
+        Raises:
+            CheckpointError: what failed, on which ranks.
+        """
+        mine, _ = self._met(what, run, share=False)
+        return mine
+
     def together(self, what: str, run: Callable[[], T]) -> list[T]:
         """What `run` returns on every rank; if it fails on one, all raise the same.
 
         Raises:
             CheckpointError: what failed, on which ranks.
         """
-        mine: T | None = None
+        return self._met(what, run, share=True)[1]
+
+    def first(self, what: str, run: Callable[[], None]) -> None:
+        """Runs something on the first rank alone; if it fails, all raise the same CheckpointError."""
+        self.each(what, run if self.rank == 0 else _nothing)
+
+    def _met(self, what: str, run: Callable[[], T], share: bool) -> tuple[T, list[T]]:
+        mine: Any = None
         cause: Exception | None = None
         try:
             mine = run()
         except Exception as error:
             cause = error
-        every = self.gathered((mine, None if cause is None else _told(cause)), what)
+        every = self.gathered((mine if share else None, None if cause is None else _worded(cause)), what)
         failed: dict[str, list[int]] = {}
-        for rank, (_, told) in enumerate(every):
-            if told is not None:
-                failed.setdefault(told, []).append(rank)
+        for rank, (_, wrong) in enumerate(every):
+            if wrong is not None:
+                failed.setdefault(wrong, []).append(rank)
         if failed:
-            where = [f"{_on(ranks, self.size)}{told}" for told, ranks in failed.items()]
+            where = [f"{_on(ranks, self.size)}{wrong}" for wrong, ranks in failed.items()]
             raise CheckpointError(f"{what}: {'; '.join(where)}") from cause
-        return [result for result, _ in every]  # type: ignore[misc]
+        return mine, [result for result, _ in every]  # type: ignore[misc]
 
 
 def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
@@ -94,18 +110,22 @@ def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
     return Team(ranks.index(dist.get_rank()), len(ranks), cpu_group(ranks, use), use)
 
 
-def apart(run: Callable[[], T]) -> T:
-    """What this rank does before it knows its team; if it fails, the others hear of it when they come `together`."""
+def on_each_rank(run: Callable[[], T]) -> T:
+    """What this rank does before it knows its team; if it fails, the others learn of it when they come `together`."""
     try:
         return run()
     except Exception as error:
         with contextlib.suppress(CheckpointError):
-            team_of(()).gathered((None, _told(error)))
+            team_of(()).gathered((None, _worded(error)))
         raise
 
 
-def _told(error: Exception) -> str:
+def _worded(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _nothing() -> None:
+    """What other ranks do meanwhile."""
 
 
 def _on(ranks: list[int], size: int) -> str:

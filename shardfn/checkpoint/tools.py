@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint import files
-from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Scalar, as_bytes
-from shardfn.checkpoint.loading import latest
-from shardfn.checkpoint.reading import Reader, Report, bytes_of, meter, parts, silent
-from shardfn.checkpoint.sources import Source, source_of
+from shardfn.checkpoint.folders import checkpoints, intact, is_checkpoint, restored
+from shardfn.checkpoint.manifest import MANIFEST, METADATA, read_manifest
+from shardfn.checkpoint.reading import Reader, Report, meter, silent
+from shardfn.checkpoint.sources import Source, found_at, source_of, torchs
 from shardfn.checkpoint.team import CheckpointError
-from shardfn.checkpoint.verifying import check_parts, found_at
-from shardfn.compat import dcp
 
 AT_ONCE = 2**18  # elements that are compared at a time
 
@@ -54,7 +51,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorSummary:
     """A tensor of a checkpoint, and the number of parts that it is in."""
 
     name: str
@@ -90,13 +87,13 @@ def summary(path: Path) -> Summary:
     """Of one checkpoint, from its manifest and the lengths of its files."""
     folder = found_at(path)
     there = [one.stat().st_size for one in folder.iterdir() if one.is_file()]
-    if (folder / files.MANIFEST).exists():
+    if (folder / MANIFEST).exists():
         about: dict[str, Any] = {}
         with contextlib.suppress(CheckpointError):
-            about = files.read_manifest(folder).about
+            about = read_manifest(folder).about
         known: dict[str, Any] = {key: about.get(key) for key in ("made", "ranks", "number")}
-        return Summary(path, "shardfn", files.intact(folder) is not None, sum(there), len(there), **known)
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((folder / files.METADATA).stat().st_mtime))
+        return Summary(path, "shardfn", intact(folder) is not None, sum(there), len(there), **known)
+    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((folder / METADATA).stat().st_mtime))
     return Summary(path, "torch", _has_its_bytes(folder), sum(there), len(there), made)
 
 
@@ -108,26 +105,26 @@ def summaries(root: Path) -> list[Summary]:
     """
     if not root.is_dir():
         raise CheckpointError(f"there is no folder {root}")
-    newest, found = latest(root), []
+    whole, found = checkpoints(root), []
     for folder in sorted(root.iterdir()):
         if not folder.is_dir():
             continue
         original = root / folder.name.removeprefix(".").removesuffix(".replaced")
-        if files.restored(original) == folder and files.is_checkpoint(folder):
-            found.append(replace(summary(original), latest=original == newest))
+        if restored(original) == folder and is_checkpoint(folder):
+            found.append(replace(summary(original), latest=[original] == whole[-1:]))
         elif any(folder.glob("*.distcp")):
             there = [one.stat().st_size for one in folder.iterdir()]
             found.append(Summary(folder, "unfinished", False, sum(there), len(there)))
     if not found:
-        raise CheckpointError(f"{root} is no checkpoint, and has none in it")
+        raise CheckpointError(f"{root} is not a checkpoint, and has none in it")
     return sorted(found, key=lambda one: (not one.whole, one.number or 0, one.made or "", one.path))
 
 
-def entries(source: Source, names: list[str]) -> list[Entry]:
+def entries(source: Source, names: list[str]) -> list[TensorSummary]:
     """The tensors among these names."""
     tensors = {name: source.tensors[name] for name in names if name in source.tensors}
     return [
-        Entry(name, str(kind.dtype).removeprefix("torch."), kind.shape, bytes_of(kind), len(source.chunks[name]))
+        TensorSummary(name, str(kind.dtype).removeprefix("torch."), kind.shape, kind.bytes, len(source.chunks[name]))
         for name, kind in tensors.items()
     ]
 
@@ -151,7 +148,7 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -
         a: one of them.
         b: the other.
         tolerance: absolute differences up to which numbers are the same.
-        report: told of progress.
+        report: is called with bytes done, and bytes in all.
 
     Raises:
         CheckpointError: what is wrong with one of them.
@@ -170,32 +167,29 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -
             alike.append(name)
         elif not _same(one.numbers[name], other.numbers[name], tolerance):
             found.numbers[name] = one.numbers[name], other.numbers[name]
-    count = meter(report, sum(bytes_of(one.tensors[name]) for name in alike))
+    count = meter(report, sum(one.tensors[name].bytes for name in alike))
     mine, yours = Reader(one), Reader(other)
-    check_parts(one, alike)
     for name in alike:
-        kind, differ, largest = one.tensors[name], 0, 0.0
-        for chunk in one.chunks[name]:
-            # The buffer has room for both boxes, and what each is read from.
-            for box in parts(chunk.box, 0, chunk.box.numel, 4 * kind.dtype.itemsize):
-                more, most = _difference(mine.read(name, box), yours.read(name, box), tolerance)
-                differ, largest = differ + more, max(largest, most, key=_order)
-                count(box.numel * kind.dtype.itemsize)
+        differ, largest = 0, 0.0
+        for box, values in mine.parts(name):
+            more, most = _difference(values, yours.read(name, box), tolerance)
+            differ, largest = differ + more, max(largest, most, key=_order)
+            count(values.nbytes)
         if differ:
-            found.values[name] = differ, whole(kind.shape).numel, largest
+            found.values[name] = differ, math.prod(one.tensors[name].shape), largest
     return found
 
 
 def _has_its_bytes(folder: Path) -> bool:
     """Whether files of torch.distributed.checkpoint are as long as what is in them."""
     try:
-        tensors, numbers = dcp.read_checkpoint_metadata((folder / files.METADATA).read_bytes())
-        places = [*numbers.values(), *(place[2:] for _, _, some in tensors.values() for place in some)]
-        lengths: dict[str, int] = {}
-        for file, offset, length in places:
-            lengths[file] = max(lengths.get(file, 0), offset + length)
-        return all((folder / file).stat().st_size >= length for file, length in lengths.items())
-    except Exception:  # a damaged pickle raises almost anything
+        source = torchs(folder)
+        places = [
+            *source.places.values(),
+            *((c.file, c.offset, c.length) for some in source.chunks.values() for c in some),
+        ]
+        return all((folder / file).stat().st_size >= offset + length for file, offset, length in places)
+    except (CheckpointError, OSError):
         return False
 
 
@@ -214,10 +208,10 @@ def _difference(x: Tensor, y: Tensor, tolerance: float) -> tuple[int, float]:
         a, b = _comparable(some), _comparable(others)
         unlike = (a != b) & ~((a != a) & (b != b))
         if unlike.any():
-            apart = _apart(a[unlike], b[unlike])
-            apart = apart[~(apart <= tolerance)]
-            differ += apart.numel()
-            largest = max([largest, *([apart.max().item()] if apart.numel() else [])], key=_order)
+            distance = _distance(a[unlike], b[unlike])
+            distance = distance[~(distance <= tolerance)]
+            differ += distance.numel()
+            largest = max([largest, *([distance.max().item()] if distance.numel() else [])], key=_order)
     return differ, largest
 
 
@@ -230,7 +224,7 @@ def _comparable(x: Tensor) -> Tensor:
     return x.to(torch.float64 if x.is_floating_point() else torch.int64)
 
 
-def _apart(a: Tensor, b: Tensor) -> Tensor:
+def _distance(a: Tensor, b: Tensor) -> Tensor:
     """Absolute differences; of integers that are not equal never 0."""
     if a.dtype != torch.int64:
         return (a - b).abs()

@@ -118,11 +118,11 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
     if not isinstance(limit, (int, float)) and optree.tree_leaves(limit) != [limit]:
         raise TypeError(
             f"clip_by_global_norm: limit is {kind(limit)}; it is a number, and what clips is the transform that it "
-            f"gives: chain(clip_by_global_norm(1.0), adamw(3e-4)), or grads, state = clip.update(grads, state, params)"
+            f"gives: chain(clip_by_global_norm(1.0), adamw(3e-4)), or grads, state = clip.update(params, grads, state)"
         )
     check("clip_by_global_norm", {"limit": limit, "donate": donate})
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         del params
         norm = global_norm(grads)
         factor = (limit / norm.clamp(min=limit)).where(norm.isfinite(), norm)
@@ -140,7 +140,7 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
     """Clamps each element of the gradients to `[-limit, limit]`."""
     check("clip_by_value", {"limit": limit, "donate": donate})
 
-    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         del params
         known = units(grads)
         values = [unit.values for unit in known.each if unit.trainable and unit.values is not None]

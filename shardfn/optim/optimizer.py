@@ -6,12 +6,13 @@ Whatever it remembers is in the state, a pytree; so is every number that it was 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from shardfn.mesh.grid import AxisName, as_names
-from shardfn.optim.checks import guarded, guarded_update
+from shardfn.optim.guard import guarded, guarded_update
 from shardfn.optim.ranges import kind
 from shardfn.optim.state_sharding import divides_init, divides_step
 from shardfn.shards.layout import Layout
@@ -23,45 +24,76 @@ Rule = Callable[[str, tuple[int, ...]], Any]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Two functions. Neither has a memory of its own, but for a weak reference by which it notices gradients in the
-    place of parameters.
+    """Two functions, `state = init(params)` and `params, state = step(params, grads, state)`.
 
-    Where a strategy cuts optimizer state further than parameters, they meet this rank's part only, and new parameters
-    are gathered.
+    Neither has a memory of its own, but for weak references by which it notices arguments in each other's place. Where
+    a strategy cuts optimizer state further than parameters, the two functions that it is made of get this rank's part
+    only, and new parameters are gathered.
 
-    Attributes:
-        init: `params -> state`.
-        step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters; None, or a
-            frozen parameter's, is left out. Where the three do not belong together it raises ValueError or TypeError,
-            before anything has changed.
+    Args:
+        init: `params -> state`: any pytree of tensors, numbers and flat shards.
+        step: `(params, grads, state) -> (params, state)`. Gradients are a pytree like the parameters, of the same
+            shapes; None, or a frozen parameter's, is left out.
+
+    Raises:
+        ValueError, TypeError: by `step`, where the three do not belong together, before anything has changed.
+
+    Example:
+        ``Optimizer(lambda params: (), lambda params, grads, state: (tree_map(torch.sub, params, grads), state))``
     """
 
     init: Callable[[Any], Any]
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
 
     def __post_init__(self) -> None:
-        init, step = guarded("step", divides_init(_apart(self.init)), divides_step(self.step))
+        init, step = guarded("step", divides_init(_each_once(self.init)), divides_step(self.step))
         object.__setattr__(self, "init", init)
         object.__setattr__(self, "step", step)
 
 
 @dataclass(frozen=True)
 class Transform:
-    """What is done to gradients before an optimizer gets them.
+    """What is done to gradients before an optimizer gets them: `grads, state = update(params, grads, state)`.
 
-    Attributes:
-        init: `params -> state`.
-        update: `(grads, state, params) -> (grads, state)`.
+    Args:
+        init: `params -> state`, a pytree.
+        update: `(params, grads, state) -> (grads, state)`. It is called by keyword, so its arguments have these names
+            and may stand in any order.
+
+    Raises:
+        TypeError: `update` has arguments of other names.
+        ValueError, TypeError: by `update`, where the three do not belong together, or are in each other's place.
+
+    Example:
+        ``Transform(lambda params: (), lambda params, grads, state: (tree_map(torch.sign, grads), state))``
     """
 
     init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any], tuple[Any, Any]]
+    update: Callable[..., tuple[Any, Any]]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "update", guarded_update(self.init, self.update))
+        _refuse_other_names(self.update)
+        init, update = guarded_update(self.init, self.update)
+        object.__setattr__(self, "init", init)
+        object.__setattr__(self, "update", update)
 
 
-def _apart(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _refuse_other_names(update: Callable[..., Any]) -> None:
+    """Raises TypeError for a function that cannot be called with these keywords, and would mix up positions."""
+    try:
+        signature = inspect.signature(update)
+    except (TypeError, ValueError):  # of a function that is not Python's
+        return
+    try:
+        signature.bind(params=None, grads=None, state=None)
+    except TypeError:
+        raise TypeError(
+            f"Transform: update is called as update(params=..., grads=..., state=...), but this one takes "
+            f"{signature}: name its arguments params, grads and state, in any order"
+        ) from None
+
+
+def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`init`, but not for a tree that has one tensor at two places: each would be moved by a gradient of its own."""
 
     @functools.wraps(init)
@@ -131,7 +163,7 @@ def chain(*parts: Any) -> Optimizer:
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         states = []
         for part, known in zip(transforms, state[:-1], strict=True):
-            grads, known = part.update(grads, known, params)
+            grads, known = part.update(params, grads, known)
             states.append(known)
         params, known = last.step(params, grads, state[-1])
         return params, (*states, known)
@@ -140,7 +172,7 @@ def chain(*parts: Any) -> Optimizer:
 
 
 def must_be_optimizer(name: str, value: Any) -> None:
-    """Raises TypeError for what is no optimizer."""
+    """Raises TypeError for what is not an optimizer."""
     if not isinstance(value, Optimizer):
         raise TypeError(f"{name} takes an optimizer, such as shardfn.optim.adamw(3e-4), not {kind(value)}")
 

@@ -29,7 +29,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, checkpoint
-from shardfn.checkpoint import boxes, contents, files, saving
+from shardfn.checkpoint import boxes, contents, folders, manifest, saving
 from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.verifying import verify
@@ -152,7 +152,7 @@ def test_any_tree_comes_back_on_any_mesh(
     tree = {"tree": tree}
     extra = {"numbers": numbers, "plain": plain}
     world(math.prod(first.values())).run(written, path, tree, first, kinds[0], extra)
-    assert files.intact(Path(path)) is not None
+    assert folders.intact(Path(path)) is not None
     assert all(world(math.prod(second.values())).run(read, path, tree, second, kinds[1], extra))
 
 
@@ -361,7 +361,7 @@ def wrong(folder: str) -> dict[str, Any]:
 
 WRONG: dict[str, tuple[str | tuple[str, str], list[str]]] = {
     "exists": ("FileExistsError", ["there exists", "overwrite=True"]),
-    "no checkpoint": ("FileExistsError", ["folder exists", "no checkpoint"]),
+    "no checkpoint": ("FileExistsError", ["folder exists", "not a checkpoint"]),
     "keep": ("ValueError", ["keep=0"]),
     "leaf": ("TypeError", ["f is builtins.builtin_function_or_method", "d is torch.dtype"]),
     "twice": ("ValueError", ["'a.b'"]),
@@ -371,7 +371,7 @@ WRONG: dict[str, tuple[str | tuple[str, str], list[str]]] = {
     "paths": ("ValueError", ["the path", "x0", "x1"]),
     "parent": ("CheckpointError", ["file", "rank 0: FileExistsError"]),
     "nothing": ("CheckpointError", ["there is no folder"]),
-    "other folder": ("CheckpointError", ["no checkpoint", "manifest.json"]),
+    "other folder": ("CheckpointError", ["not a checkpoint", "manifest.json"]),
     "root": ("CheckpointError", ["latest()", "there"]),
     "one leaf": (("CheckpointError", "TypeError"), ["f is builtins.builtin_function_or_method"]),
     "one like": (("CheckpointError", "TypeError"), ["f is builtins.builtin_function_or_method"]),
@@ -433,14 +433,14 @@ def rotated(folder: str) -> Any:
         checkpoint.save(root / f"step-{step}", simple(2, at=step), keep=2)
         newest = checkpoint.latest(root)
         assert newest is not None
-        seen.append((newest.name, len(files.checkpoints(root))))
+        seen.append((newest.name, len(folders.checkpoints(root))))
     checkpoint.save(root / "step-1", simple(2, at=7), keep=2)
     if torch.distributed.get_rank() == 0:
-        (root / "step-1" / files.MANIFEST).unlink()  # the newest is torn
+        (root / "step-1" / manifest.MANIFEST).unlink()  # the newest is torn
     torch.distributed.barrier()
     newest = checkpoint.latest(root)
     assert newest is not None
-    seen.append((newest.name, len(files.checkpoints(root))))
+    seen.append((newest.name, len(folders.checkpoints(root))))
     checkpoint.save(root / "step-5", simple(2, at=5), keep=1)
     return seen, sorted(path.name for path in root.iterdir())
 
@@ -457,7 +457,7 @@ def test_a_process_that_dies_while_it_replaces_a_checkpoint_leaves_one(tmp_path:
         path = tmp_path / "best"
         for at in range(2):
             checkpoint.save(path, simple(1, at=at), overwrite=True)
-        path.rename(files.aside(path, "replaced"))  # as between the two names that are changed
+        path.rename(folders.aside(path, "replaced"))  # as between the two names that are changed
         assert checkpoint.latest(tmp_path) == path
         found = checkpoint.load(path, simple(1, at=0))["at"]
         checkpoint.save(path, simple(1, at=2), overwrite=True)
@@ -498,7 +498,7 @@ def in_background(folder: str) -> Any:
             told.append(str(error))
     checkpoint.save_async(root / "five", state)
     checkpoint.save(root / "six", state)
-    return first, told, [path.name for path in files.checkpoints(root)]
+    return first, told, [path.name for path in folders.checkpoints(root)]
 
 
 @contextlib.contextmanager
@@ -517,13 +517,13 @@ def late() -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def held() -> Iterator[None]:
     """The disk is slow."""
-    quick = files.publish
+    quick = folders.publish
 
     def slow(*args: Any) -> None:
         time.sleep(0.5)
         quick(*args)
 
-    with mock.patch.object(files, "publish", slow):
+    with mock.patch.object(folders, "publish", slow):
         yield
 
 
@@ -651,7 +651,7 @@ def test_nothing_that_a_file_says_is_run(tmp_path: Path, monkeypatch: pytest.Mon
         if name != ".metadata":  # this one is for others: our own is not read
             with pytest.raises(checkpoint.CheckpointError, match="damaged"):
                 checkpoint.load(copy, {"x": torch.zeros(3)})
-        (copy / files.MANIFEST).unlink()  # a checkpoint of torch's, then
+        (copy / manifest.MANIFEST).unlink()  # a checkpoint of torch's, then
         with pytest.raises(checkpoint.CheckpointError):
             checkpoint.load(copy, {"x": torch.zeros(3)})
     with monkeypatch.context() as patched:
@@ -687,7 +687,7 @@ def bounded(path: str) -> Any:
     with Largest() as seen:
         checkpoint.save(path, make)
         checkpoint.load(path, make)
-    chunks = files.read_manifest(Path(path)).chunks["w"]
+    chunks = manifest.read_manifest(Path(path)).chunks["w"]
     return seen.bytes, max(chunk.length for chunk in chunks), sf.unshard(make)["w"].view(-1)[-1].item()
 
 
@@ -705,10 +705,10 @@ import sys, time
 import torch
 import shardfn as sf
 from shardfn import checkpoint
-from shardfn.checkpoint import files
+from shardfn.checkpoint import folders
 
-quick = files.publish
-files.publish = lambda *args: (time.sleep(1 + 9 * (sys.argv[2] == "fail")), quick(*args))
+quick = folders.publish
+folders.publish = lambda *args: (time.sleep(1 + 9 * (sys.argv[2] == "fail")), quick(*args))
 checkpoint.save_async(sys.argv[1], {str(i): torch.ones(3) for i in range(int(sys.argv[3]))})
 if sys.argv[2] == "fail":
     raise RuntimeError("broken here")

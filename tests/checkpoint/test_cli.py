@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 from shardfn import P, checkpoint
-from shardfn.checkpoint import converting, files, reading, tools
-from shardfn.checkpoint.boxes import Box, boxes, whole
-from shardfn.checkpoint.sources import Ours, source_of
+from shardfn.checkpoint import converting, items, reading, tools
+from shardfn.checkpoint.boxes import Box, boxes, runs, whole
+from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, read_manifest, write_manifest
+from shardfn.checkpoint.sources import source_of
 from shardfn.cli import main
 from shardfn.testing import world
 from tests.models import mesh_of
@@ -123,7 +124,7 @@ def test_runs_are_where_a_box_lies() -> None:
         offsets = tuple(generator.randrange(n) for n in shape)
         box = Box(offsets, tuple(generator.randint(1, n - at) for at, n in zip(offsets, shape, strict=True)))
         numbers = torch.arange(whole(shape).numel).view(shape)
-        length, starts = reading.runs(box, shape)
+        length, starts = runs(box, shape)
         found = [i for start in starts for i in range(start, start + length)]
         assert found == numbers[box.within(whole(shape))].reshape(-1).tolist()
 
@@ -135,7 +136,7 @@ def test_runs_are_where_a_box_lies() -> None:
 def test_inspect_lists_entries(made: dict[Any, Path], ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = told(capsys, "inspect", made[ranks])
     assert status == 0
-    parts = len(files.read_manifest(made[ranks]).chunks["model.table"])
+    parts = len(read_manifest(made[ranks]).chunks["model.table"])
     table = next(one for one in found["entries"] if one["name"] == "model.table")
     assert table == {"name": "model.table", "dtype": "float32", "shape": [400, 96], "bytes": 153600, "parts": parts}
     assert found["whole"] is True
@@ -164,7 +165,7 @@ def test_inspect_reads_torchs(made: dict[Any, Path], capsys: pytest.CaptureFixtu
 def test_inspect_lists_checkpoints(made: dict[Any, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for source, name in ((1, "a"), (2, "b"), (4, "c"), (4, ".d.writing"), (4, ".e.replaced"), ("torch", "t")):
         shutil.copytree(made[source], tmp_path / name)
-    (tmp_path / ".d.writing" / files.MANIFEST).unlink()
+    (tmp_path / ".d.writing" / MANIFEST).unlink()
     (tmp_path / "c" / "__1_0.distcp").unlink()
     (tmp_path / "other").mkdir()
     status, found = told(capsys, "inspect", tmp_path)
@@ -204,6 +205,13 @@ def in_order(layers: Any) -> list[Any]:
     return list(layers.values()) if isinstance(layers, dict) else layers
 
 
+def shrink(monkeypatch: pytest.MonkeyPatch, buffer: int) -> None:
+    """Reads and writes that many bytes at a time."""
+    for module, name in ((converting, "BUFFER"), (reading, "STEP"), (items, "STEP")):
+        monkeypatch.setattr(module, name, buffer)
+    monkeypatch.setattr(reading, "REST", 0)
+
+
 def flip(file: Path, at: int) -> None:
     content = bytearray(file.read_bytes())
     content[at] ^= 1 << (at % 8)
@@ -211,7 +219,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def test_verify_names_all_flipped_bits(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generator, manifest = random.Random(1), files.read_manifest(path)
+    generator, manifest = random.Random(1), read_manifest(path)
     for _ in range(15):
         flipped = []
         for _ in range(generator.randint(1, 4)):
@@ -233,7 +241,7 @@ def test_verify_names_all_flipped_bits(path: Path, capsys: pytest.CaptureFixture
 
 
 def test_verify_names_what_is_cut_off(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    generator, manifest = random.Random(2), files.read_manifest(path)
+    generator, manifest = random.Random(2), read_manifest(path)
     for _ in range(10):
         file = generator.choice(sorted(manifest.files))
         content = (path / file).read_bytes()
@@ -250,7 +258,7 @@ def test_verify_names_what_is_cut_off(path: Path, capsys: pytest.CaptureFixture[
 
 def test_verify_knows_its_files(made: dict[Any, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(shutil.copytree(made[4], tmp_path / "one"))
-    manifest = files.read_manifest(path)
+    manifest = read_manifest(path)
     (path / "__2_0.distcp").unlink()
     (path / "more.txt").write_text("?")
     with (path / "__1_0.distcp").open("ab") as file:
@@ -261,9 +269,9 @@ def test_verify_knows_its_files(made: dict[Any, Path], tmp_path: Path, capsys: p
     assert "goes on" in found["damage"][0]["what"]
     inside = {name for name, some in manifest.chunks.items() for c in some if c.file == "__2_0.distcp"}
     assert set(found["damage"][1]["entries"]) == inside
-    flip(path / files.MANIFEST, 500)
+    flip(path / MANIFEST, 500)
     status, (found,) = told(capsys, "verify", path)
-    assert (status, [one["file"] for one in found["damage"]]) == (1, [files.MANIFEST])
+    assert (status, [one["file"] for one in found["damage"]]) == (1, [MANIFEST])
     assert main(["checkpoint", "verify", str(path), str(made[1])]) == 1
     assert "damaged in 1 place;" in capsys.readouterr().out
 
@@ -272,14 +280,14 @@ def test_verify_wants_parts_that_make_up_tensors(
     made: dict[Any, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path(shutil.copytree(made[4], tmp_path / "one"))
-    manifest = files.read_manifest(path)
+    manifest = read_manifest(path)
     first, second, *_ = manifest.chunks["model.table"]
-    manifest.chunks["model.table"][1] = files.Chunk(first.box, *list(vars(second).values())[1:])
+    manifest.chunks["model.table"][1] = Chunk(first.box, *list(vars(second).values())[1:])
     manifest.chunks["whole.scalar"] = []
-    files.write_manifest(path, manifest)
+    write_manifest(path, manifest)
     status, (found,) = told(capsys, "verify", path)
     assert status == 1
-    wrong = {one["entries"][0]: one["what"] for one in found["damage"] if one["file"] == files.MANIFEST}
+    wrong = {one["entries"][0]: one["what"] for one in found["damage"] if one["file"] == MANIFEST}
     assert "have some elements both" in wrong["model.table"]
     assert wrong["whole.scalar"] == "it has no parts"
     assert "model.table: the parts" in refused(capsys, "checkpoint", "reshard", path, tmp_path / "new", "--ranks", 2)
@@ -301,7 +309,7 @@ def test_verify_reads_torchs_items(made: dict[Any, Path], tmp_path: Path, capsys
     with pytest.warns(UserWarning, match="disabled"):
         state_dict_saver.save({"odd": argparse.Namespace(x=1)}, checkpoint_id=tmp_path / "odd")
     assert main(["checkpoint", "verify", str(tmp_path / "odd")]) == 0
-    flip(path / files.METADATA, 3)
+    flip(path / METADATA, 3)
     assert main(["checkpoint", "verify", str(path)]) == 1
     assert "cannot be read" in capsys.readouterr().out
 
@@ -316,7 +324,7 @@ def test_consolidate_writes_safetensors(
 ) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     if buffer:
-        monkeypatch.setattr(reading, "BUFFER", buffer)
+        shrink(monkeypatch, buffer)
     dst = tmp_path / "new" / "model.safetensors"
     words = ["checkpoint", "consolidate", str(made[source]), str(dst), "--entries", r"model\..*", "--strip", "model."]
     assert main(words) == 0
@@ -369,7 +377,7 @@ def test_reshard_round_trips(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if buffer:
-        monkeypatch.setattr(reading, "BUFFER", buffer)
+        shrink(monkeypatch, buffer)
     last = made[4]
     for step, ranks in enumerate((3, 1, 4)):
         new = tmp_path / f"{step}"
@@ -377,7 +385,7 @@ def test_reshard_round_trips(
         assert main(["checkpoint", "verify", str(new)]) == 0
         assert main(["checkpoint", "diff", str(made[4]), str(new)]) == 0
         assert main(["checkpoint", "diff", str(new), str(last)]) == 0
-        manifest = files.read_manifest(new)
+        manifest = read_manifest(new)
         assert len(list(new.glob("*.distcp"))) == ranks == manifest.about["ranks"]
         assert manifest.about["number"] == step + 1
         assert {c.file for c in manifest.chunks["model.table"]} == {f"__{rank}_0.distcp" for rank in range(ranks)}
@@ -392,7 +400,7 @@ def test_reshard_round_trips(
 
 def test_reshard_writes_even_pieces(made: dict[Any, Path], tmp_path: Path) -> None:
     assert main(["checkpoint", "reshard", str(made[4]), str(tmp_path / "new"), "--ranks", "3"]) == 0
-    found = files.read_manifest(tmp_path / "new").chunks["model.table"]
+    found = read_manifest(tmp_path / "new").chunks["model.table"]
     each = 400 * 96 // 3
     for rank in range(3):
         mine = [c.box for c in found if c.file == f"__{rank}_0.distcp"]
@@ -408,9 +416,9 @@ def test_reshard_converts_torchs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     if buffer:
-        monkeypatch.setattr(reading, "BUFFER", buffer)
+        shrink(monkeypatch, buffer)
     assert main(["checkpoint", "reshard", str(made["torch"]), str(tmp_path / "new"), "--ranks", "2"]) == 0
-    assert "left out, as nothing that it can hold: numbers.betas" in capsys.readouterr().out
+    assert "left out, because it cannot hold them: numbers.betas" in capsys.readouterr().out
     assert main(["checkpoint", "verify", str(tmp_path / "new")]) == 0
     assert main(["checkpoint", "diff", str(made["torch"]), str(tmp_path / "new")]) == 0
     like = {"model": optree.tree_map(torch.zeros_like, params()), "turned": torch.zeros(30, 20), "numbers": {"step": 0}}
@@ -556,10 +564,9 @@ def test_memory_is_that_of_the_buffer(format: str, tmp_path: Path, monkeypatch: 
     else:
         with pytest.warns(UserWarning, match="disabled"):
             state_dict_saver.save(tree, checkpoint_id=tmp_path / "src")
-    assert isinstance(source_of(tmp_path / "src"), Ours) == (format == "ours")
+    assert source_of(tmp_path / "src").torchs == (format == "torchs")
     buffer = 2**16
-    monkeypatch.setattr(reading, "BUFFER", buffer)
-    monkeypatch.setattr(reading, "STEP", buffer)
+    shrink(monkeypatch, buffer)
     monkeypatch.setattr(tools, "AT_ONCE", buffer // 16)
     src, dst = tmp_path / "src", tmp_path / "dst"
     with reads(monkeypatch) as lengths:
@@ -591,9 +598,9 @@ def test_wrong_uses_are_one_line(made: dict[Any, Path], tmp_path: Path, capsys: 
     for command in (["inspect", none], ["verify", none], ["verify", here, none], ["verify", tmp_path / "file"]):
         assert "there is no folder" in refused(capsys, "checkpoint", *command)
     assert "has none in it" in refused(capsys, "checkpoint", "inspect", tmp_path)
-    assert "is no checkpoint" in refused(capsys, "checkpoint", "verify", tmp_path)
-    assert "it has 3 in it" in refused(capsys, "checkpoint", "verify", root)
-    assert "no regular expression" in refused(capsys, "checkpoint", "inspect", here, "--entries", "(")
+    assert "is not a checkpoint" in refused(capsys, "checkpoint", "verify", tmp_path)
+    assert "there are 3 in it" in refused(capsys, "checkpoint", "verify", root)
+    assert "not a regular expression" in refused(capsys, "checkpoint", "inspect", here, "--entries", "(")
     assert "no entry" in refused(capsys, "checkpoint", "inspect", here, "--entries", "model")
     assert "ends neither" in refused(capsys, "checkpoint", "consolidate", here, tmp_path / "x.bin")
     assert "exists: pass --overwrite" in refused(capsys, "checkpoint", "consolidate", here, tmp_path / "is.pt")
@@ -602,7 +609,7 @@ def test_wrong_uses_are_one_line(made: dict[Any, Path], tmp_path: Path, capsys: 
     assert "nothing is left" in refused(capsys, *words, "--strip", "numbers.step")
     words = ["checkpoint", "reshard", here, tmp_path / "x"]
     assert "--ranks" in refused(capsys, *words)
-    assert "no number of ranks" in refused(capsys, *words, "--ranks", 0)
+    assert "not a number of ranks" in refused(capsys, *words, "--ranks", 0)
     assert "exists" in refused(capsys, "checkpoint", "reshard", here, made[2], "--ranks", 2)
     assert "there is no folder" in refused(capsys, "checkpoint", "diff", here, none)
     assert "not negative" in refused(capsys, "checkpoint", "diff", here, here, "--tolerance", "-1")

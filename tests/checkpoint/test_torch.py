@@ -147,3 +147,21 @@ def test_a_damaged_checkpoint_of_torchs_is_an_error(tmp_path: Path) -> None:
                 checkpoint.load(path, {"x": torch.zeros(100), "step": 0})
         (path / name).write_bytes(content)
     assert checkpoint.load(path, {"x": torch.zeros(100), "step": 0})["x"][99] == 99
+
+
+def test_a_changed_bit_among_the_elements_of_torchs_is_an_error(tmp_path: Path) -> None:
+    """torch.load compares no checksums, though items have them; here of a contiguous and of a transposed tensor."""
+    tree: dict[str, Any] = {"w": torch.randn(30, 40), "turned": torch.randn(20, 30).T, "step": 3}
+    save(tree, checkpoint_id=tmp_path / "one")
+    file = next((tmp_path / "one").glob("*.distcp"))
+    content = file.read_bytes()
+    places = [content.index(x.numpy().tobytes()[:64]) for x in (tree["w"], tree["turned"].T)]
+    for at in (place + step for place in places for step in (0, 1001, 2399)):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        like = {"w": torch.zeros(30, 40), "turned": torch.zeros(30, 20), "step": 0}
+        with pytest.raises(checkpoint.CheckpointError, match=r"its (own )?checksum does not fit"):
+            checkpoint.load(tmp_path / "one", like)
+    file.write_bytes(content)
+    found = checkpoint.load(tmp_path / "one", {"w": torch.zeros(30, 40), "turned": torch.zeros(30, 20), "step": 0})
+    assert found["step"] == 3
+    assert all(torch.equal(found[name], tree[name]) for name in ("w", "turned"))

@@ -13,6 +13,9 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn.optim.muon import cost as muon_cost
+from shardfn.optim.muon_plan import on_everyone, on_owner
+from shardfn.shards.pieces import units
 from shardfn.testing import World
 from tests.models import DATA, STRATEGIES, copied, data_mesh, distance, normal, plainly, scaled
 from tests.models import scaled_loss as model
@@ -642,17 +645,45 @@ def test_a_swapped_call_is_noticed_wherever_the_parameters_are_known() -> None:
 def test_a_transform_refuses_what_does_not_belong_together(clip: so.Transform) -> None:
     ps, grads = scaled(), optree.tree_map(torch.ones_like, scaled())
     state = clip.init(ps)
-    clip.update(grads, state, ps)
+    clip.update(ps, grads, state)
+    clip.update(grads=grads, state=state, params=ps)
     for wrong, says in (
-        ((ps, grads, state), "update takes (grads, state, params): the state came as the third argument"),
+        ((grads, state, ps), "update takes (params, grads, state): the state came as the second argument"),
         ((state, grads, ps), "the state came as the first argument"),
-        (((torch.ones(()), grads), state, ps), "pass the second of it"),
-        ((grads, None, ps), "the state is None"),
-        (({"embed": grads["embed"]}, state, ps), "the gradients have [embed]"),
+        ((ps, (torch.ones(()), grads), state), "pass the second of it"),
+        ((ps, grads, None), "the state is None"),
+        ((ps, {"embed": grads["embed"]}, state), "the gradients have [embed]"),
+        ((grads, ps, state), "the parameters came as grads"),
     ):
         with pytest.raises((TypeError, ValueError)) as caught:
             clip.update(*wrong)
         assert says in str(caught.value)
+
+
+def trace(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    """A transform whose state is like the parameters, with its arguments in optax's order."""
+    del params
+    made = optree.tree_map(lambda g, m: g + 0.5 * m, grads, state)
+    return made, made
+
+
+def test_one_order_of_arguments_however_a_transform_names_them() -> None:
+    ps = scaled()
+    grads = optree.tree_map(torch.ones_like, ps)
+    momentum = so.Transform(lambda params: optree.tree_map(torch.zeros_like, params), trace)
+    state = momentum.init(ps)
+    for wrong, place in (((grads, state, ps), "state"), ((grads, ps, state), "grads")):
+        with pytest.raises(ValueError, match=rf"update takes \(params, grads, state\): the parameters came as {place}"):
+            momentum.update(*wrong)
+    made, state = momentum.update(ps, grads, state)
+    made, state = momentum.update(params=ps, grads=grads, state=state)
+    assert all(x.eq(1.5).all() for x in optree.tree_leaves(made))
+    optimizer = so.chain(momentum, so.sgd(1.0, donate=False))
+    moved, _ = optimizer.step(ps, grads, optimizer.init(ps))
+    assert all(torch.equal(p - 1, q) for p, q in zip(optree.tree_leaves(ps), optree.tree_leaves(moved), strict=True))
+    for other in (lambda g, s, p: (g, s), lambda params, grads: (grads, ()), trace.__get__(1)):
+        with pytest.raises(TypeError, match="name its arguments params, grads and state, in any order"):
+            so.Transform(lambda params: (), other)
 
 
 def unevenly(x: Tensor) -> Tensor:
@@ -749,3 +780,40 @@ def test_a_state_may_be_used_again_where_that_is_meant() -> None:
     state = own.init(ps)
     for _ in range(4):
         ps, state = own.step(ps, grads, state)
+
+
+def whitened(x: Tensor) -> Tensor:
+    """What needs the whole matrix, as Shampoo does."""
+    CALLS.append(tuple(x.shape))
+    return torch.linalg.inv(x @ x.mT + torch.eye(len(x), dtype=x.dtype)) @ x
+
+
+CALLS: list[tuple[int, ...]] = []
+
+
+def by_owners(strategy: Any, everyone: bool) -> tuple[float, int]:
+    """How far a function of whole matrices is from that of one process, and how many matrices this rank worked on."""
+    shapes = {"a": (6, 10), "b": (7, 3), "c": (0, 4), "d": (5, 5)}
+    whole = {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+    mesh = sf.make_mesh(replica=2, shard=-1, device="cpu")
+    flat = sf.shard({"stage": whole}, mesh, strategy)
+    CALLS.clear()
+    known = units(flat)
+    values = [unit.values for unit in known.each]
+    made = (on_everyone if everyone else on_owner)(known.each, values, whitened, muon_cost)
+    calls = len(CALLS)
+    got = sf.unshard(known.like(made))["stage"]
+    wanted = {name: whitened(x) for name, x in whole.items()}
+    return max((got[name] - x).abs().max().item() for name, x in wanted.items() if x.numel()), calls
+
+
+@pytest.mark.world(4)
+def test_a_function_of_whole_matrices_is_done_once_by_their_owners(world: World) -> None:
+    for strategy in (sf.hybrid_shard(shard="shard", replica="replica"), sf.full_shard(("replica", "shard"))):
+        found = world.run(by_owners, strategy, False)
+        assert max(error for error, _ in found) < 1e-12
+        assert sum(calls for _, calls in found) == 3
+        assert max(calls for _, calls in found) == 1
+        found = world.run(by_owners, strategy, True)
+        assert max(error for error, _ in found) < 1e-12
+        assert [calls for _, calls in found] == [3] * 4

@@ -290,7 +290,7 @@ def staging(mesh: Any) -> Step:
     saving: Any = importlib.import_module("shardfn.checkpoint.saving")
     params = sharded(mesh, STRATEGIES["hybrid_shard"])
     state = {"params": params, "optimizer": so.adamw(1e-3).init(params), "scale": drawn(3)}
-    return lambda: saving._staged(saving.contents(state, shared=True).parts)
+    return lambda: saving._staged(saving.contents(state, shared=True).boxes)
 
 
 def cases() -> dict[str, Callable[[Any], Step]]:

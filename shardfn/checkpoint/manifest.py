@@ -1,0 +1,175 @@
+"""A checkpoint on disk: torch.distributed.checkpoint's files, and a manifest by which a torn one is known.
+
+A folder holds `__<rank>_0.distcp`, one after another what `torch.save` makes of each part of a tensor; `.metadata`, by
+which torch's own loaders find them; and `manifest.json`, by which this one does: every entry and part, with a running
+CRC-32 of each file before and behind it, so that the last is the file's, and each part can be checked alone. The
+manifest ends in a CRC-32 of its own. It is written last, in a folder that gets its name when all is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardfn.checkpoint.boxes import Box, flaw
+from shardfn.checkpoint.contents import Kind, Scalar
+from shardfn.checkpoint.disk import write_whole
+from shardfn.checkpoint.team import CheckpointError
+from shardfn.compat import dcp
+
+MANIFEST, METADATA = "manifest.json", ".metadata"
+FORMAT = "shardfn checkpoint 1"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where a part of a tensor is: `length` bytes of a file from `offset` on, of which its elements begin at `data`.
+
+    `before` and `after` are the file's CRC-32 up to there, and up to its end.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    length: int
+    data: int = 0
+    before: int = 0
+    after: int = 0
+
+
+@dataclass
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: their kinds by name.
+        chunks: the parts of each, disjoint.
+        numbers: and strings.
+        by_rank: name -> ranks that have their own, under `name.rank0` and so on.
+        files: name -> bytes and CRC-32.
+        about: when it was made, by how many ranks, and its number in the folder.
+        places: file, offset and length of each number, and of whatever else torch's loaders find: for these alone.
+    """
+
+    tensors: dict[str, Kind] = field(default_factory=dict)
+    chunks: dict[str, list[Chunk]] = field(default_factory=dict)
+    numbers: dict[str, Scalar] = field(default_factory=dict)
+    by_rank: dict[str, int] = field(default_factory=dict)
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+
+    def add(self, other: Manifest) -> None:
+        """Takes in what another one has, such as one file of the same checkpoint."""
+        for name, chunks in other.chunks.items():
+            self.chunks.setdefault(name, []).extend(chunks)
+        self.tensors |= other.tensors
+        self.numbers |= other.numbers
+        self.places |= other.places
+        self.files |= other.files
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError for the first of these tensors whose parts do not make it up."""
+        for name in names:
+            found = self.flaw(name)
+            if found:
+                raise CheckpointError(f"{name}: {found}")
+
+    def flaw(self, name: str) -> str:
+        """Why the parts of a tensor do not make it up; "" if they do."""
+        return flaw(self.tensors[name].shape, [chunk.box for chunk in self.chunks.get(name, [])])
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """To the disk, with everything else that is in the folder."""
+    body = {
+        "format": FORMAT,
+        "byteorder": sys.byteorder,
+        "about": manifest.about,
+        "files": manifest.files,
+        "numbers": {name: _packed(value) for name, value in manifest.numbers.items()},
+        "by_rank": manifest.by_rank,
+        "tensors": {
+            name: {
+                "dtype": str(kind.dtype).removeprefix("torch."),
+                "shape": kind.shape,
+                "chunks": [
+                    [c.box.offsets, c.box.sizes, c.file, c.offset, c.length, c.data, c.before, c.after]
+                    for c in manifest.chunks.get(name, [])
+                ],
+            }
+            for name, kind in manifest.tensors.items()
+        },
+    }
+    text = json.dumps(body, indent=0, separators=(",", ":"))[:-2].encode() + b',\n"crc32":'
+    write_whole(folder / MANIFEST, text + _end(text))
+
+
+def write_metadata(folder: Path, manifest: Manifest, keys: dict[str, tuple[Any, ...]]) -> None:
+    """The file by which torch's loaders find what is there."""
+    found = dcp.checkpoint_metadata(
+        {
+            name: (kind.dtype, kind.shape, [(c.box.offsets, c.box.sizes, c.file, c.offset, c.length) for c in chunks])
+            for name, kind in manifest.tensors.items()
+            for chunks in [manifest.chunks.get(name, [])]
+        },
+        manifest.places,
+        keys,
+    )
+    content = pickle.dumps(found)
+    write_whole(folder / METADATA, content)
+    manifest.files[METADATA] = len(content), zlib.crc32(content)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder} is not a checkpoint of shardfn: {error.strerror}: {path}") from error
+    text, mark, end = content.rpartition(b',\n"crc32":')
+    if not mark or end != _end(text + mark):
+        raise CheckpointError(f"{path} is damaged: its checksum does not fit")
+    body = json.loads(content)
+    if body["format"] != FORMAT or body["byteorder"] != sys.byteorder:
+        raise CheckpointError(
+            f"{path} is {body['format']!r}, {body['byteorder']} endian; this reads {FORMAT!r}, {sys.byteorder} endian"
+        )
+    unknown = {one["dtype"] for one in body["tensors"].values() if not hasattr(torch, one["dtype"])}
+    if unknown:
+        raise CheckpointError(
+            f"{path} has tensors of {', '.join(sorted(unknown))}, which torch {torch.__version__} lacks"
+        )
+    tensors = {name: Kind(getattr(torch, one["dtype"]), tuple(one["shape"])) for name, one in body["tensors"].items()}
+    chunks = {
+        name: [Chunk(Box(tuple(offsets), tuple(sizes)), *rest) for offsets, sizes, *rest in one["chunks"]]
+        for name, one in body["tensors"].items()
+    }
+    numbers = {name: _unpacked(value) for name, value in body["numbers"].items()}
+    files = {name: (size, crc) for name, (size, crc) in body["files"].items()}
+    return Manifest(tensors, chunks, numbers, body["by_rank"], files, body["about"])
+
+
+def _end(text: bytes) -> bytes:
+    return b"%d}\n" % zlib.crc32(text)
+
+
+def _packed(value: Scalar) -> Any:
+    return {"complex": [value.real, value.imag]} if isinstance(value, complex) else value
+
+
+def _unpacked(value: Any) -> Scalar:
+    return complex(*value["complex"]) if isinstance(value, dict) else value
