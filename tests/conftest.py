@@ -2,7 +2,6 @@ import importlib
 import os
 
 import pytest
-from hypothesis import settings
 
 # Lent memory is full of nan when nobody should read it, in every test and in every process that one starts.
 os.environ.setdefault("SHARDFN_DEBUG", "memory")
@@ -11,7 +10,5 @@ pytest_plugins = ["shardfn.testing.plugin"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """An example may start a world; hanging is for the world's own deadline to catch."""
-    settings.load_profile("shardfn")
     # torch loads it at the first torch.func transform: worlds get from here what each of their ranks would load.
     importlib.import_module("torch._dynamo")

@@ -19,6 +19,7 @@ import shardfn
 from shardfn.testing import world
 
 ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = 88  # what a page shows of a block without scrolling
 PAGES = [Path("README.md"), *(path.relative_to(ROOT) for path in sorted((ROOT / "docs").glob("*.md")))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=str)
 
@@ -103,6 +104,12 @@ def lines_that_look_like_python(text: str) -> list[int]:
     ]
 
 
+def wide_lines(text: str) -> list[str]:
+    """The lines of code blocks that do not fit the page."""
+    blocks = (token.content for token in tokens_of(text) if token.type == "fence")
+    return [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS]
+
+
 def links_of(text: str) -> Iterator[str]:
     for token in tokens_of(text):
         for part in [token, *(token.children or [])]:
@@ -125,6 +132,11 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path):
 def test_no_python_code_of_a_page_escapes_execution(page: Path):
     text = text_of(page)
     assert lines_that_look_like_python(text) == [block.line for block in python_blocks(text)]
+
+
+@each_page
+def test_the_code_of_a_page_fits_it(page: Path):
+    assert wide_lines(text_of(page)) == []
 
 
 @each_page

@@ -9,15 +9,12 @@
     @pytest.mark.parametrize("world", [2, (4, "threads")], indirect=True)
     def test_everywhere(world): ...
 
-The worlds are those of `shardfn.testing.world`: shared by all tests, and restarted after a failure. With hypothesis,
-name the world inside, as in
+The worlds are those of `shardfn.testing.world`: shared by all tests, and restarted after a failure.
 
-    @given(x=tensors())
-    def test_sum(x):
-        world(2).run(body, x)
-
-or load the profile "shardfn", in which an example may take as long as the world's own deadline allows, and in which
-the fixture may be used, since it gives every example the same world.
+With hypothesis, the plugin loads the profile "shardfn". An example may then take as long as the world's own deadline
+allows, and the fixture may be used in `@given` tests, since it gives every example the same world. The rest is as in
+hypothesis's own profile: on a CI server the examples are the same in every run. A profile of yours wins, whether you
+load it in `conftest.py` or ask for it with `--hypothesis-profile`.
 """
 
 from __future__ import annotations
@@ -30,15 +27,25 @@ from shardfn.testing.world import World
 from shardfn.testing.world import world as shared_world
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis's own, which loads what `--hypothesis-profile` asks for
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and the hypothesis profile."""
+    """Register the marker, and load the hypothesis profile."""
     config.addinivalue_line(
         "markers", 'world(size=2, kind="processes", *, ranks=None): the world that the fixture `world` gives'
     )
     if find_spec("hypothesis") is not None:
-        from hypothesis import HealthCheck, settings
+        _load_profile(config)
 
-        settings.register_profile("shardfn", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+def _load_profile(config: pytest.Config) -> None:
+    from hypothesis import HealthCheck, settings
+
+    loaded = settings.get_current_profile_name()
+    before = settings.get_profile(loaded)
+    allowed = [*before.suppress_health_check, HealthCheck.function_scoped_fixture]
+    settings.register_profile("shardfn", before, deadline=None, suppress_health_check=allowed)
+    if loaded in ("default", "ci") and not config.getoption("--hypothesis-profile", None):
+        settings.load_profile("shardfn")
 
 
 @pytest.fixture
