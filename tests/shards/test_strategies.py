@@ -36,6 +36,7 @@ from tests.reference import worst
 WIDTH = 6
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 
+NAMED: dict[str, sf.Placement] = {"ddp": sf.ddp(DATA), "zero1": sf.zero1(DATA), "zero2": sf.zero2(DATA)} | STRATEGIES
 OWN: dict[str, sf.Placement] = {
     "optimizer cut within nodes": sf.Placement(replicas=DATA, gradients=("shard",)),
     "hpz, hierarchical": dataclasses.replace(sf.hpz("shard", "replica"), hierarchical=True),
@@ -272,18 +273,18 @@ def bytes_of(calls: list[tuple[bool | None, str, tuple[str, ...]]], whole: int) 
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("strategy", list(NAMED))
 def test_the_ledger_has_what_the_table_says(world: World, strategy: str) -> None:
     calls = documented()[strategy]
-    for found, whole in world.within(60).run(moved, STRATEGIES[strategy]):
+    for found, whole in world.within(60).run(moved, NAMED[strategy]):
         expected = [(*call, sent) for call, sent in zip(calls, bytes_of(calls, whole), strict=True)]
         assert sorted(map(str, found)) == sorted(map(str, expected))
 
 
 def test_every_strategy_is_in_the_tables() -> None:
-    assert list(documented()) == list(STRATEGIES)
+    assert list(documented()) == list(NAMED)
     page = PAGE.read_text(encoding="utf-8")
-    for name in STRATEGIES:
+    for name in NAMED:
         assert re.search(rf"\| `sf\.{name}\(", page)
 
 
@@ -378,10 +379,10 @@ def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
         "hybrid_shard_zero2": ["_HYBRID_SHARD_ZERO2", "fsdp:5", "hybrid_shard_zero2 auto_wrap"],
     }.items():  # fmt: skip
         for name in names:
-            assert named(name) == (STRATEGIES | {"zero2": sf.zero2(DATA)})[same], name
-    for name in STRATEGIES:
+            assert named(name) == NAMED[same], name
+    for name in NAMED:
         if name != "mics":
-            assert named(name) == STRATEGIES[name]
+            assert named(name) == NAMED[name]
     assert sf.strategy("mics", shard=("shard", "replica")) == STRATEGIES["mics"]
     assert sf.strategy("full_shard") == sf.full_shard("shard")
 
@@ -426,7 +427,7 @@ def test_older_spellings_mean_the_same() -> None:
 def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:
     with pytest.raises(ValueError, match="there is no strategy 'full-shart'") as caught:
         sf.strategy("full-shart")
-    for name in STRATEGIES:
+    for name in NAMED:
         assert name in str(caught.value)
     with pytest.raises(ValueError, match="pass replica="):
         sf.strategy("HYBRID_SHARD")
