@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "changed leaves are lent again",
         "stages/parameters.py",
-        "return p.requires_grad is need and not p._backward_hooks and p.grad is None",
-        "return True",
+        "if p.requires_grad is not need or p._backward_hooks or p.grad is not None:",
+        "if False:",
         f"{RANKS}::test_what_a_function_does_to_its_parameters_lasts_for_that_call",
     ),
     Mutant(

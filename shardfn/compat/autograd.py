@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.autograd.graph
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 
 
@@ -58,6 +59,22 @@ def references(x: torch.Tensor) -> tuple[int, int]:
 def storage_references(x: torch.Tensor) -> int:
     """How many tensors, and other things, refer to the storage of `x`."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """What `torch.autograd.grad` gives, None for an input that is not used.
+
+    Its checks of the arguments, a good part of a small stage's time, are left out where the engine can be reached.
+    """
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if run is None:
+        return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+    found: tuple[torch.Tensor | None, ...] = run(
+        tuple(outputs), tuple(cotangents), False, False, tuple(inputs), True, accumulate_grad=False
+    )
+    return found
 
 
 def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:

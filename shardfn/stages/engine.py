@@ -245,12 +245,14 @@ class Engine:
             parameters = lent.parameters
             own.add(lent.storage)
         saving = saved_tensor_hooks(signature, own, self.device) if records and not again else None
-        versions = _versions(run, inputs, lent)
+        given = [x for x in (*run.shards, *inputs) if not x.is_inference()]
+        given += [] if slot is None else [slot.buffer]
+        versions = _versions(given, lent)
         try:
             with _in_use(run):
                 made = evaluate(call, call.mesh, parameters, inputs, records, saving)
         finally:
-            written = _versions(run, inputs, lent) != versions
+            written = _versions(given, lent) != versions
             if written and slot is not None:
                 slot.forget()
         if written:
@@ -279,16 +281,18 @@ class Engine:
             variable = run.collected[k] if collect else None
             summed = run.signature.options.sum_dtype(shard.dtype)
             memory = (k, run.index % 2)  # the same for the same call at every step
-            reduction = self._reduction(gather, memory, Dtypes(gather.dtype, summed, shard.dtype), variable is not None)
+            reduction = self._reduction(gather, memory, summed, shard.dtype, variable is not None)
             total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, of_parameters[k], total, defer)
             found[k] = pending if total is None else None
         return [None if pending is None else self.reductions.wait(pending) for pending in found]
 
-    def _reduction(self, gather: Gather, memory: tuple[int, int], dtypes: Dtypes, divides: bool) -> Reduction:
+    def _reduction(
+        self, gather: Gather, memory: tuple[int, int], summed: torch.dtype, dtype: torch.dtype, divides: bool
+    ) -> Reduction:
         """How a buffer's gradient travels; `divides`: to where the optimizer state of its shard is."""
-        key = (gather, memory, dtypes, divides)
+        key = (gather, memory, summed, dtype, divides)
         known = self._known_reductions.get(key)
         if known is None:
             layout = gather.layout
@@ -296,7 +300,7 @@ class Engine:
             first = fine if layout.size == 1 else layout  # one that is whole is scattered once, over all
             done, left = first.placement.axes, fine.placement.replicas
             route = Route(*map(self.communicator, (done, fine.placement.axes[len(done) :], left)))
-            known = self._known_reductions[key] = Reduction(first, route, dtypes, memory)
+            known = self._known_reductions[key] = Reduction(first, route, Dtypes(gather.dtype, summed, dtype), memory)
         return known
 
 
@@ -327,10 +331,9 @@ class _in_use:
             self.slot.busy = self.before
 
 
-def _versions(run: StageRun, inputs: tuple[Tensor, ...], lent: Loan | None) -> list[int]:
+def _versions(given: list[Tensor], lent: Loan | None) -> list[int]:
     """Change when the function writes into its parameters, or into what else it was given."""
-    watched = [] if run.slot is None else [run.slot.buffer]
-    versions = [x._version for x in (*watched, *run.shards, *inputs) if not x.is_inference()]
+    versions = [x._version for x in given]
     return versions if lent is None else [*versions, lent.version]
 
 

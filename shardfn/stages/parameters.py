@@ -37,14 +37,17 @@ def leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
         return [owned(view.detach(), need, layout.stage) for view in layout.views(whole.detach())]
 
 
-def _untouched(p: Tensor, need: bool) -> bool:
-    """Whether a function that it was lent to left it as it was."""
-    return p.requires_grad is need and not p._backward_hooks and p.grad is None
+def _untouched(lent: list[Tensor], need: bool) -> bool:
+    """Whether a function that they were lent to left them as they were."""
+    for p in lent:  # nine of them a layer, at every call
+        if p.requires_grad is not need or p._backward_hooks or p.grad is not None:
+            return False
+    return True
 
 
 def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
     known: list[Tensor] | None = slot.views.get((gather, need))
-    if known is None or not all(map(_untouched, known, [need] * len(known))):
+    if known is None or not _untouched(known, need):
         with ordinary_tensors():
             buffer = slot.buffer[gather.start : gather.stop].view(gather.dtype)
         known = slot.views[(gather, need)] = leaves(gather.layout, buffer, need)

@@ -72,10 +72,10 @@ class Residency:
     def fill(self, run: StageRun) -> None:
         """Starts to gather a run's parameters into its slot."""
         assert run.slot is not None, "a run that moves bytes has a slot"
+        if recording():
+            held = {id(piece): piece.nbytes for one in self.secondary.values() for piece in one.shards}
+            record_buffers(self.ring.nbytes() + sum(held.values()))
         with attributed_to(run.plan.stage):
-            if recording():
-                held = {id(piece): piece.nbytes for one in self.secondary.values() for piece in one.shards}
-                record_buffers(self.ring.nbytes() + sum(held.values()))
             if run.secondary is None:
                 run.slot.fill(run.key, run.plan, run.shards, self.communicator_of)
             else:

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives.into_buffers import Communicator, Handle, arrived, gather_by_hops, gather_pieces, sends_pieces
+from shardfn.collectives.into_buffers import (
+    Communicator,
+    Handle,
+    all_gather,
+    arrived,
+    gather_by_hops,
+    gather_pieces,
+    sends_pieces,
+)
 from shardfn.compat import dispatch, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.stages.signature import Gather, GatherPlan
@@ -70,11 +78,12 @@ class Slot:
         self.views: dict[tuple[Gather, bool | None], list[Tensor]] = {}
         self.parts: dict[Gather, SlotPart] = {}
         self.users = 0
-        self.readers: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self.readers: weakref.WeakSet[Saved] | None = None
 
     def save(self) -> Saved:
         """Somebody will read what it holds now."""
         made = Saved()
+        self.readers = weakref.WeakSet() if self.readers is None else self.readers
         self.readers.add(made)
         return made
 
@@ -122,10 +131,11 @@ class Slot:
             part.own.copy_(values)
             if last:
                 part.tail.copy_(part.tag)
-            hops = [axis]
             if placement.hierarchical:
                 hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
-            work = gather_by_hops(part.region, axis.axis.index, hops, gather.dtype)
+                work = gather_by_hops(part.region, axis.axis.index, hops, gather.dtype)
+            else:
+                work = all_gather(part.region, axis, gather.dtype)
         self.works.append(_Arrival(work, axis.group_names[0], part, gather, axis.checks and not last))
 
     def part(self, gather: Gather) -> SlotPart:
@@ -153,12 +163,12 @@ class Slot:
         """
         self.settle()
         self.forget()
-        if self.readers:
+        if self.readers is not None:
             with ordinary_tensors():
                 copy = self.buffer.clone()
             for reader in self.readers:
                 reader.copy = copy
-            self.readers.clear()
+            self.readers = None
         if (
             debugging.memory and not functorch.inside_transform()
         ):  # where one runs, a call can only be collected as garbage
