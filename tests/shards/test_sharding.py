@@ -587,7 +587,7 @@ def test_named_tensors_come_in_any_order(world: World, seed: int, sizes: Any) ->
     ("how", "words"),
     [
         ("missing", ["no tensor came for", "blocks.0.w", "head.out"]),
-        ("unknown", ["'blocks.0.q' is no parameter", "blocks.0.b"]),
+        ("unknown", ["'blocks.0.q' is not a parameter", "blocks.0.b"]),
         ("twice", ["came twice"]),
         ("shape", ["embed.wte", "(4, 5)", "(5, 4)"]),
         ("dtype", ["embed.wte", "float64", "float32"]),
