@@ -308,8 +308,8 @@ def refused(how: str) -> Any:
             return sf.shard({"a": {"w": distribute_tensor(w, mesh, [Replicate()])}}, mesh, full)
         case "meta":
             return sf.shard({"a": {"w": w.to("meta")}}, mesh, full)
-        case "string":
-            return sf.shard({"a": {"w": w}}, mesh, full, stages="a")
+        case "number of stages":
+            return sf.shard({"a": {"w": w}}, mesh, full, stages=2)  # type: ignore[arg-type]
         case "inputs":
             return sf.shard({"a": {"w": w}}, mesh, full, inputs="both")  # type: ignore[arg-type]
     raise AssertionError(how)
@@ -340,7 +340,7 @@ def refused(how: str) -> Any:
         ("shards", TypeError, ["a", "FlatShard"]),
         ("dtensor", TypeError, ["a.w", "full_tensor"]),
         ("meta", ValueError, ["a.w", "meta", "init_sharded"]),
-        ("string", TypeError, ["stages", "['a']"]),
+        ("number of stages", TypeError, ["stages", "'2' of type int"]),
         ("inputs", ValueError, ["inputs", "local"]),
     ],
 )
