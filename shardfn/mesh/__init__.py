@@ -1,4 +1,4 @@
-"""Which ranks there are: meshes, axes, process groups, specs, and who waits for whom.
+"""Which ranks there are, and what is said by their names: meshes, axes, process groups, specs, who waits for whom.
 
-Imports `compat` alone.
+Nothing here moves numbers. It may import `compat` alone.
 """

@@ -63,7 +63,7 @@ def check_axes(names: tuple[str, ...], mesh: DeviceMesh, where: str) -> None:
         if name not in have:
             raise ValueError(f"{where}: unknown axis {name!r}; the mesh has {show(have)}")
         if names.count(name) > 1:
-            raise ValueError(f"{where}: axis {name!r} stands twice in {names}; each axis can cut a value once")
+            raise ValueError(f"{where}: axis {name!r} is named twice in {names}; each axis can cut a value once")
 
 
 def axis_of(mesh: DeviceMesh, axis: AxisName, where: str = "axis") -> Axis:

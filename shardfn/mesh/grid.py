@@ -50,7 +50,7 @@ class Grid:
 
     def mesh(self) -> DeviceMesh | None:
         """The last of its meshes that is alive."""
-        for one in reversed(self._meshes):
+        for one in self._meshes[::-1]:  # a copy: one may go meanwhile
             found = one()
             if found is not None:
                 return found

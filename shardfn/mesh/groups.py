@@ -101,7 +101,7 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
         return group_over(ranks)
     if not dist.is_gloo_available():
         raise RuntimeError(
-            f"ranks {use} on the CPU, by gloo, beside whatever moves tensors on their devices, and this torch "
+            f"ranks {use} on the CPU, by gloo, as well as what moves tensors on their devices, and this torch "
             f"({torch.__version__}) was built without gloo: install one with it, as PyTorch's own packages are"
         )
     return group_over(ranks, use, "gloo")

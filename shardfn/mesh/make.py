@@ -27,8 +27,14 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
         device: `"cpu"`, `"cuda"`, ...; default: CUDA where there is some, else the CPU.
         **sizes: axis name -> ranks along it. One may be -1: whatever is left of the world.
 
+    Returns:
+        torch's own mesh, whose dimensions have these names and sizes; rank `r` stands at the place whose row-major
+        number is `r`. Meshes of one world share their process groups.
+
     Raises:
-        ValueError: no axes, a size below 1, more than one -1, or sizes that do not multiply to the world.
+        ValueError: no axes, a size below 1, more than one -1, or sizes that do not multiply to the world; a device
+            with a number.
+        RuntimeError: two ranks of a host use one accelerator, and there are others.
 
     Example:
         >>> mesh = make_mesh(replica=2, shard=-1)  # doctest: +SKIP

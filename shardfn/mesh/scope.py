@@ -69,8 +69,8 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
         ValueError: a name that the mesh does not have.
     """
     if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
-        told = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
-        raise TypeError(f"{where}: an axis is a name or a tuple of names, not {told}")
+        said = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
+        raise TypeError(f"{where}: an axis is a name or a tuple of names, not {said}")
     if not axis:
         return ALONE
     axes = _scope.axes or _elsewhere()
@@ -119,9 +119,9 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
         return alive
     if grid_of(mesh) is not grid and grid_of(mesh) != grid:
         mine = grid_of(mesh)
-        told = str(mine) if str(mine) != str(grid) else f"{mine}, with other ranks: {mine.ranks}, not {grid.ranks}"
+        said = str(mine) if str(mine) != str(grid) else f"{mine}, with other ranks: {mine.ranks}, not {grid.ranks}"
         raise ValueError(
-            f"{where} is placed on a mesh ({grid}), but the mesh in scope has ({told}): run it on its own mesh, or "
+            f"{where} is placed on a mesh ({grid}), but the mesh in scope has ({said}): run it on its own mesh, or "
             f"place it anew with shardfn.shard(shardfn.unshard(...), mesh, ...)"
         )
     return mesh

@@ -33,7 +33,7 @@ class P:
     pytree registry.
 
     Raises:
-        TypeError: an entry that is no axis name, tuple of names, or None.
+        TypeError: an entry that is not an axis name, tuple of names, or None.
         ValueError: an axis named twice.
 
     Example:
@@ -47,7 +47,7 @@ class P:
         object.__setattr__(self, "entries", tuple(_entry(entry) for entry in entries))
         for name in self.axes:
             if self.axes.count(name) > 1:
-                raise ValueError(f"{self}: axis {name!r} stands twice; an axis cuts a value once")
+                raise ValueError(f"{self}: axis {name!r} is named twice; an axis cuts a value once")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -90,6 +90,12 @@ def by_path(rules: Iterable[tuple[str, P | EllipsisType]], *, strict: bool = Tru
         strict: a path that no rule matches, or a rule that matches no path, is an error; otherwise such a leaf gets
             `P()`.
 
+    Returns:
+        Specs, wherever a tree of them is taken: `shard(specs=...)`, `shard_map(in_specs=...)`.
+
+    Raises:
+        TypeError: a rule without a spec.
+
     Example:
         >>> specs = by_path([(r".*norm.*", P()), (r"blocks\\..*", P("shard"))], strict=False)
     """
@@ -115,8 +121,8 @@ def match(specs: Any, tree: Any, where: str, root: str) -> list[Leaf]:
         root: what the tree is called in messages.
 
     Raises:
-        ValueError: specs that are no prefix of the tree; a path without a rule, or a rule without a path.
-        TypeError: a leaf of the specs that is no spec.
+        ValueError: specs that are not a prefix of the tree; a path without a rule, or a rule without a path.
+        TypeError: a leaf of the specs that is not a spec.
     """
     accessors, prefix, prefix_def = optree.tree_flatten_with_accessor(specs)
     try:
@@ -173,8 +179,20 @@ def check_own(leaf: Leaf, own: P, where: str) -> None:
 def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "value") -> tuple[int, ...]:
     """The shape of one rank's piece of a value of global `shape`.
 
+    Args:
+        shape: of the whole value, in elements.
+        spec: which axes cut which dimension.
+        mesh: that has these axes.
+        name: what the value is called in messages.
+
+    Returns:
+        A size for each dimension: that of `shape`, divided by the sizes of the axes that cut it.
+
     Raises:
         ValueError: an unknown axis, more entries than dimensions, or a dimension that does not divide.
+
+    Example:
+        ``local_shape((8, 6), P("shard"), mesh)`` is ``(2, 6)`` where ``shard`` has 4 ranks.
     """
     _check_rank(shape, spec, mesh, name)
     out = list(shape)
@@ -208,8 +226,20 @@ def is_dtensor(value: Any) -> bool:
 def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "value") -> tuple[int, ...]:
     """The shape of the whole value of which each rank holds a piece of `shape`: the inverse of `local_shape`.
 
+    Args:
+        shape: of one rank's piece, in elements; all pieces have the same.
+        spec: which axes cut which dimension.
+        mesh: that has these axes.
+        name: what the value is called in messages.
+
+    Returns:
+        A size for each dimension: that of `shape`, times the sizes of the axes that cut it.
+
     Raises:
         ValueError: an unknown axis, or more entries than dimensions.
+
+    Example:
+        ``global_shape((2, 6), P("shard"), mesh)`` is ``(8, 6)`` where ``shard`` has 4 ranks.
     """
     _check_rank(shape, spec, mesh, name)
     cuts = [_pieces(names, mesh) for names in spec.by_dim()]
@@ -255,7 +285,7 @@ def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]
                     [f"has no rule for {_list(without)}"] * bool(without)
                     + [f"has rules that match no path: {_list(unused)} (the paths are {_list(paths)})"] * bool(unused)
                 )
-                + "; add or mend a rule, or pass strict=False"
+                + "; add or fix a rule, or pass strict=False"
             )
     return [P() if spec is None else spec for spec in chosen]
 
@@ -264,7 +294,7 @@ def _structure_error(specs: Any, tree: Any, where: str, root: str) -> ValueError
     errors = optree.prefix_errors(specs, tree)
     reason = str(errors[0](where)) if errors else "different structures"
     if any(spec is None for spec in optree.tree_leaves(specs, none_is_leaf=True)):
-        reason += "\n(None is no spec: write P() for a value that every rank holds whole)"
+        reason += "\n(None is not a spec: write P() for a value that every rank holds whole)"
     return ValueError(f"{where} must be a tree prefix of {root}: {reason}")
 
 

@@ -50,7 +50,7 @@ def check_device(device: str) -> None:
     except (RuntimeError, TypeError):
         found = None
     if found is None or found.index is not None:
-        what = "a kind of device, without a number" if found is not None else "no device of torch"
+        what = "a kind of device, without a number" if found is not None else "not a device of torch"
         fix = "cuda" if found is None or found.type == "cuda" else found.type
         raise ValueError(f'make_mesh(device={device!r}): that is {what}; write device="{fix}" or device="cpu"')
 

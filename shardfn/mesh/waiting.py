@@ -42,7 +42,7 @@ _KEY = "shardfn/waiting/{}"
 
 
 class on:
-    """This thread waits for other ranks while the block runs; a RuntimeError from inside tells what for.
+    """This thread waits for other ranks while the block runs; a RuntimeError from inside says what for.
 
     Args:
         what: the operation: `"all_gather"`.
@@ -158,7 +158,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _leave() -> None:
-    """The process ends: nobody shall wait for it."""
+    """The process ends: nobody should wait for it."""
     if _watcher is not None and dist.is_initialized():
         _watcher.over = True
         _watcher.looks.acquire(timeout=TICK)  # a thread inside torch when the interpreter ends aborts the process
@@ -201,7 +201,7 @@ def _came(store: Any, keys: list[str]) -> bool:
     return True
 
 
-# --- what a rank tells the others ---
+# --- what a rank publishes ---
 
 
 def _state(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
@@ -310,8 +310,8 @@ class _Watcher:
 
     Attributes:
         rank: of this process.
-        over: whether it shall end.
-        beat: how often it has told the others how it stands.
+        over: whether it is to end.
+        beat: how often it has published how it stands.
         since: each thread's wait, and when it was first seen.
         spoke: when that was last in the log.
         told: whether others may believe that this rank waits.

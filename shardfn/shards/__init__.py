@@ -1,4 +1,4 @@
 """Where parameters live: placements, layouts, flat shards, and how trees are cut, drawn and put together.
 
-Imports `collectives` and what is below.
+It may import `collectives` and what is below.
 """

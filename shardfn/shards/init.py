@@ -31,10 +31,21 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
             tensors.
         seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path, also
             where it names none; torch's own generators are left as they are.
-        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device.
+        fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device: a tensor of the same shape and
+            dtype, with values.
+
+    Returns:
+        The tree with what each maker returned in its place, on whatever devices they chose.
 
     Raises:
         RuntimeError: a maker that seeds torch's own generators.
+        TypeError: a leaf that is neither a tensor nor a function; a seed that is not an int.
+
+    Example:
+        >>> import torch
+        >>> params = init({"w": lambda generator: torch.randn(2, 3, generator=generator)}, seed=0)
+        >>> params["w"].shape
+        torch.Size([2, 3])
     """
     return _made(makers, "", seed, fill)
 
@@ -69,7 +80,10 @@ def init_sharded(
         As `shard(init(makers, seed), mesh, strategy)`.
 
     Raises:
-        ValueError, TypeError: as `shard`; a leaf on the meta device without `fill`.
+        ValueError, TypeError, RuntimeError: as `shard` and `init`; a leaf on the meta device without `fill`.
+
+    Example:
+        ``params = init_sharded({"blocks": [init_block] * 8}, 0, mesh, full_shard("shard"))``
     """
     rules = Rules(mesh, strategy, stages, frozen, specs, "global")
     return agreed(

@@ -278,9 +278,17 @@ class FlatShard:
 
 
 def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
-    """What this rank holds of each parameter, by name: vectors of elements in row-major order, views of `flat.values`.
+    """What this rank holds of each parameter of a flat shard, by name.
 
-    `flat.layout.ranges(rank)` says which elements they are. Parameters of which this rank holds nothing are left out.
+    Args:
+        flat: the shard.
+
+    Returns:
+        Vectors of elements in row-major order, views of `flat.values` in its dtype. `flat.layout.ranges(rank)` says
+        which elements they are. Parameters of which this rank holds nothing are left out.
+
+    Example:
+        ``largest = {name: part.abs().max() for name, part in local_parameters(params["head"]).items()}``
     """
     layout, rank = flat.layout, process_groups.global_rank()
     start = layout.index(rank) * layout.piece

@@ -36,7 +36,7 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     Example:
         >>> import torch
         >>> partition({"w": torch.ones(1), "lora": torch.zeros(1)}, lambda path, shape: "lora" in path)
-        ({'lora': tensor([0.]), 'w': None}, {'lora': None, 'w': tensor([1.])})
+        ({'w': None, 'lora': tensor([0.])}, {'w': tensor([1.]), 'lora': None})
     """
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
     which, paths = chosen(predicate, "partition"), list(map(dotted, accessors))

@@ -443,8 +443,8 @@ def strategy(name: str, shard: AxisName = "shard", replica: AxisName = ()) -> Pl
         return make(as_names(replica) + as_names(shard))
     if not as_names(replica) and known != "mics":
         raise ValueError(
-            f"strategy {name!r} tells two kinds of axes apart: pass replica=, over which parameters or the copies that "
-            f"are gathered again are the same, as well as shard={shard!r}"
+            f"strategy {name!r} distinguishes two kinds of axes: pass replica= as well as shard={shard!r}: parameters, "
+            f"or the copies that are gathered again, are the same over it"
         )
     return make(shard, replica)
 

@@ -46,24 +46,24 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
     claims: list[Claim] = []
     grid: Grid | None = None
-    told = []
+    compared = []
     for accessor, leaf in zip(accessors, leaves, strict=True):
         path = dotted(accessor)
         if is_flat(leaf):
             layout, held = leaf.layout, local_parameters(leaf)
             grid = layout.grid
-            told.append(str(layout))
+            compared.append(str(layout))
             for number, entry in enumerate(layout.entries):
                 axes = layout.cut_axes(number)
                 claims.append(Claim(entry.path, axes, checksum(held[entry.path]) if entry.path in held else 0))
         elif isinstance(leaf, Tensor):
-            told.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")
+            compared.append(f"{path}: {leaf.dtype} {tuple(leaf.shape)}")
             claims.append(Claim(path, (), checksum(leaf)))
     if mesh is None:
         mesh = current_mesh() if grid is None else mesh_of(grid, "assert_replicated: the tree")
     if mesh is None:
         raise ValueError("assert_replicated: the tree has no flat shard, so pass the mesh whose ranks compare")
-    agree(told, mesh, "assert_replicated")
+    agree(compared, mesh, "assert_replicated")
     _compare(claims, grid_of(mesh), mesh)
 
 
@@ -85,7 +85,7 @@ def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
     if wrong:
         more = f" (and {len(wrong) - 8} more)" if len(wrong) > 8 else ""
         raise ValueError(
-            f"assert_replicated: {'; '.join(wrong[:8])}{more}: they shall be the same there. Start every rank from one "
+            f"assert_replicated: {'; '.join(wrong[:8])}{more}: they must be the same there. Start every rank from one "
             f"seed, or make the parameters with init_sharded"
         )
 

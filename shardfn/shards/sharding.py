@@ -48,8 +48,8 @@ def shard(
     """Cuts a tree of parameters into flat shards, one for each stage and dtype.
 
     Args:
-        tree: a pytree of tensors, the same on every rank.
-        mesh: where they go.
+        tree: a pytree of dense tensors of any shapes and dtypes, the same on every rank. They are copied.
+        mesh: whose ranks hold the pieces, on its kind of device.
         strategy: over which axes they are cut, and over which they are the same: `full_shard("shard")`, ...; or a
             function of a parameter's path and whole shape that returns one.
         stages: which subtrees become stages: a regular expression that matches their whole path (keys joined by
@@ -63,15 +63,16 @@ def shard(
 
     Returns:
         The tree with a `FlatShard` in place of each stage; where a stage has several dtypes or placements, or frozen
-        parameters beside others, a dict of them, such as `{"float32": ..., "float32 frozen": ...}`.
+        parameters as well as others, a dict of them, such as `{"float32": ..., "float32 frozen": ...}`.
 
     Raises:
         ValueError: unknown axes; a dimension that does not divide; a parameter in no stage; one tensor in two stages;
             a pattern that matches nothing; values that differ between ranks.
-        TypeError: a leaf that is no plain tensor.
+        TypeError: a leaf that is not a plain tensor; something other than patterns or functions where these are
+            expected.
 
     Example:
-        ``params = shard(init(seed=0), mesh, full_shard("shard"))``
+        ``params = shard(init(makers, seed=0), mesh, full_shard("shard"), frozen=r"embed\\..*")``
     """
     rules = Rules(mesh, strategy, stages, frozen, specs, inputs)
     return agreed(rules, "shard", lambda: rules.map_stages(tree, rules.cut))
@@ -84,11 +85,18 @@ def unshard(tree: Any, mesh: DeviceMesh | None = None) -> Any:
     `all_gather(to="invariant")` is: `V -> I`.
 
     Args:
-        tree: any pytree.
+        tree: any pytree; all ranks that have a part of it call together.
         mesh: default: the one in scope, else the one that the tree was sharded on.
+
+    Returns:
+        The tree with each stage's parameters in place of its flat shards: new tensors of their whole shapes, in the
+        dtype of the shard's values, on the mesh's device.
 
     Raises:
         ValueError: the mesh is not the one of the shards.
+
+    Example:
+        ``whole = unshard(params)``, then ``if mesh.get_rank() == 0: torch.save(whole, path)``
     """
 
     def whole(stage: Any) -> Any:
@@ -115,6 +123,8 @@ def shard_named(
 ) -> Any:
     """Parameters from a stream of named whole tensors, such as a checkpoint's: each is cut as it comes.
 
+    All ranks pass the same stream.
+
     Args:
         named: `(path, tensor)` in any order, each path once; the peak is one tensor above the shards.
         like: a pytree of tensors of the right shapes and dtypes, on the meta device say.
@@ -124,9 +134,15 @@ def shard_named(
         frozen: as for `shard`.
         specs: as for `shard`.
 
+    Returns:
+        As `shard` of the whole tree.
+
     Raises:
         ValueError: a name that is missing, unknown or there twice; a shape or dtype that is not the one of `like`.
-        TypeError: as `shard`.
+        TypeError: as `shard`; a value that is not a tensor.
+
+    Example:
+        ``params = shard_named(torch.load(path, mmap=True).items(), like, mesh, full_shard("shard"))``
     """
     rules = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False)
 
@@ -135,7 +151,7 @@ def shard_named(
         waiting = dict(rules.places)
         for name, tensor in named:
             if name not in rules.places:
-                raise ValueError(f"{name!r} is no parameter: the tree has {_some(rules.places)}")
+                raise ValueError(f"{name!r} is not a parameter: the tree has {_some(rules.places)}")
             if name not in waiting:
                 raise ValueError(f"{name!r} came twice")
             if not isinstance(tensor, Tensor):
@@ -195,7 +211,7 @@ class Rules:
         self.unused = self.frozen.unused(()) | (set() if self.stages is None else self.stages.unused(()))
         if isinstance(specs, ByPath) and specs.strict:
             self.unused |= {rule.pattern for rule, _ in specs.rules}
-        self.told: list[str] = []
+        self.compared: list[str] = []
         self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
         self.owners: dict[Any, tuple[weakref.ref[Tensor], str]] = {}
 
@@ -259,13 +275,13 @@ class Rules:
     def _flat(self, layout: Layout, values: dict[str, Tensor]) -> FlatShard:
         held = layout.held(self.rank)
         flat = FlatShard(torch.zeros(held, dtype=layout.dtype, device=self.mesh.device_type), layout)
-        self.told.append(str(layout))
+        self.compared.append(str(layout))
         for number, entry in enumerate(layout.entries):
             self.places[entry.path] = (flat, number, values[entry.path].shape)
             if self.filled:
                 self.fill(flat, number, entry.path, values[entry.path])
             else:
-                self.told.append(f"{entry.path}: {entry.shape}")
+                self.compared.append(f"{entry.path}: {entry.shape}")
         return flat
 
     def fill(self, flat: FlatShard, number: int, name: str, value: Tensor) -> None:
@@ -276,7 +292,7 @@ class Rules:
             )
         entry, layout = flat.layout.entries[number], flat.layout
         digest = f", values with checksum {checksum(value)}" if self.inputs == "global" or not entry.spec.axes else ""
-        self.told.append(f"{name}: {tuple(value.shape)}{digest}")
+        self.compared.append(f"{name}: {tuple(value.shape)}{digest}")
         if not layout.here(self.rank):
             return
         local = sliced(value.detach(), entry.spec, self.mesh) if self.inputs == "global" else value.detach()
@@ -400,7 +416,7 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
     except (ValueError, TypeError) as error:
         agree([str(error)], rules.mesh, name, mine=error)
         raise
-    agree(sorted(rules.told), rules.mesh, name, subject=_PARAMETERS)
+    agree(sorted(rules.compared), rules.mesh, name, subject=_PARAMETERS)
     if rules.inputs == "local":  # whole values were compared already, and more of them than a rank keeps
         assert_replicated(result, rules.mesh)
     return result

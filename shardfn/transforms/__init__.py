@@ -1,4 +1,4 @@
 """What a function and its gradient mean on a mesh: `shard_map`, `value_and_grad`, custom derivatives.
 
-Imports `shards` and what is below.
+It may import `shards` and what is below.
 """

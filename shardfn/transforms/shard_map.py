@@ -89,8 +89,8 @@ def shard_map(
     Raises:
         ValueError: specs that do not fit the arguments or the result, and ranks that differ; each names the tree path,
             the shapes, the mesh sizes and the fix.
-        TypeError: something that is no spec.
-        NameError: no mesh.
+        TypeError: something that is not a spec.
+        NameError: there is no mesh, neither passed nor in scope.
 
     Example:
         ``total = shard_map(lambda x: psum(x.sum(), "shard"), mesh=mesh, in_specs=P("shard"), out_specs=P())``
@@ -143,32 +143,32 @@ def _enter(
     if signature in seen and inputs == "local" and not any(map(is_dtensor, leaves)):
         return args, kwargs
     name = f"shard_map({_name(f)})"
-    told: list[str] = []
+    compared: list[str] = []
     alone = signature in seen or inside_transform()
     try:
         values = [*args, *kwargs.values()]
         named = zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True)
         whole = inputs == "global" and not alone
-        local = [_checked(value, label, specs, mesh, inputs, name, told, whole) for value, (label, specs) in named]
+        local = [_checked(value, label, specs, mesh, inputs, name, compared, whole) for value, (label, specs) in named]
     except (ValueError, TypeError) as error:
         if not seen and not alone:  # a first call, for which the other ranks wait, with good arguments perhaps
             agree([str(error)], mesh, name, mine=error)
         raise
     if not alone:
-        agree(told, mesh, name)
+        agree(compared, mesh, name)
     seen.add(signature)
     return tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
 
 
 def _checked(
-    value: Any, label: str, specs: Any, mesh: DeviceMesh, inputs: str, name: str, told: list[str], whole: bool
+    value: Any, label: str, specs: Any, mesh: DeviceMesh, inputs: str, name: str, compared: list[str], whole: bool
 ) -> Any:
-    """One argument as the body meets it; adds to `told` what it was, its numbers too where all ranks have all."""
+    """One argument as the body meets it; adds to `compared` what it was, its numbers too where all ranks have all."""
     found = match(specs, value, f"{name} in_specs for {label}", label)
     pieces = [_localized(leaf, mesh, inputs, name) for leaf in found]
-    told += [_told(leaf, piece) for leaf, piece in zip(found, pieces, strict=True)]
+    compared += [_compared(leaf, piece) for leaf, piece in zip(found, pieces, strict=True)]
     if whole:
-        told += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in found if _is_whole(leaf)]
+        compared += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in found if _is_whole(leaf)]
     return optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), pieces)
 
 
@@ -236,7 +236,7 @@ def _labels(f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], name: st
     """The Python names of the arguments as passed, and the parameters of the signature."""
     try:
         signature = inspect.signature(f)
-    except (TypeError, ValueError):  # some callables in C do not tell
+    except (TypeError, ValueError):  # some callables in C do not say
         labels = [f"args[{i}]" for i in range(len(args))] + list(kwargs)
         return labels, ["args", *kwargs]
     try:
@@ -308,14 +308,16 @@ def _unwrapped(leaf: Leaf, mesh: DeviceMesh, name: str) -> Tensor:
         if type(placement).__name__ == "Shard":
             cuts[placement.dim] += (axis,)
         elif not placement.is_replicate():
-            raise ValueError(f"{name} in_specs: {leaf.path} is a DTensor placed as {placement}, which no spec can say")
+            raise ValueError(
+                f"{name} in_specs: {leaf.path} is a DTensor placed as {placement}, which a spec cannot say"
+            )
     own = P(*cuts)
     check_own(leaf, own, f"{name} in_specs")
     local_shape(value.shape, own, mesh, f"{name} in_specs: {leaf.path}")
     return cast(Tensor, value.to_local())
 
 
-def _told(leaf: Leaf, value: Any) -> str:
+def _compared(leaf: Leaf, value: Any) -> str:
     """What all ranks must agree on; under `...` a value may have another shape on each rank."""
     if not isinstance(value, Tensor):
         return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"

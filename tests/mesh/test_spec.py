@@ -110,7 +110,7 @@ def test_an_entry_is_a_name_or_names_or_none(entry: Any) -> None:
 @pytest.mark.parametrize("entries", [("a", "a"), (("a", "a"),), (("a", "b"), "a"), ("b", None, ["c", "b"])], ids=str)
 def test_an_axis_cuts_once(entries: Any) -> None:
     twice = "b" if entries[0] == "b" else "a"
-    with pytest.raises(ValueError, match=rf"axis '{twice}' stands twice"):
+    with pytest.raises(ValueError, match=rf"axis '{twice}' is named twice"):
         P(*entries)
 
 

@@ -308,8 +308,8 @@ def refused(how: str) -> Any:
             return sf.shard({"a": {"w": distribute_tensor(w, mesh, [Replicate()])}}, mesh, full)
         case "meta":
             return sf.shard({"a": {"w": w.to("meta")}}, mesh, full)
-        case "string":
-            return sf.shard({"a": {"w": w}}, mesh, full, stages="a")
+        case "number of stages":
+            return sf.shard({"a": {"w": w}}, mesh, full, stages=2)  # type: ignore[arg-type]
         case "inputs":
             return sf.shard({"a": {"w": w}}, mesh, full, inputs="both")  # type: ignore[arg-type]
     raise AssertionError(how)
@@ -340,7 +340,7 @@ def refused(how: str) -> Any:
         ("shards", TypeError, ["a", "FlatShard"]),
         ("dtensor", TypeError, ["a.w", "full_tensor"]),
         ("meta", ValueError, ["a.w", "meta", "init_sharded"]),
-        ("string", TypeError, ["stages", "['a']"]),
+        ("number of stages", TypeError, ["stages", "'2' of type int"]),
         ("inputs", ValueError, ["inputs", "local"]),
     ],
 )
@@ -587,7 +587,7 @@ def test_named_tensors_come_in_any_order(world: World, seed: int, sizes: Any) ->
     ("how", "words"),
     [
         ("missing", ["no tensor came for", "blocks.0.w", "head.out"]),
-        ("unknown", ["'blocks.0.q' is no parameter", "blocks.0.b"]),
+        ("unknown", ["'blocks.0.q' is not a parameter", "blocks.0.b"]),
         ("twice", ["came twice"]),
         ("shape", ["embed.wte", "(4, 5)", "(5, 4)"]),
         ("dtype", ["embed.wte", "float64", "float32"]),
