@@ -172,8 +172,8 @@ MUTANTS = [
     Mutant(
         "changed leaves are lent again",
         "stages/parameters.py",
-        "if p.requires_grad is not need or p._backward_hooks or p.grad is not None:",
-        "if False:",
+        "return not any(p.requires_grad is not need or p._backward_hooks or p.grad is not None for p in lent)",
+        "return True",
         f"{RANKS}::test_what_a_function_does_to_its_parameters_lasts_for_that_call",
     ),
     Mutant(

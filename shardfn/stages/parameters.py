@@ -39,10 +39,7 @@ def leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
 
 def _untouched(lent: list[Tensor], need: bool) -> bool:
     """Whether a function that they were lent to left them as they were."""
-    for p in lent:  # nine of them a layer, at every call
-        if p.requires_grad is not need or p._backward_hooks or p.grad is not None:
-            return False
-    return True
+    return not any(p.requires_grad is not need or p._backward_hooks or p.grad is not None for p in lent)
 
 
 def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
