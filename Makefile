@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip install -qq
 # The processes of one machine share its cores; without this each of them would start a thread for every core.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 TRAIN := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 -m examples.train_lm --mesh replica=2,shard=2
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md)
 
 # The pins hold for installs and for the isolated builds behind them; pip < 25.3 and later read different names.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -46,10 +47,12 @@ lint: $(VENV)/.dev ## check the code's style
 
 format: $(VENV)/.dev ## check the code's layout
 	$(BIN)/ruff format --check
+	$(BIN)/ruff format --check --line-length 88 $(PAGES)
 
 fix: $(VENV)/.dev ## rewrite what lint and format can repair
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/ruff format --line-length 88 $(PAGES)
 
 types: $(VENV)/.dev ## check the types
 	$(BIN)/mypy

@@ -1,0 +1,325 @@
+"""The measured pictures of the documentation, each drawn from what a real run did.
+
+    MALLOC_MMAP_THRESHOLD_=65536 OMP_NUM_THREADS=1 python docs/pictures.py
+
+mesh.png: what each of four ranks holds of one stage, and which groups its collectives run in, as the layouts say.
+memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
+from /proc every half millisecond. Each phase is drawn equally long. glibc gives freed memory back at once, because of
+the variable above.
+schedule.png: one step of two ranks in time. When each collective was issued is read from the ledger, when each stage
+computed from hooks around it, on rank 0; the fastest of twenty steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn.testing import World
+
+HERE = Path(__file__).resolve().parent
+BLUE, GREEN, ORANGE, RED, GREY = "#38618c", "#4f9d69", "#e08e45", "#c0504d", "#9aa7b5"
+PALE = {"forward": "#7fa6cf", "backward": "#38618c", "gather": GREEN, "reduce": ORANGE}
+Params = Any
+
+
+def makers(layers: int, width: int) -> Params:
+    def make(generator: torch.Generator) -> Params:
+        return {name: torch.randn(width, width, generator=generator) / width for name in ("up", "down")}
+
+    return [make] * layers
+
+
+@sf.stage
+def block(p: Params, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["up"]) @ p["down"]
+
+
+# --- memory ---
+
+
+@contextmanager
+def sampled(found: list[tuple[float, float]]) -> Iterator[None]:
+    """Seconds and bytes of resident memory, while the block runs."""
+    page, done = os.sysconf("SC_PAGE_SIZE"), threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * page
+            found.append((time.perf_counter(), resident))
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def memory_of_a_step(strategy: sf.Placement, layers: int, width: int) -> tuple[list[tuple[float, float]], list[float]]:
+    """Samples of the third step, above the process before it had parameters, and when its phases began and ended."""
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    optimizer = so.adamw(1e-3)
+    phases: list[float] = []
+
+    def loss(params: Params, x: Tensor) -> Tensor:
+        for p in sf.layers(params):
+            x = block(p, x)
+        phases.append(time.perf_counter())
+        return x.square().mean()
+
+    step = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=..., out_specs=...)
+
+    def steps(layers: int, width: int) -> list[tuple[float, float]]:
+        params = sf.init_sharded(makers(layers, width), 0, mesh, strategy)
+        state = optimizer.init(params)
+        for _ in range(3):
+            found: list[tuple[float, float]] = []
+            dist.barrier()
+            with sampled(found):
+                phases[:] = [time.perf_counter()]
+                _, grads = step(params, torch.ones(64, width))
+                phases.append(time.perf_counter())
+                params, state = optimizer.step(params, grads, state)
+                phases.append(time.perf_counter())
+                del grads
+        return found
+
+    before = steps(2, 16)[-1][1]  # by then torch has loaded what it needs
+    return [(t, size - before) for t, size in steps(layers, width)], phases
+
+
+def stretched(t: float, phases: list[float]) -> float:
+    """The moment, where every phase is as long as every other."""
+    for i, (begin, end) in enumerate(itertools.pairwise(phases)):
+        if t <= end:
+            return i + (t - begin) / (end - begin)
+    return len(phases) - 1.0
+
+
+def draw_memory(path: Path) -> None:
+    layers, width = 8, 1024
+    data = ("replica", "shard")
+    strategies = {
+        "ddp": sf.ddp(data),
+        "zero1": sf.zero1(data),
+        "hybrid_shard": sf.hybrid_shard("shard", "replica"),
+        "full_shard": sf.full_shard(data),
+    }
+    megabytes = layers * 2 * width**2 * 4 / 1e6
+    figure = Figure(figsize=(9.2, 3.4), dpi=100, layout="constrained")
+    every = figure.subplots(1, len(strategies), sharey=True)
+    for axes, (name, strategy) in zip(every, strategies.items(), strict=True):
+        with World(4) as world:
+            samples, phases = world.run(memory_of_a_step, strategy, layers, width)[0]
+        xs = [stretched(t, phases) for t, _ in samples]
+        axes.plot(xs, [size / 1e6 for _, size in samples], color=BLUE, linewidth=1.6)
+        axes.set_title(name, fontsize=11)
+        axes.set_xlim(0, 3)
+        axes.set_xticks([0.5, 1.5, 2.5], ["forward", "backward", "update"], fontsize=9)
+        axes.tick_params(axis="x", length=0)
+        for i, color in enumerate(("#eef3f8", "#dfe8f2", "#f6ecdf")):
+            axes.axvspan(i, i + 1, color=color, zorder=0)
+        print(f"{name}: peak {max(size for _, size in samples) / 1e6:.0f} MB, parameters {megabytes:.0f} MB whole")
+    every[0].set_ylim(0)
+    every[0].set_ylabel(f"MB of rank 0 above the start\n({megabytes:.0f} MB of parameters)")
+    figure.savefig(path)
+
+
+# --- the schedule ---
+
+
+class Stamped(list[sf.Record]):
+    """Records, and when each was entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def append(self, record: sf.Record) -> None:
+        self.times.append(time.perf_counter())
+        super().append(record)
+
+
+def times_of_a_step(layers: int, width: int, tries: int) -> dict[str, Any]:
+    """Of the fastest of some steps: when stages computed, forward and backward, and when collectives were issued."""
+    mesh = sf.make_mesh(shard=2, device="cpu")
+    params = sf.init_sharded(makers(layers, width), 0, mesh, sf.full_shard("shard"))
+    x = torch.ones(384, width)
+    forward: list[list[float]] = []
+    arrived: dict[int, float] = {}
+
+    @sf.stage
+    def timed(p: Params, x: Tensor) -> Tensor:
+        began = time.perf_counter()
+        y = x + torch.tanh(x @ p["up"]) @ p["down"]
+        forward.append([began, time.perf_counter()])
+        return y
+
+    def seen(i: int) -> Callable[[Tensor], None]:
+        def hook(_: Tensor) -> None:
+            arrived[i] = time.perf_counter()
+
+        return hook
+
+    def loss(params: Params, x: Tensor) -> Tensor:
+        for i, p in enumerate(sf.layers(params)):
+            x = timed(p, x)
+            x.register_hook(seen(i))
+        return x.square().mean()
+
+    step = sf.shard_map(sf.value_and_grad(loss), mesh=mesh, in_specs=..., out_specs=...)
+    best: dict[str, Any] = {"end": float("inf")}
+    for _ in range(tries + 2):
+        forward.clear()
+        dist.barrier()
+        with sf.ledger() as log:
+            log.records = Stamped()
+            began = time.perf_counter()
+            step(params, x)
+            ended = time.perf_counter()
+        assert isinstance(log.records, Stamped)
+        moved = [
+            (one.op, one.stage, one.backward, at - began)
+            for one, at in zip(log.records, log.records.times, strict=True)
+            if one.scheduled
+        ]
+        if ended - began < best["end"]:
+            best = {
+                "end": ended - began,
+                "forward": [[t - began for t in each] for each in forward],
+                "backward": [arrived[i] - began for i in range(layers)],
+                "moved": moved,
+            }
+    return best
+
+
+def draw_schedule(path: Path) -> None:
+    layers = 6
+    with World(2, deadline=300) as world:
+        found = world.run(times_of_a_step, layers, 640, 20)[0]
+    forward, backward, end = found["forward"], found["backward"], found["end"]
+    ms = 1e3
+    figure = Figure(figsize=(9.2, 3.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+
+    def bar(i: int, begin: float, until: float, kind: str, lower: bool) -> None:
+        y = i + (0.2 if lower else -0.2)
+        axes.barh(y, (until - begin) * ms, left=begin * ms, height=0.36, color=PALE[kind], edgecolor="white")
+
+    for i, (begin, until) in enumerate(forward):
+        bar(i, begin, until, "forward", lower=False)
+    for i, begin in enumerate(backward):
+        bar(i, begin, backward[i - 1] if i else end, "backward", lower=False)
+    for op, stage, in_backward, at in found["moved"]:
+        i = int(stage)
+        if op == "all_gather":
+            bar(i, at, backward[i] if in_backward else forward[i][0], "gather", lower=True)
+        else:  # it is waited for when the next one has computed, or at the end
+            bar(i, at, backward[i - 2] if i > 1 else end, "reduce", lower=True)
+    labels = {
+        "forward": "computes forward",
+        "backward": "computes backward",
+        "gather": "gather: issued, until its stage begins",
+        "reduce": "reduce-scatter: issued, until it must have arrived",
+    }
+    for kind, label in labels.items():
+        axes.barh(0, 0, color=PALE[kind], label=label)
+    axes.set_yticks(range(layers), [f"stage {i}" for i in range(layers)])
+    axes.invert_yaxis()
+    axes.set_xlim(0, end * ms)
+    axes.set_xlabel("ms since the step began, rank 0 of 2")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9, frameon=False)
+    figure.savefig(path)
+    print(f"a step of {end * ms:.1f} ms, {len(found['moved'])} collectives")
+
+
+# --- the mesh ---
+
+
+def held_by_a_rank() -> tuple[list[tuple[str, int, int]], int, list[int]]:
+    """Of one stage on `replica=2, shard=2`: what of which parameter this rank has, and both of its groups."""
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    shapes = {"w": (8, 8), "b": (8,), "out": (8, 5)}
+    make = {name: lambda g, shape=shape: torch.randn(shape, generator=g) for name, shape in shapes.items()}
+    shard = sf.init_sharded([make], 0, mesh, sf.hybrid_shard("shard", "replica"))[0]
+    rank = mesh.get_rank()
+    ranges = [(one.path.split(".")[-1], one.start, one.stop) for one in shard.layout.ranges(rank)]
+    return ranges, rank, [mesh.get_local_rank("replica"), mesh.get_local_rank("shard")]
+
+
+def draw_mesh(path: Path) -> None:
+    with World(4) as world:
+        found = world.run(held_by_a_rank)
+    colors = {"b": RED, "out": "#7b5ea7", "w": BLUE}
+    figure = Figure(figsize=(7.6, 3.5), dpi=100)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(-0.75, 2.35)
+    axes.set_ylim(2.05, -0.62)
+    for ranges, rank, (replica, shard) in found:
+        x, y = 0.05 + shard * 1.15, replica * 1.0
+        axes.add_patch(_box(x, y, 0.95, 0.62))
+        axes.text(x + 0.06, y + 0.14, f"rank {rank}", fontsize=11, va="center", weight="bold")
+        left = x + 0.06
+        total = sum(stop - start for _, start, stop in ranges)
+        for name, start, stop in ranges:
+            width = 0.83 * (stop - start) / total
+            axes.barh(y + 0.4, width, left=left, height=0.2, color=colors[name], edgecolor="white")
+            axes.text(left + width / 2, y + 0.4, name, color="white", ha="center", va="center", fontsize=10)
+            axes.text(left + width / 2, y + 0.555, f"{start}:{stop}", ha="center", va="center", fontsize=7.5)
+            left += width
+    for replica in range(2):
+        axes.text(-0.1, replica + 0.31, f"replica={replica}", ha="right", va="center", fontsize=11)
+        axes.annotate(
+            "",
+            (1.21, replica + 0.31),
+            (0.99, replica + 0.31),
+            arrowprops={"arrowstyle": "<->", "color": GREEN, "lw": 2},
+        )
+    for shard in range(2):
+        x = 0.525 + shard * 1.15
+        axes.text(x, -0.12, f"shard={shard}", ha="center", va="center", fontsize=11)
+        axes.annotate("", (x, 1.01), (x, 0.62), arrowprops={"arrowstyle": "<->", "color": ORANGE, "lw": 2})
+    axes.text(1.1, -0.42, "along shard: all-gather parameters, reduce-scatter gradients", color=GREEN, ha="center")
+    axes.text(1.1, 1.85, "along replica: all-reduce this rank's piece of the gradient", color="#b5651d", ha="center")
+    figure.savefig(path)
+
+
+def _box(x: float, y: float, width: float, height: float) -> Any:
+    from matplotlib.patches import FancyBboxPatch
+
+    box = FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.01")
+    box.set(facecolor="#f4f8fc", edgecolor=BLUE)
+    return box
+
+
+DRAWN = {"mesh": draw_mesh, "memory": draw_memory, "schedule": draw_schedule}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="Draw the measured pictures of the documentation.")
+    options.add_argument("names", nargs="*", choices=[*DRAWN, []], help="default: all")
+    for name in options.parse_args().names or DRAWN:
+        DRAWN[name](HERE / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
