@@ -27,10 +27,16 @@ FEW = 2**16  # bytes of a part that copies of it do not share
 
 
 class ByRank:
-    """A value that each rank has its own of: a tensor, number or string, or a pytree of them.
+    """Marks a value that each rank has its own of: a tensor, number or string, or a pytree of them.
 
-    Where all ranks' are the same it is kept once, and comes back on any number of ranks; else only on as many.
-    Generators are kept so without being told.
+    A value that is the same on all ranks is kept once, and can be loaded on any number of ranks; others only on as
+    many as wrote them. Generators are always kept like this.
+
+    Args:
+        value: this rank's.
+
+    Example:
+        ``save(path, {"params": params, "rows read": ByRank(count)})``
     """
 
     __slots__ = ("value",)
@@ -253,7 +259,7 @@ def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list
 
 
 def _prefix(tokens: tuple[Any, ...], stage: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The keys before a stage's own, and these; together those of the node, but for what tells its buffers apart."""
+    """The keys before a stage's own, and these; together those of the node, without the key that marks one of its buffers."""
     words = tuple(stage.split(".")) if stage else ()
     marked = [i for i, token in enumerate(tokens) if str(token).startswith("@")]
     if marked:

@@ -47,31 +47,31 @@ def export(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes parameters as `transformers` and its kin read them, on all ranks together, to a folder that all see.
+    """Writes parameters as safetensors files, which `transformers` reads, on all ranks together.
 
-    One stage is gathered after another, and the ranks that hold it take turns to write its tensors. Above its shards a
-    rank needs room for one stage and 32 MB; where `specs` cut parameters, for its part of a stage and the largest
-    parameter. Other files in the folder, such as `config.json`, stay.
+    One stage is gathered after another, and the ranks that hold it take turns to write its tensors. In addition to its
+    shards a rank needs memory for one stage and 32 MB; where `specs` cut parameters, for its part of a stage and the
+    largest parameter. Other files in the folder, such as `config.json`, stay.
 
     The model is in the folder when this returns, in place of an earlier one. If it raises, or a process dies, an
     earlier one is whole still; but where both consist of equally many files, and more than one, it loses its index
     while these are replaced, and no model is found in the meantime.
 
     Args:
-        path: of the folder, which is made if need be.
+        path: of the folder, which all ranks see and which is made if necessary.
         params: a pytree of flat shards and whole tensors, the same on every rank.
-        names: rules `(regular expression, template)`: a parameter whose whole name matches the first is kept as the
-            second says, as by `re.Match.expand`. `(..., ..., "T")` swaps its last two dimensions as well, as from
+        names: rules `(regular expression, template)`: a parameter whose whole name matches the first is called what
+            the second makes of it, by `re.Match.expand`. `(..., ..., "T")` also swaps its last two dimensions, as from
             `[in, out]` to the `[out, in]` of `torch.nn.Linear`. The first rule that matches counts; without one, a
             parameter keeps its name.
         largest: bytes of tensors in a file; one tensor may have more.
         dtype: convert floating-point parameters to this.
-        metadata: more to say in each file.
+        metadata: further strings for the header of each file.
 
     Raises:
         CheckpointError: two parameters of one name, a rule that matches nothing, what could not be written. The same
             on every rank.
-        TypeError: what is in the tree.
+        TypeError: the tree holds something other than flat shards and tensors.
 
     Example:
         ``export("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
@@ -108,17 +108,17 @@ def import_(
     strict: bool = True,
     ignore: Iterable[str] = (),
 ) -> Any:
-    """Parameters from safetensors files into a tree of any placement, on all ranks together.
+    """Reads safetensors files into a tree of any placement, which it overwrites, on all ranks together.
 
-    Each rank reads the parts that it holds, one after another. Other dtypes are converted without a word, whatever
-    `strict` is. These files have no checksums: what is cut short or does not fit is found, a changed bit is not.
+    Each rank reads the parts that it holds, one after another. Other dtypes are converted silently, whatever `strict`
+    is. These files have no checksums: what is cut short or does not fit is found, a changed bit is not.
 
     Args:
         path: of a folder with `model.safetensors` or an index of several files, of such an index, or of a file.
         like: a pytree of flat shards and tensors, into which the values are written.
         names: rules from our names to those in the files, as for `export`.
         strict: whether the files must hold just what the tree does. If not, what is missing stays as it is in `like`,
-            what is extra is left, and the log of `shardfn` says so; other shapes are errors all the same.
+            what is extra is ignored, and the log of `shardfn` says so; other shapes are still errors.
         ignore: regular expressions; tensors in the files whose whole name matches one are not wanted.
 
     Returns:
@@ -128,7 +128,10 @@ def import_(
         CheckpointError: what is missing, extra or of another shape, all at once; rules that do not fit; a file that is
             gone, damaged, or lacks what the index says. The same on every rank. If damage is found on the way, `like`
             may have been overwritten in part.
-        TypeError: what is in the tree.
+        TypeError: the tree holds something other than flat shards and tensors.
+
+    Example:
+        ``import_("llama", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
     finish()
     wanted = on_each_rank(lambda: contents(like, shared=False))

@@ -52,10 +52,17 @@ class Verdict:
 
 
 def verify(path: Path, report: Report = silent) -> Verdict:
-    """Reads every byte of a checkpoint, and compares.
+    """Reads every byte of a checkpoint, and compares checksums. One process does it.
 
     Of torch.distributed.checkpoint's it reads every item, which must have its shape, and fit the checksums that
     `torch.save` keeps in it, of all but names and filling.
+
+    Args:
+        path: of the checkpoint.
+        report: is called with bytes done, and bytes in all.
+
+    Returns:
+        A `Verdict`; its `damage` is empty if the checkpoint is whole.
 
     Raises:
         CheckpointError: this is not a checkpoint.
