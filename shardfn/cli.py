@@ -97,8 +97,8 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
 
     one = command("consolidate", _consolidate, "write whole tensors to one file", "SRC is also one of torch's own.")
     one.add_argument("src", type=Path, metavar="SRC")
-    about = "NAME.safetensors: tensors, written part by part; or NAME.pt: all in nested dicts by torch.save, which must "
-    one.add_argument("dst", type=Path, metavar="DST", help=f"{about}fit into memory")
+    about = "NAME.safetensors: tensors, part by part; or NAME.pt: nested dicts of all, which must fit into memory"
+    one.add_argument("dst", type=Path, metavar="DST", help=about)
     only(one)
     one.add_argument("--strip", metavar="PREFIX", default="", help="what names that begin with it lose, as `model.`")
     one.add_argument("--overwrite", action="store_true", help="replace DST")

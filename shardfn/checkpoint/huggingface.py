@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, Ints, whole
-from shardfn.checkpoint.contents import Contents, Kind, LocalBox, as_bytes, contents, pieces
+from shardfn.checkpoint.contents import Contents, Kind, LocalBox, contents, memory, pieces
 from shardfn.checkpoint.disk import write_at
-from shardfn.checkpoint.loading import Differences
+from shardfn.checkpoint.loading import Differences, patterns
 from shardfn.checkpoint.safetensors import Plan, Stored, aside, begin, clear, opened, planned, publish, stored_in
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
@@ -65,13 +65,13 @@ def export(
             `[in, out]` to the `[out, in]` of `torch.nn.Linear`. The first rule that matches counts; without one, a
             parameter keeps its name.
         largest: bytes of tensors in a file; one tensor may have more.
-        dtype: convert floating-point parameters to this.
+        dtype: convert floating-point parameters to this floating-point dtype; None for their own.
         metadata: further strings for the header of each file.
 
     Raises:
         CheckpointError: two parameters of one name, a rule that matches nothing, what could not be written. The same
             on every rank.
-        TypeError: the tree holds something other than flat shards and tensors.
+        TypeError: the tree holds something other than flat shards and tensors; another dtype.
 
     Example:
         ``export("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
@@ -80,6 +80,9 @@ def export(
     found = on_each_rank(lambda: contents(params, shared=False))
     team, folder = team_of(found.grids), Path(path)
     what = f"export {folder}"
+
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"export: dtype={dtype!r}; it is a floating-point dtype, or None for the parameters' own")
 
     def planning() -> tuple[dict[str, _Kept], Plan]:
         _only_tensors(params, found)
@@ -106,7 +109,7 @@ def import_(
     *,
     names: Iterable[Rule] = (),
     strict: bool = True,
-    ignore: Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
 ) -> Any:
     """Reads safetensors files into a tree of any placement, which it overwrites, on all ranks together.
 
@@ -119,7 +122,7 @@ def import_(
         names: rules from our names to those in the files, as for `export`.
         strict: whether the files must hold just what the tree does. If not, what is missing stays as it is in `like`,
             what is extra is ignored, and the log of `shardfn` says so; other shapes are still errors.
-        ignore: regular expressions; tensors in the files whose whole name matches one are not wanted.
+        ignore: regular expressions, or one; tensors in the files whose whole name matches one are not wanted.
 
     Returns:
         `like`.
@@ -141,7 +144,7 @@ def import_(
     def compared() -> tuple[dict[str, _Kept], dict[str, Stored], Differences]:
         _only_tensors(like, wanted)
         kept, stored = _kept(wanted.tensors, list(names)), stored_in(path)
-        differ = _compared(kept, stored, [re.compile(rule) for rule in ignore])
+        differ = _compared(kept, stored, patterns(ignore))
         if differ.shapes or (strict and differ):
             raise CheckpointError(str(differ))
         return kept, stored, differ
@@ -285,9 +288,9 @@ def _fill(folder: Path, plan: Plan, kept: dict[str, _Kept], turns: Iterable[tupl
 
 def _write(descriptor: int, offset: int, values: Tensor, dtype: torch.dtype) -> None:
     for _, some in pieces(values, STEP):
-        raw: Any = as_bytes(some.to(dtype)).numpy()
-        write_at(descriptor, memoryview(raw), offset)
-        offset += len(raw)
+        content = memory(some.to(dtype))
+        write_at(descriptor, content, offset)
+        offset += len(content)
 
 
 # --- reading ---

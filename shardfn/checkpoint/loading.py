@@ -64,7 +64,7 @@ def load(
     like: Any,
     *,
     strict: bool = True,
-    ignore: Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
     donate: bool = True,
 ) -> Any:
     """Reads training state from a checkpoint, on all ranks together; overwrites `like` unless `donate=False`.
@@ -79,7 +79,7 @@ def load(
         strict: whether everything must be the same on both sides. If not, what is missing stays as it is in `like`,
             what is extra is ignored, other dtypes are converted, and the log of `shardfn` says so; other shapes are
             still errors.
-        ignore: regular expressions; entries of the checkpoint whose whole name matches one are not wanted.
+        ignore: regular expressions, or one; entries of the checkpoint whose whole name matches one are not wanted.
         donate: write into `like`'s tensors and generators. If not, they stay as they are, and are copied.
 
     Returns:
@@ -100,7 +100,7 @@ def load(
 
     def compared() -> tuple[Reader, Wanted, Differences, dict[str, str]]:
         source = source_of(path)
-        differ, names = _compared(source, held, team, [re.compile(rule) for rule in ignore])
+        differ, names = _compared(source, held, team, patterns(ignore))
         if differ.shapes or (strict and differ):
             raise CheckpointError(str(differ))
         every = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
@@ -200,6 +200,21 @@ def _unusable(names: dict[str, str]) -> str:
         f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
         f"{', '.join(listed[:8])}{more}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
     )
+
+
+def patterns(rules: str | Iterable[str]) -> list[re.Pattern[str]]:
+    """Regular expressions; one may be by itself.
+
+    Raises:
+        CheckpointError: something that is not one.
+    """
+    found = []
+    for rule in [rules] if isinstance(rules, str) else rules:
+        try:
+            found.append(re.compile(rule))
+        except (re.error, TypeError) as error:
+            raise CheckpointError(f"ignore: {rule!r} is not a regular expression: {error}") from error
+    return found
 
 
 def _placed(like: Any, donate: bool) -> tuple[Any, Contents]:

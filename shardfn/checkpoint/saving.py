@@ -247,8 +247,10 @@ class _Save:
     """One call of `save`."""
 
     def __init__(self, path: Path, found: Contents, keep: int | None, overwrite: bool) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep}; it is how many checkpoints stay, 1 or more")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ValueError(
+                f"keep={keep!r}; it is how many checkpoints stay, an integer of 1 or more, or None for all"
+            )
         self.path, self.found, self.keep, self.overwrite = path, found, keep, overwrite
         self.folder = folders.aside(path, "writing")
         self.team = team_of(found.grids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Verdict:
     damage: list[Damage]
 
 
-def verify(path: Path, report: Report = silent) -> Verdict:
+def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
     """Reads every byte of a checkpoint, and compares checksums. One process does it.
 
     Of torch.distributed.checkpoint's it reads every item, which must have its shape, and fit the checksums that
@@ -67,6 +68,7 @@ def verify(path: Path, report: Report = silent) -> Verdict:
     Raises:
         CheckpointError: this is not a checkpoint.
     """
+    path = Path(path)
     folder = found_at(path)
     if not (folder / MANIFEST).exists():
         return _verify_torchs(path, folder, report)
