@@ -97,14 +97,14 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
 
     one = command("consolidate", _consolidate, "write whole tensors to one file", "SRC is also one of torch's own.")
     one.add_argument("src", type=Path, metavar="SRC")
-    told = "NAME.safetensors: tensors, written part by part; or NAME.pt: all in nested dicts by torch.save, which must "
-    one.add_argument("dst", type=Path, metavar="DST", help=f"{told}fit into memory")
+    about = "NAME.safetensors: tensors, part by part; or NAME.pt: nested dicts of all, which must fit into memory"
+    one.add_argument("dst", type=Path, metavar="DST", help=about)
     only(one)
     one.add_argument("--strip", metavar="PREFIX", default="", help="what names that begin with it lose, as `model.`")
     one.add_argument("--overwrite", action="store_true", help="replace DST")
 
-    told = "write the same checkpoint as another number of ranks would"
-    one = command("reshard", _reshard, told, "SRC is also one of torch's own, DST always one of shardfn.")
+    about = "write the same checkpoint as another number of ranks would"
+    one = command("reshard", _reshard, about, "SRC is also one of torch's own, DST always one of shardfn.")
     one.add_argument("src", type=Path, metavar="SRC")
     one.add_argument("dst", type=Path, metavar="DST")
     one.add_argument("--ranks", type=_count, metavar="N", required=True)
@@ -113,8 +113,8 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
     one = command("diff", _diff, "compare two checkpoints, written by any number of ranks", codes)
     one.add_argument("a", type=Path, metavar="A")
     one.add_argument("b", type=Path, metavar="B")
-    told = "absolute differences up to which numbers are the same; default: %(default)s"
-    one.add_argument("--tolerance", type=_tolerance, metavar="T", default=0.0, help=told)
+    about = "absolute differences up to which numbers are the same; default: %(default)s"
+    one.add_argument("--tolerance", type=_tolerance, metavar="T", default=0.0, help=about)
     one.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -173,13 +173,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _print_verdict(one: verifying.Verdict) -> None:
-    told = f"{one.entries} entries, {_size(one.bytes)} in {one.files} files"
+    content = f"{one.entries} entries, {_size(one.bytes)} in {one.files} files"
     if one.damage:
-        print(f"{one.path}: damaged in {len(one.damage)} place{'s' * (len(one.damage) > 1)}; {told}")
+        print(f"{one.path}: damaged in {len(one.damage)} place{'s' * (len(one.damage) > 1)}; {content}")
         rows = [(bad.file, f"{bad.start}-{bad.stop}", ", ".join(bad.entries), bad.what) for bad in one.damage]
         _print_table(["file", "bytes", "entries", "what is wrong"], rows)
     else:
-        print(f"{one.path}: whole; {told}")
+        print(f"{one.path}: whole; {content}")
     if one.format == "torch":
         print(
             "  torch.distributed.checkpoint keeps no checksums of files: only the structure could be checked, and the "
@@ -251,7 +251,7 @@ def _tolerance(text: str) -> float:
 
 
 @contextlib.contextmanager
-def _bar(told: str) -> Iterator[Report]:
+def _bar(title: str) -> Iterator[Report]:
     """A progress bar of bytes, where somebody sees it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -259,7 +259,7 @@ def _bar(told: str) -> Iterator[Report]:
     columns = TextColumn("{task.description}", markup=False), BarColumn(20), DownloadColumn(), TransferSpeedColumn()
     console, shown = Console(stderr=True), sys.stderr.isatty()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not shown, transient=True) as progress:
-        task = progress.add_task(told, total=None)
+        task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 

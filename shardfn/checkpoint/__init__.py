@@ -1,7 +1,6 @@
-"""Training state on disk: whole or absent, from any mesh to any other, in a format that other systems read.
+"""Training state on disk, whole or absent, from any mesh to any other, in formats that other systems read.
 
-`save` and `load` for a pytree of flat shards, tensors, numbers and generators; `save_async` while training goes on;
-`latest` for what to resume from. `verify` reads every byte. `export` and `import_` are for Hugging Face's safetensors.
+Imports `shards`, `collectives`, `mesh` and `compat`.
 """
 
 from shardfn.checkpoint.contents import ByRank

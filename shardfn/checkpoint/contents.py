@@ -27,10 +27,16 @@ FEW = 2**16  # bytes of a part that copies of it do not share
 
 
 class ByRank:
-    """A value that each rank has its own of: a tensor, number or string, or a pytree of them.
+    """Marks a value that each rank has its own of: a tensor, number or string, or a pytree of them.
 
-    Where all ranks' are the same it is kept once, and comes back on any number of ranks; else only on as many.
-    Generators are kept so without being told.
+    A value that is the same on all ranks is kept once, and can be loaded on any number of ranks; others only on as
+    many as wrote them. Generators are always kept like this.
+
+    Args:
+        value: this rank's.
+
+    Example:
+        ``save(path, {"params": params, "rows read": ByRank(count)})``
     """
 
     __slots__ = ("value",)
@@ -119,11 +125,16 @@ def contents(state: Any, *, shared: bool) -> Contents:
     wrong: list[str] = []
     for tokens, leaf, own in _leaves(state, (), False):
         name = _name(tokens)
-        if is_unit(leaf):
+        if is_unit(leaf) and not (isinstance(leaf.values, Tensor) and _lack(leaf.values)):
             _add_flat(found, tokens, leaf, shared)
             continue
+        if is_unit(leaf):
+            leaf = leaf.values
         if isinstance(leaf, torch.Generator):
             leaf, own = leaf.get_state(), True
+        if isinstance(leaf, Tensor) and (lack := _lack(leaf)):
+            wrong.append(f"{name} is a tensor {lack}")
+            continue
         if isinstance(leaf, Tensor) and not is_dtensor(leaf):
             _known(found, name, tokens)
             found.tensors[name] = Kind(leaf.dtype, tuple(leaf.shape))
@@ -158,16 +169,19 @@ def generators(state: Any) -> dict[str, torch.Generator]:
 
 def crc(tensor: Tensor) -> int:
     """Of a tensor's bytes."""
-    total = 0
-    for some in as_bytes(tensor).split(BUFFER):
-        total = zlib.crc32(memoryview(some.numpy()), total)
-    return total
+    return zlib.crc32(memory(tensor))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor's elements on the CPU, as a vector of bytes."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """A tensor's bytes; those of a contiguous one on the CPU themselves, to read and to write."""
+    found: Any = as_bytes(tensor).numpy()
+    return memoryview(found)
 
 
 def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
@@ -178,6 +192,15 @@ def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
 
 def _name(tokens: Iterable[Any]) -> str:
     return ".".join(map(str, tokens)) or "value"
+
+
+def _lack(x: Tensor) -> str:
+    """Why the elements of a tensor are not all that it is, or are not there; "" of most."""
+    if x.device.type == "meta":
+        return "on the device meta, which has no values"
+    if x.layout is not torch.strided or x.is_quantized or x.is_nested:
+        return "that is not dense: pass its to_dense() or dequantize(), or its parts"
+    return ""
 
 
 def _leaves(state: Any, tokens: tuple[Any, ...], own: bool) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
@@ -253,7 +276,7 @@ def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list
 
 
 def _prefix(tokens: tuple[Any, ...], stage: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The keys before a stage's own, and these; together those of the node, but for what tells its buffers apart."""
+    """The keys before a stage's own, and these; together those of the node, without the one that marks a buffer."""
     words = tuple(stage.split(".")) if stage else ()
     marked = [i for i, token in enumerate(tokens) if str(token).startswith("@")]
     if marked:

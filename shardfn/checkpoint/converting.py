@@ -14,7 +14,7 @@ import torch
 
 from shardfn.checkpoint import folders, safetensors
 from shardfn.checkpoint.boxes import Box, runs, steps, whole
-from shardfn.checkpoint.contents import BUFFER, FEW, Kind, as_bytes
+from shardfn.checkpoint.contents import BUFFER, FEW, Kind, memory
 from shardfn.checkpoint.disk import sync, write_at
 from shardfn.checkpoint.manifest import Manifest
 from shardfn.checkpoint.reading import Reader, Report, meter, silent
@@ -147,9 +147,8 @@ def _safetensors(reader: Reader, path: Path, olds: dict[str, str], strip: str, c
         file.truncate(length)
         for name, kind in kinds.items():
             for box, values in reader.parts(olds[name]):
-                raw: Any = as_bytes(values).numpy()
-                _write_box(file.fileno(), memoryview(raw), box, kind, plan.places[name][1])
-                count(len(raw))
+                _write_box(file.fileno(), memory(values), box, kind, plan.places[name][1])
+                count(values.nbytes)
         os.fsync(file.fileno())
     return [old for old in olds.values() if old not in source.tensors]
 

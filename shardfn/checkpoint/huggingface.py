@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, Ints, whole
-from shardfn.checkpoint.contents import Contents, Kind, LocalBox, as_bytes, contents, pieces
+from shardfn.checkpoint.contents import Contents, Kind, LocalBox, contents, memory, pieces
 from shardfn.checkpoint.disk import write_at
-from shardfn.checkpoint.loading import Differences
+from shardfn.checkpoint.loading import Differences, patterns
 from shardfn.checkpoint.safetensors import Plan, Stored, aside, begin, clear, opened, planned, publish, stored_in
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
@@ -47,31 +47,31 @@ def export(
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes parameters as `transformers` and its kin read them, on all ranks together, to a folder that all see.
+    """Writes parameters as safetensors files, which `transformers` reads, on all ranks together.
 
-    One stage is gathered after another, and the ranks that hold it take turns to write its tensors. Above its shards a
-    rank needs room for one stage and 32 MB; where `specs` cut parameters, for its part of a stage and the largest
-    parameter. Other files in the folder, such as `config.json`, stay.
+    One stage is gathered after another, and the ranks that hold it take turns to write its tensors. In addition to its
+    shards a rank needs memory for one stage and 32 MB; where `specs` cut parameters, for its part of a stage and the
+    largest parameter. Other files in the folder, such as `config.json`, stay.
 
     The model is in the folder when this returns, in place of an earlier one. If it raises, or a process dies, an
     earlier one is whole still; but where both consist of equally many files, and more than one, it loses its index
     while these are replaced, and no model is found in the meantime.
 
     Args:
-        path: of the folder, which is made if need be.
+        path: of the folder, which all ranks see and which is made if necessary.
         params: a pytree of flat shards and whole tensors, the same on every rank.
-        names: rules `(regular expression, template)`: a parameter whose whole name matches the first is kept as the
-            second says, as by `re.Match.expand`. `(..., ..., "T")` swaps its last two dimensions as well, as from
+        names: rules `(regular expression, template)`: a parameter whose whole name matches the first is called what
+            the second makes of it, by `re.Match.expand`. `(..., ..., "T")` also swaps its last two dimensions, as from
             `[in, out]` to the `[out, in]` of `torch.nn.Linear`. The first rule that matches counts; without one, a
             parameter keeps its name.
         largest: bytes of tensors in a file; one tensor may have more.
-        dtype: convert floating-point parameters to this.
-        metadata: more to say in each file.
+        dtype: convert floating-point parameters to this floating-point dtype; None for their own.
+        metadata: further strings for the header of each file.
 
     Raises:
         CheckpointError: two parameters of one name, a rule that matches nothing, what could not be written. The same
             on every rank.
-        TypeError: what is in the tree.
+        TypeError: the tree holds something other than flat shards and tensors; another dtype.
 
     Example:
         ``export("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
@@ -80,6 +80,9 @@ def export(
     found = on_each_rank(lambda: contents(params, shared=False))
     team, folder = team_of(found.grids), Path(path)
     what = f"export {folder}"
+
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"export: dtype={dtype!r}; it is a floating-point dtype, or None for the parameters' own")
 
     def planning() -> tuple[dict[str, _Kept], Plan]:
         _only_tensors(params, found)
@@ -106,20 +109,20 @@ def import_(
     *,
     names: Iterable[Rule] = (),
     strict: bool = True,
-    ignore: Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
 ) -> Any:
-    """Parameters from safetensors files into a tree of any placement, on all ranks together.
+    """Reads safetensors files into a tree of any placement, which it overwrites, on all ranks together.
 
-    Each rank reads the parts that it holds, one after another. Other dtypes are converted without a word, whatever
-    `strict` is. These files have no checksums: what is cut short or does not fit is found, a changed bit is not.
+    Each rank reads the parts that it holds, one after another. Other dtypes are converted silently, whatever `strict`
+    is. These files have no checksums: what is cut short or does not fit is found, a changed bit is not.
 
     Args:
         path: of a folder with `model.safetensors` or an index of several files, of such an index, or of a file.
         like: a pytree of flat shards and tensors, into which the values are written.
         names: rules from our names to those in the files, as for `export`.
         strict: whether the files must hold just what the tree does. If not, what is missing stays as it is in `like`,
-            what is extra is left, and the log of `shardfn` says so; other shapes are errors all the same.
-        ignore: regular expressions; tensors in the files whose whole name matches one are not wanted.
+            what is extra is ignored, and the log of `shardfn` says so; other shapes are still errors.
+        ignore: regular expressions, or one; tensors in the files whose whole name matches one are not wanted.
 
     Returns:
         `like`.
@@ -128,7 +131,10 @@ def import_(
         CheckpointError: what is missing, extra or of another shape, all at once; rules that do not fit; a file that is
             gone, damaged, or lacks what the index says. The same on every rank. If damage is found on the way, `like`
             may have been overwritten in part.
-        TypeError: what is in the tree.
+        TypeError: the tree holds something other than flat shards and tensors.
+
+    Example:
+        ``import_("llama", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
     finish()
     wanted = on_each_rank(lambda: contents(like, shared=False))
@@ -138,7 +144,7 @@ def import_(
     def compared() -> tuple[dict[str, _Kept], dict[str, Stored], Differences]:
         _only_tensors(like, wanted)
         kept, stored = _kept(wanted.tensors, list(names)), stored_in(path)
-        differ = _compared(kept, stored, [re.compile(rule) for rule in ignore])
+        differ = _compared(kept, stored, patterns(ignore))
         if differ.shapes or (strict and differ):
             raise CheckpointError(str(differ))
         return kept, stored, differ
@@ -282,9 +288,9 @@ def _fill(folder: Path, plan: Plan, kept: dict[str, _Kept], turns: Iterable[tupl
 
 def _write(descriptor: int, offset: int, values: Tensor, dtype: torch.dtype) -> None:
     for _, some in pieces(values, STEP):
-        raw: Any = as_bytes(some.to(dtype)).numpy()
-        write_at(descriptor, memoryview(raw), offset)
-        offset += len(raw)
+        content = memory(some.to(dtype))
+        write_at(descriptor, content, offset)
+        offset += len(content)
 
 
 # --- reading ---

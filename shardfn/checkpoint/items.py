@@ -64,13 +64,11 @@ def unpickled(descriptor: int, offset: int, length: int, *, values: bool = True)
     Raises:
         Flaw: it cannot be read, or does not fit its checksums.
     """
+    if values:
+        checked(descriptor, offset, length)
     try:
-        if values:
-            checked(descriptor, offset, length)
         item = io.BufferedReader(Item(descriptor, offset, length))
         return torch.load(item, map_location="cpu" if values else "meta", weights_only=True)
-    except Flaw:
-        raise
     except Exception as error:  # a damaged item raises almost anything
         raise Flaw(f"it cannot be read: {str(error).partition(chr(10))[0] or type(error).__name__}") from error
 

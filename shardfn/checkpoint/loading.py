@@ -31,7 +31,7 @@ class Differences:
     """How a checkpoint and a tree differ, by name.
 
     Attributes:
-        missing: wanted by the tree, not in the checkpoint.
+        missing: names wanted by the tree that are not in the checkpoint.
         extra: in the checkpoint, not wanted.
         shapes: in both, of other shapes: `(checkpoint's, tree's)`.
         kinds: in both, of other dtypes or types.
@@ -64,23 +64,23 @@ def load(
     like: Any,
     *,
     strict: bool = True,
-    ignore: Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
     donate: bool = True,
 ) -> Any:
-    """Training state from a checkpoint, on all ranks together.
+    """Reads training state from a checkpoint, on all ranks together; overwrites `like` unless `donate=False`.
 
-    The checkpoint is one of `save`, on any mesh and by any strategy, or of torch.distributed.checkpoint, FSDP2's say.
-    Each rank reads the parts that it holds, one after another, and compares their checksums; above its shards it needs
-    64 MB, and of others' checkpoints the largest part.
+    The checkpoint is one of `save`, on any mesh and by any strategy, or of torch.distributed.checkpoint, such as
+    FSDP2's. Each rank reads the parts that it holds, one after another, and compares their checksums. In addition to
+    its shards it needs 64 MB of memory, and the largest tensor of others' checkpoints that is not contiguous there.
 
     Args:
-        path: of the checkpoint.
-        like: a tree as `save` takes one, placed as the result shall be.
+        path: of the checkpoint; `latest` finds one.
+        like: a tree as `save` takes one, placed as the result is to be.
         strict: whether everything must be the same on both sides. If not, what is missing stays as it is in `like`,
-            what is extra is left, other dtypes are converted, and the log of `shardfn` says so; other shapes are
-            errors all the same.
-        ignore: regular expressions; entries of the checkpoint whose whole name matches one are not wanted.
-        donate: write into `like`'s tensors and generators. Otherwise they stay as they are.
+            what is extra is ignored, other dtypes are converted, and the log of `shardfn` says so; other shapes are
+            still errors.
+        ignore: regular expressions, or one; entries of the checkpoint whose whole name matches one are not wanted.
+        donate: write into `like`'s tensors and generators. If not, they stay as they are, and are copied.
 
     Returns:
         The tree, with the checkpoint's values.
@@ -88,7 +88,11 @@ def load(
     Raises:
         CheckpointError: what is missing, extra, of another shape or dtype, all at once; a damaged or foreign file. The
             same on every rank. Files that are gone or too short are found before anything is overwritten; where only a
-            checksum tells of damage, `like` may have been overwritten in part, and the message says what.
+            checksum shows damage, `like` may have been overwritten in part, and the message says what.
+        TypeError, ValueError: what is in `like` cannot be loaded.
+
+    Example:
+        ``tree = load(latest("runs/1"), {"params": params, "state": state, "step": 0})``
     """
     finish()
     tree, held = on_each_rank(lambda: _placed(like, donate))
@@ -96,7 +100,7 @@ def load(
 
     def compared() -> tuple[Reader, Wanted, Differences, dict[str, str]]:
         source = source_of(path)
-        differ, names = _compared(source, held, team, [re.compile(rule) for rule in ignore])
+        differ, names = _compared(source, held, team, patterns(ignore))
         if differ.shapes or (strict and differ):
             raise CheckpointError(str(differ))
         every = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
@@ -125,7 +129,18 @@ def load(
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint in a folder; None where there is none. A torn one is never it."""
+    """Finds the newest whole checkpoint in a folder.
+
+    Args:
+        root: of one run's checkpoints, the parent of what `save` is given.
+
+    Returns:
+        Its path; None where there is none, or no such folder. One that is torn, or torch.distributed.checkpoint's own,
+        is never it. "Newest" is by the number that each has in the folder, not by name or time.
+
+    Example:
+        ``if (path := latest("runs/1")) is not None: tree = load(path, tree)``
+    """
     found = checkpoints(Path(root))
     return found[-1] if found else None
 
@@ -185,6 +200,21 @@ def _unusable(names: dict[str, str]) -> str:
         f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
         f"{', '.join(listed[:8])}{more}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
     )
+
+
+def patterns(rules: str | Iterable[str]) -> list[re.Pattern[str]]:
+    """Regular expressions; one may be by itself.
+
+    Raises:
+        CheckpointError: something that is not one.
+    """
+    found = []
+    for rule in [rules] if isinstance(rules, str) else rules:
+        try:
+            found.append(re.compile(rule))
+        except (re.error, TypeError) as error:
+            raise CheckpointError(f"ignore: {rule!r} is not a regular expression: {error}") from error
+    return found
 
 
 def _placed(like: Any, donate: bool) -> tuple[Any, Contents]:

@@ -12,7 +12,6 @@ import json
 import pickle
 import sys
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,13 +74,6 @@ class Manifest:
         self.numbers |= other.numbers
         self.places |= other.places
         self.files |= other.files
-
-    def check(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError for the first of these tensors whose parts do not make it up."""
-        for name in names:
-            found = self.flaw(name)
-            if found:
-                raise CheckpointError(f"{name}: {found}")
 
     def flaw(self, name: str) -> str:
         """Why the parts of a tensor do not make it up; "" if they do."""

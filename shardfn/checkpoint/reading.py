@@ -12,13 +12,12 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, boxes, runs, span
-from shardfn.checkpoint.contents import BUFFER, Kind, LocalBox, as_bytes
+from shardfn.checkpoint.contents import BUFFER, Kind, LocalBox, memory
 from shardfn.checkpoint.disk import opened, read_at
 from shardfn.checkpoint.items import Flaw, checked, unpickled
 from shardfn.checkpoint.manifest import Chunk
@@ -258,9 +257,9 @@ def _straight(
         return False
     if x.dtype != kind.dtype or x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg():
         return False
-    raw: Any = as_bytes(x).numpy()
-    around, head = buffer.first(where.stop - where.start - len(raw)), where.data - where.start
-    views = [around[:head], memoryview(raw), around[head:]]
+    target = memory(x)
+    around, head = buffer.first(where.stop - where.start - len(target)), where.data - where.start
+    views = [around[:head], target, around[head:]]
     if os.preadv(descriptor, views, where.start) < where.stop - where.start:
         return False
     crc = where.before
@@ -274,8 +273,7 @@ def _straight(
 def _picked(descriptor: int, chunk: Chunk, kind: Kind, where: Extent, box: Box) -> Tensor:
     """A box of a part, of which nothing else is read."""
     values, done, width = torch.empty(box.sizes, dtype=kind.dtype), 0, kind.dtype.itemsize
-    raw: Any = as_bytes(values).numpy()
-    target = memoryview(raw)
+    target = memory(values)
     length, starts = runs(
         Box(tuple(a - b for a, b in zip(box.offsets, chunk.box.offsets, strict=True)), box.sizes), chunk.box.sizes
     )

@@ -33,23 +33,26 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
     """Writes training state, on all ranks together, to a folder that all of them see.
 
     The format is torch.distributed.checkpoint's, under true parameter names and whole shapes, so its loaders read it.
-    Each rank writes its own pieces, and of what several hold a share; nothing is gathered. Above its shards a rank
-    needs 64 MB.
+    Each rank writes its own pieces, and its share of what several hold; nothing is gathered. In addition to its shards
+    a rank needs 64 MB of memory.
 
     Either the folder is there and whole when this returns, or it raised an error and what was there before is
-    untouched; a process that dies leaves at most a hidden folder beside it, which the next `save` there removes.
+    untouched. A process that dies leaves at most a hidden folder next to it, which the next `save` there removes.
 
     Args:
         path: of the checkpoint, such as `runs/1/step-00100`. Its parent holds one run's checkpoints.
-        state: any pytree of flat shards, tensors and numbers: parameters, optimizer state, step, generators. Tensors,
-            numbers and strings are the same on every rank; see `ByRank`.
-        keep: afterwards, only as many of the newest checkpoints stay in the parent folder.
+        state: any pytree of flat shards, tensors of any dtype, numbers, strings and generators: parameters, optimizer
+            state, step. Tensors, numbers and strings are the same on every rank; see `ByRank`.
+        keep: how many of the newest checkpoints stay in the parent folder afterwards, 1 or more; None for all.
         overwrite: replace a checkpoint of this name, which stays until the new one is whole.
 
     Raises:
-        CheckpointError: what could not be written, and on which ranks.
+        CheckpointError: what could not be written, and on which ranks; an earlier `save_async` that failed.
         FileExistsError: there is something of this name.
-        TypeError, ValueError: what is in the tree, or differs between ranks.
+        TypeError, ValueError: what is in the tree cannot be saved, or differs between ranks.
+
+    Example:
+        ``save(f"runs/1/step-{step:05}", {"params": params, "state": state, "step": step}, keep=3)``
     """
     finish()
     found = on_each_rank(lambda: contents(state, shared=True))
@@ -57,7 +60,15 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
 
 
 class Pending:
-    """A checkpoint that is being written."""
+    """A checkpoint that `save_async` is writing.
+
+    Attributes:
+        path: of the checkpoint.
+        error: why it was not written, until `wait` has raised it; None if nothing is wrong so far.
+
+    Example:
+        ``pending = save_async(path, state); ...; pending.wait()``
+    """
 
     def __init__(self, save: _Save, asks: Team) -> None:
         self.path, self.asks = save.path, asks
@@ -76,7 +87,7 @@ class Pending:
             _log.error("the checkpoint %s was not written: %s", self.path, error)
 
     def done(self) -> bool:
-        """Whether it is over, for better or worse."""
+        """Whether it is over, written or failed. It does not wait."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
@@ -88,10 +99,11 @@ class Pending:
         self._thread.join(_MOMENT)
 
     def wait(self) -> None:
-        """Until it is whole.
+        """Waits until it is whole.
 
         Raises:
             CheckpointError: it could not be written.
+            FileExistsError, ValueError: as `save` does; each error is raised once.
         """
         self._thread.join()
         _forget(self)
@@ -109,23 +121,28 @@ def save_async(
     overwrite: bool = False,
     busy: Busy = "wait",
 ) -> Pending:
-    """As `save`, in the background: training may go on, and change the state, as soon as this returns.
+    """Writes training state in the background: training may go on, and change it, as soon as this returns.
 
-    It copies this rank's pieces first, to memory on the CPU that is used again by later calls.
+    It first copies this rank's pieces to memory on the CPU, which later calls use again: as many bytes as the rank's
+    shards and plain tensors have. A program that ends without an error waits for its last checkpoint.
 
     Args:
-        path: as for `save`, like what follows.
-        state: ...
-        keep: ...
-        overwrite: ...
-        busy: while an earlier one is still being written: `"wait"` for it, or `"refuse"`.
+        path: of the checkpoint, as for `save`.
+        state: a tree as `save` takes one.
+        keep: how many of the newest checkpoints stay afterwards, 1 or more; None for all.
+        overwrite: replace a checkpoint of this name.
+        busy: what to do while an earlier one is still being written: `"wait"` for it, or `"refuse"`.
 
     Returns:
-        A handle. An error in the background is raised by its `wait`, else by the next call of this module.
+        A `Pending`. An error in the background is raised by its `wait`, or else by the next call of this module.
 
     Raises:
         CheckpointError: an earlier one is still being written and `busy="refuse"`, or it failed.
-        TypeError, ValueError: what is in the tree. What `save` finds by comparing ranks is found in the background.
+        TypeError, ValueError: what is in the tree cannot be saved. What `save` finds by comparing ranks is found in the
+            background.
+
+    Example:
+        ``save_async(f"runs/1/step-{step:05}", {"params": params, "state": state, "step": step}, keep=3)``
     """
     if busy not in ("wait", "refuse"):
         raise ValueError(f'busy={busy!r}; it is "wait" or "refuse"')
@@ -230,8 +247,10 @@ class _Save:
     """One call of `save`."""
 
     def __init__(self, path: Path, found: Contents, keep: int | None, overwrite: bool) -> None:
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep}; it is how many checkpoints stay, 1 or more")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ValueError(
+                f"keep={keep!r}; it is how many checkpoints stay, an integer of 1 or more, or None for all"
+            )
         self.path, self.found, self.keep, self.overwrite = path, found, keep, overwrite
         self.folder = folders.aside(path, "writing")
         self.team = team_of(found.grids)

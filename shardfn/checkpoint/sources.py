@@ -88,10 +88,9 @@ def torchs(folder: Path) -> Source:
     Raises:
         CheckpointError: it is damaged.
     """
+    content = metadata_of(folder)
     try:
-        described, places = dcp.read_checkpoint_metadata(metadata_of(folder))
-    except CheckpointError:
-        raise
+        described, places = dcp.read_checkpoint_metadata(content)
     except Exception as error:  # a damaged pickle raises almost anything
         raise CheckpointError(f"{folder / METADATA} cannot be read: {error or type(error).__name__}") from error
     tensors = {name: Kind(dtype, tuple(shape)) for name, (dtype, shape, _) in described.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -51,15 +52,23 @@ class Verdict:
     damage: list[Damage]
 
 
-def verify(path: Path, report: Report = silent) -> Verdict:
-    """Reads every byte of a checkpoint, and compares.
+def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
+    """Reads every byte of a checkpoint, and compares checksums. One process does it.
 
     Of torch.distributed.checkpoint's it reads every item, which must have its shape, and fit the checksums that
     `torch.save` keeps in it, of all but names and filling.
 
+    Args:
+        path: of the checkpoint.
+        report: is called with bytes done, and bytes in all.
+
+    Returns:
+        A `Verdict`; its `damage` is empty if the checkpoint is whole.
+
     Raises:
         CheckpointError: this is not a checkpoint.
     """
+    path = Path(path)
     folder = found_at(path)
     if not (folder / MANIFEST).exists():
         return _verify_torchs(path, folder, report)

@@ -1,4 +1,7 @@
-"""Optimizers on local shards: pure functions whose state is a pytree like the parameters."""
+"""Optimizers on local shards, schedules and norms: pure functions whose state is a pytree like the parameters.
+
+Imports `shards`, `collectives`, `mesh` and `compat`.
+"""
 
 from shardfn.optim.adafactor import adafactor
 from shardfn.optim.elementwise import adam, adamw, lion, sgd

@@ -27,7 +27,7 @@ def adafactor(
     weight_decay: float | Rule = 0.0,
     donate: bool = True,
 ) -> Optimizer:
-    r"""Adafactor: of a matrix's second moments only the sums over rows and columns are kept.
+    r"""Adafactor, which of a matrix's second moments keeps only row and column means; overwrites parameters and state.
 
     :math:`V \leftarrow (1 - t^{\gamma}) V + t^{\gamma} G^2`, kept as the means :math:`R` of its rows and :math:`C` of
     its columns, for which it stands as :math:`R C^\top / \bar R`; then with :math:`U = G / \sqrt V` and
@@ -38,15 +38,25 @@ def adafactor(
     State: :math:`r + c` numbers for a matrix, on every rank; one for each element of a vector.
 
     Args:
-        lr: :math:`\eta`: a number, or a function of the number of the step, which begins at 1.
-        decay: :math:`\gamma`.
-        clip: :math:`d`.
-        eps: the least that means count as; None for the dtype's own.
-        least: :math:`\epsilon_2`.
-        weight_decay: :math:`\lambda`, or a rule `(path, shape) -> number`.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
+            at 1.
+        decay: :math:`\gamma`, 0 or less.
+        clip: :math:`d`, above 0: the largest root mean square of an update.
+        eps: the least root that second moments count as; None for the machine epsilon of the gradient's dtype.
+        least: :math:`\epsilon_2`, 0 or more: the least root mean square that a parameter counts as.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
         donate: as for `sgd`.
 
+    Returns:
+        An `Optimizer` for parameters of real floating-point dtypes.
+
+    Raises:
+        TypeError, ValueError: an argument that is not a number, or out of its range; by `init`, complex parameters.
+
     Sources: Shazeer and Stern, Adafactor: adaptive learning rates with sublinear memory cost (2018), algorithms 4, 6.
+
+    Example:
+        ``adafactor(1e-2, weight_decay=0.0)``
     """
     numbers = {"lr": lr, "decay": decay, "clip": clip, "least": least, "weight_decay": weight_decay}
     check("adafactor", numbers | ({} if eps is None else {"eps": eps}) | {"donate": donate})
@@ -174,7 +184,7 @@ def _counts(whole: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _as_rows(one: Segment, x: Tensor) -> tuple[int, Tensor]:
-    """Elements as the rows that they are in, zeros beside them, and the number of the first row."""
+    """Elements as the rows that they are in, zeros around them, and the number of the first row."""
     first, columns = divmod(one.first, one.shape[-1]), one.shape[-1]
     behind = -(first[1] + x.numel()) % columns
     return first[0], torch.nn.functional.pad(x, (first[1], behind)).view(-1, columns)

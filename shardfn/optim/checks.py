@@ -159,8 +159,8 @@ def state_differs(want: Any, state: Any) -> Exception | None:
                 f"this state is of other parameters: {name} is {_shown(s)}, where init(params) has {_shown(w)}: {why}"
             )
         if not _like(w, s):
-            told = _structures(name, w, s, "init(params)", "it")
-            return ValueError(f"this state is of another optimizer, or of other parameters: {told}")
+            how = _structures(name, w, s, "init(params)", "it")
+            return ValueError(f"this state is of another optimizer, or of other parameters: {how}")
     return None
 
 

@@ -43,7 +43,7 @@ def lent(known: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list[
 def tied(x: Tensor, others: Iterable[Tensor]) -> Tensor:
     """`x`, as a result of the others too, of whose elements it has none.
 
-    A rank that has nothing of some parameters shall still take part in what derivatives through them communicate.
+    A rank that has nothing of some parameters must still take part in what derivatives through them communicate.
     """
     rest = [other.reshape(-1)[:0].to(x.dtype) for other in others if differentiable(other)]
     return torch.cat([x.reshape(-1), *rest]).view(x.shape) if rest else x

@@ -266,7 +266,7 @@ def sgd(
     weight_decay: float | Rule = 0.0,
     donate: bool = True,
 ) -> Optimizer:
-    r"""Stochastic gradient descent.
+    r"""Stochastic gradient descent; overwrites parameters and state unless `donate=False`.
 
     :math:`m \leftarrow \mu m + g`, :math:`p \leftarrow p - \eta m`, or with Nesterov's momentum
     :math:`p - \eta (g + \mu m)`; :math:`g` has :math:`\lambda p` added to it.
@@ -274,14 +274,24 @@ def sgd(
     State: one number a parameter with momentum, none without.
 
     Args:
-        lr: a number, or a function of the number of the step, which begins at 1.
-        momentum: :math:`\mu`.
-        nesterov: as above.
-        weight_decay: :math:`\lambda`, or a rule `(path, shape) -> number`.
-        donate: parameters, gradients and state are overwritten; otherwise they are left as they are, and the step can
-            be differentiated.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
+            at 1.
+        momentum: :math:`\mu`, from 0 to 1.
+        nesterov: whether with Nesterov's momentum; this needs `momentum` above 0.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
+            differentiated.
+
+    Returns:
+        An `Optimizer` for parameters of any floating-point or complex dtype; its state is in theirs.
+
+    Raises:
+        TypeError, ValueError: an argument that is not a number, or out of its range.
 
     Sources: Sutskever et al., On the importance of initialization and momentum in deep learning (2013).
+
+    Example:
+        ``opt = sgd(0.1, momentum=0.9); state = opt.init(params); params, state = opt.step(params, grads, state)``
     """
     check("sgd", {"nesterov": nesterov, "momentum": momentum}, ("momentum",))
     if nesterov and not momentum:
@@ -302,15 +312,34 @@ def adam(
     weight_decay: float | Rule = 0.0,
     donate: bool = True,
 ) -> Optimizer:
-    r"""Adam.
+    r"""Adam; overwrites parameters and state unless `donate=False`.
 
     :math:`m \leftarrow \beta_1 m + (1 - \beta_1) g`, :math:`v \leftarrow \beta_2 v + (1 - \beta_2) g^2`,
     :math:`p \leftarrow p - \eta \hat m / (\sqrt{\hat v} + \epsilon)`, where hats divide by :math:`1 - \beta^t`;
     :math:`g` has :math:`\lambda p` added to it.
 
-    State: two numbers a parameter. Arguments as for `sgd`.
+    State: two numbers a parameter.
+
+    Args:
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
+            at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule; for the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of their squares.
+        eps: :math:`\epsilon`, 0 or more, or a rule; keeps the divisor from 0.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
+            differentiated.
+
+    Returns:
+        An `Optimizer` for parameters of any floating-point or complex dtype; its state is in theirs.
+
+    Raises:
+        TypeError, ValueError: an argument that is not a number, or out of its range.
 
     Sources: Kingma and Ba, Adam: a method for stochastic optimization (2015), algorithm 1.
+
+    Example:
+        ``adam(warmup_cosine(3e-4, warmup=100, steps=10_000), b2=0.95)``
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_), _adam_pure(decoupled=False))
@@ -326,11 +355,32 @@ def adamw(
     weight_decay: float | Rule = 0.01,
     donate: bool = True,
 ) -> Optimizer:
-    r"""Adam with decoupled weight decay: :math:`p \leftarrow (1 - \eta \lambda) p`, then Adam's move.
+    r"""Adam with decoupled weight decay; overwrites parameters and state unless `donate=False`.
 
-    State: two numbers a parameter. Arguments as for `sgd`.
+    :math:`p \leftarrow (1 - \eta \lambda) p`, then the move of `adam` with :math:`\lambda = 0`.
+
+    State: two numbers a parameter.
+
+    Args:
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
+            at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule; for the mean of gradients.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of their squares.
+        eps: :math:`\epsilon`, 0 or more, or a rule; keeps the divisor from 0.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
+            differentiated.
+
+    Returns:
+        An `Optimizer` for parameters of any floating-point or complex dtype; its state is in theirs.
+
+    Raises:
+        TypeError, ValueError: an argument that is not a number, or out of its range.
 
     Sources: Loshchilov and Hutter, Decoupled weight decay regularization (2019), algorithm 2.
+
+    Example:
+        ``adamw(3e-4, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0)``
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
@@ -345,12 +395,32 @@ def lion(
     weight_decay: float | Rule = 0.0,
     donate: bool = True,
 ) -> Optimizer:
-    r"""Lion: :math:`p \leftarrow (1 - \eta \lambda) p - \eta\, \mathrm{sign}(\beta_1 m + (1 - \beta_1) g)`, then
+    r"""Lion; overwrites parameters and state unless `donate=False`.
+
+    :math:`p \leftarrow (1 - \eta \lambda) p - \eta\, \mathrm{sign}(\beta_1 m + (1 - \beta_1) g)`, then
     :math:`m \leftarrow \beta_2 m + (1 - \beta_2) g`.
 
-    State: one number a parameter. Arguments as for `sgd`.
+    State: one number a parameter.
+
+    Args:
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
+            at 1.
+        b1: :math:`\beta_1`, from 0 to below 1, or a rule; for the gradient's weight in a move.
+        b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of gradients.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
+            differentiated.
+
+    Returns:
+        An `Optimizer` for parameters of any floating-point or complex dtype; its state is in theirs.
+
+    Raises:
+        TypeError, ValueError: an argument that is not a number, or out of its range.
 
     Sources: Chen et al., Symbolic discovery of optimization algorithms (2023), algorithm 2.
+
+    Example:
+        ``lion(1e-4, weight_decay=1.0)``: a learning rate of about a tenth of AdamW's, and ten times its weight decay
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}
     return optimizer("lion", Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate)

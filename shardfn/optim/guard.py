@@ -32,7 +32,7 @@ TAKES = "{} takes (params, grads, state)"
 
 @dataclass(frozen=True)
 class Use:
-    """A state, as a step got it, by what tells it from the one that the step returns. No memory is kept by it.
+    """A state as a step got it, by what differs in the one that the step returns. It keeps no memory alive.
 
     Attributes:
         state: its `id`. Of two states that follow each other both are alive for a moment, so theirs differ.
@@ -177,7 +177,7 @@ class Guard:
         return TAKES.format(self.name)
 
     def _fit(self, params: Any, grads: Any, state: Any) -> bool:
-        with contextlib.suppress(Exception):  # a state is no parameters
+        with contextlib.suppress(Exception):  # a state is not parameters
             expected = self._expected(params)
             return expected is not None and gradients_differ(params, grads) is None and (
                 state_differs(*expected, state) is None

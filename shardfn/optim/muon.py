@@ -27,7 +27,7 @@ def muon(
     dtype: torch.dtype | None = torch.bfloat16,
     donate: bool = True,
 ) -> Optimizer:
-    r"""Muon, for matrices only.
+    r"""Muon, for matrices only; overwrites parameters and state unless `donate=False`.
 
     :math:`m \leftarrow \mu m + (1 - \mu) g`, then :math:`u = (1 - \mu) g + \mu m` with Nesterov's momentum or else
     :math:`m`; :math:`p \leftarrow (1 - \eta \lambda) p - \eta \sqrt{\max(1, r / c)}\, \mathrm{orth}(u)` for a matrix of
@@ -37,16 +37,21 @@ def muon(
     State: one number a parameter.
 
     Args:
-        lr: a number, or a function of the number of the step, which begins at 1.
-        momentum: :math:`\mu`.
-        nesterov: as above.
-        weight_decay: :math:`\lambda`, or a rule `(path, shape) -> number`.
-        iterations: of Newton-Schulz.
+        lr: :math:`\eta`: a number, a 0-d floating-point tensor, or a function of the number of the step, which begins
+            at 1.
+        momentum: :math:`\mu`, from 0 to 1.
+        nesterov: whether with Nesterov's momentum.
+        weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        iterations: of Newton-Schulz, 1 or more.
         dtype: that it computes in, and moves; None for the gradient's.
         donate: as for `sgd`. Without it matrices are gathered on every rank, differentiably.
 
+    Returns:
+        An `Optimizer` for parameters of two dimensions.
+
     Raises:
-        ValueError: a parameter that is no matrix.
+        TypeError, ValueError: an argument that is not a number, or out of its range; by `init`, a parameter that is not
+            a real matrix.
 
     Sources: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024).
 

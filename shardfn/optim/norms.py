@@ -27,9 +27,9 @@ class Norms:
     """Euclidean norms of a tree.
 
     Attributes:
-        total: of all of it.
+        total: of all of it, `global_norm` as a number.
         stages: of each stage, by path; a plain tensor is a stage of its own.
-        parameters: of each parameter, by path.
+        parameters: of each parameter, by path, such as `blocks.0.attn.q`.
     """
 
     total: float
@@ -38,7 +38,18 @@ class Norms:
 
 
 def norms(tree: Any) -> Norms:
-    """Norms of parameters, gradients or anything shaped like them, as plain numbers. All ranks call it together."""
+    """Euclidean norms of a tree, its stages and its parameters, as plain numbers. All ranks call it together.
+
+    Args:
+        tree: parameters, gradients or anything shaped like them, of any floating-point or complex dtype. Integers,
+            frozen parameters and None are left out.
+
+    Returns:
+        `Norms`, the same on every rank. The host waits for them.
+
+    Example:
+        ``for path, norm in norms(grads).parameters.items(): print(path, norm)``
+    """
     known = units(tree)
     found = squares(known)
     of = _names(known)
@@ -54,16 +65,24 @@ def norms(tree: Any) -> Norms:
 
 
 def global_norm(tree: Any) -> Tensor:
-    """The Euclidean norm of a whole tree: 0-d, the same on every rank. All ranks call it together.
+    """The Euclidean norm of a whole tree, in which each element counts once. All ranks call it together.
 
-    Differentiable; integers, frozen parameters and None are left out.
+    Args:
+        tree: parameters, gradients or anything shaped like them, of any floating-point or complex dtype. Integers,
+            frozen parameters and None are left out.
+
+    Returns:
+        A 0-d tensor, the same on every rank: float64 if something in the tree is double, else float32. Differentiable.
+
+    Example:
+        ``penalised = loss + 1e-4 * global_norm(params) ** 2``
     """
     found = list(squares(units(tree)).values())
     return torch.stack(found).sum().sqrt() if found else torch.zeros(())
 
 
 def vdot(a: Any, b: Any) -> Tensor:
-    """The sum over all elements of `conj(a) * b`: 0-d, the same on every rank. All ranks call it together.
+    """The sum over all elements of `conj(a) * b`. All ranks call it together.
 
     As `jax.numpy.vdot` of whole trees: each element counts once, however it is cut and repeated. Differentiable;
     integers, frozen parameters and None are left out. `vdot(a, a)` is the square of `global_norm(a)`.
@@ -71,6 +90,9 @@ def vdot(a: Any, b: Any) -> Tensor:
     Args:
         a: parameters, gradients or anything shaped like them.
         b: another such tree, of the same layouts.
+
+    Returns:
+        A 0-d tensor, the same on every rank: float32, or float64 if something is double; complex if something is.
 
     Raises:
         ValueError: trees of different structure, layouts or shapes.
@@ -105,15 +127,25 @@ def vdot(a: Any, b: Any) -> Tensor:
 
 
 def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
-    r"""Scales gradients so that their global norm is at most `limit`: :math:`g \min(1, c / \lVert g \rVert)`.
+    r"""Scales gradients so that their global norm is at most `limit`; overwrites them unless `donate=False`.
 
-    The norm before it stands in the state, under `"norm"`.
+    :math:`g \leftarrow g \min(1, c / \lVert g \rVert)`. The norm from before is in the state, under `"norm"`, a 0-d
+    tensor. A norm that is not finite makes all gradients so.
 
     Args:
         limit: :math:`c`, above 0.
-        donate: gradients are overwritten.
+        donate: overwrite gradients; if not, the update can be differentiated.
+
+    Returns:
+        A `Transform`.
+
+    Raises:
+        TypeError, ValueError: a limit that is not a number, such as gradients, or not above 0.
 
     Sources: Pascanu et al., On the difficulty of training recurrent neural networks (2013), algorithm 1.
+
+    Example:
+        ``chain(clip_by_global_norm(1.0), adamw(3e-4))``
     """
     if not isinstance(limit, (int, float)) and optree.tree_leaves(limit) != [limit]:
         raise TypeError(
@@ -137,7 +169,21 @@ def clip_by_global_norm(limit: float, *, donate: bool = True) -> Transform:
 
 
 def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
-    """Clamps each element of the gradients to `[-limit, limit]`."""
+    """Clamps each element of the gradients to `[-limit, limit]`; overwrites them unless `donate=False`.
+
+    Args:
+        limit: above 0.
+        donate: overwrite gradients; if not, the update can be differentiated.
+
+    Returns:
+        A `Transform`.
+
+    Raises:
+        TypeError, ValueError: a limit that is not a number, or not above 0.
+
+    Example:
+        ``chain(clip_by_value(0.1), sgd(0.01))``
+    """
     check("clip_by_value", {"limit": limit, "donate": donate})
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:

@@ -122,6 +122,9 @@ def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
         optimizer: any.
         axis: one or several of each strategy's replicas.
 
+    Returns:
+        An `Optimizer`; its `init` and `step` raise what follows.
+
     Raises:
         ValueError: an axis over which a parameter is not the same.
 
@@ -144,7 +147,16 @@ def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
 
 
 def chain(*parts: Any) -> Optimizer:
-    """Transforms of gradients one after another, and the optimizer that gets what comes out.
+    """Transforms gradients one after another, and gives what comes out to an optimizer.
+
+    Args:
+        *parts: any number of `Transform`, then one `Optimizer`.
+
+    Returns:
+        An `Optimizer`, whose state is the tuple of theirs.
+
+    Raises:
+        TypeError: other things, or another order.
 
     Example:
         ``chain(clip_by_global_norm(1.0), adamw(3e-4))``

@@ -33,7 +33,7 @@ DECAYS = {"adafactor": (-math.inf, 0.0, "(]"), "ema": (0.0, 1.0, "[]")}
 
 
 def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_decay",)) -> None:
-    """Raises TypeError or ValueError for a number that is none, or out of its range.
+    """Raises TypeError or ValueError for what is not a number, or is out of its range.
 
     Args:
         name: of what it is given to.
@@ -53,7 +53,7 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
 
 
 def in_range(name: str, key: str, value: Any) -> None:
-    """Raises TypeError for what is no number, ValueError for one that is out of its range."""
+    """Raises TypeError for what is not a number, ValueError for one that is out of its range."""
     low, high, ends = DECAYS.get(name, RANGES["eps"]) if key == "decay" else RANGES[key]
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is {_said(key, low, high, ends)}")
@@ -63,7 +63,7 @@ def in_range(name: str, key: str, value: Any) -> None:
 
 
 def whole(name: str, key: str, value: Any, least: int) -> None:
-    """Raises TypeError for what is no integer, ValueError for one below the least."""
+    """Raises TypeError for what is not an integer, ValueError for one below the least."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is an integer of {least} or more")
     if value < least:

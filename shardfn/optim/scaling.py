@@ -19,7 +19,7 @@ def loss_scaled(
     every: int = 2000,
     donate: bool = True,
 ) -> Optimizer:
-    """The optimizer, for gradients of `loss * state["scale"]`.
+    """The optimizer, for gradients of `loss * state["scale"]`; overwrites gradients unless `donate=False`.
 
     It divides them by the scale. If a number of theirs is not finite, on whatever rank, all ranks leave out the step
     and the scale shrinks; after `every` steps in a row it grows.
@@ -28,11 +28,17 @@ def loss_scaled(
 
     Args:
         optimizer: any.
-        scale: the first.
-        growth: what it is multiplied by when it grows.
-        backoff: what it is multiplied by when it shrinks.
-        every: so many steps.
-        donate: gradients are overwritten.
+        scale: the first, above 0.
+        growth: what it is multiplied by when it grows, 1 or more.
+        backoff: what it is multiplied by when it shrinks, above 0 and at most 1.
+        every: after so many finite steps in a row it grows, 1 or more.
+        donate: overwrite gradients.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        TypeError, ValueError: what is not an optimizer; a number out of its range.
 
     Sources: Micikevicius et al., Mixed precision training (2018), section 3.2.
 

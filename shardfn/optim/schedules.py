@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step, which begins at 1."""
+"""Learning rates as functions of the number of the step, which begins at 1."""
 
 from __future__ import annotations
 
@@ -11,9 +11,24 @@ Schedule = Callable[[int], float]
 
 
 def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
-    """From 0 up to `peak` in a line over `warmup` steps, then down to `end` in half a cosine, reached at `steps`.
+    """A schedule: from 0 up to `peak` in a line over `warmup` steps, then down to `end` in half a cosine.
+
+    Args:
+        peak: the learning rate at step `warmup`, 0 or more.
+        warmup: steps, 0 or more.
+        steps: of the whole run, at least `warmup`; from then on it stays at `end`.
+        end: the learning rate at step `steps`, 0 or more.
+
+    Returns:
+        A function of the number of the step.
+
+    Raises:
+        TypeError, ValueError: numbers that are not ones, or out of their range.
 
     Sources: Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts (2017), equation 5.
+
+    Example:
+        ``adamw(warmup_cosine(3e-4, warmup=100, steps=10_000))``
     """
     _check("warmup_cosine", peak, end, {"warmup": warmup, "steps": steps})
 
@@ -27,15 +42,37 @@ def warmup_cosine(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> 
 
 
 def linear(peak: float, *, warmup: int, steps: int, end: float = 0.0) -> Schedule:
-    """From 0 up to `peak` in a line over `warmup` steps, then down to `end` in a line, reached at `steps`."""
+    """A schedule: from 0 up to `peak` in a line over `warmup` steps, then down to `end` in a line, reached at `steps`.
+
+    Also called `warmup_linear`. Arguments, result and errors are those of `warmup_cosine`.
+
+    Example:
+        ``adamw(warmup_linear(3e-4, warmup=100, steps=10_000, end=3e-5))``
+    """
     _check("linear", peak, end, {"warmup": warmup, "steps": steps})
     return wsd(peak, warmup=warmup, decay=steps - warmup, steps=steps, end=end)
 
 
 def wsd(peak: float, *, warmup: int, decay: int, steps: int, end: float = 0.0) -> Schedule:
-    """Warm up, stay, decay: up to `peak` over `warmup` steps, and down to `end` over the last `decay` of `steps`.
+    """A schedule that warms up, stays and decays, in lines: to `peak`, and to `end` over the last `decay` of `steps`.
+
+    Args:
+        peak: the learning rate between, 0 or more.
+        warmup: steps, 0 or more.
+        decay: steps, 0 or more.
+        steps: of the whole run, at least `warmup + decay`; from then on it stays at `end`.
+        end: the last learning rate, 0 or more.
+
+    Returns:
+        A function of the number of the step.
+
+    Raises:
+        TypeError, ValueError: numbers that are not ones, or out of their range.
 
     Sources: Hu et al., MiniCPM (2024), section 4.2.
+
+    Example:
+        ``adamw(wsd(3e-4, warmup=100, decay=2000, steps=10_000))``
     """
     _check("wsd", peak, end, {"warmup": warmup, "decay": decay, "steps": steps})
 

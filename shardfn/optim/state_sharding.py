@@ -120,8 +120,8 @@ def _gathered(params: Any, parts: Any, before: list[int], made: Any, finer: Fine
         try:
             arrived(handle, "all_gather", group, stage)
         except RuntimeError as error:
-            told = f"stage {stage!r}: gathering its new parameters failed on this rank: {error}"
-            raise RuntimeError(told) from waiting.cause(error)
+            what = f"stage {stage!r}: gathering its new parameters failed on this rank: {error}"
+            raise RuntimeError(what) from waiting.cause(error)
     return optree.tree_unflatten(tree, whole)
 
 

@@ -15,10 +15,9 @@ from shardfn.shards.pieces import Unit, dense, is_unit, pairs, stretches, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:
-    """An elementwise optimizer in torch's manner, as an `Optimizer` on the shards.
+    """An elementwise optimizer of torch's kind, as an `Optimizer` on the shards; its steps overwrite parameters.
 
-    Its state is a pytree: for each leaf of the parameters what the optimizer remembers of it, by name. Parameters are
-    overwritten.
+    Its state is a pytree: for each leaf of the parameters what the optimizer remembers of it, by name.
 
     Args:
         make: its class, such as `torch.optim.RMSprop` or `bitsandbytes.optim.AdamW8bit`.
@@ -27,7 +26,11 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         **options: what the class takes. `lr` may be a function of the step, any other number a rule
             `(path, shape) -> number`.
 
+    Returns:
+        An `Optimizer`; its steps cannot be differentiated.
+
     Raises:
+        TypeError: what is not a class of optimizers.
         ValueError: a block of less than 1; an optimizer that treats elements of one parameter together, for which a
             shard is not enough.
 

@@ -19,13 +19,20 @@ from shardfn.shards.pieces import Units, is_unit, joined, pairs, spread, stretch
 
 
 def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None) -> Optimizer:
-    """Some parameters by one optimizer, the rest by another, or left as they are.
+    """Steps some parameters by one optimizer, the rest by another, or leaves them as they are.
 
     Args:
         optimizer: for the parameters that `rule` chooses.
-        rule: which parameters: a regular expression that matches their whole path, several of them, or a function of a
-            parameter's path and whole shape.
-        otherwise: for the rest.
+        rule: which parameters: a regular expression that matches their whole path, such as `blocks.0.attn.q`, several
+            of them, or a function of a parameter's path and whole shape.
+        otherwise: for the rest; None leaves them as they are.
+
+    Returns:
+        An `Optimizer`; its state is that of both, under `"chosen"` and `"others"`.
+
+    Raises:
+        TypeError: what is not an optimizer, or a rule that is neither.
+        ValueError: at `init`, a pattern that matches nothing.
 
     Example:
         ``masked(muon(0.02), lambda path, shape: len(shape) == 2 and "embed" not in path, adamw(3e-4))``
@@ -96,17 +103,28 @@ def _part(
 
 
 def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer:
-    r"""The optimizer, with an exponential moving average of its parameters in the state, under `"average"`.
+    r"""The optimizer with a moving average of its parameters in its state, overwritten unless `donate=False`.
 
-    :math:`a \leftarrow d a + (1 - d) p`, from the first parameters on. The average is a tree like the parameters: it
-    runs in the same stages.
+    :math:`a \leftarrow d a + (1 - d) p`, an exponential one, from the first parameters on. It is under `"average"`, a
+    tree like the parameters, which runs in the same stages.
 
     State: one number a parameter more.
 
     Args:
         optimizer: any.
         decay: :math:`d`, from 0 to 1.
-        donate: the average is overwritten.
+        donate: overwrite the average; if not, the step can be differentiated.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        TypeError, ValueError: what is not an optimizer; a decay out of its range.
+
+    Sources: Polyak and Juditsky, Acceleration of stochastic approximation by averaging (1992).
+
+    Example:
+        ``opt = ema(adamw(3e-4), 0.999)``, and to evaluate ``model(state["average"], tokens)``
     """
     must_be_optimizer("ema", optimizer)
     check("ema", {"decay": decay, "donate": donate})
@@ -137,10 +155,25 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
 
 
 def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
-    """The optimizer at every so many steps, with the sum of their gradients; the parameters rest in between.
+    """The optimizer at every so many steps, with the sum of their gradients; parameters stay as they are in between.
 
-    Sums, not means: a loss that is divided by what the whole batch has gives the whole batch's gradient. Where the
-    micro-batches are at hand at once, `shardfn.accumulate` moves less.
+    Also called `multi_steps`. Sums, not means: a loss that is divided by what the whole batch has gives the whole
+    batch's gradient. Where the micro-batches are available at once, `shardfn.accumulate` moves less.
+
+    State: one number a parameter more.
+
+    Args:
+        optimizer: any.
+        every: steps, 1 or more.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        TypeError, ValueError: what is not an optimizer; a number of steps that is not one.
+
+    Example:
+        ``multi_steps(adamw(3e-4), 8)``
     """
     must_be_optimizer("accumulate", optimizer)
     whole("accumulate", "every", every, 1)
@@ -162,9 +195,21 @@ def accumulate(optimizer: Optimizer, every: int) -> Optimizer:
 
 
 def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
-    """The optimizer where all gradients are finite on all ranks; otherwise nothing changes.
+    """The optimizer, which skips a step where a gradient is not finite on some rank: nothing changes then.
 
-    The state counts the steps that were skipped, under `"skipped"`.
+    The state counts the steps that were skipped, under `"skipped"`. The host waits for the gradients at every step.
+
+    Args:
+        optimizer: any.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        TypeError: what is not an optimizer.
+
+    Example:
+        ``skip_nonfinite(chain(clip_by_global_norm(1.0), adamw(3e-4)))``
     """
     must_be_optimizer("skip_nonfinite", optimizer)
 
@@ -181,7 +226,17 @@ def skip_nonfinite(optimizer: Optimizer) -> Optimizer:
 
 
 def finite(tree: Any) -> bool:
-    """Whether all numbers of a tree are finite on all ranks of its mesh. All ranks call it together."""
+    """Whether all elements of a tree are finite on all ranks of its mesh. All ranks call it together.
+
+    Args:
+        tree: parameters, gradients or anything shaped like them; integers, frozen parameters and None are left out.
+
+    Returns:
+        A bool, the same on every rank; the host waits for it.
+
+    Example:
+        ``assert finite(params), "training has diverged"``
+    """
     known = units(tree)
     by_device: dict[torch.device, list[Tensor]] = {}
     for unit in known.each:

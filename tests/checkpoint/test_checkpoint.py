@@ -725,3 +725,46 @@ def test_a_program_waits_for_its_last_checkpoint_unless_it_fails(
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, time.monotonic() - begun < 50) == (code, True), ran.stderr
     assert (checkpoint.latest(tmp_path) is not None) is (end == "well")
+
+
+NO_VALUES: dict[str, Callable[[], Tensor]] = {
+    "meta": lambda: torch.ones(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch._make_per_tensor_quantized_tensor(torch.ones(3, dtype=torch.int8), 0.1, 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", NO_VALUES)
+def test_tensors_that_are_more_or_less_than_their_elements_are_refused(kind: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "one", {"x": torch.ones(3)})
+    for run in (
+        lambda tree: checkpoint.save(tmp_path / "two", tree),
+        lambda tree: checkpoint.load(tmp_path / "one", tree),
+        lambda tree: checkpoint.export(tmp_path / "three", tree),
+    ):
+        with pytest.raises(TypeError, match=r"x is a tensor (on the device meta|that is not dense)"):
+            run({"x": NO_VALUES[kind]()})
+    assert [one.name for one in tmp_path.iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize("keep", ["3", 1.5, True, 0])
+def test_how_many_stay_is_an_integer(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="it is how many checkpoints stay"):
+        checkpoint.save(tmp_path / "one", {"x": 1}, keep=keep)
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_pattern_may_be_by_itself(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "one", {"x": torch.ones(3), "other": 1, "r": 2})
+    like = {"x": torch.zeros(3), "r": 0}
+    assert checkpoint.load(tmp_path / "one", like, ignore="oth.*")["x"].tolist() == [1.0] * 3
+    with pytest.raises(checkpoint.CheckpointError, match="not in the tree: other"):
+        checkpoint.load(tmp_path / "one", like, ignore="r")
+    with pytest.raises(checkpoint.CheckpointError, match=r"ignore: '\(' is not a regular expression"):
+        checkpoint.load(tmp_path / "one", like, ignore=["("])
+    assert not checkpoint.verify(str(tmp_path / "one")).damage
+    for dtype in (torch.int8, "bf16"):
+        with pytest.raises(TypeError, match="it is a floating-point dtype"):
+            checkpoint.export(tmp_path / "hf", {"x": torch.ones(3)}, dtype=dtype)  # type: ignore[arg-type]

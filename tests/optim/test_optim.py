@@ -382,7 +382,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a backoff of 0": (lambda: so.loss_scaled(so.sgd(0.1), backoff=0.0), "backoff=0.0"),
     "a long warmup": (lambda: so.warmup_cosine(0.1, warmup=20, steps=10), "do not fit into steps=10"),
     "a coupled optimizer": (lambda: so.from_torch(torch.optim.Adafactor, lr=0.1), "Adafactor moves an element by what"),
-    "a tensor that is no rate": (
+    "a tensor that is not a rate": (
         lambda: so.muon(0.1, momentum=torch.ones(())),  # type: ignore[arg-type]
         "momentum is a tensor",
     ),
@@ -568,7 +568,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "too few stages": (lambda o, p, g, s, w: o.step(p, {**g, "blocks": g["blocks"][:2]}, s), "[0, 1] at blocks"),
     "a key too few": (lambda o, p, g, s, w: o.step(p, {"embed": g["embed"]}, s), "the gradients have [embed], the"),
     "a tensor for a stage": (lambda o, p, g, s, w: o.step(p, g | {"scale": normal(6, seed=3)}, s), "are whole"),
-    "no gradients": (lambda o, p, g, s, w: o.step(p, None, s), "there is None beside a dict"),
+    "no gradients": (lambda o, p, g, s, w: o.step(p, None, s), "there is None for a dict"),
     "another model's gradients": (lambda o, p, g, s, w: o.step(p, ones(w, 0), s), "is of other parameters"),
     "another model's state": (lambda o, p, g, s, w: o.step(p, g, o.init(w)), "of other parameters: "),
     "another optimizer's state": (lambda o, p, g, s, w: o.step(p, g, {"step": 0}), "state is of another optimizer"),
