@@ -17,8 +17,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
-.PHONY: help setup train test lint format fix types unit docs wheel smoke benchmark clean
+endif
+.PHONY: help setup train test checks lint format fix types unit docs wheel smoke benchmark clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,7 +42,10 @@ setup: $(VENV)/.dev ## install the package and every development tool
 train: $(VENV)/.examples ## train the example language model, sharded over 4 processes
 	$(TRAIN) $(ARGS)
 
-test: lint format types unit docs wheel smoke ## everything that must pass before a change lands
+test: checks unit smoke ## everything that must pass before a change lands
+
+checks: $(VENV)/.dev ## all but the tests and the short run, two at a time
+	$(MAKE) --no-print-directory -j 2 SIDE_BY_SIDE=1 lint format types docs wheel
 
 lint: $(VENV)/.dev ## check the code's style
 	$(BIN)/ruff check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import optree
@@ -23,10 +24,15 @@ def adapted(where: str, n: int) -> Any:
     return run.losses, same, run.measured, run.expected
 
 
+@functools.cache
+def on(world: World, where: str) -> list[Any]:
+    return world.within(60).run(adapted, where, world.size)
+
+
 @pytest.mark.parametrize("world", [(1, "processes"), (4, "processes")], indirect=True, ids=["1", "4"])
 @pytest.mark.parametrize("where", list(lora.BASES))
 def test_a_frozen_base_costs_what_the_formula_says(world: World, where: str) -> None:
-    for losses, same, measured, expected in world.within(60).run(adapted, where, world.size):
+    for losses, same, measured, expected in on(world, where):
         assert losses[-1] < losses[0] - 0.1
         assert same
         assert measured.held == expected.held
@@ -37,6 +43,6 @@ def test_a_frozen_base_costs_what_the_formula_says(world: World, where: str) -> 
 
 @pytest.mark.world(4)
 def test_where_the_base_lives_does_not_change_the_curve(world: World) -> None:
-    curves = [torch.tensor(world.within(60).run(adapted, where, 4)[0][0]) for where in lora.BASES]
+    curves = [torch.tensor(on(world, where)[0][0]) for where in lora.BASES]
     for curve in curves[1:]:
         assert (curve - curves[0]).abs().max() < 1e-12

@@ -310,3 +310,12 @@ def test_a_rank_that_is_killed_before_a_group_is_made_is_noticed(monkeypatch: py
     with World(2, deadline=30) as fresh, pytest.raises(WorldError) as error:
         fresh.run(body)
     assert "told: " in str(error.value.failures[0])
+
+
+@pytest.mark.parametrize("kind", ["file", "hash"])
+def test_ranks_that_are_late_are_waited_for_by_any_store(kind: str, tmp_path: Path) -> None:
+    stores: Any = dist  # whose types do not name all of them
+    store = stores.FileStore(str(tmp_path / "store"), 2) if kind == "file" else stores.HashStore()
+    assert not waiting._came(store, ["one"])
+    store.set("one", "")
+    assert waiting._came(store, ["one"])

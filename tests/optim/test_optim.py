@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,17 @@ def trained(optimizer: so.Optimizer, ps: Any, gradient: Callable[[Any, int], Any
     return ps, state
 
 
+@functools.cache
+def by_one_process(name: str) -> Any:
+    """What a process works out once for all strategies."""
+    rows = tokens(12)
+
+    def gradient(ps: Any, number: int) -> Any:
+        return sf.grad(lambda p: model(plainly, p, (rows + number) % 11) / rows.numel())(ps)
+
+    return trained(OPTIMIZERS[name](donate=True), copied(scaled()), gradient)[0]
+
+
 def compare(strategy: str, names: list[str], n: int) -> Any:
     mesh = data_mesh(n)
     rows = tokens(12)
@@ -68,13 +80,10 @@ def compare(strategy: str, names: list[str], n: int) -> Any:
     for name in names:
         for donate in (True, False) if n == 4 else (True,):
 
-            def alone(ps: Any, number: int) -> Any:
-                return sf.grad(lambda p: model(plainly, p, (rows + number) % 11) / rows.numel())(ps)
-
             def shared(ps: Any, number: int) -> Any:
                 return sf.grad(lambda p: model(sf.stage, p, (mine + number) % 11) / rows.numel())(ps)
 
-            want, _ = trained(OPTIMIZERS[name](donate=True), copied(scaled()), alone)
+            want = by_one_process(name)
             flat = sf.shard(scaled(), mesh, STRATEGIES[strategy])
             before = optree.tree_map(torch.clone, flat)
             got, state = trained(OPTIMIZERS[name](donate=donate), flat, shared)
@@ -158,19 +167,12 @@ def test_complex_parameters_move_as_pairs_of_real_ones(name: str, donate: bool) 
     assert (torch.view_as_real(got["w"]).flatten() - flat["w"]).abs().max() < 1e-12
 
 
-def by_one_process(name: str, rows: Tensor) -> Any:
-    def gradient(ps: Any, number: int) -> Any:
-        return sf.grad(lambda p: model(plainly, p, (rows + number) % 11) / rows.numel())(ps)
-
-    return trained(OPTIMIZERS[name](donate=True), copied(scaled()), gradient)[0]
-
-
 def by_backward(name: str, strategy: str) -> float:
     """As users of `loss.backward()` write it: parameters are leaves of autograd, and stay that."""
     mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
     rows = tokens(12)
     mine = rows.tensor_split(4)[mesh.get_rank()]
-    want = by_one_process(name, rows)
+    want = by_one_process(name)
     flat = optree.tree_map(torch.Tensor.requires_grad_, sf.shard(scaled(), mesh, STRATEGIES[strategy]))
     optimizer = OPTIMIZERS[name](donate=True)
     state = optimizer.init(flat)
@@ -202,7 +204,7 @@ def cut_further(name: str, replicated: bool) -> tuple[float, float]:
         sf.hybrid_shard("shard", "replica"), "replica")  # fmt: skip
     rows = tokens(12)
     mine = rows.tensor_split(4)[mesh.get_rank()]
-    want = by_one_process(name, rows)
+    want = by_one_process(name)
     flat = sf.shard(scaled(), mesh, strategy)
     got, state = trained(
         so.shard_state(OPTIMIZERS[name](donate=True), axis),

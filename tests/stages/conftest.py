@@ -1,4 +1,4 @@
-"""For all tests of stages."""
+"""What tests of stages may ask for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def threads_on_one_core(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ranks that are threads take turns anyway; on several cores, waking each other costs as much as what they do."""
     if "world" not in request.fixturenames or request.getfixturevalue("world").kind != "threads":

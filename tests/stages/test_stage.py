@@ -41,6 +41,8 @@ from tests.stages.setting import (
     wanted,
 )
 
+pytestmark = pytest.mark.usefixtures("threads_on_one_core")
+
 
 @functools.cache
 def own_loss(program: Program, rank: int, depth: int = 4) -> Tensor:

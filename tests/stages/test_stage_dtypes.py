@@ -34,6 +34,8 @@ from tests.stages.setting import (
     staged,
 )
 
+pytestmark = pytest.mark.usefixtures("threads_on_one_core")
+
 # --- shards of several kinds in one stage ---
 
 

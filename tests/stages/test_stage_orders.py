@@ -32,6 +32,8 @@ from tests.stages.setting import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.usefixtures("threads_on_one_core")
+
 
 def two_forwards(order: tuple[int, ...], options: dict[str, Any]) -> Any:
     s = Setting(**options)

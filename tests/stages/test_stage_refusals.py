@@ -29,6 +29,8 @@ from tests.stages.setting import (
     tokens_of,
 )
 
+pytestmark = pytest.mark.usefixtures("threads_on_one_core")
+
 # --- exceptions ---
 
 

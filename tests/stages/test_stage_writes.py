@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from shardfn.testing import World
@@ -19,6 +20,8 @@ from tests.stages.setting import (
     staged,
     straight,
 )
+
+pytestmark = pytest.mark.usefixtures("threads_on_one_core")
 
 # --- in place ---
 
