@@ -203,8 +203,9 @@ def main() -> None:
     mesh, config = sf.make_mesh(device=args.device, replica=1, shard=-1), Config()
     with watched(mesh, args.base_steps) as report:
         learnt = train_lm.train(config, mesh, source_code(), args.base_steps, args.seed, sf.full_shard(DATA), report)
-    with watched(mesh, args.steps) as report:
-        run = adapt(config, mesh, learnt.params, corpus(), args.steps, args.seed, args.base, report)
+    own = sf.make_mesh(device=args.device, replica=1, shard=-1)  # whose buffers only the adapters' training fills
+    with watched(own, args.steps) as report:
+        run = adapt(config, own, learnt.params, corpus(), args.steps, args.seed, args.base, report)
     if mesh.get_rank() == 0:
         print(f"nats a token: {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at the end")
         labels = {

@@ -85,22 +85,24 @@ def muon(
             return params, state | {"step": count}
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
             ms: list[Tensor] = [momenta[i] for i in at]
-            if donate:
-                torch._foreach_lerp_(ms, gs, 1 - now["momentum"])
-            else:
-                ms = list(torch._foreach_lerp(ms, gs, 1 - now["momentum"]))
+            ms = _mixed(ms, gs, now["momentum"], donate)
             updates = list(torch._foreach_lerp(gs, ms, now["momentum"])) if nesterov else ms
             chosen = [known.each[i] for i in at]
             orthogonal = (on_owner if donate else on_everyone)(chosen, updates, orthogonalize, cost, dtype)
             values = [unit.values for unit in known.each]
-            for i, unit, o in zip(at, chosen, orthogonal, strict=True):
-                values[i] = _moved(unit, o, now, donate)
-        for i, m in zip(at, ms, strict=True):
-            momenta[i] = m
+            for i, unit, o, m in zip(at, chosen, orthogonal, ms, strict=True):
+                values[i], momenta[i] = _moved(unit, o, now, donate), m
         made = params if donate else known.like(values)
         return made, state | {"step": count, "momentum": known.like(momenta)}
 
     return Optimizer(init, step)
+
+
+def _mixed(ms: list[Tensor], gs: list[Tensor], momentum: float, donate: bool) -> list[Tensor]:
+    if not donate:
+        return list(torch._foreach_lerp(ms, gs, 1 - momentum))
+    torch._foreach_lerp_(ms, gs, 1 - momentum)
+    return ms
 
 
 def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:

@@ -17,7 +17,7 @@ from shardfn.shards.pieces import Unit, dense, is_unit, pairs, stretches, units
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:
     """An elementwise optimizer of torch's kind, as an `Optimizer` on the shards; its steps overwrite parameters.
 
-    Its state is a pytree: for each leaf of the parameters what the optimizer remembers of it, by name.
+    State: a pytree, for each leaf of the parameters what the optimizer remembers of it, by name.
 
     Args:
         make: its class, such as `torch.optim.RMSprop` or `bitsandbytes.optim.AdamW8bit`.
@@ -30,9 +30,8 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         An `Optimizer`; its steps cannot be differentiated.
 
     Raises:
-        TypeError: what is not a class of optimizers.
-        ValueError: a block of less than 1; an optimizer that treats elements of one parameter together, for which a
-            shard is not enough.
+        TypeError, ValueError: not a class of optimizers; a block of less than 1; an optimizer that treats elements of
+            one parameter together, for which a shard is not enough.
 
     Example:
         ``from_torch(torch.optim.RMSprop, lr=1e-3, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1))``
@@ -47,8 +46,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
     constant = {name: value for name, value in options.items() if not callable(value)}
 
     def init(params: Any) -> Any:
-        known = units(params)
-        memory: list[dict[str, Any]] = [{} for _ in known.each]
+        memory: list[dict[str, Any]] = [{} for _ in units(params).each]
         return {"step": 0, "numbers": constant, "memory": memory}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
@@ -58,7 +56,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
             now["lr"] = at_step(options["lr"], count)
         groups: dict[Any, list[Tensor]] = {}
         work: list[tuple[Tensor, Unit, dict[str, Any], _Stretch]] = []
-        memory = [dict(one) for one in state["memory"]]
+        memory = [*map(dict, state["memory"])]
         moved: list[tuple[Tensor, Tensor]] = []
         for i, (unit, grad) in enumerate(pairs(known, grads)):
             if grad is None:
