@@ -240,7 +240,7 @@ UNREADABLE = [
     ("x+a -> x", ["cannot read 'x+a'"]),
     ("1x/a -> 1x", ["cannot read '1x/a'"]),
     ("... x/a -> ... x", ["cannot read '...'"]),
-    ("+a x -> x", ["'x'", "behind a partial sum"]),
+    ("+a x -> x", ["'x'", "after a partial sum"]),
     ("x x/a -> x x", ["dimension 'x' occurs twice"]),
     ("x/a y/a -> x y", ["axis 'a' occurs twice"]),
     ("x/a/a -> x", ["axis 'a' occurs twice"]),

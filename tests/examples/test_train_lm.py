@@ -144,7 +144,7 @@ def test_an_interrupted_run_ends_where_it_would_have(tmp_path: Path) -> None:
 def uninterrupted() -> float:
     """The loss at the end of what the program does, on two ranks."""
     mesh = sf.make_mesh(device="cpu", replica=1, shard=-1)
-    return train_lm.train(train_lm.Config(), mesh, corpus(), 60, 0, placement("hybrid_shard")).validation
+    return train_lm.train(train_lm.Config(), mesh, corpus(), 24, 0, placement("hybrid_shard")).validation
 
 
 def test_a_killed_process_restarts_the_run_which_ends_at_the_same_loss(tmp_path: Path) -> None:
@@ -152,17 +152,17 @@ def test_a_killed_process_restarts_the_run_which_ends_at_the_same_loss(tmp_path:
 
     def command(out: Path, *more: str) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return [*torchrun, "--max-restarts", "2", "-m", "examples.train_lm", "--steps", "60", "--out", str(out), *more]
+        return [*torchrun, "--max-restarts", "2", "-m", "examples.train_lm", "--steps", "24", "--out", str(out), *more]
 
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(tmp_path)}
     wanted = world(2).within(200).run(uninterrupted)[0]
     checkpoints = tmp_path / "killed" / "checkpoints"
     run = subprocess.Popen(
-        command(tmp_path / "killed", "--resume", "--save-every", "5"),
+        command(tmp_path / "killed", "--resume", "--save-every", "3"),
         env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        for at in (10, 30):
+        for at in (6, 15):
             end = time.monotonic() + 100
             while not any(int(one.name[5:]) >= at for one in checkpoints.glob("step-*")):
                 assert time.monotonic() < end

@@ -56,7 +56,7 @@ def compare(sizes: Any, placement: Any, trees: Any, frozen: Any, options: Any, p
     mesh = sf.make_mesh(device="cpu", **sizes)
     n, rank = mesh.size(), mesh.get_rank()
     rows = torch.randn(n, 2, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    flat = sf.shard(trees, mesh, sf.Placement(*placement), frozen=frozen)
+    flat = sf.shard(trees, mesh, sf.Placement(**placement), frozen=frozen)
     functions = [sf.stage(mix, **more) for more in options]
     run = runner(program)
 
@@ -124,10 +124,10 @@ def programs(draw: st.DrawFn, stages: int) -> list[Any]:
 
 
 @st.composite
-def placements(draw: st.DrawFn, axes: list[str]) -> tuple[Any, ...]:
+def placements(draw: st.DrawFn, axes: list[str]) -> dict[str, Any]:
     order = draw(st.permutations(axes))
     cut = draw(st.integers(0, len(order)))
-    return tuple(order[:cut]), tuple(order[cut:]), draw(st.booleans())
+    return {"axes": tuple(order[:cut]), "replicas": tuple(order[cut:]), "reshard": draw(st.booleans())}
 
 
 OPTIONS = st.fixed_dictionaries(
