@@ -1,1 +1,1 @@
-"""Measurements beside the peers, each a command: `python -m benchmarks.<name>`."""
+"""Measurements next to the peers, each a command: `python -m benchmarks.<name>`."""

@@ -1,4 +1,4 @@
-"""Saving and loading training state on 4 ranks, beside FSDP2 with torch.distributed.checkpoint.
+"""Saving and loading training state on 4 ranks, next to FSDP2 with torch.distributed.checkpoint.
 
     OMP_NUM_THREADS=1 python -m benchmarks.checkpoint
 
@@ -151,7 +151,7 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
 
 
 def main() -> None:
-    options = parser("Saving and loading on 4 ranks, beside FSDP2 with torch.distributed.checkpoint.")
+    options = parser("Saving and loading on 4 ranks, next to FSDP2 with torch.distributed.checkpoint.")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
     options.add_argument("--tiny", action="store_true", help="a model of no size: to try it")

@@ -1,9 +1,9 @@
-"""Eager host cost of each collective, forward and backward, beside torch's raw functional one.
+"""Eager host cost of each collective, forward and backward, next to torch's raw functional one.
 
     python -m benchmarks.collectives [--gloo 2]
 
 On a fake group nothing moves, so the time is Python and the dispatcher; tensors are tiny. With `--gloo`, that many
-processes move tensors of several sizes, forward only, beside gloo's own collectives.
+processes move tensors of several sizes, forward only, next to gloo's own collectives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training steps of Llama-like models on one GPU: time, memory and use of the hardware, beside FSDP2.
+"""Training steps of Llama-like models on one GPU: time, memory and use of the hardware, next to FSDP2.
 
     python -m benchmarks.gpu            # about 10 minutes
     python -m benchmarks.gpu --stress   # the same results by any schedule, while other streams are busy
@@ -258,7 +258,7 @@ def _by_schedule(dice: random.Random, seed: int, mesh: Any, whole: Any, cut: Any
     ]
     stages = [lower(**kind) for kind in kinds]
     chosen = [dice.choice(stages) for _ in order]
-    # Nothing moves in a fake group, so what it gathers is no model's parameters: but always the same numbers.
+    # Nothing moves in a fake group, so what it gathers is not any model's parameters: but always the same numbers.
     plain = [_lowered if axis == "one" else lower(prefetch=0)] * len(order)
     expected = _gradients(whole if axis == "one" else cut[axis], plain, order, mesh, x, None)
     found = _gradients(cut[axis], chosen, order, mesh, x, dice)
@@ -302,7 +302,7 @@ def _apart(found: Tensor, wanted: Tensor) -> float:
 
 
 def main() -> None:
-    options = parser("Training steps of 1B and 7B models on one GPU, beside FSDP2.")
+    options = parser("Training steps of 1B and 7B models on one GPU, next to FSDP2.")
     options.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     options.add_argument("--worlds", type=int, nargs="+", default=[1, 8, 64])
     options.add_argument("--steps", type=int, default=5)

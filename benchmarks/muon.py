@@ -1,4 +1,4 @@
-"""Muon with each matrix on one rank, beside every rank gathering and orthogonalising all of them.
+"""Muon with each matrix on one rank, next to every rank gathering and orthogonalising all of them.
 
     OMP_NUM_THREADS=1 python -m benchmarks.muon
 
@@ -199,7 +199,7 @@ def balance_row(name: str, work: Sequence[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = parser("Muon with each matrix on one rank, beside all matrices on every rank.")
+    options = parser("Muon with each matrix on one rank, next to all matrices on every rank.")
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--rounds", type=int, default=15)
     args = options.parse_args()

@@ -1,4 +1,4 @@
-"""A step of each optimizer on flat shards, beside the same kernel on one tensor, and beside FSDP2's optimizer.
+"""A step of each optimizer on flat shards, next to the same kernel on one tensor and FSDP2's optimizer.
 
     OMP_NUM_THREADS=1 python -m benchmarks.optimizer
 
@@ -225,7 +225,7 @@ def large_rows(times: Times) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    options = parser("Every optimizer on flat shards, beside bare kernels and FSDP2's optimizer.")
+    options = parser("Every optimizer on flat shards, next to bare kernels and FSDP2's optimizer.")
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--rounds", type=int, default=31)
     args = options.parse_args()

@@ -353,7 +353,7 @@ def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
 
 
 def main() -> None:
-    options = parser("A training step on every mesh of 4 ranks, beside FSDP2 with DTensor's tensor parallelism.")
+    options = parser("A training step on every mesh of 4 ranks, next to FSDP2 with DTensor's tensor parallelism.")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--steps", type=int, default=1, help="in a turn")
     options.add_argument("--peers", action="store_true", help="only the mesh that torch runs too, and torch's")

@@ -1,10 +1,10 @@
-"""How much memory parameters take beside the shards, at the peak: as much for 64 layers as for 4.
+"""How much memory parameters take on top of the shards, at the peak: as much for 64 layers as for 4.
 
     OMP_NUM_THREADS=1 python -m benchmarks.parameter_memory
 
 Two ranks, large weights, one row of data. What is measured is the most memory that the operating system gave to a
 rank, from the moment before there was a parameter. Once with the gradient of the input only: what is
-there then beside the shards is gathered parameters. Once with the gradients of the parameters too. The C library is
+there then on top of the shards is gathered parameters. Once with the gradients of the parameters too. The C library is
 told to return large blocks at once, so that the system's figure is what is in use.
 """
 
@@ -51,7 +51,7 @@ def model(width: int, layers: int) -> tuple[Any, Callable[..., Any]]:
 
 
 def built(usage: Usage, width: int, layers: int) -> dict[str, Callable[..., Any]]:
-    params, differentiated = model(width // 8, 2)  # what torch loads at its first use is no parameter
+    params, differentiated = model(width // 8, 2)  # what torch loads at its first use is not a parameter
     for argnums in (1, 0):
         differentiated(params, torch.ones(1, width // 8), argnums)
     del params, differentiated
@@ -70,7 +70,7 @@ def built(usage: Usage, width: int, layers: int) -> dict[str, Callable[..., Any]
 
 
 def measured(width: int, layers: int) -> dict[str, Any]:
-    """Megabytes, of the rank that took most; what is beside something is in units of the largest stage."""
+    """Megabytes, of the rank that took most; what is on top of something is in units of the largest stage."""
     with Crew(RANKS, built, width, layers, environment={"MALLOC_MMAP_THRESHOLD_": "1000000"}) as crew:
         most = {name: max(peaks[name] for peaks in crew.turn("peaks")) / 1e6 for name in crew.turn("peaks")[0]}
     shards, largest = most["shards"], most["largest"]
@@ -79,11 +79,11 @@ def measured(width: int, layers: int) -> dict[str, Any]:
         "shards MB": shards,
         "largest stage MB": largest,
         "init MB": most["init"],
-        "init, beside shards": (most["init"] - shards) / largest,
+        "init, on top of shards": (most["init"] - shards) / largest,
         "step MB": most["gather"],
-        "step, beside shards": (most["gather"] - shards) / largest,
+        "step, on top of shards": (most["gather"] - shards) / largest,
         "with gradients MB": most["train"],
-        "step, beside both": (most["train"] - 2 * shards) / largest,
+        "step, on top of both": (most["train"] - 2 * shards) / largest,
     }
 
 
@@ -95,20 +95,24 @@ def main() -> None:
     rows = [measured(args.width, layers) for layers in args.layers]
     goals = [
         *(
-            Goal(f"{row['layers']} layers: init beside shards / largest stage", row["init, beside shards"], 1.1)
+            Goal(f"{row['layers']} layers: init on top of shards / largest stage", row["init, on top of shards"], 1.1)
             for row in rows
         ),
         *(
-            Goal(f"{row['layers']} layers: gathered / {SLOTS} x largest stage", row["step, beside shards"] / SLOTS, 1.1)
+            Goal(
+                f"{row['layers']} layers: gathered / {SLOTS} x largest stage",
+                row["step, on top of shards"] / SLOTS,
+                1.1,
+            )
             for row in rows
         ),
         Goal(
             "gathered, the deepest / the least deep",
-            rows[-1]["step, beside shards"] / rows[0]["step, beside shards"],
+            rows[-1]["step, on top of shards"] / rows[0]["step, on top of shards"],
             1.05,
         ),
     ]
-    last = [row["step, beside both"] for row in rows]
+    last = [row["step, on top of both"] for row in rows]
     goals.append(Goal("with gradients, the deepest / the least deep", last[-1] / last[0], 1.05))
     publish(f"memory of parameters, {RANKS} ranks", rows, goals, args.json)
 

@@ -1,4 +1,4 @@
-"""What a stage costs the host beside its computation, forward and backward, for shardfn and for FSDP2.
+"""What a stage costs the host in addition to its computation, forward and backward, for shardfn and for FSDP2.
 
     OMP_NUM_THREADS=1 python -m benchmarks.stage_overhead
 
@@ -84,7 +84,7 @@ def measure(repeats: int, inner: int) -> dict[str, float]:
 
 
 def main() -> None:
-    options = parser("Host time of a stage, forward and backward, beside the same functions on plain tensors.")
+    options = parser("Host time of a stage, forward and backward, next to the same functions on plain tensors.")
     options.add_argument("--repeats", type=int, default=21)
     args = options.parse_args()
     (took,) = World(RANKS, kind="fake", deadline=600).run(measure, args.repeats, 3)

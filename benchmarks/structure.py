@@ -2,7 +2,7 @@
 
     python -m benchmarks.structure --picture docs/house.png
 
-A room is a folder of `shardfn/`, or a module beside them. Imports under `TYPE_CHECKING` count for nothing.
+A room is a folder of `shardfn/`, or a module next to them. Imports under `TYPE_CHECKING` count for nothing.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ is frozen: it moves no gradients and has no optimizer state. `--base` says where
     once      cut over all ranks, gathered once a step for all its micro-batches
     whole     whole on every rank, never gathered
 
-In the end come the bytes that a rank sent in a step and the memory for gathered parameters, from the ledger, beside
+In the end come the bytes that a rank sent in a step and the memory for gathered parameters, from the ledger, next to
 what the formula says. Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2022), section 4.1.
 """
 

@@ -8,7 +8,7 @@ their gradients. With a capacity an expert takes so many tokens of each group an
 beforehand; with `--capacity none` every token finds its experts, and what travels depends on what they chose.
 
 Two more losses keep experts evenly used and the router's logits small. In the end come how many choices were dropped,
-how evenly experts were used, and what a rank sent to experts and back, beside a formula. Sources: Lepikhin et al.,
+how evenly experts were used, and what a rank sent to experts and back, next to a formula. Sources: Lepikhin et al.,
 GShard (2020); Fedus et al., Switch Transformers (2021).
 """
 

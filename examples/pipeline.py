@@ -9,7 +9,7 @@ passes as soon as it can, and so holds the activations of p micro-batches at mos
 beyond `--pipe` cut the rows of each micro-batch, and every stage's parameters, over `shard`.
 
 First the schedule is drawn, as if forward and backward took as long, then the model trains; in the end come time,
-memory and what each rank sent to its neighbours, beside a formula. Sources: Huang et al., GPipe (2018); Narayanan et
+memory and what each rank sent to its neighbours, next to a formula. Sources: Huang et al., GPipe (2018); Narayanan et
 al., PipeDream-2BW (2020).
 """
 

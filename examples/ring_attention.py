@@ -10,7 +10,7 @@ axis: gradients of ranks with other places are summed as those of ranks with oth
 In causal attention a place sees those before it, so cut `--in-order` the last of c ranks has 2 c - 1 times the first
 one's work. By default a rank has a piece of the beginning and one of the end, and all have as much to do.
 
-In the end come the time of a step and what a rank sent for attention, beside a formula. Sources: Liu et al., Ring
+In the end come the time of a step and what a rank sent for attention, next to a formula. Sources: Liu et al., Ring
 Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
 """
 

@@ -164,7 +164,7 @@ def moved(log: sf.Ledger, stage: str) -> tuple[int, ...]:
 
 
 def compare(log: sf.Ledger, expected: dict[str, tuple[int, ...]]) -> None:
-    """Prints a step's ledger, and for each stage what was sent beside what the formula says."""
+    """Prints a step's ledger, and for each stage what was sent next to what the formula says."""
     rows = []
     for stage, wanted in expected.items():
         both = zip(moved(log, stage), wanted, strict=True)

@@ -7,7 +7,7 @@ columns and one that comes out by rows, so a block adds up what ranks found twic
 With `--sequence` each rank keeps its part of the sequence in between, and activations there take a part of the memory.
 Along `shard` the rows of a batch are cut, and every stage's parameters are one flat shard, gathered for its use.
 
-The curve is that of `train_lm`. In the end one step's ledger is printed and, beside a formula, what a rank sent
+The curve is that of `train_lm`. In the end one step's ledger is printed and, next to a formula, what a rank sent
 along `tensor`. Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022), section 4.2.2.
 """
 

@@ -5,7 +5,7 @@
 Math, memory and communication are all on this page. Every layer's parameters are one flat shard, cut over `shard`; a
 stage gathers them just before its function runs, and brings its gradient back: reduce-scattered over `shard`, then
 summed over `replica` on the shard only. AdamW touches this rank's shards and nothing else. Another `--strategy` cuts
-and gathers otherwise; nothing else on this page changes. In the end one step's ledger is printed beside `formula`.
+and gathers otherwise; nothing else on this page changes. In the end one step's ledger is printed next to `formula`.
 
 With `--resume` it goes on from the newest checkpoint in `--out`, on whatever mesh it is started: a run whose processes
 die, and which `torchrun --max-restarts 3` starts again, ends at the same loss.
