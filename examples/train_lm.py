@@ -135,7 +135,7 @@ def formula(params: Params) -> dict[str, tuple[int, ...]]:
     for number, flat in enumerate(stages):
         place, size, count = flat.layout.placement, flat.layout.padded * flat.values.itemsize, flat.layout.grid.size
         g, r = count(place.gradients), count(place.axes + place.replicas) // count(place.gradients)
-        c = count({False: place.axes, True: ()}.get(place.keep, place.keep))  # that share what backward gathers
+        c = count({True: place.axes, False: ()}.get(place.reshard, place.reshard))  # that share what backward gathers
         again = size * (c - 1) // c if 0 < number < len(stages) - 2 else 0
         scattered = size * (g - 1) // g
         found[flat.layout.stage] = (scattered, again, scattered + 2 * size // g * (r - 1) // r)
