@@ -134,13 +134,16 @@ def arrived(work: Handle, op: str, group: str, stage: str) -> None:
 
 # A send copies to the other side at once if that waits for it, which would hold up the rank that is late anyway.
 _NAME = "shardfn-link"
-_launcher = ThreadPoolExecutor(1, thread_name_prefix=_NAME)
+_launchers: dict[str, ThreadPoolExecutor] = {}  # by lane: one may wait for a hop, which must not hold up the others
 
 
 def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
-    """Starts works on the launcher's thread, in the order of the calls, and at once on that thread itself."""
+    """Starts works on the lane's launcher, in the order of the calls, and at once on that thread itself."""
     if not threading.current_thread().name.startswith(_NAME):
-        return _launcher.submit(start)
+        part = lane()
+        if part not in _launchers:
+            _launchers.setdefault(part, ThreadPoolExecutor(1, thread_name_prefix=_NAME))
+        return _launchers[part].submit(start)
     done: Future[list[Any]] = Future()
     done.set_result(start())
     return done

@@ -194,11 +194,13 @@ def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
 
 def _came(store: Any, keys: list[str]) -> bool:
     """Whether all keys are there, or come within half a second; a wait by the store would log that they are late."""
-    for look in range(10):
-        if store.check(keys):
-            return True
-        time.sleep(2**look / 1000)
-    return bool(store.check(keys))
+    end, pause = time.monotonic() + min(TICK, 0.5), 0.001
+    while not store.check(keys):
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause *= 2
+    return True
 
 
 # --- what a rank publishes ---

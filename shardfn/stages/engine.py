@@ -275,13 +275,15 @@ class Engine:
     ) -> list[Tensor | None]:
         """The gradients of the parameters become those of the shards."""
         found: list[Any] = [None] * len(run.shards)
+        # Two memories in turn. By what all ranks send alike, and not by a place on the tape, which may differ between
+        # them: when a memory is free again decides the order of hops.
+        turn = self.reductions.turn() if any(needs[: len(run.shards)]) else 0
         for k, (gather, shard) in enumerate(zip(run.plan.each, run.shards, strict=True)):
             if not needs[k]:
                 continue
             variable = run.collected[k] if collect else None
             summed = run.signature.options.sum_dtype(shard.dtype)
-            memory = (k, run.index % 2)  # the same for the same call at every step
-            reduction = self._reduction(gather, memory, summed, shard.dtype, variable is not None)
+            reduction = self._reduction(gather, (k, turn), summed, shard.dtype, variable is not None)
             total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, of_parameters[k], total, defer)

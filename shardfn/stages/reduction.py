@@ -217,6 +217,7 @@ class Reductions:
         moving: by scratch memory, those that it is lent to, or that have hops to begin.
         memories: scratch memory, which is kept: fresh pages for every layer cost time, and room.
         spread: the same for gradients, as a layout divides it.
+        turns: reductions since all had arrived, of a stage's buffers at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -225,6 +226,12 @@ class Reductions:
         self.moving: dict[Memory, list[PendingReduction]] = {}
         self.memories: dict[Any, Tensor] = {}
         self.spread: dict[Any, Spread] = {}
+        self.turns = 0
+
+    def turn(self) -> int:
+        """Which of the two scratch memories comes next; the same for the same call at every step."""
+        self.turns += 1
+        return self.turns % 2
 
     def start(
         self, reduction: Reduction, gradients: Sequence[Tensor | None], total: GradientSum | None, defer: Defer
@@ -342,9 +349,10 @@ class Reductions:
     def drain(self) -> None:
         """Until every gradient has arrived."""
         in_flight, self.in_flight = self.in_flight, []
+        self.moving.clear()
+        self.turns = 0
         for pending in in_flight:
             self._advance(pending)
-        self.moving.clear()
         for pending in in_flight:
             pending.wait()
 
