@@ -254,15 +254,15 @@ def draw_schedule(path: Path) -> None:
 # --- the mesh ---
 
 
-def held_by_a_rank() -> tuple[list[tuple[str, int, int]], int, list[int]]:
-    """Of one stage on `replica=2, shard=2`: what of which parameter this rank has, and both of its groups."""
+def held_by_a_rank() -> tuple[list[tuple[str, int, int]], int, list[int], int]:
+    """Of one stage on `replica=2, shard=2`: what this rank has of which parameter, its groups, and its piece."""
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     shapes = {"w": (8, 8), "b": (8,), "out": (8, 5)}
     make = {name: lambda g, shape=shape: torch.randn(shape, generator=g) for name, shape in shapes.items()}
     shard = sf.init_sharded([make], 0, mesh, sf.hybrid_shard("shard", "replica"))[0]
     rank = mesh.get_rank()
     ranges = [(one.path.split(".")[-1], one.start, one.stop) for one in shard.layout.ranges(rank)]
-    return ranges, rank, [mesh.get_local_rank("replica"), mesh.get_local_rank("shard")]
+    return ranges, rank, [mesh.get_local_rank("replica"), mesh.get_local_rank("shard")], shard.layout.piece
 
 
 def draw_mesh(path: Path) -> None:
@@ -274,14 +274,18 @@ def draw_mesh(path: Path) -> None:
     axes.set_axis_off()
     axes.set_xlim(-0.75, 2.35)
     axes.set_ylim(2.05, -0.62)
-    for ranges, rank, (replica, shard) in found:
+    for ranges, rank, (replica, shard), piece in found:
         x, y = 0.05 + shard * 1.15, replica * 1.0
         axes.add_patch(_box(x, y, 0.95, 0.62))
         axes.text(x + 0.06, y + 0.14, f"rank {rank}", fontsize=11, va="center", weight="bold")
         left = x + 0.06
-        total = sum(stop - start for _, start, stop in ranges)
-        for name, start, stop in ranges:
-            width = 0.83 * (stop - start) / total
+        padding = piece - sum(stop - start for _, start, stop in ranges)
+        for name, start, stop in [*ranges, ("", 0, padding)]:
+            width = 0.83 * (stop - start) / piece
+            if not name:
+                axes.barh(y + 0.4, width, left=left, height=0.2, color="#d9dde3", edgecolor="white")
+                axes.text(left + width / 2, y + 0.555, "padding", ha="center", va="center", fontsize=7.5)
+                continue
             axes.barh(y + 0.4, width, left=left, height=0.2, color=colors[name], edgecolor="white")
             axes.text(left + width / 2, y + 0.4, name, color="white", ha="center", va="center", fontsize=10)
             axes.text(left + width / 2, y + 0.555, f"{start}:{stop}", ha="center", va="center", fontsize=7.5)

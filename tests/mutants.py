@@ -234,6 +234,13 @@ MUTANTS = [
     ),
     # gradients
     Mutant(
+        "hops begin by a rank's own tape",
+        "stages/engine.py",
+        "turn = self.reductions.turn() if any(needs[: len(run.shards)]) else 0",
+        "turn = run.index % 2",
+        f"{RANKS}::test_hops_begin_in_one_order_whatever_else_is_on_a_ranks_tape[hybrid_shard]",
+    ),
+    Mutant(
         "scratch memory is taken too early",
         "stages/reduction.py",
         "        if moving:\n            for",

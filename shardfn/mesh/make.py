@@ -46,6 +46,11 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
         raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {show(sizes)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(
+            f"make_mesh: device='cuda', but torch {torch.__version__} finds no CUDA device: install a build of torch "
+            f"for CUDA, look at CUDA_VISIBLE_DEVICES, or pass device='cpu'"
+        )
     start_distributed()
     claim_device(device)
     world = dist.get_world_size()

@@ -108,7 +108,9 @@ def vdot(a: Any, b: Any) -> Tensor:
         if (layout, shape) != (another, size):
             raise ValueError(
                 f"vdot: the trees differ: {name} is {layout or 'plain'}, {tuple(shape)} here, and {other} is "
-                f"{another or 'plain'}, {tuple(size)}, in the other: it takes two trees of the same layouts"
+                f"{another or 'plain'}, {tuple(size)}, in the other: it takes two trees of the same layouts. "
+                f"Where gradients are cut further than parameters (zero1, zero2, hfsdp), two gradients go "
+                f"together, or two trees of parameters"
             )
     sources = [unit.values for known in (left, right) for unit in known.each if unit.trainable]
     numbers = 2 if any(x.is_complex() for x in sources) else 1

@@ -53,24 +53,33 @@ class Placement:
 
     def __init__(
         self,
-        axes: tuple[str, ...] = (),
-        replicas: tuple[str, ...] = (),
+        axes: AxisName = (),
+        replicas: AxisName = (),
         *,
-        reshard: Reshard = True,
-        gradients: tuple[str, ...] | None = None,
-        hierarchical: bool = False,
-        only_at: tuple[tuple[str, int], ...] = (),
+        reshard: Reshard | None = None,
+        gradients: AxisName | None = None,
+        hierarchical: bool | None = None,
+        only_at: tuple[tuple[str, int], ...] | None = None,
         keep: Keep | None = None,
         hops: bool | None = None,
         home: tuple[tuple[str, int], ...] | None = None,
     ) -> None:
+        for new, old, name in (
+            (reshard, keep, "reshard= and keep="),
+            (hierarchical, hops, "hierarchical= and hops="),
+            (only_at, home, "only_at= and home="),
+        ):
+            if new is not None and old is not None:
+                raise ValueError(f"a strategy is given {name}, two spellings of one thing: pass the first only")
+        if keep is not None:
+            reshard = keep_of(keep)
         for name, value in {
-            "axes": axes,
-            "replicas": replicas,
-            "reshard": reshard if keep is None else keep_of(keep),
-            "gradients": axes if gradients is None else gradients,
-            "hierarchical": hierarchical if hops is None else hops,
-            "only_at": only_at if home is None else home,
+            "axes": _names("axes", axes),
+            "replicas": _names("replicas", replicas),
+            "reshard": True if reshard is None else reshard,
+            "gradients": _names("gradients", axes if gradients is None else gradients),
+            "hierarchical": bool(hops if hierarchical is None else hierarchical),
+            "only_at": tuple((home if only_at is None else only_at) or ()),
         }.items():
             object.__setattr__(self, name, value)
         self._check()
@@ -146,6 +155,12 @@ class Placement:
             return None
         rest = self.replicas + self.axes[len(self.reshard) :]
         return Placement(self.reshard, rest, gradients=self.axes, only_at=self.only_at)
+
+
+def _names(what: str, axis: AxisName) -> tuple[str, ...]:
+    if not isinstance(axis, (str, tuple)) or not all(isinstance(name, str) for name in axis):
+        raise TypeError(f"a strategy's {what} are the names of mesh axes, a string or a tuple of them, not {axis!r}")
+    return as_names(axis)
 
 
 def keep_of(way: bool | Literal["step"] | tuple[str, ...]) -> bool | Literal["step"] | tuple[str, ...]:
@@ -393,13 +408,17 @@ def uncut(strategy: Strategy, below: int) -> Callable[[str, tuple[int, ...]], Pl
 _SPAWNED = " ".join(f"{how}{some}" for how in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook") for some in (
     "", "_find_unused_parameters_true", "_find_unused_parameters_false"))  # fmt: skip
 _NAMES: dict[str, tuple[Callable[..., Placement], str]] = {
-    "ddp": (ddp, f"NO_SHARD fsdp:3 zero:0 zero0 zero_stage_0 deepspeed_stage_0 {_SPAWNED[4:]}"),
+    "ddp": (
+        ddp,
+        f"NO_SHARD fsdp:3 zero:0 zero0 zero_stage_0 deepspeed_stage_0 distributed_data_parallel {_SPAWNED[4:]}",
+    ),
     "zero1": (zero1, "zero:1 zero_stage_1 deepspeed_stage_1 distributed_optimizer zero_redundancy_optimizer optim"),
     "zero2": (zero2, "zero:2 zero_stage_2 deepspeed deepspeed_stage_2 ddp_sharded optim_grads"),
     "shard_grad_op": (shard_grad_op, "fsdp:2"),
     "full_shard": (
         full_shard,
-        "fsdp:1 zero:3 fsdp fsdp_native fsdp2 fully_shard zero3 zero_stage_3 deepspeed_stage_3 optim_grads_params",
+        "fsdp:1 zero:3 fsdp fsdp1 fsdp_native fsdp2 fully_shard fully_sharded_data_parallel zero3 zero_stage_3 "
+        "deepspeed_stage_3 optim_grads_params",
     ),
     "hybrid_shard": (hybrid_shard, "fsdp:4 hsdp"),
     "hybrid_shard_zero2": (hybrid_shard_zero2, "fsdp:5 _HYBRID_SHARD_ZERO2"),
@@ -451,7 +470,8 @@ def strategy(name: str, shard: AxisName = "shard", replica: AxisName = ()) -> Pl
 
 def _known(name: Any) -> str:
     """What a name is called here."""
-    wanted = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", str(name)))
+    said = str(getattr(name, "name", name)).removeprefix("ShardingStrategy.").replace("|", " ")  # an enum's, too
+    wanted = _plain(re.sub(r"(?i)[\s,+]auto[_-]?wrap\b|\bauto[_-]?wrap[\s,+]", " ", said))
     found = next((own for own, (_, others) in _NAMES.items() if wanted in map(_plain, (own, *others.split()))), None)
     if found is not None:
         return found

@@ -116,13 +116,16 @@ def model(seed: int, stages: int) -> tuple[Any, Callable[..., torch.Tensor]]:
     return [{"w": w} for w in layer], loss
 
 
-def trained_on_two_threads(names: tuple[str, str]) -> Any:
+def trained_on_two_threads(names: tuple[str, str], strategy: str = "full_shard") -> Any:
     """The errors of gradients that two threads take at once, again and again, of models that differ."""
-    mesh = sf.make_mesh(shard=-1, device="cpu")
+    mesh = (
+        sf.make_mesh(shard=2, replica=-1, device="cpu") if strategy == "mics" else sf.make_mesh(shard=-1, device="cpu")
+    )
+    placement = sf.mics(("shard", "replica")) if strategy == "mics" else sf.full_shard("shard")
 
     def job(seed: int, stages: int) -> Callable[[], Any]:
         plain, loss = model(seed, stages)
-        params = sf.shard(plain, mesh, sf.full_shard("shard"))
+        params = sf.shard(plain, mesh, placement)
         wanted = sf.grad(loss)(plain, torch.zeros((), dtype=torch.float64))
 
         def work() -> float:
@@ -139,9 +142,9 @@ def trained_on_two_threads(names: tuple[str, str]) -> Any:
     return threads_at_once({names[0]: job(0, 3), names[1]: job(1, 4)})
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_two_threads_run_stages_at_once(size: int) -> None:
-    for found in world(size).run(trained_on_two_threads, ("train", "evaluate")):
+@pytest.mark.parametrize(("size", "strategy"), [(1, "full_shard"), (2, "full_shard"), (4, "mics")])
+def test_two_threads_run_stages_at_once(size: int, strategy: str) -> None:
+    for found in world(size).run(trained_on_two_threads, ("train", "evaluate"), strategy):
         assert found["train"] < 1e-13, found
         assert found["evaluate"] < 1e-13, found
 

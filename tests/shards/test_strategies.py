@@ -14,6 +14,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import ShardingStrategy
 
 import shardfn as sf
 import shardfn.optim as so
@@ -366,18 +367,24 @@ def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
     def named(name: str) -> sf.Placement:
         return sf.strategy(name, shard="shard", replica="replica")
 
-    for same, names in {
-        "ddp": ["NO_SHARD", "fsdp:3", "zero:0", "ddp_spawn", "ddp_find_unused_parameters_true", "no_shard auto_wrap"],
+    known: dict[str, list[Any]] = {
+        "ddp": ["NO_SHARD", "fsdp:3", "zero:0", "ddp_spawn", "ddp_find_unused_parameters_true", "no_shard auto_wrap",
+                "DistributedDataParallel"],
         "zero1": ["deepspeed_stage_1", "zero-1", "zero:1", "optim"],
         "zero2": ["deepspeed_stage_2", "ZeRO-2", "zero:2", "deepspeed", "optim_grads"],
-        "shard_grad_op": ["SHARD_GRAD_OP", "fsdp:2", "shard_grad_op auto_wrap"],
+        "shard_grad_op": [
+            "SHARD_GRAD_OP", "fsdp:2", "shard_grad_op auto_wrap", ShardingStrategy.SHARD_GRAD_OP,
+            "ShardingStrategy.SHARD_GRAD_OP",
+        ],
         "full_shard": [
-            "FULL_SHARD", "fsdp:1", "fsdp", "fsdp_native", "fully_shard", "full_shard auto_wrap",
-            "auto_wrap full_shard", "deepspeed_stage_3", "ZeRO-3", "zero:3", "optim_grads_params",
+            "FULL_SHARD", "fsdp:1", "fsdp", "fsdp1", "fsdp_native", "full_shard|auto_wrap", "fully_shard",
+            "full_shard auto_wrap", "auto_wrap full_shard", "deepspeed_stage_3", "ZeRO-3", "zero:3",
+            "optim_grads_params",
         ],
         "hybrid_shard": ["HYBRID_SHARD", "fsdp:4", "HSDP", "hybrid_shard auto_wrap"],
         "hybrid_shard_zero2": ["_HYBRID_SHARD_ZERO2", "fsdp:5", "hybrid_shard_zero2 auto_wrap"],
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for same, names in known.items():
         for name in names:
             assert named(name) == NAMED[same], name
     for name in NAMED:
@@ -417,11 +424,20 @@ def test_older_spellings_mean_the_same() -> None:
         new = sf.Placement(("a", "b"), reshard=reshard)  # type: ignore[arg-type]
         assert sf.Placement(("a", "b"), keep=keep) == sf.full_shard(("a", "b")).keeping(keep) == new  # type: ignore[arg-type]
         assert new.keep == keep
-        assert dataclasses.replace(sf.full_shard(("a", "b")), keep=keep) == new  # type: ignore[call-arg]
     old = sf.Placement(("a",), hops=True, home=(("b", 1),))
     assert old == sf.Placement(("a",), hierarchical=True, only_at=(("b", 1),))
     with pytest.raises(TypeError):
         sf.Placement(("a",), (), True)  # type: ignore[call-arg]  # which of the two would it be?
+    for both in ({"reshard": True, "keep": True}, {"hierarchical": True, "hops": False}, {"only_at": (), "home": ()}):
+        with pytest.raises(ValueError, match="two spellings of one thing"):
+            sf.Placement(("a",), **both)
+
+
+def test_axes_are_a_name_or_a_tuple_of_names() -> None:
+    assert sf.Placement("a", "b", gradients=("a", "b")) == sf.hfsdp("a", "b")
+    for wrong in (["a"], 3, ("a", 1)):
+        with pytest.raises(TypeError, match="a string or a tuple of them"):
+            sf.Placement(wrong)  # type: ignore[arg-type]
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:

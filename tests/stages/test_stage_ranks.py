@@ -317,6 +317,35 @@ def test_what_a_function_does_to_its_parameters_lasts_for_that_call(world: World
     assert worst(x for found in world.run(under, memory, odd_functions) for x in found) < 1e-12
 
 
+def taped_on_some_ranks(strategy: str, where: int) -> float:
+    """A frozen stage whose input some ranks differentiate and others do not, among stages that are all trained."""
+    mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+    placement = sf.strategy(strategy, shard="shard", replica="replica")
+    flat, frozen = sf.shard(squares(DEPTH), mesh, placement), sf.shard(squares(1), mesh, placement, frozen=".*")
+    known, rank = squares(1)[0], mesh.get_rank()
+
+    def loss(f: Any, ps: Any, other: Any, x: Tensor, of: int) -> Tensor:
+        for i, p in enumerate(ps):
+            x = f(p, x)
+            if i == where:
+                x = x + f(other, x if of < 2 else x.detach())
+        return x.square().sum()
+
+    want = torch.func.grad(everyone(lambda ps, of: loss(layer, ps, known, rows()[of], of), 4))(squares(DEPTH))
+    found = []
+    for _ in range(2):
+        got = sf.grad(lambda ps: loss(sf.stage(layer), ps, frozen[0], rows()[rank], rank))(flat)
+        found.append(distance(sf.unshard(got), want))
+    return worst(found)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hfsdp"])
+def test_hops_begin_in_one_order_whatever_else_is_on_a_ranks_tape(world: World, strategy: str) -> None:
+    for where in range(DEPTH):
+        assert worst(world.within(60).run(taped_on_some_ranks, strategy, where)) < 1e-12
+
+
 def other_blocks(strategy: str) -> None:
     """Half of the ranks asks for the gradient of one block, the other half for another's."""
     rank, n = dist.get_rank(), dist.get_world_size()
