@@ -6,6 +6,7 @@ asks for one, and torch.func when already inside one of its transforms.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ from torch.autograd import forward_ad
 
 from shardfn.collectives import functional
 from shardfn.compat import autograd, dynamo, functorch
-from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.axes import known_axes
+from shardfn.mesh.scope import current_axes, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.owned import escaped, owner
@@ -165,10 +167,23 @@ def totals(
 
 def _divided(gradient: Tensor, layout: Layout | None) -> Tensor:
     """This rank's part of a gradient that several ranks have, where it is cut further than its parameter."""
-    if layout is None or layout.state_layout is layout:
+    if layout is None or not _divides(layout):
         return gradient
-    with scope(mesh_of(layout.grid, f"the gradient of {layout.stage!r}")):
-        return functional.local_slice(gradient, layout.placement.gradients[len(layout.placement.axes) :])
+    home = _home(layout)
+    with scope(*home) if current_axes() is None else contextlib.nullcontext():
+        return functional.local_slice(gradient, _divides(layout))
+
+
+@dynamo.constant_when_traced
+def _home(layout: Layout) -> Any:
+    mesh = mesh_of(layout.grid, f"the gradient of {layout.stage!r}")
+    return mesh, known_axes(mesh)
+
+
+@dynamo.constant_when_traced
+def _divides(layout: Layout) -> tuple[str, ...]:
+    """The axes along which a gradient is cut further than its parameter; none if it is not."""
+    return layout.placement.gradients[len(layout.placement.axes) :] if layout.state_layout is not layout else ()
 
 
 class Variables:

@@ -24,6 +24,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
     "hybrid_shard": lambda: sf.hybrid_shard("data", "replica"),
     "hybrid_replicas": lambda: sf.hybrid_shard("replica", "data"),
     "ddp": lambda: sf.ddp("data"),
+    "zero1": lambda: sf.zero1("data"),
 }
 
 
@@ -74,6 +75,17 @@ class Program:
 
     def value_and_grad(self, compiled: Any) -> Any:
         f = compiled(mapped(sf.value_and_grad(self.loss), self.mesh))
+        return lambda params, state, x: f(params, x)
+
+    def unmapped(self, compiled: Any) -> Any:
+        """Outside of any mesh's scope: the shards say which mesh is meant."""
+
+        def loss(params: Any, x: Tensor) -> Tensor:
+            for p in params["blocks"]:
+                x = self.staged(p, x)
+            return x.square().sum()
+
+        f = compiled(lambda params, x: sf.value_and_grad(loss)(params, x))
         return lambda params, state, x: f(params, x)
 
     def loss_alone(self, compiled: Any) -> Any:
@@ -131,6 +143,8 @@ CASES = [
     ("value_and_grad", "shard_grad_op", True, "aot_eager"),
     ("value_and_grad", "hybrid_shard", False, "eager"),
     ("value_and_grad", "full_shard", False, "inductor"),
+    ("unmapped", "zero1", False, "eager"),
+    ("unmapped", "hybrid_shard", False, "eager"),
     ("loss_alone", "full_shard", False, "aot_eager"),
     ("forward", "full_shard", True, "aot_eager"),
     ("torch_func", "hybrid_replicas", False, "eager"),
