@@ -118,7 +118,7 @@ def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bo
     def init(params: Any) -> Any:
         known = units(params)
         refuse_complex(known, "adafactor")
-        return {"step": 0, "numbers": constant, "square": kind.init(known)}
+        return {"step": 0, "numbers": dict(constant), "square": kind.init(known)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)

@@ -46,7 +46,7 @@ def optimizer(name: str, rule: Elementwise, numbers: dict[str, Any], donate: boo
     varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
 
     def init(params: Any) -> Any:
-        return {"step": 0, "numbers": constant} | {slot: zeros_like(params) for slot in rule.slots}
+        return {"step": 0, "numbers": dict(constant)} | {slot: zeros_like(params) for slot in rule.slots}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count = state["step"] + 1

@@ -72,7 +72,7 @@ def muon(
         refuse_complex(units(params), "muon")
         for unit in units(params).each:
             _refuse(unit)
-        return {"step": 0, "numbers": constant, "momentum": zeros_like(params)}
+        return {"step": 0, "numbers": dict(constant), "momentum": zeros_like(params)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)

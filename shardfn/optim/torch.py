@@ -47,7 +47,7 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
 
     def init(params: Any) -> Any:
         memory: list[dict[str, Any]] = [{} for _ in units(params).each]
-        return {"step": 0, "numbers": constant, "memory": memory}
+        return {"step": 0, "numbers": dict(constant), "memory": memory}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)

@@ -54,6 +54,35 @@ OPTIMIZERS: dict[str, Callable[..., so.Optimizer]] = {
 }
 
 
+def containers(tree: Any) -> set[int]:
+    """The identities of the dicts and lists in a tree."""
+    if isinstance(tree, (dict, list, tuple)):
+        inside = tree.values() if isinstance(tree, dict) else tree
+        own = set() if isinstance(tree, tuple) else {id(tree)}
+        return own.union(*map(containers, inside))
+    return set()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_has_its_numbers_to_itself(name: str) -> None:
+    optimizer = OPTIMIZERS[name](donate=False)
+    states = [optimizer.init(scaled()) for _ in range(2)]
+    assert not containers(states[0]) & containers(states[1])
+
+
+def test_a_number_of_another_name_in_a_state_is_an_error_at_any_step() -> None:
+    optimizer, ps = so.adamw(0.1, donate=False), scaled()
+    state = optimizer.init(ps)
+    for _ in range(2):
+        wrong = state | {"numbers": state["numbers"] | {"learning_rate": 9.0}}
+        with pytest.raises(ValueError, match="learning_rate"):
+            optimizer.step(ps, ps, wrong)
+        ps, state = optimizer.step(ps, ps, state)
+    state["numbers"]["learning_rate"] = 9.0
+    with pytest.raises(ValueError, match="learning_rate"):
+        optimizer.step(ps, ps, state)
+
+
 def trained(optimizer: so.Optimizer, ps: Any, gradient: Callable[[Any, int], Any]) -> tuple[Any, Any]:
     state = optimizer.init(ps)
     for number in range(STEPS):
