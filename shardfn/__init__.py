@@ -5,7 +5,7 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under every torch.func transform.
 """
 
-from shardfn import checkpoint, optim, parallel
+from shardfn import checkpoint, interop, optim, parallel
 from shardfn.collectives.functional import (
     all_gather,
     all_to_all,
@@ -89,6 +89,7 @@ __all__ = [
     "hybrid_shard_zero2",
     "init",
     "init_sharded",
+    "interop",
     "layers",
     "ledger",
     "local_parameters",

@@ -9,7 +9,7 @@ from benchmarks.structure import circles, floors, house
 # From below: each imports only what stands before it.
 ORDER = [
     "compat", "debugging", "mesh", "collectives", "shards", "testing", "transforms", "optim", "checkpoint", "stages",
-    "parallel", "cli",
+    "parallel", "interop", "cli",
 ]  # fmt: skip
 
 

@@ -1,0 +1,426 @@
+"""A module as a pure function of a tree of parameters, with a stage for each of its layers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardfn.interop import recorders
+from shardfn.interop.anatomy import Anatomy, Part, placed, taken_apart
+from shardfn.interop.batch_norm import is_batch_norm, synchronised
+from shardfn.interop.boundaries import Boundaries
+from shardfn.interop.structures import Forms
+from shardfn.mesh.grid import AxisName
+from shardfn.mesh.which import Chosen, Which, chosen
+from shardfn.shards.layout import FlatShard
+from shardfn.shards.sharding import unshard
+from shardfn.stages.stage import layers, stage
+
+SMALL = 2**14
+
+
+def functional(
+    module: nn.Module,
+    stages: Boundaries | None = None,
+    *,
+    min_num_params: int | None = None,
+    loose: Which = (),
+    mutable: Which = (),
+    small: int = SMALL,
+    sync_batch_norm: AxisName | None = None,
+    compile: bool | Mapping[str, Any] = False,  # what torch calls it
+    **stage_options: Any,
+) -> Functional:
+    """Takes the parameters out of a module, which becomes a pure function of them, with a stage for each layer.
+
+    The module itself is a shell afterwards: its own code runs, untouched, with the parameters of a call in their
+    places. What it holds instead knows shapes, dtypes and the device, and refuses to be computed with.
+
+    Args:
+        module: any `torch.nn.Module` of dense parameters, those of `transformers` among them; on the meta device, or
+            from `meta`, where it is to be loaded later.
+        stages: which modules are stages: classes or their names (`{"LlamaDecoderLayer"}`), regular expressions of whole
+            paths (`r"model\\.layers\\.\\d+"`), or a function `(path, module) -> bool`. The outermost match wins.
+            Default: `_no_split_modules` of all models inside; if there are none, the items of each `ModuleList` and
+            `Sequential`. What is left becomes stages too, by its largest modules.
+        min_num_params: instead of `stages`: the smallest modules that hold as many parameters.
+        loose: which parameters are no stage's alone, by patterns for their paths: those that a module reads from
+            another, as `F.linear(x, self.embed.weight)`. They are gathered at the start of a call, and kept.
+        mutable: which buffers the module changes in forward, by patterns; those of batch norms are known.
+        small: what holds fewer parameters than this, and was not chosen, is loose.
+        sync_batch_norm: the axes over which a batch is cut: batch norms use the statistics of all of it.
+        compile: True, or the arguments of `torch.compile`, which the forward of each stage goes through.
+        stage_options: `remat`, `reshard`, `prefetch`, `gather_dtype`, ... of `shardfn.stage`, for all of them.
+
+    Returns:
+        The function `model(params, *args, buffers=None, method="__call__", **kwargs)`.
+
+    Raises:
+        TypeError: a module that was taken apart before, is wrapped by FSDP, DDP or accelerate, or checkpoints
+            activations by itself.
+        ValueError: patterns or names that match nothing.
+
+    Example:
+        ``model = functional(transformers.LlamaForCausalLM(config), remat=True)``, then
+        ``params = sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen)`` and
+        ``model(params, input_ids=tokens).logits``
+    """
+    unknown = sorted(set(stage_options) - _STAGE_OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"functional: unknown option {', '.join(unknown)}; besides its own it takes those of shardfn.stage: "
+            f"{', '.join(sorted(_STAGE_OPTIONS))}"
+        )
+    rules = chosen(loose, "loose"), chosen(mutable, "mutable")
+    anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"))
+    return Functional(module, anatomy, rules[1], sync_batch_norm, compile, stage_options)
+
+
+_STAGE_OPTIONS = {"remat", "reshard", "prefetch", "gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"}
+
+
+class Functional:
+    """A module as a function of parameters; `functional` makes it.
+
+    Attributes:
+        tree: the parameters that the module had: a dict of stage path -> {name: tensor}. `shard` takes it, and whatever
+            else makes parameters of the same structure. Drop it, `del model.tree`, when it is not needed any more.
+        frozen: patterns of those that need no gradient, as `shard(frozen=...)` takes them.
+        buffers: by name, as the module had them.
+        names: every name that the module has for a parameter -> the one in the tree; they differ where it is tied.
+        module: the shell.
+        stages: paths of the stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        anatomy: Anatomy,
+        mutable: Chosen,
+        sync_batch_norm: AxisName | None,
+        compile: bool | Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.module, self.tree, self.frozen = module, anatomy.tree, anatomy.frozen
+        self.buffers, self.names, self.stages = anatomy.buffers, anatomy.names, tuple(anatomy.parts)
+        self._keys = frozenset(anatomy.tree)
+        self._loose, self._place = anatomy.loose, anatomy.place
+        self._changing = _changing(module, anatomy.buffers, mutable)
+        self._running = _Running()
+        self._order: tuple[str, ...] = ()
+        self._elsewhere: dict[torch.device, dict[str, Tensor]] = {}
+        self._instead: dict[nn.Module, Callable[..., Any]] = {}
+        if sync_batch_norm is not None:
+            self._instead = {m: synchronised(m, sync_batch_norm) for m in module.modules() if is_batch_norm(m)}
+        self._units = {
+            path: _Unit(self, part, self._within(part.module), compile, options) for path, part in anatomy.parts.items()
+        }
+        inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
+        self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
+        revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
+        self._reveal = stage(_revealed, **revealing)
+
+    def _within(self, module: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
+        return {m: self._instead[m] for m in module.modules() if m in self._instead}
+
+    def __call__(
+        self,
+        params: Any,
+        *args: Any,
+        buffers: Mapping[str, Tensor] | None = None,
+        method: str = "__call__",
+        **kwargs: Any,
+    ) -> Any:
+        """What the module computes with these parameters.
+
+        Args:
+            params: of the structure of `tree`: flat shards, whole tensors, or both.
+            args: of the module, like `kwargs`.
+            buffers: values of buffers by name; those that are missing are as the module had them.
+            method: which of the module's methods runs, such as `"generate"`.
+            kwargs: of the module.
+
+        Returns:
+            What the module returns; with `buffers`, a pair of it and the buffers as they are afterwards.
+
+        Raises:
+            ValueError: other parameters than `tree` has; buffers that would change and were not passed.
+            RuntimeError: a parameter that is read outside of its stage; a write to a buffer that is not `mutable`.
+            TypeError: a cache of keys and values while gradients are recorded.
+        """
+        self._check(params)
+        device = _device_of(params)
+        changing = self._changes()
+        if changing and buffers is None:
+            raise ValueError(
+                f"{type(self.module).__name__} changes buffers while it trains, {', '.join(sorted(changing)[:3])} "
+                f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
+                f"buffers=buffers)`; or call model.module.eval() first"
+            )
+        _refuse_checkpointing(self.module)
+        self._place.device = device or self._place.device
+        known = {**self._buffers_on(self._place.device), **(buffers or {})}
+        run = _Run(params, known, frozenset(changing))
+        loose = self._reveal(*_arguments(params, self._loose)) if self._loose.own or self._loose.shared else {}
+        ahead = self._announced(params)
+        before, self._running.now = self._running.now, run
+        try:
+            with _replaced(self._around), _whole(self._loose, loose, run) as changed:
+                if method == "generate" and _all_ranks_run(params):
+                    kwargs.setdefault("synced_gpus", True)
+                target = self.module if method == "__call__" else getattr(self.module, method)
+                out = target(*args, **kwargs)
+        finally:
+            self._running.now = before
+        del ahead
+        self._order = tuple(dict.fromkeys(run.trace))
+        return out if buffers is None else (out, {**known, **run.changed, **changed})
+
+    def state_dict(self, params: Any) -> dict[str, Tensor]:
+        """Whole parameters and buffers by the module's own names, aliases too, on every rank.
+
+        Args:
+            params: of the structure of `tree`, or gradients of it.
+        """
+        self._check(params)
+        whole: dict[str, Tensor] = {}
+        for key, part in params.items():
+            values = unshard(part)
+            whole |= (
+                {_joined(key, name): x for name, x in values.items()} if isinstance(values, dict) else {key: values}
+            )
+        return {alias: whole[name] for alias, name in self.names.items()}
+
+    def _check(self, params: Any) -> None:
+        if not isinstance(params, Mapping) or set(params) != self._keys:
+            missing = sorted(self._keys - set(params)) if isinstance(params, Mapping) else sorted(self._keys)
+            extra = sorted(set(params) - self._keys) if isinstance(params, Mapping) else []
+            raise ValueError(
+                f"the parameters of {type(self.module).__name__} have the structure of `tree`, a dict of stages, "
+                f"whether they went through shard() or not. Missing: {_some(missing)}; not known: {_some(extra)}"
+            )
+
+    def _changes(self) -> set[str]:
+        return {name for name, m in self._changing.items() if m is None or m.training}
+
+    def _buffers_on(self, device: torch.device) -> dict[str, Tensor]:
+        if device not in self._elsewhere:
+            moved = {name: b if b.device == device or b.is_meta else b.to(device) for name, b in self.buffers.items()}
+            self._elsewhere = {device: moved}
+        return self._elsewhere[device]
+
+    def _announced(self, params: Any) -> Any:
+        """The stages in the order of the last call; a stage that comes in another is gathered when it comes."""
+        if not self._order:
+            return None
+        return layers([_arguments(params, self._units[path].part) for path in self._order])
+
+
+class _Run:
+    """What one call goes by."""
+
+    def __init__(self, params: Any, buffers: Mapping[str, Tensor], changing: frozenset[str]) -> None:
+        self.params, self.buffers, self.changing = params, buffers, changing
+        self.trace: list[str] = []
+        self.changed: dict[str, Tensor] = {}
+
+
+class _Running(threading.local):
+    now: _Run | None = None
+
+
+class _Unit:
+    """A module that is a stage: its forward goes through here."""
+
+    def __init__(
+        self,
+        model: Functional,
+        part: Part,
+        instead: Mapping[nn.Module, Callable[..., Any]],
+        compile: bool | Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.part, self.model, self.instead, self.forms = part, model, instead, Forms()
+        self.forward = instead.get(part.module, part.module.forward)
+        self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
+        if compile:
+            self.forward = torch.compile(self.forward, **({} if compile is True else compile))
+
+        def run(*arguments: Any) -> Any:
+            return self._run(*arguments)
+
+        run.__name__ = run.__qualname__ = type(part.module).__name__
+        self.stage = stage(run, **options)
+        part.module.forward = functools.wraps(part.module.forward)(lambda *a, **k: self(*a, **k))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now = self.model._running.now
+        if now is None:
+            raise RuntimeError(
+                f"{self.part.path} is called by itself, and its parameters were taken out: call the function that "
+                f"`functional` returned, model(params, ...)"
+            )
+        leaves, form = self.forms.flatten((args, kwargs))
+        if torch.is_grad_enabled():
+            _refuse_caches(self.part, leaves)
+        now.trace.append(self.part.path)
+        buffers = {slot.key: now.buffers[slot.key] for slot in self.part.buffers}
+        changing = tuple(key for key in buffers if key in now.changing)
+        own, shared = _arguments(now.params, self.part)
+        found, outer, changed = self.stage(own, shared, buffers, changing, leaves, form, recorders.wanted())
+        now.changed.update(changed)
+        out, recorded = self.forms.unflatten(found, outer)
+        recorders.hand_on(recorded)
+        return out
+
+    def _run(
+        self,
+        own: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        changing: Sequence[str],
+        leaves: Sequence[Any],
+        form: int,
+        wanted: tuple[str, ...],
+    ) -> Any:
+        args, kwargs = self.forms.unflatten(leaves, form)
+        part = self.part
+        slots = [*part.own, *part.shared]
+        values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
+        with (
+            placed(slots, values),
+            _buffers(part, buffers, changing) as changed,
+            _replaced(self.instead),
+            recorders.recording(wanted) as recorded,
+        ):
+            out = self.forward(*args, **kwargs)
+        found, outer = self.forms.flatten((out, recorded))
+        return found, outer, changed
+
+
+def _arguments(params: Any, part: Part) -> tuple[Any, dict[str, Any]]:
+    """The parameters of a stage: its own, and those that others have, too."""
+    return params.get(part.path, {}), {key: params[key] for key in part.shared_keys()}
+
+
+def _revealed(own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in (*own.items(), *shared.items())}
+
+
+@contextlib.contextmanager
+def _whole(loose: Part, values: Mapping[str, Tensor], run: _Run) -> Iterator[dict[str, Tensor]]:
+    """What is loose in its places; gives the buffers that changed."""
+    slots = [*loose.own, *loose.shared]
+    buffers = {slot.key: run.buffers[slot.key] for slot in loose.buffers}
+    with (
+        placed(slots, [values[slot.key] for slot in slots]),
+        _buffers(loose, buffers, [key for key in buffers if key in run.changing]) as changed,
+    ):
+        yield changed
+
+
+@contextlib.contextmanager
+def _buffers(part: Part, values: Mapping[str, Tensor], changing: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Buffers in their places, those that change as copies, which the dict that this gives has at the end.
+
+    Raises:
+        RuntimeError: another one was changed.
+    """
+    changed: dict[str, Tensor] = {}
+    given = {key: x.clone() if key in changing else x for key, x in values.items()}
+    versions = {key: x._version for key, x in given.items() if key not in changing and not x.is_inference()}
+    with placed(part.buffers, [given[slot.key] for slot in part.buffers]):
+        yield changed
+        for holder, at, key in part.buffers:
+            now = holder[at]
+            if key in changing:
+                changed[key] = now.detach()
+            elif now is not given[key] or now._version != versions.get(key, now._version):
+                raise RuntimeError(
+                    f"{part.path or 'the module'} writes into its buffer {key}, which would be lost: pass "
+                    f"mutable=[{key!r}] to functional, and take the buffers back from each call"
+                )
+
+
+@contextlib.contextmanager
+def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules with another forward, while the block runs."""
+    before: dict[nn.Module, Any] = {m: m.__dict__.get("forward") for m in forwards}
+    for m, forward in forwards.items():
+        m.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for m, own in before.items():
+            if own is None:
+                m.__dict__.pop("forward", None)
+            else:
+                m.__dict__["forward"] = own
+
+
+def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen) -> dict[str, nn.Module | None]:
+    """Buffers that forward changes: always (None), or while their module trains.
+
+    Raises:
+        ValueError: a pattern that matches none.
+    """
+    if unused := mutable.unused(buffers):
+        raise ValueError(
+            f"functional: mutable: nothing matches {', '.join(sorted(unused))}; buffers are {_some(list(buffers))}"
+        )
+    found: dict[str, nn.Module | None] = {name: None for name, b in buffers.items() if mutable(name, b.shape)}
+    for name in buffers:
+        m = module.get_submodule(name.rpartition(".")[0])
+        if name not in found and is_batch_norm(m):
+            found[name] = m
+    return found
+
+
+def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if type(x).__name__.endswith("Cache"):
+            raise TypeError(
+                f"{part.path} is given a {type(x).__name__}, into which it would write activations while gradients are "
+                f"recorded: pass use_cache=False to the model (or set it in its config), or generate under "
+                f"torch.no_grad()"
+            )
+
+
+def _refuse_checkpointing(module: nn.Module) -> None:
+    for path, m in module.named_modules():
+        if m.__dict__.get("gradient_checkpointing") is True and module.training:
+            raise TypeError(
+                f"{path or type(m).__name__} checkpoints activations by itself, inside which a stage cannot run: call "
+                f"model.module.gradient_checkpointing_disable(), and pass remat=True to functional"
+            )
+
+
+def _all_ranks_run(params: Any) -> bool:
+    """Whether every process of the world has a part of these parameters, so that they generate together."""
+    nodes = optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, FlatShard))
+    shards = [x for x in nodes if isinstance(x, FlatShard)]
+    if not shards or not dist.is_initialized():
+        return False
+    return shards[0].layout.grid.size(tuple(name for name, _ in shards[0].layout.grid.sizes)) == dist.get_world_size()
+
+
+def _device_of(params: Any) -> torch.device | None:
+    return next((x.device for x in optree.tree_leaves(params) if isinstance(x, Tensor)), None)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")

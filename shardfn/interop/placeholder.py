@@ -1,0 +1,81 @@
+"""What stands in a module in place of a parameter that was taken out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+_ATTRIBUTES = (
+    "shape", "ndim", "requires_grad", "layout", "is_sparse", "is_nested", "is_quantized", "grad", "is_leaf", "grad_fn",
+    "is_meta", "is_cuda", "is_cpu", "itemsize", "nbytes",
+)  # fmt: skip
+_DATA, _DEVICE, _DTYPE = (getattr(Tensor, name).__get__ for name in ("data", "device", "dtype"))
+_KNOWN = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.stride, Tensor.is_contiguous, Tensor.requires_grad_, Tensor.__hash__, Tensor.__len__,
+}  # fmt: skip
+
+
+class Place:
+    """Where the parameters of one shell are, and in which dtype its modules meet them; changes from call to call."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.device, self.dtype = device, dtype
+
+
+class Placeholder(nn.Parameter):
+    """Knows shape, dtype, device and name of a parameter, and refuses to be computed with."""
+
+    path: str
+    owner: str
+    place: Place
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answers what is known, and raises RuntimeError at whatever needs values."""
+        self: Any = args[0] if args else None
+        if isinstance(self, Placeholder):
+            if func == _DEVICE:
+                return self.place.device
+            if func == Tensor.detach or func == _DATA:
+                return self  # a state_dict() asks for names and shapes
+            with torch._C.DisableTorchFunctionSubclass():
+                if func == _DTYPE:
+                    own = func(self)
+                    return self.place.dtype if self.place.dtype is not None and own.is_floating_point else own
+                if func in _KNOWN:
+                    return func(*args, **(kwargs or {}))
+        found = (x for x in optree.tree_leaves((args, kwargs or {})) if isinstance(x, Placeholder))
+        self = next(found)
+        where = f"stage {self.owner!r}" if self.owner else "the model's call"
+        raise RuntimeError(
+            f"{self.path} is read outside of {where}, by {getattr(func, '__name__', func)}: its values are among the "
+            f"parameters that the model was called with, not in the module. Add it to loose=[{self.path!r}], or make "
+            f"one stage of a module that holds all who read it"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Placeholder({self.path}, {tuple(self.shape)})"
+
+    def __deepcopy__(self, memo: Any) -> Placeholder:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{self.path} was taken out of its module: save the parameters, not the module")
+
+
+def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Placeholder:
+    """Of a parameter.
+
+    Args:
+        parameter: of which shape, dtype and need of a gradient are kept.
+        path: its name in the whole module.
+        owner: the stage that has it; "" for what all may read.
+        place: of the shell.
+    """
+    made = Placeholder(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    made.path, made.owner, made.place = path, owner, place
+    return made

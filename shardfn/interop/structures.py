@@ -1,0 +1,87 @@
+"""Arguments and results of modules as tensors and a number that says how they were put together.
+
+Stages take any pytree, but know only optree's nodes; models return what torch's registry knows, such as the outputs of
+`transformers`, and dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch.utils import _pytree
+
+
+class _Fields:
+    """A dataclass's values, as a node of torch's registry."""
+
+    def __init__(self, kind: type, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+        self.kind, self.names, self.values = kind, names, values
+
+
+_pytree.register_pytree_node(
+    _Fields,
+    lambda one: (list(one.values), (one.kind, one.names)),
+    lambda values, context: _Fields(context[0], context[1], tuple(values)),
+)
+
+
+class Forms:
+    """The structures that one stage's arguments or results have had; each has a number."""
+
+    def __init__(self) -> None:
+        self.known: list[Any] = []
+
+    def flatten(self, tree: Any) -> tuple[tuple[Any, ...], int]:
+        """The leaves, and the number of what is around them."""
+        leaves, spec = _pytree.tree_flatten(tree)
+        if any(map(_is_record, leaves)):
+            leaves, spec = _pytree.tree_flatten(_unpacked(tree))
+        for number, one in enumerate(self.known):
+            if one is spec or one == spec:
+                return tuple(leaves), number
+        self.known.append(spec)
+        return tuple(leaves), len(self.known) - 1
+
+    def unflatten(self, leaves: Any, number: int) -> Any:
+        """The inverse."""
+        tree = _pytree.tree_unflatten(list(leaves), self.known[number])
+        return _packed(tree) if _has_fields(self.known[number]) else tree
+
+
+def _is_record(x: Any) -> bool:
+    return dataclasses.is_dataclass(x) and not isinstance(x, type)
+
+
+def _unpacked(tree: Any) -> Any:
+    """With the fields of dataclasses, and of dataclasses in these, in their places."""
+
+    def one(x: Any) -> Any:
+        if not _is_record(x):
+            return x
+        names = tuple(field.name for field in dataclasses.fields(x) if hasattr(x, field.name))
+        return _Fields(type(x), names, tuple(_unpacked(getattr(x, name)) for name in names))
+
+    return _pytree.tree_map(one, tree)
+
+
+def _packed(tree: Any) -> Any:
+    """The inverse."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, _Fields):
+            return x
+        made: Any = object.__new__(x.kind)
+        for name, value in zip(x.names, x.values, strict=True):
+            object.__setattr__(made, name, _packed(value))
+        return made
+
+    return _pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Fields))
+
+
+def _has_fields(spec: Any) -> bool:
+    return spec.type is _Fields or any(map(_has_fields, _children(spec)))
+
+
+def _children(spec: Any) -> Any:
+    return spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
