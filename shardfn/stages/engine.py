@@ -153,6 +153,7 @@ class Engine:
         """A step is over: nothing that it gathered is used again."""
         self.reductions.drain()
         self.tape = Tape(None)
+        self.residency.forget_dropped(self.tape)
         self.residency.end()
 
     # --- a call's place on the tape ---
@@ -177,7 +178,9 @@ class Engine:
             self.residency.take(tape, run, signature.options.prefetch + 1)
         if keep is True and run.slot is not None:
             run.slot.users += 1
-            weakref.finalize(call, self.residency.release, run).atexit = False
+            # The garbage collector comes when it likes, on any thread, and on each rank at another time: what it finds
+            # must neither wait nor decide what is gathered.
+            weakref.finalize(call, self.residency.drop, run).atexit = False
         return run
 
     def _keep(self, call: Call) -> Keep:
@@ -198,6 +201,7 @@ class Engine:
             or self.tape.shards.get(plan, now) != now
         ):
             self.tape = Tape(call.step)
+            self.residency.forget_dropped(self.tape)
             if call.step is not None:
                 call.step.join(self, self.tape)
         self.tape.shards[plan] = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 
 import torch
 
@@ -21,6 +22,7 @@ class Residency:
         until_step_end: those that calls keep until the step is over.
         secondary: pieces that forward left for backward to gather from.
         count: of slots taken from the ring by calls that no backward follows.
+        dropped: runs of calls that are gone, and had no backward.
     """
 
     def __init__(self, device: torch.device, communicator_of: CommunicatorOf) -> None:
@@ -29,6 +31,7 @@ class Residency:
         self.until_step_end: dict[Key, Slot] = {}
         self.secondary: weakref.WeakValueDictionary[Key, Secondary] = weakref.WeakValueDictionary()
         self.count = 0
+        self.dropped: deque[StageRun] = deque()
 
     def take(self, tape: Tape | None, run: StageRun, slots: int, busy: Slot | None = None) -> bool:
         """Finds the slot that holds what a run needs, or else fills one; False if that one is busy."""
@@ -94,7 +97,7 @@ class Residency:
         run.secondary = self.secondary[run.key] = Secondary(plan, tuple(shards))
 
     def release(self, run: StageRun) -> None:
-        """A slot that was kept for backward goes back when its last call is done, or gone."""
+        """A slot that was kept for backward goes back when its last call is done."""
         slot = run.slot
         if run.keep is True and slot is not None:
             run.slot, run.keep = None, False
@@ -102,6 +105,20 @@ class Residency:
             if slot.users == 0:
                 self.until_backward.pop(run.key, None)
                 self.ring.give_back(slot)
+
+    def drop(self, run: StageRun) -> None:
+        """The call of a run is gone."""
+        if run.keep is True and run.slot is not None:
+            self.dropped.append(run)
+
+    def forget_dropped(self, tape: Tape) -> None:
+        """Releases what calls that are gone kept, but on this tape, where later calls find it on every rank."""
+        for _ in range(len(self.dropped)):
+            run = self.dropped.popleft()
+            if run.key[0] == tape.number:
+                self.dropped.append(run)
+            else:
+                self.release(run)
 
     def end(self) -> None:
         """A step is over: nothing that it gathered is used again."""

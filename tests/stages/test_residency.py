@@ -18,7 +18,7 @@ import shardfn as sf
 from shardfn.collectives.into_buffers import all_gather, communicator_of
 from shardfn.testing import World, world
 from tests import models
-from tests.models import residual, variables
+from tests.models import STRATEGIES, normal, residual, squares, variables
 
 D, DEPTH = 8, 6
 
@@ -287,3 +287,45 @@ def test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next() -> None:
         return came
 
     assert world(2).within(20).run(body) == [[[0, 1], [10, 11], [20, 21]]] * 2
+
+
+def gathered_with_garbage(strategy: str, kind: str) -> int:
+    """Graphs in cycles, without a backward, which one rank's garbage collector finds sooner than another's."""
+    n = dist.get_world_size()
+    mesh = sf.make_mesh(replica=2, shard=n // 2, device="cpu")
+    flat = sf.shard(squares(3), mesh, STRATEGIES[strategy])
+
+    def keeping(p: Any, x: Tensor) -> Tensor:
+        cycle: list[Any] = [p["w"]]
+        cycle.append(cycle)
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    staged, leaves = sf.stage(keeping), optree.tree_map(lambda x: x.requires_grad_(), flat)
+
+    def loss() -> Tensor:
+        y = normal(2, 4, seed=1)
+        for p in leaves:
+            y = staged(p, y)
+        return y.square().sum()
+
+    gc.disable()
+    try:
+        with sf.ledger() as log:
+            for i in range(4):
+                cycle: list[Any] = [loss()]
+                cycle.append(cycle)
+                if kind == "then backward" and i == 2:
+                    loss().backward()
+                del cycle
+                if dist.get_rank() == i:
+                    gc.collect()
+    finally:
+        gc.enable()
+    return log.count(op="all_gather")
+
+
+@pytest.mark.parametrize("kind", ["dropped", "then backward"])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "hybrid_shard_zero2", "full_shard", "hpz"])
+@pytest.mark.world(4)
+def test_when_garbage_is_collected_changes_nothing_of_what_is_gathered(world: World, strategy: str, kind: str) -> None:
+    assert len(set(world.within(20).run(gathered_with_garbage, strategy, kind))) == 1
