@@ -125,6 +125,7 @@ class Engine:
             if made is None:
                 with call.surroundings.again():
                     made, _ = self._run(call, run, inputs, True, again=True)
+                call.refuse_constant(made.outputs)
             with _in_use(run):
                 gradients = differentiated(made, needs, cotangents)
             of_shards = self._reduced(run, call.step, needs, gradients[0], collect)
@@ -262,7 +263,7 @@ class Engine:
         if written:
             raise RuntimeError(writes(signature))
         storages = refuse_returned(signature, made.outputs, own)
-        refuse_opaque(signature, call.static)
+        refuse_opaque(signature, call.leaves_returned())
         if not again and (records or any(y.requires_grad for y in made.outputs)):
             refuse_closure(signature, (*made.parameters, made.inputs), made.outputs)
         if lent is not None:

@@ -248,7 +248,7 @@ class _Staged:
         leaves = with_leaves(call.leaves, (*call.signature.shards, *call.at), tensors)
         with call.surroundings.again():
             result = _composed(call.signature, leaves, call.mesh)
-        return tuple(call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]))
+        return tuple(call.outputs(result, tensors[len(call.signature.shards) :]))
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Outputs, and the inputs."""
