@@ -10,7 +10,7 @@ import torch
 from shardfn.collectives.ledger import attributed_to, record_buffers, recording
 from shardfn.mesh import waiting
 from shardfn.stages.ring import CommunicatorOf, Key, Ring, Slot
-from shardfn.stages.tape import Secondary, StageRun, Tape
+from shardfn.stages.tape import Claim, Secondary, StageRun, Tape
 
 
 class Residency:
@@ -20,18 +20,19 @@ class Residency:
         ring: the slots.
         until_backward: those that calls keep from forward to backward.
         until_step_end: those that calls keep until the step is over.
+        dropped: claims of calls that are gone. The garbage collector leaves them here: it runs on whatever thread, in
+            the middle of anything, where nothing may be waited for or written.
         secondary: pieces that forward left for backward to gather from.
         count: of slots taken from the ring by calls that no backward follows.
-        dropped: runs of calls that are gone, and had no backward.
     """
 
     def __init__(self, device: torch.device, communicator_of: CommunicatorOf) -> None:
         self.ring, self.communicator_of = Ring(device), communicator_of
         self.until_backward: dict[Key, Slot] = {}
         self.until_step_end: dict[Key, Slot] = {}
+        self.dropped: deque[Claim] = deque()
         self.secondary: weakref.WeakValueDictionary[Key, Secondary] = weakref.WeakValueDictionary()
         self.count = 0
-        self.dropped: deque[StageRun] = deque()
 
     def take(self, tape: Tape | None, run: StageRun, slots: int, busy: Slot | None = None) -> bool:
         """Finds the slot that holds what a run needs, or else fills one; False if that one is busy."""
@@ -96,32 +97,36 @@ class Residency:
         ]
         run.secondary = self.secondary[run.key] = Secondary(plan, tuple(shards))
 
+    def claim(self, run: StageRun, call: object) -> None:
+        """A run keeps its slot until its backward, or until nobody can ask for that any more."""
+        if run.keep is True and run.slot is not None:
+            run.claim = Claim(run, run.slot)
+            weakref.finalize(call, self.dropped.append, run.claim).atexit = False
+
     def release(self, run: StageRun) -> None:
         """A slot that was kept for backward goes back when its last call is done."""
-        slot = run.slot
-        if run.keep is True and slot is not None:
-            run.slot, run.keep = None, False
+        if run.claim is not None:
+            self._release(run.claim)
+
+    def reclaim(self, tape: Tape | None) -> None:
+        """The same for calls that are gone, but for those on a tape that still grows.
+
+        What later calls on that tape find kept must be the same on every rank, whenever garbage was collected there.
+        """
+        while self.dropped and (tape is None or self.dropped[0].key[0] != tape.number):
+            self._release(self.dropped.popleft())
+
+    def _release(self, claim: Claim) -> None:
+        slot = claim.end()
+        if slot is not None:
             slot.users -= 1
             if slot.users == 0:
-                self.until_backward.pop(run.key, None)
+                self.until_backward.pop(claim.key, None)
                 self.ring.give_back(slot)
-
-    def drop(self, run: StageRun) -> None:
-        """The call of a run is gone."""
-        if run.keep is True and run.slot is not None:
-            self.dropped.append(run)
-
-    def forget_dropped(self, tape: Tape) -> None:
-        """Releases what calls that are gone kept, but on this tape, where later calls find it on every rank."""
-        for _ in range(len(self.dropped)):
-            run = self.dropped.popleft()
-            if run.key[0] == tape.number:
-                self.dropped.append(run)
-            else:
-                self.release(run)
 
     def end(self) -> None:
         """A step is over: nothing that it gathered is used again."""
+        self.reclaim(None)
         for slot in self.until_step_end.values():
             self.ring.give_back(slot)
         self.until_step_end.clear()
