@@ -1,6 +1,7 @@
 # Everything runs from a virtual environment that make sets up by itself; only Python >= 3.11 is needed before.
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -24,7 +25,7 @@ endif
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'Variables: PYTHON=python3  VENV=.venv  ARGS="flags for the one target that is called"'
+	@echo 'Variables: PYTHON=python3  VENV=.venv  WORKERS=2 (of the tests)  ARGS="flags for the one target that is called"'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -63,7 +64,7 @@ types: $(VENV)/.dev ## check the types
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev ## run the tests, and with them the code in README.md and docs/
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 docs: $(VENV)/.dev ## build the documentation; a warning is an error
 	$(BIN)/sphinx-build -q -E -W --keep-going docs docs/_build/html

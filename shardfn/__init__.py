@@ -32,7 +32,7 @@ from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
-from shardfn.shards.partition import combine, partition
+from shardfn.shards.partition import combine, partition, pruned
 from shardfn.shards.placement import (
     Placement,
     Strategy,
@@ -104,6 +104,7 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "pruned",
     "psum",
     "psum_scatter",
     "pvary",

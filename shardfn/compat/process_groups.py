@@ -235,7 +235,11 @@ def threaded_groups() -> Iterator[None]:
 
 
 def release_threads() -> None:
-    """Make every thread that waits in a collective leave it with SystemExit."""
+    """Make every thread that waits in a collective leave it with SystemExit; returns though one may be stuck in it."""
     group = _threaded().ProcessLocalGroup
-    with group._coll_lock:
-        group.exception_handle(None)
+    group._terminate.set()
+    for collective in list(group._cur_coll_on_pgs.values()):
+        for condition in (collective._start_cond, collective._done_cond):
+            if condition.acquire(timeout=1):
+                condition.notify_all()
+                condition.release()

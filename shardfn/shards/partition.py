@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import optree
@@ -19,7 +21,7 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     """Two trees of one structure: the parameters that the rule chooses, and the rest; None where the other has it.
 
     A gradient, an optimizer's `init` and its `step` leave None out, so what is not passed to them is frozen: it moves
-    no gradients and has no state.
+    no gradients and has no state. `torch.func` takes a None for a parameter, and refuses it: see `pruned`.
 
     Args:
         tree: a pytree of tensors, flat shards and anything else, which goes to the rest.
@@ -52,6 +54,9 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
 def combine(*trees: Any) -> Any:
     """The inverse of `partition`: one tree that has at each place what one of the trees has there.
 
+    Args:
+        *trees: of one structure, with None where another has something. All but one may be `pruned`.
+
     Raises:
         ValueError: trees of different structures; a place at which two trees have something.
 
@@ -61,18 +66,48 @@ def combine(*trees: Any) -> Any:
     """
     if not trees:
         raise ValueError("combine: there are no trees")
-    flat = [optree.tree_flatten_with_accessor(tree, is_leaf=is_flat, none_is_leaf=True) for tree in trees]
-    accessors, _, spec = flat[0]
-    for number, (_, _, other) in enumerate(flat[1:], 2):
-        if other != spec:
-            raise ValueError(f"combine: tree {number} has another structure than the first: {other} and {spec}")
-    made = []
-    for accessor, found in zip(accessors, zip(*(leaves for _, leaves, _ in flat), strict=True), strict=True):
+    every = [_places(tree) for tree in trees]
+    whole = next((one for one in every if all(one.has_places_of(other) for other in every)), None)
+    if whole is None:
+        raise ValueError(_different(every))
+    made: list[Any] = []
+    for i, path in enumerate(whole.paths):
+        found = [one.leaves[i] if one.spec == whole.spec else one.tree.get(path) for one in every]
         there = [leaf for leaf in found if leaf is not None]
         if len(there) > 1:
-            raise ValueError(f"combine: {len(there)} trees have something at {dotted(accessor) or 'the root'}")
+            raise ValueError(f"combine: {len(there)} trees have something at {path or 'the root'}")
         made.append(there[0] if there else None)
-    return optree.tree_unflatten(spec, made)
+    return optree.tree_unflatten(whole.spec, made)
+
+
+def pruned(tree: Any) -> dict[str, Any]:
+    """What a tree has, by path, in a dict with nothing in it for a None; `combine` puts it back.
+
+    All registries of pytrees know dicts, so `torch.func.jvp`, `vjp` and `vmap` take what `partition` chose, alone.
+
+    Args:
+        tree: a pytree of tensors, flat shards, None and anything else.
+
+    Returns:
+        `{path: leaf}`.
+
+    Raises:
+        ValueError: two places with one path.
+
+    Example:
+        >>> import torch
+        >>> tree = {"layers": [torch.ones(1), torch.zeros(1)]}
+        >>> chosen, rest = partition(tree, lambda path, shape: path == "layers.1")
+        >>> pruned(chosen)
+        {'layers.1': tensor([0.])}
+        >>> combine(pruned(chosen), rest)
+        {'layers': [tensor([1.]), tensor([0.])]}
+    """
+    places = _places(tree)
+    twice = [path for path, times in Counter(places.paths).items() if times > 1]
+    if twice:
+        raise ValueError(f"pruned: two places in the tree have the path {twice[0]!r}: give a key another name")
+    return {path: leaf for path, leaf in zip(places.paths, places.leaves, strict=True) if leaf is not None}
 
 
 def with_leaves(leaves: Sequence[T], at: Iterable[int], others: Iterable[T]) -> list[T]:
@@ -81,6 +116,45 @@ def with_leaves(leaves: Sequence[T], at: Iterable[int], others: Iterable[T]) -> 
     for i, leaf in zip(at, others, strict=True):
         mixed[i] = leaf
     return mixed
+
+
+@dataclass(frozen=True)
+class _Places:
+    """A tree taken apart, a None being a leaf; `by_path` says whether it can be a dict that `pruned` made."""
+
+    tree: Any
+    paths: list[str]
+    leaves: list[Any]
+    spec: optree.PyTreeSpec
+    by_path: bool
+
+    def has_places_of(self, other: _Places) -> bool:
+        """Whether what the other tree has can be put into this one."""
+        return other.spec == self.spec or (other.by_path and set(other.paths) <= set(self.paths))
+
+
+def _places(tree: Any) -> _Places:
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat, none_is_leaf=True)
+    by_path = type(tree) is dict and all(len(one) == 1 for one in accessors) and all(type(key) is str for key in tree)
+    return _Places(tree, list(map(dotted, accessors)), leaves, spec, by_path)
+
+
+def _different(every: Sequence[_Places]) -> str:
+    """Why trees do not go together."""
+    if all(one.by_path for one in every):
+        return (
+            "combine: each tree is a dict of another structure, with keys that the others lack, so nothing says what "
+            "the whole looks like: one of them must have all places, as both trees that partition returns do"
+        )
+    n, whole = next((n, one) for n, one in enumerate(every, 1) if not one.by_path)
+    m, other = next((m, one) for m, one in enumerate(every, 1) if not whole.has_places_of(one))
+    if other.by_path:
+        lost = [path for path in other.paths if path not in whole.paths]
+        return (
+            f"combine: tree {m} has {', '.join(lost[:3])}, for which tree {n} has no place, whose paths are "
+            f"{', '.join(whole.paths[:8])}{', ...' if len(whole.paths) > 8 else ''}: both must come from one partition"
+        )
+    return f"combine: tree {m} has another structure than tree {n}: {other.spec} and {whole.spec}"
 
 
 def _names(path: str, leaf: Any) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
@@ -19,7 +19,7 @@ from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd, functorch
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, scope
-from shardfn.stages.refusals import RefuseWrapped, enter, refuse_mixed, running, writes
+from shardfn.stages.refusals import RefuseWrapped, enter, other_result, refuse_mixed, running, writes
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.signature import Signature, cast
 from shardfn.stages.tape import StageRun, Tape
@@ -30,6 +30,55 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _TENSOR: Any = object()
+_DISCRETE = (bool, int, str, bytes, torch.dtype, torch.device)
+
+
+class Form(NamedTuple):
+    """What a function returned, but for the numbers.
+
+    Attributes:
+        tree: the structure.
+        leaves: what is not a tensor in it.
+        kinds: of the tensors, dtype and shape.
+        order: of the tensors: the number of an output, or `~number` of an input handed through.
+    """
+
+    tree: optree.PyTreeSpec
+    leaves: list[Any]
+    kinds: list[tuple[torch.dtype, torch.Size]]
+    order: list[int]
+
+    def same(self, other: Form) -> bool:
+        """Whether two runs returned the same. A number that one measured, a time say, may be another."""
+        return (
+            self.order == other.order
+            and self.kinds == other.kinds
+            and self.tree == other.tree
+            and all(map(_alike, self.leaves, other.leaves))
+        )
+
+    def __str__(self) -> str:
+        kinds = iter(self.kinds)
+        words = [_kind(*next(kinds)) if leaf is _TENSOR else _brief(repr(leaf), 40) for leaf in self.leaves]
+        parts = str(self.tree).removeprefix("PyTreeSpec(").removesuffix(")").split("*")
+        if len(parts) == len(words) + 1:
+            text = "".join(part + word for part, word in zip(parts, [*words, ""], strict=True))
+        else:  # a key has a star, too
+            text = ", ".join(words)
+        through = [i for i, k in enumerate(self.order) if k < 0]
+        return _brief(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a is _TENSOR) is (b is _TENSOR) and (not isinstance(a, _DISCRETE) or a == b)
+
+
+def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _brief(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 @dataclass
@@ -65,12 +114,12 @@ class Call:
         transformed: whether a torch.func transform is running outside.
         reverse: whether all that run only take gradients.
         differentiable: which outputs may have a gradient.
-        order: of the tensors in the result: the number of an output, or `~number` of an input handed through.
+        form: of what the first run returned.
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
         "signature", "mesh", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals",
-        "surroundings", "contexts", "transformed", "reverse", "differentiable", "result", "static", "order",
+        "surroundings", "contexts", "transformed", "reverse", "differentiable", "form",
         "__weakref__",
     )  # fmt: skip
 
@@ -96,19 +145,45 @@ class Call:
         self.transformed = functorch.inside_transform()
         self.reverse = self.transformed and not functorch.inside_batching_or_forward()
         self.differentiable: list[bool] = []
-        self.result: Any = None
-        self.static: list[Any] = []
-        self.order: list[int] = []
+        self.form: Form | None = None
 
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The function's result with these tensors."""
-        tensors = iter([outputs[k] if k >= 0 else inputs[~k] for k in self.order])
-        return optree.tree_unflatten(self.result, [next(tensors) if leaf is _TENSOR else leaf for leaf in self.static])
+        tree, leaves, _, order = self._known()
+        tensors = iter([outputs[k] if k >= 0 else inputs[~k] for k in order])
+        return optree.tree_unflatten(tree, [next(tensors) if leaf is _TENSOR else leaf for leaf in leaves])
 
-    def outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What the call itself gives of the tensors in its result: each once, and none that came in as it is."""
-        found = dict(zip(self.order, tensors, strict=True))
-        return [found[k] for k in sorted(found) if k >= 0]
+    def outputs(self, result: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the call itself gives of the tensors in its result: each once, and none that came in as it is.
+
+        Raises:
+            RuntimeError: an earlier run returned something else.
+        """
+        found, tree = optree.tree_flatten(result)
+        tensors = [y for y in found if isinstance(y, Tensor)]
+        leaves = [_TENSOR if isinstance(y, Tensor) else y for y in found]
+        form = Form(tree, leaves, [(y.dtype, y.shape) for y in tensors], _order(tensors, inputs))
+        if self.form is None:
+            self.form = form
+        elif not self.form.same(form):
+            raise RuntimeError(other_result(self.signature, str(self.form), str(form)))
+        own = dict(zip(form.order, tensors, strict=True))
+        return [own[k] for k in sorted(own) if k >= 0]
+
+    def refuse_constant(self, outputs: Sequence[Tensor]) -> None:
+        """Raises RuntimeError if outputs of another run have a gradient where the first run's had none, or none."""
+        for i, (y, moves) in enumerate(zip(outputs, self.differentiable, strict=True)):
+            if y.requires_grad is not moves:
+                first, now = ("with a gradient", "without") if moves else ("without a gradient", "with one")
+                raise RuntimeError(other_result(self.signature, f"output {i} {first}", now))
+
+    def leaves_returned(self) -> list[Any]:
+        """What is not a tensor in the result."""
+        return self._known().leaves
+
+    def _known(self) -> Form:
+        assert self.form is not None, "the function has run"
+        return self.form
 
 
 def evaluate(
@@ -142,16 +217,11 @@ def evaluate(
         for i, x in zip(call.at, arguments, strict=True):
             leaves[i] = cast(x, options.input_dtype)
         result = _run(signature, leaves, parameters)
-    found, call.result = optree.tree_flatten(result)
-    tensors = [y for y in found if isinstance(y, Tensor)]
-    if not call.static:  # the first run
-        call.static = [_TENSOR if isinstance(y, Tensor) else y for y in found]
-        call.order = _order(tensors, arguments)
-    return Residuals(parameters, arguments, call.outputs(tensors))
+    return Residuals(parameters, arguments, call.outputs(result, arguments))
 
 
 def _order(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
-    """By what number each tensor of a result is known, see `Call.order`."""
+    """By what number each tensor of a result is known, see `Form`."""
     known = {id(x): ~j for j, x in enumerate(arguments)}
     order, outputs = [], 0
     for y in tensors:

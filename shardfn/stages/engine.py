@@ -114,6 +114,7 @@ class Engine:
         assert run is not None, "a call runs forward before backward"
         if tape is not None:
             tape.closed = True
+        self._reclaim()
         made, call.residuals = call.residuals, None
         with in_lane(self.lane), self.alone, attributed_to(call.signature.stage, backward=True):
             if made is None or run.reads:
@@ -124,6 +125,7 @@ class Engine:
             if made is None:
                 with call.surroundings.again():
                     made, _ = self._run(call, run, inputs, True, again=True)
+                call.refuse_constant(made.outputs)
             with _in_use(run):
                 gradients = differentiated(made, needs, cotangents)
             of_shards = self._reduced(run, call.step, needs, gradients[0], collect)
@@ -169,15 +171,14 @@ class Engine:
         keep = self._keep(call)
         run = StageRun(signature, plan, shards, key_of(tape, call.step, keep, plan, shards), keep)
         call.run = run
+        self._reclaim()
         if tape is not None:
             run.collected = call.collected
             run.secondary = self.residency.secondary.get(run.key)
             tape.add(run)
         if plan.nbytes:
             self.residency.take(tape, run, signature.options.prefetch + 1)
-        if keep is True and run.slot is not None:
-            run.slot.users += 1
-            weakref.finalize(call, self.residency.release, run).atexit = False
+        self.residency.claim(run, call)
         return run
 
     def _keep(self, call: Call) -> Keep:
@@ -202,6 +203,10 @@ class Engine:
                 call.step.join(self, self.tape)
         self.tape.shards[plan] = now
         return self.tape
+
+    def _reclaim(self) -> None:
+        """Takes back what calls kept that are gone."""
+        self.residency.reclaim(None if self.tape.closed else self.tape)
 
     def _done(self, tape: Tape | None, run: StageRun) -> None:
         self.residency.release(run)
@@ -258,7 +263,7 @@ class Engine:
         if written:
             raise RuntimeError(writes(signature))
         storages = refuse_returned(signature, made.outputs, own)
-        refuse_opaque(signature, call.static)
+        refuse_opaque(signature, call.leaves_returned())
         if not again and (records or any(y.requires_grad for y in made.outputs)):
             refuse_closure(signature, (*made.parameters, made.inputs), made.outputs)
         if lent is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,7 +30,7 @@ class LastGather:
 class PrefetchOrder:
     """The shards of stages in the order in which they are going to be used."""
 
-    __slots__ = ("at", "groups", "places")
+    __slots__ = ("__weakref__", "at", "groups", "places")
 
     def __init__(self, groups: list[Group]) -> None:
         self.groups, self.at = groups, 0
@@ -50,22 +51,27 @@ class Prefetch:
     """What comes next on one engine.
 
     Attributes:
-        orders: what `layers` announced.
+        orders: what `layers` announced, as long as somebody has it.
         last_gathers: by the layouts of a stage; the next gather of its like will be the same.
     """
 
     def __init__(self, residency: Residency) -> None:
         self.residency = residency
-        self.orders: list[PrefetchOrder] = []
+        self.orders: list[weakref.ref[PrefetchOrder]] = []
         self.last_gathers: dict[tuple[Layout, ...], LastGather] = {}
+
+    def announce(self, order: PrefetchOrder) -> None:
+        """Stages are going to be used in this order, until it is dropped."""
+        self.orders = [*(one for one in self.orders if one() is not None), weakref.ref(order)]
 
     def ahead(self, tape: Tape | None, step: Step | None, run: StageRun) -> None:
         """Starts the gathers of the layers that come next in forward."""
         signature = run.signature
         self.last_gathers[signature.layouts] = LastGather(run.plan, tape is not None, run.keep, signature)
         count, found = signature.options.prefetch, None
-        for order in reversed(self.orders):
-            found = order.after(run.shards[0], count)
+        for one in reversed(self.orders):
+            order = one()
+            found = None if order is None else order.after(run.shards[0], count)
             if found is not None:
                 break
         for layouts, shards in found or ():

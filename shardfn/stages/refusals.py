@@ -218,6 +218,16 @@ def writes(signature: Signature) -> str:
     )
 
 
+def other_result(signature: Signature, first: str, then: str) -> str:
+    """What is wrong with a function that returns something else when it runs again."""
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function ran again for its gradient and returned something "
+        f"else: first {first}, then {then}. The gradient would be that of another function. It depends on more than "
+        f"its arguments: a counter, a cache or a switch such as module.train() has changed since the first run. Pass "
+        f"that in as an argument, and return what is to be kept"
+    )
+
+
 def _closes_over(signature: Signature, found: Sequence[str]) -> str:
     several = len(found) > 1
     return (

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 
 import torch
 
 from shardfn.collectives.ledger import attributed_to, record_buffers, recording
 from shardfn.mesh import waiting
 from shardfn.stages.ring import CommunicatorOf, Key, Ring, Slot
-from shardfn.stages.tape import Secondary, StageRun, Tape
+from shardfn.stages.tape import Claim, Secondary, StageRun, Tape
 
 
 class Residency:
@@ -19,6 +20,8 @@ class Residency:
         ring: the slots.
         until_backward: those that calls keep from forward to backward.
         until_step_end: those that calls keep until the step is over.
+        dropped: claims of calls that are gone. The garbage collector leaves them here: it runs on whatever thread, in
+            the middle of anything, where nothing may be waited for or written.
         secondary: pieces that forward left for backward to gather from.
         count: of slots taken from the ring by calls that no backward follows.
     """
@@ -27,6 +30,7 @@ class Residency:
         self.ring, self.communicator_of = Ring(device), communicator_of
         self.until_backward: dict[Key, Slot] = {}
         self.until_step_end: dict[Key, Slot] = {}
+        self.dropped: deque[Claim] = deque()
         self.secondary: weakref.WeakValueDictionary[Key, Secondary] = weakref.WeakValueDictionary()
         self.count = 0
 
@@ -93,18 +97,36 @@ class Residency:
         ]
         run.secondary = self.secondary[run.key] = Secondary(plan, tuple(shards))
 
+    def claim(self, run: StageRun, call: object) -> None:
+        """A run keeps its slot until its backward, or until nobody can ask for that any more."""
+        if run.keep is True and run.slot is not None:
+            run.claim = Claim(run, run.slot)
+            weakref.finalize(call, self.dropped.append, run.claim).atexit = False
+
     def release(self, run: StageRun) -> None:
-        """A slot that was kept for backward goes back when its last call is done, or gone."""
-        slot = run.slot
-        if run.keep is True and slot is not None:
-            run.slot, run.keep = None, False
+        """A slot that was kept for backward goes back when its last call is done."""
+        if run.claim is not None:
+            self._release(run.claim)
+
+    def reclaim(self, tape: Tape | None) -> None:
+        """The same for calls that are gone, but for those on a tape that still grows.
+
+        What later calls on that tape find kept must be the same on every rank, whenever garbage was collected there.
+        """
+        while self.dropped and (tape is None or self.dropped[0].key[0] != tape.number):
+            self._release(self.dropped.popleft())
+
+    def _release(self, claim: Claim) -> None:
+        slot = claim.end()
+        if slot is not None:
             slot.users -= 1
             if slot.users == 0:
-                self.until_backward.pop(run.key, None)
+                self.until_backward.pop(claim.key, None)
                 self.ring.give_back(slot)
 
     def end(self) -> None:
         """A step is over: nothing that it gathered is used again."""
+        self.reclaim(None)
         for slot in self.until_step_end.values():
             self.ring.give_back(slot)
         self.until_step_end.clear()

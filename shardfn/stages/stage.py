@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -144,6 +143,7 @@ class Layers(Sequence[T]):
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = list(items)
+        self._orders: list[PrefetchOrder] = []
         shards = [
             [flat for part in optree.tree_leaves(item, is_leaf=is_stage) for flat in _flats(part)]
             for item in self._items
@@ -154,9 +154,9 @@ class Layers(Sequence[T]):
                 for flats in shards
                 if flats and flats[0].layout.grid == grid
             ]
-            orders, order = engine_of(mesh_of(grid, "layers: a stage")).prefetch.orders, PrefetchOrder(groups)
-            orders.append(order)
-            weakref.finalize(self, orders.remove, order).atexit = False
+            order = PrefetchOrder(groups)
+            self._orders.append(order)
+            engine_of(mesh_of(grid, "layers: a stage")).prefetch.announce(order)
 
     def __getitem__(self, i: Any) -> Any:
         return self._items[i]
@@ -248,7 +248,7 @@ class _Staged:
         leaves = with_leaves(call.leaves, (*call.signature.shards, *call.at), tensors)
         with call.surroundings.again():
             result = _composed(call.signature, leaves, call.mesh)
-        return tuple(call.outputs([y for y in optree.tree_leaves(result) if isinstance(y, Tensor)]))
+        return tuple(call.outputs(result, tensors[len(call.signature.shards) :]))
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Outputs, and the inputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ class StageRun:
         keep: whether the slot is its own until its backward, or until the step is over.
         index: how far along the tape it is.
         slot: where its parameters are, or have to be again for its backward; None if it needs none.
+        claim: on the slot, until its backward.
         reads: whether its backward reads the parameters.
         secondary: what its parameters are gathered from in place of the shards.
         saved: what of its parameters it needs, where they are not gathered again.
@@ -40,6 +42,7 @@ class StageRun:
     keep: Keep = False
     index: int = 0
     slot: Slot | None = None
+    claim: Claim | None = None
     reads: bool = True
     secondary: Secondary | None = None
     saved: Saved | None = None
@@ -50,6 +53,25 @@ class StageRun:
     def kind(self) -> Any:
         """What calls of its kind have in common, also of a stage that is made anew at every step."""
         return self.signature.code, self.plan
+
+
+class Claim:
+    """That a call keeps a slot for its backward. It may outlive the call, so it holds no shards."""
+
+    __slots__ = ("key", "run", "slot")
+
+    def __init__(self, run: StageRun, slot: Slot) -> None:
+        self.key, self.run = run.key, weakref.ref(run)
+        self.slot: Slot | None = slot
+        slot.users += 1
+
+    def end(self) -> Slot | None:
+        """The slot, unless it has ended before; the run has none from now on."""
+        slot, self.slot = self.slot, None
+        run = self.run()
+        if slot is not None and run is not None:
+            run.slot, run.keep = None, False
+        return slot
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,8 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
 
@@ -17,6 +19,7 @@ from shardfn.mesh.groups import forget_world
 from shardfn.testing import serialization, stacks, state
 from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
 
+PATIENCE = 5.0  # seconds for a thread that leaves its world
 _strays: list[threading.Thread] = []
 
 
@@ -48,8 +51,8 @@ class _Run:
         self._size = size
         self._call = call
         self._store = dist.HashStore()  # type: ignore[attr-defined]
-        self._changed = threading.Condition()
-        self._found: dict[int, Outcome] = {}
+        self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._leaving = threading.Lock()
         self._over = False
 
     def outcomes(self, deadline: float) -> list[Outcome]:
@@ -59,12 +62,12 @@ class _Run:
         ]
         for thread in threads:
             thread.start()
-        self._wait(deadline)
-        with self._changed:
-            self._over = True
-            late = [rank for rank in range(self._size) if rank not in self._found]
-        found = {**self._found, **{rank: _stuck(threads[rank]) for rank in late}}
+        found = self._wait(deadline)
+        found |= {rank: _stuck(threads[rank]) for rank in range(self._size) if rank not in found}
         process_groups.release_threads()
+        if self._leaving.acquire(timeout=PATIENCE):
+            self._over = True
+            self._leaving.release()
         _join(threads)
         return [found[rank] for rank in range(self._size)]
 
@@ -74,24 +77,22 @@ class _Run:
             outcome = serialization.perform(self._call)
         except BaseException as error:
             outcome = failure_of(error)
-        with self._changed:
+        with self._leaving:
             # When the run is over, this thread sees the groups of the process, which are not its own to destroy.
             if not self._over:
-                self._found[rank] = outcome
                 _leave()
-                self._changed.notify()
+        self._outcomes.put((rank, outcome))
 
-    def _wait(self, deadline: float) -> None:
+    def _wait(self, deadline: float) -> dict[int, Outcome]:
         """Until all ranks have an outcome, or the deadline, or shortly after a first failure."""
-        limit = time.monotonic() + deadline
-        cut_short = False
-        with self._changed:
-            while len(self._found) < self._size and (left := limit - time.monotonic()) > 0:
-                if not cut_short and any(isinstance(outcome, Failure) for outcome in self._found.values()):
-                    cut_short = True
-                    left = min(left, GRACE["raised"])
-                    limit = time.monotonic() + left
-                self._changed.wait(left)
+        limit, found, cut_short = time.monotonic() + deadline, dict[int, Outcome](), False
+        while len(found) < self._size and (left := limit - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                rank, outcome = self._outcomes.get(timeout=left)
+                found[rank] = outcome
+            if not cut_short and any(isinstance(outcome, Failure) for outcome in found.values()):
+                cut_short, limit = True, min(limit, time.monotonic() + GRACE["raised"])
+        return found
 
 
 def _leave() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import threading
 import time
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -16,9 +19,11 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives.into_buffers import all_gather, communicator_of
+from shardfn.stages.engine import engine_of
+from shardfn.stages.ring import Slot
 from shardfn.testing import World, world
 from tests import models
-from tests.models import residual, variables
+from tests.models import STRATEGIES, normal, residual, squares, variables
 
 D, DEPTH = 8, 6
 
@@ -268,6 +273,87 @@ def test_the_engine_goes_with_its_mesh(world: World) -> None:
     assert world.run(dies_with_its_mesh) == [True, True]
 
 
+def dropped_in_a_cycle(s: Setting, ps: Any) -> None:
+    """Calls that keep their parameters, and that only the garbage collector frees."""
+    cycle: list[Any] = [s.loss(ps)]
+    cycle.append(cycle)
+
+
+def collected_on_another_thread() -> tuple[int, int, int]:
+    """What is lent to calls, how often the garbage collector gave memory back, and what is lent after a step."""
+    s, given_back = Setting(reshard=False), []
+    ring, give_back = engine_of(s.mesh).residency.ring, Slot.give_back
+
+    def watched(slot: Slot) -> None:
+        given_back.append(slot)
+        give_back(slot)
+
+    gc.disable()
+    try:
+        dropped_in_a_cycle(s, variables(s.flat))
+        lent = ring.lent
+        Slot.give_back = watched  # type: ignore[method-assign]
+        collector = threading.Thread(target=gc.collect)
+        collector.start()
+        collector.join()
+        by_collector = len(given_back)
+    finally:
+        Slot.give_back = give_back  # type: ignore[method-assign]
+        gc.enable()
+    s.step()
+    return lent, by_collector, ring.lent
+
+
+@pytest.mark.world(2)
+def test_the_garbage_collector_waits_for_nothing_and_writes_nothing(world: World) -> None:
+    for lent, by_collector, after in world.run(collected_on_another_thread):
+        assert lent > 0
+        assert by_collector == 0
+        assert after == 0
+
+
+def collected_on_one_rank(how: str) -> bool:
+    """Whether a step is what it is without calls, before it, that one rank has collected and the other has not."""
+    s = Setting(reshard=False)
+    want, loss = getattr(s, how)(), s.loss
+
+    def after_dropped_calls(ps: Any) -> Tensor:
+        dropped_in_a_cycle(s, ps)
+        if dist.get_rank() == 0:
+            gc.collect()
+        return loss(ps)
+
+    gc.disable()
+    try:
+        got = models.by_backward(after_dropped_calls, s.flat) if how == "by_backward" else None
+        got = sf.value_and_grad(after_dropped_calls)(s.flat) if got is None else got[1]
+    finally:
+        gc.enable()
+    return all(map(torch.equal, optree.tree_leaves(got), optree.tree_leaves(want)))
+
+
+@pytest.mark.parametrize("how", ["step", "by_backward"])
+@pytest.mark.world(2)
+def test_when_a_rank_collects_garbage_changes_nothing_of_what_it_gathers(world: World, how: str) -> None:
+    assert world.within(20).run(collected_on_one_rank, how) == [True, True]
+
+
+def test_what_the_garbage_collector_calls_only_takes_a_note() -> None:
+    """It runs on any thread, in the middle of anything: a list or a deque takes a note at once."""
+    folder = Path(sf.__file__).parent
+    for file in folder.rglob("*.py"):
+        if file.is_relative_to(folder / "testing"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("weakref.finalize", "weakref.ref"):
+                for callback in node.args[1:2]:
+                    assert isinstance(callback, ast.Attribute), ast.unparse(node)
+                    assert callback.attr in ("append", "remove"), f"{file}: {ast.unparse(node)}"
+            if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+                called = {ast.unparse(one.func) for one in ast.walk(node) if isinstance(one, ast.Call)}
+                assert all(name.endswith(".append") for name in called), f"{file}: {called}"
+
+
 def test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next() -> None:
     """As when an engine is collected that had begun the gather of the next stage."""
 
@@ -287,3 +373,45 @@ def test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next() -> None:
         return came
 
     assert world(2).within(20).run(body) == [[[0, 1], [10, 11], [20, 21]]] * 2
+
+
+def gathered_with_garbage(strategy: str, kind: str) -> int:
+    """Graphs in cycles, without a backward, which one rank's garbage collector finds sooner than another's."""
+    n = dist.get_world_size()
+    mesh = sf.make_mesh(replica=2, shard=n // 2, device="cpu")
+    flat = sf.shard(squares(3), mesh, STRATEGIES[strategy])
+
+    def keeping(p: Any, x: Tensor) -> Tensor:
+        cycle: list[Any] = [p["w"]]
+        cycle.append(cycle)
+        return torch.tanh(x @ p["w"] + p["b"])
+
+    staged, leaves = sf.stage(keeping), optree.tree_map(lambda x: x.requires_grad_(), flat)
+
+    def loss() -> Tensor:
+        y = normal(2, 4, seed=1)
+        for p in leaves:
+            y = staged(p, y)
+        return y.square().sum()
+
+    gc.disable()
+    try:
+        with sf.ledger() as log:
+            for i in range(4):
+                cycle: list[Any] = [loss()]
+                cycle.append(cycle)
+                if kind == "then backward" and i == 2:
+                    loss().backward()
+                del cycle
+                if dist.get_rank() == i:
+                    gc.collect()
+    finally:
+        gc.enable()
+    return log.count(op="all_gather")
+
+
+@pytest.mark.parametrize("kind", ["dropped", "then backward"])
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "hybrid_shard_zero2", "full_shard", "hpz"])
+@pytest.mark.world(4)
+def test_when_garbage_is_collected_changes_nothing_of_what_is_gathered(world: World, strategy: str, kind: str) -> None:
+    assert len(set(world.within(20).run(gathered_with_garbage, strategy, kind))) == 1

@@ -1,0 +1,243 @@
+"""A Hugging Face model, untouched: a training step beside hand-written functions and FSDP2, and loading its files.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.interop
+
+A Llama of 32 million parameters in float32, 2 x 128 tokens and one thread a rank, 2 ranks, gloo, AdamW (shardfn's own;
+torch's for FSDP2). `interop` is the module of `transformers` through `shardfn.interop.functional`; `by hand` the same
+computation as functions of the same parameters; FSDP2 shards the same module. Every system has processes of its own,
+all alive at once, which take turns of a few steps; a figure is the median of all its steps.
+
+Loading: a folder of 100 million parameters as `save_pretrained` writes it, on 4 ranks: `interop.load` beside
+`from_pretrained` on rank 0 and FSDP2's broadcast of its state dict to the others. Memory is the most that the operating
+system gave to any rank, from the moment before there was a parameter, above its shards, in units of the largest stage.
+
+The malloc settings are those of `benchmarks.train_step` for the steps; for loading, large blocks go back to the system
+at once, so that its figure is what is in use.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("USE_TORCHAO", "0")
+
+import optree
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import shardfn as sf
+import shardfn.optim as so
+from benchmarks.crew import Crew, Usage
+from benchmarks.report import Goal, parser, publish
+from benchmarks.train_step import KEEPS_MEMORY, RATE
+from shardfn import P, interop
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+CONTEXT, ROWS = 128, 2
+GIVES_BACK = KEEPS_MEMORY | {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}
+Step = Callable[[], Tensor]
+
+
+def config(**sizes: int) -> Any:
+    made = {
+        "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
+        "num_attention_heads": 8, "num_key_value_heads": 4, **sizes,
+    }  # fmt: skip
+    return transformers.LlamaConfig(
+        **made, tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa", max_position_embeddings=256
+    )
+
+
+def filled(path: str, like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.ones(like.shape) if "norm" in path else torch.randn(like.shape, generator=generator) * 0.02
+
+
+def module(sizes: dict[str, int]) -> Any:
+    with interop.meta():
+        return transformers.LlamaForCausalLM(config(**sizes))
+
+
+def tokens(vocabulary: int) -> Tensor:
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(vocabulary, (ROWS, CONTEXT + 1), generator=draw)
+
+
+# --- steps ---
+
+
+def stepping(params: Any, loss_fn: Callable[..., Tensor], mesh: Any, vocabulary: int) -> Step:
+    optimizer, rows = so.adamw(RATE), tokens(vocabulary)
+    state = optimizer.init(params)
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P("data")), out_specs=(..., ..., ...))
+    def trained(params: Any, state: Any, rows: Tensor) -> Any:
+        loss, grads = sf.value_and_grad(loss_fn)(params, rows)
+        return loss, *optimizer.step(params, grads, state)
+
+    def step() -> Tensor:
+        nonlocal params, state
+        loss, params, state = trained(params, state, rows)
+        return loss * mesh.size()
+
+    return step
+
+
+def by_interop(sizes: dict[str, int], **options: Any) -> Step:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    model = interop.functional(module(sizes), **options)
+    params = sf.init_sharded(model.tree, 0, mesh, sf.full_shard("data"), fill=filled)
+
+    def loss_fn(params: Any, rows: Tensor) -> Tensor:
+        wanted = rows[:, 1:].contiguous()
+        out = model(
+            params, input_ids=rows[:, :-1], labels=wanted, shift_labels=wanted, num_items_in_batch=wanted.numel()
+        )
+        loss: Tensor = out.loss / mesh.size()
+        return loss
+
+    return stepping(params, loss_fn, mesh, model.module.config.vocab_size)
+
+
+def by_hand(sizes: dict[str, int]) -> Step:
+    mesh, c = sf.make_mesh(data=-1, device="cpu"), config(**sizes)
+    model = interop.functional(module(sizes), small=0)
+    params = sf.init_sharded(model.tree, 0, mesh, sf.full_shard("data"), fill=filled)
+    width, size = c.hidden_size, c.hidden_size // c.num_attention_heads
+    several = c.num_attention_heads // c.num_key_value_heads
+    rates = 10000.0 ** -(torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(CONTEXT), rates).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (width,), weight, c.rms_norm_eps)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    def embed(p: Any, rows: Tensor) -> Tensor:
+        return F.embedding(rows, p["weight"])
+
+    def block(p: Any, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        h = norm(x, p["input_layernorm.weight"])
+        q, k, v = (
+            F.linear(h, p[f"self_attn.{n}_proj.weight"]).view(b, t, -1, size).transpose(1, 2) for n in ("q", "k", "v")
+        )
+        k, v = turned(k).repeat_interleave(several, 1), v.repeat_interleave(several, 1)
+        mixed = F.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
+        x = x + F.linear(mixed.transpose(1, 2).reshape(b, t, width), p["self_attn.o_proj.weight"])
+        h = norm(x, p["post_attention_layernorm.weight"])
+        gated = F.silu(F.linear(h, p["mlp.gate_proj.weight"])) * F.linear(h, p["mlp.up_proj.weight"])
+        return x + F.linear(gated, p["mlp.down_proj.weight"])
+
+    def head(n: Any, p: Any, x: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(norm(x, n["weight"]), p["weight"]).flatten(0, 1), wanted.flatten())
+
+    first, layer, last = sf.stage(embed), sf.stage(block), sf.stage(head)
+
+    def loss_fn(params: Any, rows: Tensor) -> Tensor:
+        blocks = [params[f"model.layers.{i}"] for i in range(c.num_hidden_layers)]
+        ordered = sf.layers([params["model.embed_tokens"], *blocks, (params["model.norm"], params["lm_head"])])
+        x = first(ordered[0], rows[:, :-1])
+        for p in ordered[1:-1]:
+            x = layer(p, x)
+        return last(*ordered[-1], x, rows[:, 1:]) / mesh.size()
+
+    return stepping(params, loss_fn, mesh, c.vocab_size)
+
+
+def sharded_module(sizes: dict[str, int]) -> Any:
+    """Under FSDP2, layer by layer, without values."""
+    model = module(sizes)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    return model
+
+
+def fsdp2(sizes: dict[str, int]) -> Step:
+    model = sharded_module(sizes)
+    values = _named(sf.init(interop.functional(module(sizes)).tree, 0, fill=filled))
+    set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
+    optimizer, rows = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True), tokens(model.config.vocab_size)
+    wanted = rows[:, 1:].contiguous()
+
+    def step() -> Tensor:
+        loss = model(input_ids=rows[:, :-1], labels=wanted, shift_labels=wanted).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found: Tensor = loss.detach()
+        return found
+
+    return step
+
+
+def _named(tree: Any) -> dict[str, Tensor]:
+    """By the module's names."""
+    return {f"{path}.{name}" if path else name: x for path, part in tree.items() for name, x in part.items()}
+
+
+def built(usage: Usage, make: Callable[..., Step], sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
+    step = make(sizes, **options)
+
+    def train(steps: int) -> tuple[list[float], list[float]]:
+        seconds, losses = [], []
+        dist.barrier()
+        for _ in range(steps):
+            began = time.perf_counter()
+            losses.append(float(step()))
+            dist.barrier()
+            seconds.append(time.perf_counter() - began)
+        return seconds, losses
+
+    return {"train": train, "peak": lambda: usage.peak() / 1e6, "again": lambda: usage.again() / 1e6}
+
+
+def compared(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, Any]]:
+    """A row for each system."""
+    seconds: dict[str, list[float]] = {name: [] for name in crews}
+    losses: dict[str, list[float]] = {name: [] for name in crews}
+    for number in range(rounds + 1):
+        for name, crew in crews.items():
+            found = crew.turn("train", steps)
+            if number:  # the first turn warms up
+                seconds[name] += map(max, *(times for times, _ in found))
+            else:
+                crew.turn("again")
+            losses[name] += [statistics.fmean(each) for each in zip(*(some for _, some in found), strict=True)]
+    took = {name: statistics.median(each) * 1e3 for name, each in seconds.items()}
+    peaks = {name: max(crew.turn("peak")) for name, crew in crews.items()}
+    return [
+        {
+            "system": name,
+            "step ms": took[name],
+            "/ by hand": took[name] / took["by hand"],
+            "/ FSDP2": took[name] / took["FSDP2"],
+            "peak MB": peaks[name],
+            "peak / FSDP2": peaks[name] / peaks["FSDP2"],
+            "first loss": f"{losses[name][0]:.6f}",
+            "fourth loss": f"{losses[name][3]:.6f}",
+        }
+        for name in crews
+    ]

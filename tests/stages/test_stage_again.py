@@ -1,0 +1,143 @@
+"""A stage's function that runs again, for its gradient: it must return what it returned first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import shardfn as sf
+from shardfn.testing import World
+from tests.models import distance, everyone, layer, normal, squares, variables
+
+D = 4
+
+
+def rows(rank: int) -> Tensor:
+    return normal(3, D, seed=60 + rank)
+
+
+def first_of(result: Any) -> Tensor:
+    """A loss that is the same for all these results."""
+    return torch.stack([y.double().sum() for y in optree.tree_leaves(result) if isinstance(y, Tensor)]).sum()
+
+
+# What the function returns of `x` and `y` in its runs after the first, where it returns `first`.
+CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any, Tensor], Any], str]] = {
+    "more tensors": (lambda x, y: (y,), lambda x, y: (y, 2 * y), r"first \(float64\[3, 4\],\), then \(float64"),
+    "fewer tensors": (lambda x, y: (y, 2 * y), lambda x, y: (y,), "then"),
+    "another structure": (lambda x, y: {"a": y}, lambda x, y: [y], r"first \{'a': float64\[3, 4\]\}, then \[float"),
+    "a None": (lambda x, y: (y, None), lambda x, y: (y,), "None"),
+    "another number": (lambda x, y: (y, 1), lambda x, y: (y, 2), r"first \(float64\[3, 4\], 1\), then .*, 2\)"),
+    "another kind of number": (lambda x, y: (y, 1), lambda x, y: (y, 1.0), "then"),
+    "another word": (lambda x, y: {"kind": "train", "y": y}, lambda x, y: {"kind": "eval", "y": y}, "'eval'"),
+    "another place": (lambda x, y: (y, 1), lambda x, y: (1, y), r"then \(1, float64\[3, 4\]\)"),
+    "another order": (lambda x, y: (y, x), lambda x, y: (x, y), r"handed through as tensors \[1\]\), then .* \[0\]"),
+    "a tensor twice": (lambda x, y: (y, y), lambda x, y: (y, 2 * y), "then"),
+    "another shape": (lambda x, y: y, lambda x, y: y[:1], r"first float64\[3, 4\], then float64\[1, 4\]"),
+    "another dtype": (lambda x, y: y, lambda x, y: y.float(), r"first float64\[3, 4\], then float32\[3, 4\]"),
+    "no gradient": (
+        lambda x, y: (y, 2 * y),
+        lambda x, y: (y, 2 * y.detach()),
+        "output 1 with a gradient, then without",
+    ),
+    "a gradient": (lambda x, y: (y, y.detach() * 2), lambda x, y: (y, 2 * y), "output 1 without a gradient, then with"),
+}
+# What may be another each time.
+MEASURED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a time": lambda x, y: (y, time.perf_counter()),
+    "an object": lambda x, y: (y, object()),
+    "the argument": lambda x, y: (y, x.contiguous(), x.to(x.dtype), torch.nn.functional.dropout(x, 0.5, False)),
+    "nothing else": lambda x, y: y,
+}
+
+
+class Changing:
+    """A stage that returns something else in its second run, and in later ones."""
+
+    def __init__(self, first: Any, then: Any, **options: Any) -> None:
+        self.first, self.then, self.runs = first, then, 0
+        self.stage = sf.stage(self.run, **options)
+
+    def run(self, p: Any, x: Tensor) -> Any:
+        self.runs += 1
+        return (self.first if self.runs == 1 else self.then)(x, layer(p, x))
+
+
+def by_steps(f: Changing, flat: Any, x: Tensor) -> Any:
+    return sf.value_and_grad(lambda ps: first_of(f.stage(ps[0], x)))(flat)[1]
+
+
+def by_backward(f: Changing, flat: Any, x: Tensor) -> Any:
+    leaves = variables(flat)
+    first_of(f.stage(leaves[0], x)).backward()
+    return optree.tree_map(lambda leaf: leaf.grad, leaves)
+
+
+def by_a_second_backward(f: Changing, flat: Any, x: Tensor) -> Any:
+    leaves = variables(flat)
+    loss = first_of(f.stage(leaves[0], x))
+    loss.backward(retain_graph=True)
+    for leaf in optree.tree_leaves(leaves):
+        leaf.grad = None
+    loss.backward()
+    return optree.tree_map(lambda leaf: leaf.grad, leaves)
+
+
+def by_a_second_derivative(f: Changing, flat: Any, x: Tensor) -> Any:
+    """The derivative of the sum of all gradients along ones, which runs what the stage means once more."""
+    leaves = variables(flat)
+    every = optree.tree_leaves(leaves)
+    found = torch.autograd.grad(first_of(f.stage(leaves[0], x)), every, create_graph=True, allow_unused=True)
+    torch.stack([g.square().sum() for g in found if g is not None]).sum().backward()
+    return None
+
+
+WAYS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "remat, a step": (by_steps, {"remat": True}),
+    "remat, backward": (by_backward, {"remat": True}),
+    "remat of some ops": (by_steps, {"remat": [torch.ops.aten.mm.default]}),
+    "a second backward": (by_a_second_backward, {}),
+    "a second derivative": (by_a_second_derivative, {}),
+}
+
+
+def told() -> dict[str, str]:
+    """What each way says of each change, and how far each is off of what nothing has changed in."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    flat, x = sf.shard(squares(1), mesh, sf.full_shard("shard")), rows(mesh.get_rank())
+    want = torch.func.grad(everyone(lambda ps, k: layer(ps[0], rows(k)).sum(), mesh.size()))(squares(1))
+    found = {}
+    for way, (run, options) in WAYS.items():
+        for change, (first, then, _) in CHANGES.items():
+            try:
+                run(Changing(first, then, **options), flat, x)
+                found[f"{way}: {change}"] = "nothing"
+            except (RuntimeError, ValueError) as error:
+                found[f"{way}: {change}"] = str(error)
+        for name, kind in MEASURED.items():
+            got = run(Changing(kind, kind, **options), flat, x)
+            if got is not None and not distance(sf.unshard(got), want) < 1e-12:
+                found[f"{way}: {name}"] = f"off by {distance(sf.unshard(got), want)}"
+    return found
+
+
+@pytest.mark.world(2, "threads")
+def test_a_function_that_returns_something_else_in_its_second_run_is_told(world: World) -> None:
+    for found in world.run(told):
+        assert len(found) == len(WAYS) * len(CHANGES), "what is measured may differ"
+        for name, message in found.items():
+            way, _, change = name.partition(": ")
+            if way == "a second derivative" and change in ("no gradient", "a gradient"):
+                continue  # only autograd knows there
+            assert "stage run ('0'): its function ran again" in message, name
+            assert "a counter, a cache or a switch" in message, name
+            if way == "remat, a step":
+                pattern = CHANGES[change][2]
+                with pytest.raises(RuntimeError, match=pattern):
+                    raise RuntimeError(message)
