@@ -26,7 +26,26 @@ def synchronised(m: Any, axis: AxisName) -> Callable[[Tensor], Tensor]:
 
     Source: Ioffe and Szegedy, Batch Normalization (2015), with the batch cut over ranks.
     """
-    return functools.partial(_forward, m, m.forward, axis)
+    return functools.partial(_forward, m, in_one_dtype(m), axis)
+
+
+def in_one_dtype(m: Any) -> Callable[[Tensor], Tensor]:
+    """Its forward, with weights of the dtype of its statistics, which torch asks for: these keep theirs when parameters
+    are gathered in another.
+    """
+    return functools.partial(_in_one_dtype, m, m.forward)
+
+
+def _in_one_dtype(m: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    weights, statistics = m._parameters, m.running_mean
+    if statistics is None or m.weight is None or m.weight.dtype == statistics.dtype:
+        return forward(x)
+    before = dict(weights)
+    weights.update((name, value.to(statistics.dtype)) for name, value in before.items() if value is not None)
+    try:
+        return forward(x)
+    finally:
+        weights.update(before)
 
 
 def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tensor) -> Tensor:

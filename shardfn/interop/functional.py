@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from shardfn.interop import recorders
 from shardfn.interop.anatomy import Anatomy, Part, placed, taken_apart
-from shardfn.interop.batch_norm import is_batch_norm, synchronised
+from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, synchronised
 from shardfn.interop.boundaries import Boundaries
 from shardfn.interop.structures import Forms
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.shards.layout import FlatShard
 from shardfn.shards.sharding import unshard
+from shardfn.stages.signature import cast
 from shardfn.stages.stage import layers, stage
 
 SMALL = 2**14
@@ -117,7 +118,9 @@ class Functional:
         self._running = _Running()
         self._order: tuple[str, ...] = ()
         self._elsewhere: dict[torch.device, dict[str, Tensor]] = {}
-        self._instead: dict[nn.Module, Callable[..., Any]] = {}
+        self._instead: dict[nn.Module, Callable[..., Any]] = {
+            m: in_one_dtype(m) for m in module.modules() if is_batch_norm(m) and "gather_dtype" in options
+        }
         if sync_batch_norm is not None:
             self._instead = {m: synchronised(m, sync_batch_norm) for m in module.modules() if is_batch_norm(m)}
         self._units = {
@@ -258,7 +261,11 @@ class _Unit:
             return self._run(*arguments)
 
         run.__name__ = run.__qualname__ = type(part.module).__name__
-        self.stage = stage(run, **options)
+        # What the module is given and returns is cast, not its buffers: a stage would cast these as well.
+        self.input_dtype, self.output_dtype = options.get("input_dtype"), options.get("output_dtype")
+        self.stage = stage(
+            run, **{name: x for name, x in options.items() if name not in ("input_dtype", "output_dtype")}
+        )
         part.module.forward = functools.wraps(part.module.forward)(lambda *a, **k: self(*a, **k))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +282,9 @@ class _Unit:
         buffers = {slot.key: now.buffers[slot.key] for slot in self.part.buffers}
         changing = tuple(key for key in buffers if key in now.changing)
         own, shared = _arguments(now.params, self.part)
+        leaves = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
         found, outer, changed = self.stage(own, shared, buffers, changing, leaves, form, recorders.wanted())
+        found = [cast(x, self.output_dtype) for x in found] if self.output_dtype else found
         now.changed.update(changed)
         out, recorded = self.forms.unflatten(found, outer)
         recorders.hand_on(recorded)
