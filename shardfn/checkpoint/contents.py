@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfn.checkpoint.boxes import Box, Ints, steps, whole
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
-from shardfn.mesh.spec import is_dtensor
+from shardfn.mesh.spec import is_dtensor, joined
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit
 
@@ -191,7 +191,7 @@ def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _name(tokens: Iterable[Any]) -> str:
-    return ".".join(map(str, tokens)) or "value"
+    return joined(*tokens) or "value"
 
 
 def _lack(x: Tensor) -> str:
@@ -234,7 +234,7 @@ def _add_flat(found: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece,
     found.grids.append(layout.grid)
     if node.values is None:
         return
-    prefix, stage = _prefix(tokens, layout.stage)
+    prefix, stage = _prefix(tokens, layout)
     names, inside, values = {}, _inside(layout), node.values.detach()
     for number in numbers:
         keys = (*prefix, *stage, *inside[number])
@@ -275,16 +275,17 @@ def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list
     return found
 
 
-def _prefix(tokens: tuple[Any, ...], stage: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _prefix(tokens: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The keys before a stage's own, and these; together those of the node, without the one that marks a buffer."""
-    words = tuple(stage.split(".")) if stage else ()
+    stage = layout.stage
     marked = [i for i, token in enumerate(tokens) if str(token).startswith("@")]
     if marked:
-        return tokens[: marked[0]], words
-    several = len(tokens) > 0 and _of_buffer(str(tokens[-1]))
-    for end in (len(tokens), len(tokens) - several):
-        if end >= len(words) and tuple(map(str, tokens[end - len(words) : end])) == words:
-            return tokens[: end - len(words)], tokens[end - len(words) : end]
+        return tokens[: marked[0]], tuple(stage.split(".")) if stage else ()
+    buffer = layout.partial and bool(tokens) and _of_buffer(str(tokens[-1]))
+    for end in (len(tokens) - 1, len(tokens)) if buffer else (len(tokens),):
+        for start in range(end, -1, -1):
+            if joined(*tokens[start:end]) == stage:
+                return tokens[:start], tokens[start:end]
     return tokens, ()
 
 

@@ -7,7 +7,7 @@ dtypes, frozen parameters or placements.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
@@ -21,7 +21,7 @@ from shardfn.mesh import waiting
 from shardfn.mesh.axes import check_axes, grid_of, per_mesh
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
+from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
 from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
@@ -236,7 +236,7 @@ class Rules:
         )
         names = [dotted(accessor) for accessor in accessors]
         walked = [
-            self._walk(child, f"{path}.{name}" if path else name, depth + 1, f, made)
+            self._walk(child, joined(path, name), depth + 1, f, made)
             for name, child in zip(names, children, strict=True)
         ]
         return optree.tree_unflatten(one_level, walked)
@@ -251,7 +251,7 @@ class Rules:
         accessors, leaves, tree = optree.tree_flatten_with_accessor(subtree, is_leaf=is_flat)
         if not leaves:
             return subtree
-        names = [".".join(word for word in (path, dotted(accessor)) if word) for accessor in accessors]
+        names = [joined(path, dotted(accessor)) for accessor in accessors]
         found: dict[Any, tuple[str, Tensor, list[int]]] = {}
         for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             found.setdefault(self._identity(name, leaf, path), (name, leaf, []))[2].append(number)
@@ -277,6 +277,7 @@ class Rules:
         flat = FlatShard(torch.zeros(held, dtype=layout.dtype, device=self.mesh.device_type), layout)
         self.compared.append(str(layout))
         for number, entry in enumerate(layout.entries):
+            refuse_second(entry.path, self.places)
             self.places[entry.path] = (flat, number, values[entry.path].shape)
             if self.filled:
                 self.fill(flat, number, entry.path, values[entry.path])
@@ -455,6 +456,15 @@ def refuse_sparse(name: str, leaf: Tensor) -> None:
     """Raises TypeError for a parameter that is not dense."""
     if leaf.layout != torch.strided:
         raise TypeError(f"{name or 'the tree'} is {leaf.layout}; parameters are dense tensors: pass its to_dense()")
+
+
+def refuse_second(name: str, others: Container[str]) -> None:
+    """Raises ValueError for the name of a parameter that another one has."""
+    if name in others:
+        raise ValueError(
+            f"two parameters are called {name!r}: a name is the keys to it joined by dots, to which an empty key adds "
+            f"nothing; rename one of them"
+        )
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:
