@@ -125,15 +125,15 @@ def contents(state: Any, *, shared: bool) -> Contents:
     wrong: list[str] = []
     for tokens, leaf, own in _leaves(state, (), False):
         name = _name(tokens)
-        if is_unit(leaf) and not (isinstance(leaf.values, Tensor) and _lack(leaf.values)):
+        if is_unit(leaf) and not (isinstance(leaf.values, Tensor) and lack(leaf.values)):
             _add_flat(found, tokens, leaf, shared)
             continue
         if is_unit(leaf):
             leaf = leaf.values
         if isinstance(leaf, torch.Generator):
             leaf, own = leaf.get_state(), True
-        if isinstance(leaf, Tensor) and (lack := _lack(leaf)):
-            wrong.append(f"{name} is a tensor {lack}")
+        if isinstance(leaf, Tensor) and (why := lack(leaf)):
+            wrong.append(f"{name} is a tensor {why}")
             continue
         if isinstance(leaf, Tensor) and not is_dtensor(leaf):
             _known(found, name, tokens)
@@ -194,7 +194,7 @@ def _name(tokens: Iterable[Any]) -> str:
     return joined(*tokens) or "value"
 
 
-def _lack(x: Tensor) -> str:
+def lack(x: Tensor) -> str:
     """Why the elements of a tensor are not all that it is, or are not there; "" of most."""
     if x.device.type == "meta":
         return "on the device meta, which has no values"
