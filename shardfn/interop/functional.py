@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardfn.compat import functorch
 from shardfn.interop import recorders
 from shardfn.interop.anatomy import Anatomy, Part, placed, taken_apart
 from shardfn.interop.batch_norm import is_batch_norm, synchronised
@@ -311,12 +312,17 @@ class _Unit:
         leaves, form = self.forms.flatten((args, kwargs))
         if torch.is_grad_enabled():
             _refuse_caches(self.part, leaves)
+        transformed = functorch.inside_transform()
+        if transformed:
+            _refuse_hooks(self.part)
         now.trace.append(self.part.path)
         buffers = {slot.key: now.buffers[slot.key] for slot in self.part.buffers}
         changing = tuple(key for key in buffers if key in now.changing)
         own, shared = _arguments(now.params, self.part)
         found, outer, changed = self.stage(own, shared, buffers, changing, leaves, form, recorders.wanted())
         now.changed.update(changed)
+        if transformed:
+            _refuse_kept(self.part)
         out, recorded = self.forms.unflatten(found, outer)
         recorders.hand_on(recorded)
         return out
@@ -455,6 +461,33 @@ def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
                 f"{part.path} is given a {type(x).__name__}, into which it would write activations while gradients are "
                 f"recorded: pass use_cache=False to the model (or set it in its config), or generate under "
                 f"torch.no_grad()"
+            )
+
+
+def _refuse_hooks(part: Part) -> None:
+    """Under torch.func's own transforms nobody sees what a hook kept; `sf.grad` and backward() look for it."""
+    for path, m in part.module.named_modules() if any(m._forward_hooks for m in part.module.modules()) else ():
+        for hook in m._forward_hooks.values() if path else ():  # those of the stage itself run outside of it
+            if getattr(hook, "__module__", "") != recorders.HOOKS:
+                raise RuntimeError(
+                    f"{part.path}.{path} has a forward hook, {getattr(hook, '__qualname__', hook)}, inside a stage: "
+                    f"under torch.func what it keeps would have no gradient, silently. Put it on the stage's module "
+                    f"{part.path}, remove it, or use shardfn.grad, which raises an error if what it kept is used"
+                )
+
+
+def _refuse_kept(part: Part) -> None:
+    """Likewise for attributes."""
+    for path, m in part.module.named_modules():
+        for name, held in vars(m).items():
+            some = held if isinstance(held, (list, tuple)) else (held,)
+            if name[0] == "_" or not any(isinstance(x, Tensor) and x.requires_grad for x in some):
+                continue
+            if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
+                continue  # a weight that is computed before each forward
+            raise RuntimeError(
+                f"{_joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
+                f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
             )
 
 
