@@ -177,12 +177,12 @@ def _by_name(
     """One of each parameter, by the tree's name, and those that are there under others of its names, too."""
     found: dict[str, Assembled] = {}
     others: dict[str, dict[str, Assembled]] = {}
-    for name, x in values.items():
+    for name in sorted(values, key=lambda name: names.get(name, name) != name):  # the tree's own names first
         key = names.get(name, name)
         if key in found:
-            others.setdefault(key, {})[name] = x
+            others.setdefault(key, {})[name] = values[name]
         else:
-            found[key] = x
+            found[key] = values[name]
     return found, others
 
 
