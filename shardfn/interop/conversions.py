@@ -136,8 +136,9 @@ def write_settings(module: Any, folder: Path) -> None:
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
     """Without a picture of the progress of writing nothing."""
-    from transformers.utils import logging
+    from transformers.utils import logging as theirs
 
+    logging: Any = theirs
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

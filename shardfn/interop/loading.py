@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -106,10 +107,10 @@ def load(
         note = next(one for one in notes if one is not None)
         if any(one not in (None, note) for one in notes):
             raise CheckpointError(f"{what}: what is read differs between ranks; source=0 loads what one of them has")
-        if source is None:
-            team.each(what, lambda: _read(params, model, plan))
-        else:
+        if source is not None:
             _send(params, model, note, _Sender(plan, mesh, source, team, what))
+        elif plan is not None:
+            team.each(what, functools.partial(_read, params, model, plan))
     if note.said and team.rank == 0:
         _log.warning("%s, not strict: %s", what, note.said)
     if note.used is not None:
@@ -246,7 +247,7 @@ def _kept(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
     """What this rank keeps, one flat shard after another, by parameter."""
     rank = process_groups.global_rank()
     for flat in optree.tree_leaves(params, is_leaf=is_flat):
-        views, boxes = local_parameters(flat), {}
+        views, boxes = local_parameters(flat), dict[str, list[LocalBox]]()
         for part in flat.layout.ranges(rank):
             values, some = views[part.path], boxes.setdefault(part.path, [])
             for box in steps(whole(part.shape), STEP // values.element_size(), part.start, part.stop):

@@ -53,7 +53,7 @@ def on_first(run: Callable[[], Any]) -> None:
     dist.barrier()
 
 
-def written(module: nn.Module, folder: Path, most: str = "50GB") -> None:
+def written(module: Any, folder: Path, most: str = "50GB") -> None:
     """By the module's own library."""
     if hasattr(module, "save_pretrained"):
         module.save_pretrained(folder, max_shard_size=most)
@@ -77,7 +77,7 @@ def read_back(name: str, folder: Path, **more: Any) -> Any:
     return again.eval()
 
 
-def outputs(module: nn.Module, name: str) -> list[Tensor]:
+def outputs(module: Any, name: str) -> list[Tensor]:
     dtype = next(module.parameters()).dtype
     batch = {k: x.to(dtype) if x.is_floating_point() else x for k, x in zoo.ZOO[name].batch().items()}
     found = module(**batch)
