@@ -66,8 +66,8 @@ def load(
 
     Args:
         folder: the path of a folder with `model.safetensors`, `pytorch_model.bin` or an index of several such files; of
-            an index; or of one file, also one of `torch.save`. Or a module, or a mapping with the names of its
-            `state_dict`. Without `source` it is the same on all ranks, which is checked.
+            an index; or of one file, also one of `torch.save`. Or a module, what `functional` made of one, or a mapping
+            with the names of its `state_dict`. Without `source` it is the same on all ranks, which is checked.
         model: what `functional` made of the module, which may have been built inside `meta`.
         mesh: as for `shardfn.shard`, like what follows.
         strategy: as for `shardfn.shard`.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 import shardfn as sf
 from shardfn import P, interop
 from shardfn.checkpoint import CheckpointError, huggingface
+from shardfn.checkpoint.boxes import Box, flaw, whole
 from shardfn.interop import loading, saving
+from shardfn.interop.assembled import lazy
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from tests.checkpoint.test_huggingface import peak
@@ -213,11 +216,15 @@ def normed() -> Normed:
     return module.eval()
 
 
+def made(name: str) -> nn.Module:
+    return normed() if name == "normed" else zoo.build(name).eval()
+
+
 def from_first(root: Path, strategy: str, sizes: dict[str, int]) -> list[str]:
     """What is wrong when only the first rank has anything."""
     mesh, first, wrong = sf.make_mesh(**sizes, device="cpu"), dist.get_rank() == 0, list[str]()
     for name in ("llama_tied", "vit", "mixtral", "normed") if strategy == "hybrid_shard" else ("mixtral", "normed"):
-        module = normed() if name == "normed" else zoo.build(name).eval()
+        module = made(name)
         on_first(lambda name=name, module=module: written(module, root / name))  # type: ignore[misc]
         whole: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
         specs: Any = P()
@@ -228,22 +235,21 @@ def from_first(root: Path, strategy: str, sizes: dict[str, int]) -> list[str]:
                 (r".*experts\.gate_up_proj", P(None, "tensor")),
             ]
             specs = sf.by_path(rules, strict=False)
-        for kind, source in {
+        sources: dict[str, Any] = {
             "everybody's folder": root / name,
             "folder": root / name if first else "/nowhere",
             "module": module if first else None,
             "mapping": dict(module.state_dict()) if first else None,
-            "own tree": "tree",
-        }.items():
-            with interop.meta():
-                other = normed() if name == "normed" else zoo.build(name)
-            if kind == "own tree" and first:
-                other = normed() if name == "normed" else zoo.build(name).eval()
-            for b in other.buffers() if name == "normed" and not (kind == "own tree" and first) else ():
-                b.zero_()
-            model = model_of(other)
-            if kind == "own tree":
-                source = {**model.tree, **(model.buffers if name == "normed" else {})} if first else None
+            "itself": None,
+        }
+        for kind, source in sources.items():
+            with contextlib.nullcontext() if kind == "itself" and first else interop.meta():
+                model = model_of(made(name))
+            if kind == "itself":
+                source = model if first else None
+            else:
+                for x in (b for key, b in model.buffers.items() if key in model.module.state_dict()):
+                    x.zero_()
             of = None if kind == "everybody's folder" else 0
             params = interop.load(source, model, mesh, STRATEGIES[strategy], source=of, specs=specs)
             found = model.state_dict(params)
@@ -410,8 +416,42 @@ def test_what_cannot_be_saved_is_an_error_on_every_rank(world: World, tmp_path: 
 
 # --- conversions ---
 
+OPS: list[Callable[[Any, Any], Any]] = [
+    lambda x, r: torch.stack([x, x], dim=r.randrange(-1, x.ndim + 1)),
+    lambda x, r: torch.cat([x, x], dim=r.randrange(-1, x.ndim)),
+    lambda x, r: r.choice(torch.chunk(x, r.randrange(1, 4), dim=r.randrange(-1, x.ndim))),
+    lambda x, r: r.choice(torch.split(x, r.randrange(1, 4), dim=r.randrange(-1, x.ndim))),
+    lambda x, r: torch.transpose(x, r.randrange(x.ndim), -1),
+    lambda x, r: x.transpose(0, r.randrange(x.ndim)).contiguous(),
+    lambda x, r: x.squeeze(r.randrange(x.ndim)) if x.ndim > 1 else x,
+    lambda x, r: torch.narrow(x, 0, r.randrange(x.shape[0]), 1),
+    lambda x, r: torch.flip(x, dims=[r.randrange(x.ndim)]),  # which has to be computed
+]
 
-@contextmanager
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_moved_without_being_joined_is_where_torch_puts_it(seed: int) -> None:
+    r, x = random.Random(seed), torch.arange(24).view(2, 3, 4)
+    ours: Any = lazy(x, "x")
+    for _ in range(r.randrange(1, 6)):
+        op, same_draws = r.choice(OPS), r.getstate()
+        ours = op(ours, r)
+        r.setstate(same_draws)
+        x = op(x, r)
+    assert tuple(ours.shape) == tuple(x.shape)
+    if isinstance(ours, Tensor):
+        assert torch.equal(ours, x)
+        return
+    assert torch.equal(ours.joined(), x)
+    assert flaw(ours.shape, [part.box for part in ours.parts]) == ""
+    low = [r.randrange(n) for n in x.shape]
+    box = Box(tuple(low), tuple(r.randrange(1, n - a + 1) for a, n in zip(low, x.shape, strict=True)))
+    found = torch.zeros(box.sizes, dtype=torch.float64)
+    ours.fill(box, found)
+    assert torch.equal(found, x[box.within(whole(x.shape))].double())
+
+
+@contextlib.contextmanager
 def rules(*conversions: Any) -> Iterator[None]:
     """Llamas have other files while the block runs."""
     from transformers import conversion_mapping
