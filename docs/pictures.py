@@ -3,6 +3,7 @@
     MALLOC_MMAP_THRESHOLD_=65536 OMP_NUM_THREADS=1 python docs/pictures.py
 
 mesh.png: what each of four ranks holds of one stage, and which groups its collectives run in, as the layouts say.
+modules.png: the stages, loose parameters and tied weights that `functional` finds in GPT-2, and how large they are.
 memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
 from /proc every half millisecond. Each phase is drawn equally long. glibc gives freed memory back at once, because of
 the variable above.
@@ -13,6 +14,7 @@ computed from hooks around it, on rank 0; the fastest of twenty steps.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
 import threading
@@ -315,7 +317,62 @@ def _box(x: float, y: float, width: float, height: float) -> Any:
     return box
 
 
-DRAWN = {"mesh": draw_mesh, "memory": draw_memory, "schedule": draw_schedule}
+# --- a module ---
+
+
+def gpt2_taken_apart() -> tuple[dict[str, str], dict[str, tuple[int, list[str]]]]:
+    """The classes of the modules of GPT-2 that have parameters of one entry of its tree, by path, and for each entry
+    the number of its elements, and which of these modules read it."""
+    transformers: Any = importlib.import_module("transformers")
+    with torch.device("meta"):
+        model = sf.interop.functional(transformers.GPT2LMHeadModel(transformers.GPT2Config()))
+    entries: dict[str, tuple[int, list[str]]] = {}
+    for key, part in model.tree.items():
+        values = part if isinstance(part, dict) else {key: part}
+        readers = [alias.rpartition(".")[0] for alias, name in model.names.items() if name in values]
+        entries[key] = sum(x.numel() for x in values.values()), [key] if key in model.stages else [*set(readers)]
+    readers = [path for _, paths in entries.values() for path in paths]
+    modules = [path for path, _ in model.module.named_modules() if path in readers]
+    return {path: type(model.module.get_submodule(path)).__name__ for path in modules}, entries
+
+
+def draw_modules(path: Path) -> None:
+    modules, entries = gpt2_taken_apart()
+    blocks = [one for one in modules if modules[one] == "GPT2Block"]
+    rows = {one: float(i) for i, one in enumerate(one for one in modules if one not in blocks[2:-1])}
+    middle = (rows[blocks[1]] + rows[blocks[-1]]) / 2
+    rows = {one: y + 0.6 * (y > middle) for one, y in rows.items()}
+    figure = Figure(figsize=(7.6, 3.7), dpi=100)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    axes.set_xlim(0, 7.6)
+    axes.set_ylim(max(rows.values()) + 0.75, -1.35)
+    axes.text(0.2, -0.9, "modules", fontsize=11, weight="bold", va="center")
+    axes.text(3.75, -0.9, "parameters", fontsize=11, weight="bold", va="center")
+    axes.text(4.85, -0.9, "are gathered", fontsize=11, weight="bold", va="center")
+    for one, y in rows.items():
+        axes.text(0.2, y, one, fontsize=10, va="center", family="monospace")
+        axes.text(1.95, y, modules[one], fontsize=10, va="center", color="#5b6775")
+    for x in (0.32, 4.22):
+        axes.text(x, middle + 0.3, "⋮", fontsize=12, va="center")
+    for key, (numel, readers) in entries.items():
+        if key in blocks[2:-1]:
+            continue
+        y, at = min(rows[one] for one in readers), [rows[one] for one in readers]
+        kind, color = ("as a stage, for its module", BLUE) if key else ("loose, once for the whole call", GREEN)
+        if len(readers) > 1:
+            kind, color = "tied, for each stage that reads them", RED
+            axes.plot([3.4, 3.4], [min(at), max(at)], color=color, linewidth=1.6)
+        for each in at:
+            axes.plot([3.0, 3.7 if each == y else 3.4], [each, each], color=color, linewidth=1.6)
+        axes.barh(y, 1.0, left=3.75, height=0.62, color=color, edgecolor="white")
+        size = f"{numel / 1e6:.1f} M" if numel > 1e5 else f"{numel:,}"
+        axes.text(4.25, y, size, color="white", ha="center", va="center", fontsize=9.5)
+        axes.text(4.85, y, kind, color=color, va="center", fontsize=10)
+    figure.savefig(path)
+
+
+DRAWN = {"mesh": draw_mesh, "memory": draw_memory, "modules": draw_modules, "schedule": draw_schedule}
 
 
 def main() -> None:

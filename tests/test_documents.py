@@ -1,6 +1,9 @@
 """The documentation is executed: its Python code, its links, and its account of the public names."""
 
+import ast
 import contextlib
+import dataclasses
+import importlib
 import inspect
 import re
 import sys
@@ -14,8 +17,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from torch.distributed import fsdp
 
 import shardfn
+from shardfn import checkpoint, interop, optim, parallel
 from shardfn.testing import world
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,12 +124,84 @@ def links_of(text: str) -> Iterator[str]:
                 yield str(link)
 
 
+ALIASES = {
+    "sf": shardfn, "shardfn": shardfn, "so": optim, "checkpoint": checkpoint, "interop": interop, "parallel": parallel,
+}  # fmt: skip
+
+
+def spans_of(text: str) -> list[str]:
+    """The `code` within sentences and tables."""
+    return [part.content for token in tokens_of(text) for part in token.children or [] if part.type == "code_inline"]
+
+
+def unknown_names(span: str) -> list[str]:
+    """What a span takes from the package that the package has not."""
+    wrong = []
+    for alias, rest in re.findall(rf"(?<![\w./-])({'|'.join(ALIASES)})((?:\.[A-Za-z_]\w*)+)", span):
+        value: Any = ALIASES[alias]
+        for name in rest[1:].split("."):
+            if not hasattr(value, name):
+                wrong.append(f"{alias}{rest}")
+                break
+            value = getattr(value, name)
+    return wrong
+
+
+def unknown_arguments(span: str) -> list[str]:
+    """Keywords of a span's calls of public functions that these do not take."""
+    try:
+        calls = [node for node in ast.walk(ast.parse(span)) if isinstance(node, ast.Call)]
+    except SyntaxError:
+        return []
+    known = {name: getattr(shardfn, name) for name in shardfn.__all__} | {"functional": interop.functional}
+    wrong = []
+    for call in calls:
+        alias, _, name = ast.unparse(call.func).rpartition(".")
+        function = getattr(ALIASES.get(alias), name, None) if alias else known.get(name)
+        if not callable(function):
+            continue
+        takes = dict(inspect.signature(function).parameters)
+        if function is interop.functional:  # the rest goes to stages
+            takes = {**takes, **inspect.signature(shardfn.stage).parameters}
+        elif any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+            continue
+        wrong += [f"{name}({word.arg}=)" for word in call.keywords if word.arg and word.arg not in takes]
+    return wrong
+
+
+def knobs() -> set[str]:
+    """What FSDP and the Trainer can be asked for, by name."""
+    asked = {*inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters}
+    asked |= {*inspect.signature(fsdp.fully_shard).parameters}
+    asked |= {name for name, value in vars(fsdp.FSDPModule).items() if inspect.isfunction(value)}
+    for kind in (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy, fsdp.CPUOffload, fsdp.CPUOffloadPolicy):
+        asked |= {field.name for field in dataclasses.fields(kind)}
+    for names in (fsdp.BackwardPrefetch, fsdp.ShardingStrategy, fsdp.StateDictType):
+        asked |= {one.name for one in names}
+    settings = importlib.import_module("transformers").TrainingArguments.__doc__
+    listed = settings.split("fsdp_config (", 1)[1].split("> DeepSpeed", 1)[0]
+    return {name for name in asked if not name.startswith("_")} - {"self", "module", "modules"} | {
+        *re.findall(r"^\s+- (\w+) \(", listed, re.MULTILINE)
+    }
+
+
+@each_page
+def test_what_a_page_names_exists(page: Path):
+    found = [wrong for span in spans_of(text_of(page)) for wrong in (*unknown_names(span), *unknown_arguments(span))]
+    assert found == []
+
+
+def test_every_knob_of_fsdp_and_the_trainer_is_on_the_page_for_their_users():
+    spans = " ".join(spans_of(text_of(Path("docs/coming-from-fsdp.md"))))
+    assert {name for name in knobs() if not re.search(rf"(?<![A-Za-z]){re.escape(name)}\b", spans)} == set()
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if any(python_blocks(text_of(page)))], ids=str)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path):
     text = text_of(page)
     blocks = list(python_blocks(text))
     ranks = ranks_of(text)
-    executed = world(ranks).run(run_page, page, blocks, tmp_path)
+    executed = world(ranks).within(180).run(run_page, page, blocks, tmp_path)  # importing transformers takes time
     assert executed == [[block.line for block in blocks]] * ranks
 
 
@@ -200,6 +277,13 @@ def test_a_page_says_how_many_ranks_it_needs():
 
 def test_links_are_found_in_markdown_and_in_html():
     assert list(links_of(SAMPLE)) == ["b.md#c", "e.png", "f.png"]
+
+
+def test_names_that_are_not_there_are_noticed():
+    assert unknown_names("so.adamw(sf.pvary(x), sf.nothing.at_all)") == ["sf.nothing.at_all"]
+    assert unknown_names("torch.distributed.checkpoint.nothing, deepspeed.checkpointing") == []
+    assert unknown_arguments("functional(module, remat=True, prefetsch=2)") == ["functional(prefetsch=)"]
+    assert unknown_arguments("sf.shard(..., frosen=[...])") == ["shard(frosen=)"]
 
 
 @pytest.mark.parametrize("start", ["```py", "```{code-block} python", "``` pycon", ">>> 1", ".. code-block:: c"])
