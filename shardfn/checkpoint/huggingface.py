@@ -94,7 +94,7 @@ def export(
         raise CheckpointError(f"{what}: ranks were given different paths, trees or rules")
     try:
         team.first(what, lambda: begin(folder, plan))
-        team.each(what, lambda: _fill(folder, plan, kept, _turns(params, kept, team)))
+        team.each(what, lambda: _fill(folder, plan, kept, turns(params, kept, team)))
         team.first(what, lambda: publish(folder, plan))
     except BaseException:
         if team.rank == 0:
@@ -222,8 +222,14 @@ def _only_tensors(tree: Any, found: Contents) -> None:
 # --- writing ---
 
 
-def _turns(params: Any, names: Iterable[str], team: Team) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors that this rank writes, by our names; on the way it gathers with others what they write."""
+def turns(params: Any, names: Iterable[str], team: Team) -> Iterator[tuple[str, Tensor]]:
+    """The whole tensors that this rank writes, by our names; on the way it gathers with others what they write.
+
+    Args:
+        params: a tree of flat shards and whole tensors.
+        names: of all of them, in the tree's order.
+        team: the ranks that take turns.
+    """
     rest = iter(names)
     for number, leaf in enumerate(optree.tree_leaves(params, is_leaf=is_unit)):
         if isinstance(leaf, Tensor):

@@ -1,0 +1,351 @@
+"""Parameters from files, or from what one rank has, to shards, without ever being whole."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.checkpoint.boxes import Box, steps, whole
+from shardfn.checkpoint.contents import Kind, LocalBox
+from shardfn.checkpoint.loading import Differences, patterns
+from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.compat import process_groups
+from shardfn.interop import conversions
+from shardfn.interop.assembled import Assembled, lazy
+from shardfn.interop.functional import Functional
+from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import axis_of, grid_of, sizes
+from shardfn.mesh.spec import P
+from shardfn.mesh.which import Which
+from shardfn.shards.layout import Layout, is_flat, local_parameters
+from shardfn.shards.placement import Strategy
+from shardfn.shards.sharding import Rules, Specs, agreed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+STEP = 2**23  # bytes that are read or sent at a time
+_log = logging.getLogger("shardfn")
+
+
+@waiting.during("sf.interop.load")
+def load(
+    folder: Source | None,
+    model: Functional,
+    mesh: DeviceMesh,
+    strategy: Strategy,
+    *,
+    source: int | None = None,
+    frozen: Which | None = None,
+    specs: Specs = P(),  # noqa: B008  # immutable
+    strict: bool = True,
+    ignore: str | Iterable[str] = (),
+) -> Any:
+    """A model's parameters, cut into shards as they are read; all ranks of the mesh call together.
+
+    Each rank reads only the elements that it keeps, and needs no memory beyond its shards. Where a model of
+    `transformers` has other names than its files, or one parameter for several tensors in them, the rules of its own
+    `from_pretrained` apply; where such a rule does more than move elements, one converted parameter at a time is whole.
+    The files of other modules have the names of their `state_dict`. Of tied parameters the files may have one or
+    several, which must be equal. Floating-point numbers are converted to the dtypes of `model.tree`.
+
+    Buffers that belong to the `state_dict`, such as the running statistics of batch norms, are written into
+    `model.buffers`.
+
+    Args:
+        folder: the path of a folder with `model.safetensors`, `pytorch_model.bin` or an index of several such files; of
+            an index; or of one file, also one of `torch.save`. Or a module, or a mapping with the names of its
+            `state_dict`. Without `source` it is the same on all ranks, which is checked.
+        model: what `functional` made of the module, which may have been built inside `meta`.
+        mesh: as for `shardfn.shard`, like what follows.
+        strategy: as for `shardfn.shard`.
+        source: a global rank, which alone looks at `folder` and sends it to the others, 8 MB at a time: no rank holds
+            more than its shards and these, apart from what the source has anyway.
+        frozen: as for `shardfn.shard`; default: `model.frozen`.
+        specs: as for `shardfn.shard`.
+        strict: whether the files must hold exactly what the model has. If not, extra tensors are ignored, missing ones
+            stay as the module had them, and the log of `shardfn` says so. What the module has on the device meta, and
+            other shapes, are still errors.
+        ignore: regular expressions, or one; extra tensors whose whole name matches one are not an error.
+
+    Returns:
+        The parameters, of the structure of `model.tree`.
+
+    Raises:
+        CheckpointError: what is missing, extra or of another shape, all at once; files that are gone, damaged, or
+            different between ranks; tied parameters that differ; what failed on some rank. The same on every rank.
+        ValueError, TypeError: as `shardfn.shard`.
+
+    Example:
+        ``params = load("llama-3-8b", model, mesh, sf.full_shard("shard"))``
+    """
+    grid, rank = grid_of(mesh), process_groups.global_rank()
+    if source is not None and source not in grid.ranks:
+        raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {sorted(grid.ranks)}")
+    if not hasattr(model, "tree"):
+        raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
+    chosen = model.frozen if frozen is None else frozen
+    rules = Rules(mesh, strategy, None, chosen, specs, "global", filled=False)
+    params = agreed(rules, "load", lambda: rules.map_stages(model.tree, rules.cut))
+    team, what = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
+    reads = source is None or source == rank
+    with ExitStack() as stack, torch.no_grad():
+        plan = team.each(what, lambda: _planned(folder, model, strict, patterns(ignore), stack) if reads else None)
+        notes = team.gathered(None if plan is None else plan.note, what)
+        note = next(one for one in notes if one is not None)
+        if any(one not in (None, note) for one in notes):
+            raise CheckpointError(f"{what}: what is read differs between ranks; source=0 loads what one of them has")
+        if source is None:
+            team.each(what, lambda: _read(params, model, plan))
+        else:
+            _send(params, model, note, _Sender(plan, mesh, source, team, what))
+    if note.said and team.rank == 0:
+        _log.warning("%s, not strict: %s", what, note.said)
+    if note.used is not None:
+        conversions.loaded_by(model.module, note.used)
+    return params
+
+
+class _Note(NamedTuple):
+    """What all ranks know: buffers that are loaded, rules of `transformers`, what differs, and a fingerprint."""
+
+    buffers: tuple[str, ...]
+    used: tuple[int, ...] | None
+    said: str
+    fingerprint: tuple[int, int]
+
+
+class _Plan(NamedTuple):
+    """What parameters and buffers are made of, by the tree's names; tied ones again by other names that are there."""
+
+    values: dict[str, Assembled]
+    others: dict[str, dict[str, Assembled]]
+    note: _Note
+
+
+# --- what is there ---
+
+
+def _planned(folder: Any, model: Functional, strict: bool, ignore: list[re.Pattern[str]], stack: ExitStack) -> _Plan:
+    """What each parameter and buffer is made of.
+
+    Raises:
+        CheckpointError: something is missing, extra, or does not fit.
+    """
+    tensors, stated = tensors_of(folder, stack), model.module.state_dict()
+    buffers = {name: b for name, b in model.buffers.items() if name in stated}
+    wanted = {**_named(model.tree), **buffers}
+    found = _found(folder, model, {name: lazy(x, name) for name, x in tensors.items()}, {*model.names, *buffers})
+    values, others = _by_name(found.values, model.names)
+    differ = _compared(values, others, wanted)
+    differ.extra = [name for name in found.extra if not any(rule.fullmatch(name) for rule in ignore)]
+    unknown = [name for name, b in model.buffers.items() if b.is_meta and name not in values]
+    unknown += [name for name in differ.missing if wanted[name].is_meta and name not in unknown]
+    told = _told(differ, model) if strict else Differences(shapes=differ.shapes, kinds=differ.kinds)
+    if told or unknown:
+        raise CheckpointError(_complaint(told, unknown))
+    here = {name: wanted[name].detach() for name in differ.missing}
+    values |= {name: lazy(x, name) for name, x in here.items()}
+    used = set(tensors) - set(found.extra)
+    crc = fingerprint(tensors, used, whole=not in_files(folder)), fingerprint(here, here, whole=True)
+    note = _Note(tuple(buffers), found.used, "" if strict or not differ else str(differ), crc)
+    return _Plan(values, others, note)
+
+
+def _found(folder: Any, model: Functional, stored: dict[str, Assembled], known: set[str]) -> conversions.Converted:
+    """The tensors by the module's names."""
+    if in_files(folder) and conversions.of_transformers(model.module):
+        return conversions.converted(model.module, stored, known)
+    extra = [name for name in stored if name not in known]
+    return conversions.Converted({name: x for name, x in stored.items() if name in known}, extra)
+
+
+def _by_name(
+    values: Mapping[str, Assembled], names: Mapping[str, str]
+) -> tuple[dict[str, Assembled], dict[str, dict[str, Assembled]]]:
+    """One of each parameter, by the tree's name, and those that are there under others of its names, too."""
+    found: dict[str, Assembled] = {}
+    others: dict[str, dict[str, Assembled]] = {}
+    for name, x in values.items():
+        key = names.get(name, name)
+        if key in found:
+            others.setdefault(key, {})[name] = x
+        else:
+            found[key] = x
+    return found, others
+
+
+def _compared(
+    values: Mapping[str, Assembled], others: Mapping[str, Mapping[str, Assembled]], wanted: Mapping[str, Tensor]
+) -> Differences:
+    differ = Differences(missing=[name for name in wanted if name not in values])
+    for key, x in values.items():
+        ours = Kind(wanted[key].dtype, tuple(wanted[key].shape))
+        for name, one in {key: x, **others.get(key, {})}.items():
+            theirs = Kind(one.dtype, one.shape)
+            if theirs.shape != ours.shape:
+                differ.shapes[name] = str(theirs), str(ours)
+            elif not _converts(theirs.dtype, ours.dtype):
+                differ.kinds[name] = str(theirs), str(ours)
+    return differ
+
+
+def _converts(theirs: torch.dtype, ours: torch.dtype) -> bool:
+    """Whether numbers keep their meaning; those of 8 bits have scales elsewhere."""
+    floats = theirs.is_floating_point and ours.is_floating_point and theirs.itemsize > 1
+    return theirs == ours or floats or (theirs.is_complex and ours.is_complex)
+
+
+def _told(differ: Differences, model: Functional) -> Differences:
+    """Without the names about which `transformers` would not complain."""
+    if not conversions.of_transformers(model.module):
+        return differ
+    missing, extra = conversions.not_missed(model.module, differ.missing, differ.extra)
+    return replace(
+        differ,
+        missing=[name for name in differ.missing if name not in missing],
+        extra=[name for name in differ.extra if name not in extra],
+    )
+
+
+def _complaint(differ: Differences, unknown: list[str]) -> str:
+    said = [str(differ)] if differ else []
+    if unknown:
+        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
+        said.append(
+            f"the module has no values for {', '.join(unknown[:4])}{more} either, as they are on the device meta: what "
+            f"these files lack has to be built outside of interop.meta(), and is kept with strict=False"
+        )
+    return "; ".join(said)
+
+
+def _named(tree: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a model's tree by their whole names."""
+    found: dict[str, Tensor] = {}
+    for key, part in tree.items():
+        some = part if isinstance(part, Mapping) else {"": part}
+        found |= {".".join(word for word in (key, name) if word): x for name, x in some.items()}
+    return found
+
+
+# --- from there to here ---
+
+
+def _kept(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
+    """What this rank keeps, one flat shard after another, by parameter."""
+    rank = process_groups.global_rank()
+    for flat in optree.tree_leaves(params, is_leaf=is_flat):
+        views, boxes = local_parameters(flat), {}
+        for part in flat.layout.ranges(rank):
+            values, some = views[part.path], boxes.setdefault(part.path, [])
+            for box in steps(whole(part.shape), STEP // values.element_size(), part.start, part.stop):
+                some.append(LocalBox(part.path, box.moved(part.corner), values[: box.numel].view(box.sizes)))
+                values = values[box.numel :]
+        yield flat.layout, boxes
+
+
+def _read(params: Any, model: Functional, plan: _Plan) -> None:
+    for _, boxes in _kept(params):
+        for local in (local for some in boxes.values() for local in some):
+            _filled(plan, local.name, local.box, local.values)
+    for name in plan.note.buffers:
+        b = _buffer(model, name)
+        _filled(plan, name, whole(b.shape), b)
+
+
+def _filled(plan: _Plan, name: str, box: Box, target: Tensor) -> None:
+    """Copies elements of a parameter.
+
+    Raises:
+        CheckpointError: they are others where it is there under another name.
+    """
+    plan.values[name].fill(box, target)
+    for alias, other in plan.others.get(name, {}).items():
+        again = torch.empty_like(target)
+        other.fill(box, again)
+        if not torch.equal(_bits(again), _bits(target)):
+            raise CheckpointError(
+                f"{name} and {alias} are one parameter of the module, but have different values there: make a module "
+                f"in which they are not tied, such as by tie_word_embeddings=False in its configuration"
+            )
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _buffer(model: Functional, name: str) -> Tensor:
+    """A buffer that is to be written; what the model copied of it elsewhere is forgotten."""
+    model._elsewhere = {}
+    if model.buffers[name].is_meta:
+        model.buffers[name] = torch.empty_like(model.buffers[name], device="cpu")
+    return model.buffers[name]
+
+
+class _Sender:
+    """Sends what one rank reads, and goes on if it fails, until all ranks have come to where they compare."""
+
+    def __init__(self, plan: _Plan | None, mesh: DeviceMesh, source: int, team: Team, what: str) -> None:
+        self.plan, self.source, self.team, self.what, self.device = plan, source, team, what, mesh.device_type
+        self.axis = axis_of(mesh, tuple(sizes(mesh)), "load")
+        self.failed: Exception | None = None
+
+    def send(self, name: str, box: Box, target: Tensor) -> None:
+        """Fills a tensor on all ranks with the elements of a box."""
+        if self.plan is not None and self.failed is None:
+            try:
+                _filled(self.plan, name, box, target)
+            except Exception as error:
+                self.failed = error
+        if self.axis.size > 1:
+            with waiting.on("broadcast", self.axis.group, self.what):
+                dist.broadcast(_bits(target), src=self.source, group=process_groups.group_of(self.axis.group))
+
+    def compare(self) -> None:
+        """Raises CheckpointError on all ranks if one failed."""
+        failed, self.failed = self.failed, None
+        self.team.each(self.what, lambda: _raised(failed))
+
+
+def _raised(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _send(params: Any, model: Functional, note: _Note, sender: _Sender) -> None:
+    """What one rank reads, to all, which keep their parts."""
+    for layout, boxes in _kept(params):
+        for number, entry in enumerate(layout.entries):
+            for box in _portions(layout.whole_shape(number), layout.dtype):
+                some = torch.empty(box.sizes, dtype=layout.dtype, device=sender.device)
+                sender.send(entry.path, box, some)
+                for local in boxes.get(entry.path, ()):
+                    both = local.box.common(box)
+                    if both is not None:
+                        local.values[both.within(local.box)].copy_(some[both.within(box)])
+        sender.compare()
+    for name in note.buffers:
+        b = _buffer(model, name)
+        some = torch.empty(b.shape, dtype=b.dtype, device=sender.device)
+        sender.send(name, whole(b.shape), some)
+        b.copy_(some)
+    sender.compare()
+
+
+def _portions(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
+    """A parameter in boxes of at most STEP bytes, of whole rows where these are shorter."""
+    most, row = STEP // dtype.itemsize, math.prod(shape[1:])
+    for box in steps(whole(shape), most - most % row if 0 < row < most else most):
+        if box.numel:
+            yield box

@@ -1,0 +1,295 @@
+"""Parameters to the files that `from_pretrained`, or the module itself, reads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.checkpoint.boxes import flaw, runs, whole
+from shardfn.checkpoint.contents import Kind, memory, pieces
+from shardfn.checkpoint.disk import write_at
+from shardfn.checkpoint.huggingface import STEP, turns
+from shardfn.checkpoint.safetensors import Plan, aside, begin, clear, planned, publish
+from shardfn.checkpoint.saving import finish
+from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
+from shardfn.interop import conversions
+from shardfn.interop.assembled import Assembled, Part, lazy
+from shardfn.interop.functional import Functional
+from shardfn.mesh import waiting
+from shardfn.shards.layout import is_flat
+
+SETTINGS = ".settings.writing"  # where other files are until all are whole
+
+
+@waiting.during("sf.interop.save_pretrained")
+def save_pretrained(
+    folder: str | os.PathLike[str],
+    model: Functional,
+    params: Any,
+    *,
+    buffers: Mapping[str, Tensor] | None = None,
+    tokenizer: Any = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes a model as its own library reads it, on all ranks together, one stage gathered after another.
+
+    Of a model of `transformers` this is what its `save_pretrained` writes: safetensors files, under the names and in
+    the form that it has in files, tied parameters once, with its configuration. `from_pretrained` finds nothing missing
+    and nothing unexpected there. Before anything is written, what it would make of these files is compared with the
+    parameters. Of another module it is `model.safetensors` with all names of its `state_dict`, for
+    `module.load_state_dict(safetensors.torch.load_file(...))`.
+
+    In addition to its shards a rank needs memory for one stage and 32 MB. An earlier model in the folder stays whole
+    until the new one is, as for `checkpoint.export`; files of other names are left alone.
+
+    Args:
+        folder: which all ranks see, and which is made if necessary.
+        model: what `functional` returned.
+        params: of the structure of `model.tree`: flat shards, whole tensors, or both.
+        buffers: as the last call of the model returned them; default: `model.buffers`. The first rank's are written.
+        tokenizer: whose files belong to the model: anything with a `save_pretrained(folder)`.
+        dtype: convert floating-point parameters to this floating-point dtype; None for their own. Buffers keep theirs.
+        max_shard_bytes: bytes of tensors in a file; one tensor may have more.
+        metadata: further strings for the header of each file.
+
+    Raises:
+        CheckpointError: what could not be written, or could not be read back; the same on every rank.
+        ValueError: other parameters than the model's; a model that changes buffers, without them.
+        TypeError: another dtype.
+
+    Example:
+        ``save_pretrained("out", model, params, tokenizer=tokenizer)``
+    """
+    finish()
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"save_pretrained: dtype={dtype!r}; pass a floating-point dtype, or None to keep the parameters'"
+        )
+    path, known = Path(folder), on_each_rank(lambda: _known(model, params, buffers))
+    grids = [leaf.layout.grid for leaf in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(leaf)]
+    team, what = team_of(grids), f"save_pretrained {path}"
+    files, plan = team.each(what, lambda: _planned(model, known, dtype, max_shard_bytes, metadata or {}))
+    if len(set(team.gathered((str(path), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
+        raise CheckpointError(f"{what}: ranks were given different paths or parameters")
+    try:
+        team.first(what, lambda: begin(path, plan))
+        own = known.buffers.items() if team.rank == 0 else ()
+        values = itertools.chain(turns(params, known.params, team), own)
+        team.each(what, lambda: _fill(path, plan, _targets(files), values, dtype))
+        team.first(what, lambda: _finish(path, plan, model, tokenizer, files))
+    except BaseException:
+        if team.rank == 0:
+            clear(path)
+            shutil.rmtree(path / SETTINGS, ignore_errors=True)
+        raise
+
+
+class _Known(NamedTuple):
+    """What there is to be written: kinds of the parameters by the tree's names, in its order, and buffers."""
+
+    params: dict[str, Kind]
+    buffers: dict[str, Tensor]
+
+
+def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None) -> _Known:
+    """Raises ValueError for other parameters, or buffers that were forgotten."""
+    model._check(params)
+    stated = model.module.state_dict()
+    changed = [name for name in model._changing if name in stated]
+    if buffers is None and changed:
+        raise ValueError(
+            f"save_pretrained: {type(model.module).__name__} changes buffers while it trains, {', '.join(changed[:3])} "
+            f"and so on: pass buffers=, as the last call of the model returned them, or model.buffers if there was none"
+        )
+    kinds: dict[str, Kind] = {}
+    for accessor, leaf in zip(*optree.tree_flatten_with_accessor(params, is_leaf=is_flat)[:2], strict=True):
+        if isinstance(leaf, Tensor):
+            name = ".".join(str(entry.entry) for entry in accessor if entry.entry != "")
+            kinds[name] = Kind(leaf.dtype, tuple(leaf.shape))
+        elif leaf.values is not None:
+            for number, entry in enumerate(leaf.layout.entries):
+                kinds[entry.path] = Kind(leaf.values.dtype, leaf.layout.whole_shape(number))
+    names = set(model.names.values())
+    if set(kinds) != names:
+        odd = sorted(names ^ set(kinds))
+        raise ValueError(f"save_pretrained: these are not the parameters of this model, which differ in {odd[:4]}")
+    every = {**model.buffers, **(buffers or {})}
+    return _Known(kinds, {name: b.detach() for name, b in every.items() if name in stated})
+
+
+# --- what is written where ---
+
+
+def _planned(
+    model: Functional, known: _Known, dtype: torch.dtype | None, largest: int, metadata: Mapping[str, str]
+) -> tuple[dict[str, Assembled], Plan]:
+    """What each tensor of the files is made of, and where it stands."""
+    names = {name: model.names.get(name, name) for name in model.module.state_dict()}
+    metas = {name: _meta(kind, dtype) for name, kind in known.params.items()}
+    metas |= {name: _meta(Kind(b.dtype, tuple(b.shape)), None) for name, b in known.buffers.items()}
+    files = {name: lazy(metas[key], key) for name, key in names.items()}
+    if conversions.of_transformers(model.module):
+        files = _of_transformers(model, {name: x for name, x in files.items() if name in metas}, metas)
+    return files, planned({name: Kind(x.dtype, x.shape) for name, x in files.items()}, largest, metadata)
+
+
+def _meta(kind: Kind, dtype: torch.dtype | None) -> Tensor:
+    """Stands for a tensor that is written, in another dtype if there is one."""
+    own = kind.dtype if dtype is None or not kind.dtype.is_floating_point else dtype
+    return torch.empty(kind.shape, dtype=own, device="meta")
+
+
+def _of_transformers(
+    model: Functional, state: Mapping[str, Assembled], metas: Mapping[str, Tensor]
+) -> dict[str, Assembled]:
+    """The tensors that its files have.
+
+    Raises:
+        CheckpointError: `from_pretrained` would not find the parameters in them.
+    """
+    skipped = conversions.not_saved(model.module)
+    kept = {name: x for name, x in state.items() if name not in skipped}
+    files = conversions.reverted(model.module, kept)
+    problem = _problem(model, files, kept, metas)
+    if problem and not _problem(model, kept, kept, metas):
+        return kept  # from_pretrained also reads the module's own names
+    if problem:
+        raise CheckpointError(
+            f"the files that transformers has for {type(model.module).__name__} cannot be written one stage at a time: "
+            f"{problem}. Put model.state_dict(params) into a whole module on one process, and call its save_pretrained"
+        )
+    return files
+
+
+def _problem(
+    model: Functional, files: Mapping[str, Assembled], state: Mapping[str, Assembled], metas: Mapping[str, Tensor]
+) -> str:
+    """Why these files would not be loaded as these parameters; "" if they would."""
+    for name, x in files.items():
+        if any(part.origin not in metas for part in x.parts):
+            return f"{name} is computed of parameters, not made up of parts of them"
+        if why := flaw(x.shape, [part.box for part in x.parts]):
+            return f"{name}: {why}"
+    found = conversions.converted(model.module, files, model.module.state_dict())
+    if found.extra or set(found.values) != set(state):
+        return f"these names would be missing or extra: {sorted({*found.extra, *(set(found.values) ^ set(state))})[:4]}"
+    moved = [name for name, x in found.values.items() if not _same(name, x, metas)]
+    return f"{moved[0]} would have its elements in other places" if moved else ""
+
+
+def _same(name: str, x: Assembled, metas: Mapping[str, Tensor]) -> bool:
+    """Whether all elements of a tensor stand where they stand in the parameter."""
+    return x.shape == tuple(metas[name].shape) and all(
+        part.origin == name and _geometry(part.values) == _geometry(metas[name][part.box.within(whole(x.shape))])
+        for part in x.parts
+    )
+
+
+def _geometry(x: Tensor) -> tuple[Any, ...]:
+    strides = [stride for stride, n in zip(x.stride(), x.shape, strict=True) if n != 1]
+    return tuple(x.shape), strides, x.storage_offset()
+
+
+class _Target(NamedTuple):
+    """Where elements of a parameter stand in files: a tensor, its shape, and a part of it, as a view of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+
+
+def _targets(files: Mapping[str, Assembled]) -> dict[str, list[_Target]]:
+    found: dict[str, list[_Target]] = {}
+    for name, x in files.items():
+        for part in x.parts:
+            found.setdefault(part.origin, []).append(_Target(name, x.shape, part))
+    return found
+
+
+# --- writing ---
+
+
+def _fill(
+    folder: Path,
+    plan: Plan,
+    targets: Mapping[str, list[_Target]],
+    values: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+) -> None:
+    """Writes this rank's tensors; returns when they are on the disk."""
+    failed: Exception | None = None
+    descriptors: dict[str, int] = {}
+    with ExitStack() as stack, torch.no_grad():
+        for name, x in values:
+            try:
+                if failed is None:  # else the others still gather
+                    for target in targets.get(name, ()):
+                        file, offset = plan.places[target.name]
+                        if file not in descriptors:
+                            descriptors[file] = os.open(aside(folder, file), os.O_WRONLY)
+                            stack.callback(os.close, descriptors[file])
+                        _write(descriptors[file], offset, target, x)
+            except Exception as error:
+                failed = error
+            del x  # what it is a view of must not be there while more is gathered
+        if failed is not None:
+            raise failed
+        for descriptor in descriptors.values():
+            os.fsync(descriptor)
+
+
+def _write(descriptor: int, offset: int, target: _Target, x: Tensor) -> None:
+    x, (box, view, _) = x.contiguous(), target.part
+    values = x.as_strided(view.shape, view.stride(), x.storage_offset() + view.storage_offset())
+    width = view.dtype.itemsize
+    for at, some in pieces(values, STEP):
+        content = memory(some.to(view.dtype))
+        length, starts = runs(at.moved(box.offsets), target.shape)
+        for number, start in enumerate(starts if content else ()):
+            one = content[number * length * width : (number + 1) * length * width]
+            write_at(descriptor, one, offset + start * width)
+
+
+def _finish(folder: Path, plan: Plan, model: Functional, tokenizer: Any, files: Mapping[str, Assembled]) -> None:
+    """Puts the other files into the folder, and gives those of tensors their names."""
+    new = folder / SETTINGS
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    if conversions.of_transformers(model.module):
+        conversions.write_settings(model.module, new)
+        floats = [x.dtype for x in files.values() if x.dtype.is_floating_point]
+        _note_dtype(new / "config.json", floats)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(new))
+    for file in sorted(_files_in(new)):
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(new / file, folder / file)
+    shutil.rmtree(new)
+    publish(folder, plan)
+
+
+def _note_dtype(config: Path, floats: list[torch.dtype]) -> None:
+    """Says in a configuration in which dtype the tensors are, by which `from_pretrained` goes."""
+    said = json.loads(config.read_text())
+    if floats:
+        said["dtype"] = str(floats[0]).removeprefix("torch.")
+        config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            yield path.relative_to(folder)
