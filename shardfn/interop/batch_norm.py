@@ -45,7 +45,7 @@ def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tenso
         share = 1.0 / m.num_batches_tracked.to(wide.dtype) if m.momentum is None else m.momentum
         with torch.no_grad():
             m.running_mean.add_((mean.detach() - m.running_mean) * share)
-            m.running_var.add_((var.detach() * (count / (count - 1)) - m.running_var) * share)
+            m.running_var.add_((var.detach() * count / (count - 1) - m.running_var) * share)
     out = away * torch.rsqrt(var + m.eps).view(channel)
     if m.weight is not None:
         out = out * m.weight.view(channel)
