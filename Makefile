@@ -87,6 +87,7 @@ benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about an hour)
 	$(RUN) -m benchmarks.checkpoint $(ARGS)
 	$(RUN) -m benchmarks.parameter_memory $(ARGS)
 	$(RUN) -m benchmarks.transforms $(ARGS)
+	$(RUN) -m benchmarks.interop $(ARGS)
 	$(RUN) -m benchmarks.gpu $(ARGS)
 
 clean: ## remove the environment and everything built

@@ -18,13 +18,17 @@ at once, so that its figure is what is in use.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -48,9 +52,16 @@ from shardfn import P, interop
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import transformers
+    import transformers as _transformers
+
+transformers: Any = _transformers
 
 CONTEXT, ROWS = 128, 2
+LARGE = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 11, "vocab_size": 16384}
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 GIVES_BACK = KEEPS_MEMORY | {"MALLOC_MMAP_THRESHOLD_": "1000000", "MALLOC_TRIM_THRESHOLD_": "1000000"}
 Step = Callable[[], Tensor]
 
@@ -112,7 +123,7 @@ def by_interop(sizes: dict[str, int], **options: Any) -> Step:
         loss: Tensor = out.loss / mesh.size()
         return loss
 
-    return stepping(params, loss_fn, mesh, model.module.config.vocab_size)
+    return stepping(params, loss_fn, mesh, config(**sizes).vocab_size)
 
 
 def by_hand(sizes: dict[str, int]) -> Step:
@@ -155,29 +166,32 @@ def by_hand(sizes: dict[str, int]) -> Step:
 
     def loss_fn(params: Any, rows: Tensor) -> Tensor:
         blocks = [params[f"model.layers.{i}"] for i in range(c.num_hidden_layers)]
-        ordered = sf.layers([params["model.embed_tokens"], *blocks, (params["model.norm"], params["lm_head"])])
-        x = first(ordered[0], rows[:, :-1])
-        for p in ordered[1:-1]:
+        embedding, *layers, ends = sf.layers(
+            [params["model.embed_tokens"], *blocks, [params["model.norm"], params["lm_head"]]]
+        )
+        x = first(embedding, rows[:, :-1])
+        for p in layers:
             x = layer(p, x)
-        return last(*ordered[-1], x, rows[:, 1:]) / mesh.size()
+        return last(ends[0], ends[1], x, rows[:, 1:]) / mesh.size()
 
     return stepping(params, loss_fn, mesh, c.vocab_size)
 
 
 def sharded_module(sizes: dict[str, int]) -> Any:
     """Under FSDP2, layer by layer, without values."""
-    model = module(sizes)
+    model: Any = module(sizes)
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    kind: Any = type(model.model.rotary_emb)
+    model.model.rotary_emb = kind(model.config)
     return model
 
 
 def fsdp2(sizes: dict[str, int]) -> Step:
     model = sharded_module(sizes)
-    values = _named(sf.init(interop.functional(module(sizes)).tree, 0, fill=filled))
+    values: Any = _named(sf.init(interop.functional(module(sizes)).tree, 0, fill=filled))
     set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
     optimizer, rows = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True), tokens(model.config.vocab_size)
     wanted = rows[:, 1:].contiguous()
@@ -241,3 +255,133 @@ def compared(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, 
         }
         for name in crews
     ]
+
+
+# --- loading ---
+
+
+def written(folder: str, sizes: dict[str, int]) -> None:
+    """A folder as `save_pretrained` of `transformers` writes it, in several files."""
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config(**sizes)).save_pretrained(folder, max_shard_size="100MB")
+
+
+def loads_shardfn(sizes: dict[str, int], folder: str) -> Any:
+    model = interop.functional(module(sizes), small=0)
+    return interop.load(folder, model, sf.make_mesh(data=-1, device="cpu"), sf.full_shard("data"))
+
+
+def loads_fsdp2(sizes: dict[str, int], folder: str) -> Any:
+    model = sharded_module(sizes)
+    first = dist.get_rank() == 0
+    whole = transformers.LlamaForCausalLM.from_pretrained(folder).state_dict() if first else {}
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return [p.to_local() for p in model.parameters()]
+
+
+def built_loader(
+    usage: Usage, load: Callable[[dict[str, int], str], Any], sizes: dict[str, int], folder: str, small: str
+) -> dict[str, Any]:
+    load(TINY, small)  # what is imported and made at the first use is not a parameter
+    largest = max(sum(x.nbytes for x in optree.tree_leaves(part)) for part in _sizes_of(sizes))
+
+    def loaded() -> tuple[float, float, float]:
+        gc.collect()
+        base = usage.again()
+        dist.barrier()
+        began = time.perf_counter()
+        params = load(sizes, folder)
+        dist.barrier()
+        seconds = time.perf_counter() - began
+        shards = sum(x.nbytes for x in optree.tree_leaves(params) if isinstance(x, Tensor))
+        return seconds, usage.peak() + usage.base - base - shards, largest
+
+    return {"load": loaded}
+
+
+def _sizes_of(sizes: dict[str, int]) -> list[Any]:
+    return list(interop.functional(module(sizes), small=0).tree.values())
+
+
+def loading(sizes: dict[str, int], small: dict[str, int], rounds: int) -> list[dict[str, Any]]:
+    """A row for each system."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        written(f"{folder}/large", sizes)
+        written(f"{folder}/small", small)
+        crews = {
+            name: stack.enter_context(
+                Crew(4, built_loader, load, sizes, f"{folder}/large", f"{folder}/small", environment=GIVES_BACK)
+            )
+            for name, load in (("interop.load", loads_shardfn), ("from_pretrained + FSDP2's broadcast", loads_fsdp2))
+        }
+        found: dict[str, list[Any]] = {name: [] for name in crews}
+        for _ in range(rounds):
+            for name, crew in crews.items():
+                found[name].append([max(each) for each in zip(*crew.turn("load"), strict=True)])
+        for name, each in found.items():
+            seconds, above, largest = (statistics.median(some) for some in zip(*each, strict=True))
+            rows.append(
+                {
+                    "loading 100M parameters, 4 ranks": name,
+                    "seconds": seconds,
+                    "largest stage MB": largest / 1e6,
+                    "peak above shards MB": above / 1e6,
+                    "/ largest stage": above / largest,
+                }
+            )
+    return rows
+
+
+def loading_apart(tiny: bool) -> list[dict[str, Any]]:
+    """The same by a program of its own: processes of one program all have the same malloc settings."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, "-m", "benchmarks.interop", "--loading", file.name, *(["--tiny"] if tiny else [])]
+        subprocess.run(command, check=True)
+        rows: list[dict[str, Any]] = json.loads(Path(file.name).read_text())
+    return rows
+
+
+# --- the tables ---
+
+
+def main() -> None:
+    options = parser("A Hugging Face module beside hand-written functions and FSDP2: steps, memory, loading.")
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--steps", type=int, default=3, help="in a turn")
+    options.add_argument("--tiny", action="store_true", help="models of no size, to try the command")
+    options.add_argument("--loading", type=Path, metavar="FILE", help="only write the rows of loading there")
+    args = options.parse_args()
+    if args.loading:
+        found = loading(TINY if args.tiny else LARGE, TINY, 1 if args.tiny else 3)
+        args.loading.write_text(json.dumps(found))
+        return
+    sizes = TINY if args.tiny else {}
+    systems: dict[str, tuple[Callable[..., Step], dict[str, Any]]] = {
+        "interop": (by_interop, {}),
+        "by hand": (by_hand, {}),
+        "FSDP2": (fsdp2, {}),
+        "interop, remat": (by_interop, {"remat": True}),
+    }
+    with ExitStack() as stack:
+        crews = {
+            name: stack.enter_context(Crew(2, built, make, sizes, more, environment=KEEPS_MEMORY))
+            for name, (make, more) in systems.items()
+        }
+        rows = compared(crews, args.rounds, args.steps)
+    loads = loading_apart(args.tiny)
+    ours = rows[0]
+    first = [float(row["first loss"]) for row in rows]
+    goals = [
+        Goal("step / by hand", ours["/ by hand"], 1.03),
+        Goal("step / FSDP2", ours["/ FSDP2"], 0.72),
+        Goal("peak memory / FSDP2", ours["peak / FSDP2"], 0.55),
+        Goal("first loss, relative difference between all", max(first) / min(first) - 1, 1e-5),
+        Goal("loading: peak above shards / largest stage", loads[0]["/ largest stage"], 1.2),
+        Goal("loading: time / from_pretrained + FSDP2's broadcast", loads[0]["seconds"] / loads[1]["seconds"], 1.0),
+    ]
+    publish("a Llama of transformers: one training step on 2 ranks; loading", [*rows, *loads], goals, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,7 @@ import os
 import resource
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,23 +29,39 @@ from shardfn import P, checkpoint
 Params = dict[str, Any]
 Loss = Callable[[Params, int], Tensor]  # of parameters and a step's number, whose batch is drawn inside
 Report = Callable[[int, float], None]  # of a step's number and its loss
+Look = Callable[[int, Params], None]  # of how many steps were taken, and the parameters then
 
 
 # --- the text ---
 
 
-def corpus() -> tuple[Tensor, Tensor]:
-    """The standard library's sources as bytes, for training and, one file in sixteen, for validation."""
+def sources() -> tuple[list[bytes], list[bytes]]:
+    """The files of the standard library, for training and, one in sixteen by the hash of its name, for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     kept: dict[bool, list[bytes]] = {True: [], False: []}
     for file in sorted(root.rglob("*.py")):
         name = file.relative_to(root)
         if not {"site-packages", "test", "tests"} & set(name.parts):
             kept[hashlib.blake2b(str(name).encode()).digest()[0] < 16].append(file.read_bytes())
-    held_out, training = (
-        torch.frombuffer(bytearray(b"\n".join(kept[side])), dtype=torch.uint8) for side in (True, False)
-    )
+    return kept[False], kept[True]
+
+
+def corpus() -> tuple[Tensor, Tensor]:
+    """These sources as bytes, for training and for validation."""
+    training, held_out = (torch.frombuffer(bytearray(b"\n".join(files)), dtype=torch.uint8) for files in sources())
     return training, held_out
+
+
+def bytes_tokenizer() -> Any:
+    """A tokenizer of `transformers` whose tokens are the bytes of a text, and one for its start and one for its end."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]  # which has a letter for each byte
+    made = Tokenizer(models.BPE(vocab={name: number for number, name in enumerate(names)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
 def draw(
@@ -65,23 +81,56 @@ def silent(step: int, loss: float) -> None:
     pass
 
 
-def descend(
-    loss: Loss, params: Params, mesh: DeviceMesh, optimizer: so.Optimizer, steps: int, report: Report
-) -> tuple[list[float], sf.Ledger]:
-    """Trains by the loss of a step's batch; the losses, and what the last step moved."""
+def unwatched(step: int, params: Params) -> None:
+    pass
+
+
+def adamw(rate: float, warmup: int, steps: int, decay: float, clip: float) -> so.Optimizer:
+    """On this rank's shards, clipped; a cosine after a linear warm-up. Matrices decay, vectors do not."""
+
+    def decays(path: str, shape: tuple[int, ...]) -> float:
+        return decay if len(shape) > 1 else 0.0
+
+    rates = so.warmup_cosine(rate, warmup=min(warmup, steps), steps=steps, end=rate / 10)
+    return so.chain(so.clip_by_global_norm(clip), so.adamw(rates, weight_decay=decays))
+
+
+def fit(
+    loss: Loss,
+    params: Params,
+    mesh: DeviceMesh,
+    optimizer: so.Optimizer,
+    steps: int,
+    report: Report,
+    look: Look = unwatched,
+) -> tuple[Params, list[float], sf.Ledger]:
+    """Trains by the loss of a step's batch; the parameters, the losses, and what the last step moved.
+
+    `look` is called with the number of steps that were taken, before each of them and after the last.
+    """
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
     def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
         value, grads = sf.value_and_grad(loss)(params, step)
         return *optimizer.step(params, grads, state), value
 
-    state, losses = optimizer.init(params), []
+    state, losses, log = optimizer.init(params), [], sf.Ledger()
     for step in range(steps):
-        with sf.ledger() as log:
+        look(step, params)
+        with sf.ledger() as this:
             params, state, value = train_step(params, state, step)
+        log = this
         losses.append(value.item())
         report(step, losses[-1])
-    return losses, log
+    look(steps, params)
+    return params, losses, log
+
+
+def descend(
+    loss: Loss, params: Params, mesh: DeviceMesh, optimizer: so.Optimizer, steps: int, report: Report
+) -> tuple[list[float], sf.Ledger]:
+    """As `fit`, without the parameters."""
+    return fit(loss, params, mesh, optimizer, steps, report)[1:]
 
 
 @dataclass(frozen=True)
@@ -123,8 +172,11 @@ class Saves:
 
 
 @contextlib.contextmanager
-def watched(mesh: DeviceMesh, steps: int, tokens: int = 0) -> Iterator[Report]:
-    """A progress bar on the first rank, and the function that passes it a step's loss; `tokens` are those of a step."""
+def watched(mesh: DeviceMesh, steps: int, tokens: int = 0, of_bytes: bool = True) -> Iterator[Report]:
+    """A progress bar on the first rank, and the function that passes it a step's loss.
+
+    `tokens` are those of a step; `of_bytes` says whether the loss is that of a byte.
+    """
     columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, disable=mesh.get_rank() != 0, refresh_per_second=4) as bar:
         task, began, done = bar.add_task("starting", total=steps), time.perf_counter(), 0
@@ -132,7 +184,9 @@ def watched(mesh: DeviceMesh, steps: int, tokens: int = 0) -> Iterator[Report]:
         def report(step: int, loss: float) -> None:
             nonlocal done
             done += 1
-            shown = [f"loss {loss:.3f}", f"{loss / math.log(2):.3f} bits/byte"]
+            shown = [f"loss {loss:.3f}"]
+            if of_bytes:
+                shown.append(f"{loss / math.log(2):.3f} bits/byte")
             if tokens:
                 shown.append(f"{done * tokens / (time.perf_counter() - began) / 1e3:.1f}k tokens/s")
             bar.update(task, completed=step + 1, description="  ".join([*shown, memory(mesh.device_type)]))
@@ -195,13 +249,27 @@ def complete(logits: Callable[[Tensor], Tensor], prompt: bytes, length: int, see
 
 def plot(losses: list[float], validation: float, file: Path) -> None:
     """The loss curve, in bits per byte, as a picture."""
+    levels = {"held-out files, at the end": validation / math.log(2)}
+    picture({"training batch": [loss / math.log(2) for loss in losses]}, "bits per byte", file, levels)
+
+
+def picture(
+    curves: Mapping[str, Sequence[float]],
+    label: str,
+    file: Path,
+    levels: Mapping[str, float] | None = None,
+    steps: Sequence[int] | None = None,
+) -> None:
+    """Curves over the steps, of which `steps` are the numbers, and dotted levels, as a picture."""
     from matplotlib.figure import Figure  # which takes a second to load
 
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
-    axes.plot([loss / math.log(2) for loss in losses], linewidth=0.8, label="training batch")
-    axes.axhline(validation / math.log(2), color="black", linestyle=":", label="held-out files, at the end")
-    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
+    for name, curve in curves.items():
+        axes.plot(steps or range(len(curve)), curve, linewidth=0.8, label=name, marker="o" if steps else "")
+    for name, level in (levels or {}).items():
+        axes.axhline(level, color="black", linestyle=":", label=name)
+    axes.set(xlabel="step", ylabel=label, ylim=(0, None))
     axes.legend()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150, bbox_inches="tight")
@@ -219,8 +287,8 @@ def options(description: str, steps: int) -> argparse.ArgumentParser:
     return parser
 
 
-def hybrid_arguments(description: str, axes: tuple[str, ...], out: str, steps: int) -> argparse.Namespace:
-    """Those of a run by any strategy, with checkpoints: `mesh`, `strategy`, `out` and `saves` besides."""
+def hybrid_options(description: str, axes: tuple[str, ...], out: str, steps: int) -> argparse.ArgumentParser:
+    """Those of a run by any strategy: `mesh`, `strategy` and `out` besides."""
     parser = options(description, steps)
     parser.add_argument(
         "--mesh", type=sizes_of(*axes), default="shard=-1",
@@ -232,8 +300,14 @@ def hybrid_arguments(description: str, axes: tuple[str, ...], out: str, steps: i
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path(out),
-        help="folder for checkpoints and the loss curve (default: %(default)s)",
+        help="folder for everything that the run writes (default: %(default)s)",
     )  # fmt: skip
+    return parser
+
+
+def hybrid_arguments(description: str, axes: tuple[str, ...], out: str, steps: int) -> argparse.Namespace:
+    """Those of a run by any strategy, with checkpoints: `saves` besides."""
+    parser = hybrid_options(description, axes, out, steps)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (default: none)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     args = parser.parse_args()

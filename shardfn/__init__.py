@@ -52,6 +52,7 @@ from shardfn.shards.placement import (
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
 from shardfn.shards.sharding import shard, shard_named, unshard
+from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import grad, value_and_grad
@@ -115,6 +116,7 @@ __all__ = [
     "shard_grad_op",
     "shard_map",
     "shard_named",
+    "skip",
     "stage",
     "strategy",
     "transports",

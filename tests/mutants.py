@@ -193,8 +193,8 @@ MUTANTS = [
     Mutant(
         "each rank decides what backward gathers",
         "stages/reads.py",
-        "bool(functional.psum(flag, callers(mesh, run.signature)))",
-        "reads",
+        "functional.psum(flags, callers(mesh, signature)).tolist()",
+        "flags.tolist()",
         f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
     ),
     Mutant(

@@ -8,6 +8,7 @@ from shardfn.checkpoint.huggingface import export, import_
 from shardfn.checkpoint.loading import Differences, latest, load
 from shardfn.checkpoint.saving import Pending, finish, save, save_async
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.checkpoint.torch_optimizer import load_torch_optimizer, torch_optimizer
 from shardfn.checkpoint.verifying import Damage, Verdict, verify
 
 __all__ = [
@@ -22,7 +23,9 @@ __all__ = [
     "import_",
     "latest",
     "load",
+    "load_torch_optimizer",
     "save",
     "save_async",
+    "torch_optimizer",
     "verify",
 ]

@@ -16,11 +16,11 @@ from torch import Tensor
 from shardfn.checkpoint.boxes import Box, Ints, steps, whole
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
-from shardfn.mesh.spec import is_dtensor
+from shardfn.mesh.spec import is_dtensor, joined
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit
 
-Scalar = bool | int | float | complex | str
+Scalar = bool | int | float | complex | str | tuple[Any, ...] | list[Any] | None
 SCALARS = (bool, int, float, complex, str)
 BUFFER = 2**25  # bytes of a part that is written or read at a time
 FEW = 2**16  # bytes of a part that copies of it do not share
@@ -55,6 +55,26 @@ optree.register_pytree_node(
     path_entry_type=optree.GetAttrEntry,
     namespace=optree.registry.__GLOBAL_NAMESPACE,
 )
+
+
+class Value:
+    """A leaf that is anything small of which torch's checkpoints have some: None, or a tuple or list of numbers."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Value({self.value!r})"
+
+
+@dataclass(frozen=True, eq=False)
+class Single:
+    """A leaf that is one parameter of a flat shard, by its number, under a name of its own."""
+
+    node: FlatShard | Piece
+    number: int
 
 
 @dataclass(frozen=True)
@@ -125,23 +145,31 @@ def contents(state: Any, *, shared: bool) -> Contents:
     wrong: list[str] = []
     for tokens, leaf, own in _leaves(state, (), False):
         name = _name(tokens)
-        if is_unit(leaf) and not (isinstance(leaf.values, Tensor) and _lack(leaf.values)):
+        if is_unit(leaf) and not (isinstance(leaf.values, Tensor) and lack(leaf.values)):
             _add_flat(found, tokens, leaf, shared)
+            continue
+        if type(leaf) in (Single, Value) and not shared:
+            raise TypeError(
+                f"{name} is part of what torch_optimizer made, which is for save: load_torch_optimizer(path, state) "
+                f"reads it"
+            )
+        if type(leaf) is Single:
+            _add_flat(found, tokens, leaf.node, shared, leaf.number)
             continue
         if is_unit(leaf):
             leaf = leaf.values
         if isinstance(leaf, torch.Generator):
             leaf, own = leaf.get_state(), True
-        if isinstance(leaf, Tensor) and (lack := _lack(leaf)):
-            wrong.append(f"{name} is a tensor {lack}")
+        if isinstance(leaf, Tensor) and (why := lack(leaf)):
+            wrong.append(f"{name} is a tensor {why}")
             continue
         if isinstance(leaf, Tensor) and not is_dtensor(leaf):
             _known(found, name, tokens)
             found.tensors[name] = Kind(leaf.dtype, tuple(leaf.shape))
             found.plain[name] = leaf.detach()
-        elif type(leaf) in SCALARS:
+        elif type(leaf) in SCALARS or type(leaf) is Value:
             _known(found, name, tokens)
-            found.numbers[name] = leaf
+            found.numbers[name] = leaf.value if type(leaf) is Value else leaf
         else:
             wrong.append(f"{name} is {type(leaf).__module__}.{type(leaf).__qualname__}")
             continue
@@ -153,6 +181,16 @@ def contents(state: Any, *, shared: bool) -> Contents:
             f"them (`.item()`, `str()`, `torch.as_tensor()`), or leave them out"
         )
     return found
+
+
+def parameters(tree: Any) -> Iterator[tuple[str, Any, Ints]]:
+    """Each parameter of a tree: its name, it alone as a leaf, and its whole shape."""
+    for tokens, leaf, _ in _leaves(tree, (), False):
+        if isinstance(leaf, Tensor):
+            yield _name(tokens), leaf, tuple(leaf.shape)
+        elif is_unit(leaf) and leaf.values is not None:
+            for number, keys in _keys(tokens, leaf).items():
+                yield _name(keys), Single(leaf, number), leaf.layout.whole_shape(number)
 
 
 def rebuilt(state: Any, values: dict[str, Any]) -> Any:
@@ -191,10 +229,10 @@ def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
 
 
 def _name(tokens: Iterable[Any]) -> str:
-    return ".".join(map(str, tokens)) or "value"
+    return joined(*tokens) or "value"
 
 
-def _lack(x: Tensor) -> str:
+def lack(x: Tensor) -> str:
     """Why the elements of a tensor are not all that it is, or are not there; "" of most."""
     if x.device.type == "meta":
         return "on the device meta, which has no values"
@@ -227,17 +265,16 @@ def _known(found: Contents, name: str, tokens: tuple[Any, ...]) -> None:
     found.keys[name] = tokens
 
 
-def _add_flat(found: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece, shared: bool) -> None:
+def _add_flat(
+    found: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece, shared: bool, single: int | None = None
+) -> None:
     layout: Layout = node.layout
-    numbers = range(len(layout.entries)) if is_flat(node) else node.entries  # type: ignore[union-attr]
     first = 0 if is_flat(node) else node.start  # type: ignore[union-attr]
     found.grids.append(layout.grid)
     if node.values is None:
         return
-    prefix, stage = _prefix(tokens, layout.stage)
-    names, inside, values = {}, _inside(layout), node.values.detach()
-    for number in numbers:
-        keys = (*prefix, *stage, *inside[number])
+    names, values = {}, node.values.detach()
+    for number, keys in (_keys(tokens, node) if single is None else {single: tokens}).items():
         name = names[number] = _name(keys)
         _known(found, name, keys)
         found.tensors[name] = Kind(values.dtype, layout.whole_shape(number))
@@ -245,6 +282,15 @@ def _add_flat(found: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece,
         if number in names:
             own = values[at - first : at - first + box.numel].view(box.sizes)
             found.boxes.append(LocalBox(names[number], box, own))
+
+
+def _keys(tokens: tuple[Any, ...], node: FlatShard | Piece) -> dict[int, tuple[Any, ...]]:
+    """The parameters of a node by number, each with the keys to it."""
+    layout: Layout = node.layout
+    numbers = range(len(layout.entries)) if is_flat(node) else node.entries  # type: ignore[union-attr]
+    prefix, stage = _prefix(tokens, layout)
+    inside = _inside(layout)
+    return {number: (*prefix, *stage, *inside[number]) for number in numbers}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -275,16 +321,17 @@ def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list
     return found
 
 
-def _prefix(tokens: tuple[Any, ...], stage: str) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _prefix(tokens: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The keys before a stage's own, and these; together those of the node, without the one that marks a buffer."""
-    words = tuple(stage.split(".")) if stage else ()
+    stage = layout.stage
     marked = [i for i, token in enumerate(tokens) if str(token).startswith("@")]
     if marked:
-        return tokens[: marked[0]], words
-    several = len(tokens) > 0 and _of_buffer(str(tokens[-1]))
-    for end in (len(tokens), len(tokens) - several):
-        if end >= len(words) and tuple(map(str, tokens[end - len(words) : end])) == words:
-            return tokens[: end - len(words)], tokens[end - len(words) : end]
+        return tokens[: marked[0]], tuple(stage.split(".")) if stage else ()
+    buffer = layout.partial and bool(tokens) and _of_buffer(str(tokens[-1]))
+    for end in (len(tokens) - 1, len(tokens)) if buffer else (len(tokens),):
+        for start in range(end, -1, -1):
+            if joined(*tokens[start:end]) == stage:
+                return tokens[:start], tokens[start:end]
     return tokens, ()
 
 

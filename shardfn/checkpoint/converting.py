@@ -182,6 +182,7 @@ def _nested(reader: Reader, path: Path, olds: dict[str, str], strip: str, count:
 
 
 def _stripped(keys: tuple[Any, ...], strip: str) -> tuple[Any, ...]:
+    keys = tuple(key for key in keys if str(key))  # an empty one is not in the name
     while strip and strip.startswith(f"{keys[0]}."):
         strip, keys = strip[len(f"{keys[0]}.") :], keys[1:]
     return (str(keys[0]).removeprefix(strip), *keys[1:]) if strip else keys

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
-import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,12 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.checkpoint.boxes import Box, Ints, whole
-from shardfn.checkpoint.contents import Contents, Kind, LocalBox, contents, memory, pieces
+from shardfn.checkpoint.boxes import whole
+from shardfn.checkpoint.contents import Contents, Kind, contents, memory, pieces
 from shardfn.checkpoint.disk import write_at
-from shardfn.checkpoint.loading import Differences, patterns
-from shardfn.checkpoint.safetensors import Plan, Stored, aside, begin, clear, opened, planned, publish, stored_in
+from shardfn.checkpoint.loading import Asked, by_rules, filled
+from shardfn.checkpoint.names import Rule, refuse_flat, renamed, turned
+from shardfn.checkpoint.safetensors import Plan, aside, begin, clear, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.collectives import functional
@@ -31,10 +30,7 @@ from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
 
-Rule = tuple[str, str] | tuple[str, str, str]
 STEP = 2**23  # bytes that are gathered or written at a time
-_Parsed = tuple[re.Pattern[str], str, bool]
-_log = logging.getLogger("shardfn")
 
 
 @waiting.during("sf.checkpoint.export")
@@ -86,7 +82,7 @@ def export(
 
     def planning() -> tuple[dict[str, _Kept], Plan]:
         _only_tensors(params, found)
-        kept = _kept(found.tensors, list(names), dtype)
+        kept = _kept(found.tensors, names, dtype)
         return kept, planned({one.name: one.kind for one in kept.values()}, largest, metadata or {})
 
     kept, plan = team.each(what, planning)
@@ -137,22 +133,8 @@ def import_(
         ``import_("llama", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
     finish()
-    wanted = on_each_rank(lambda: contents(like, shared=False))
-    team, path = team_of(wanted.grids), Path(path)
-    what = f"import_ {path}"
-
-    def compared() -> tuple[dict[str, _Kept], dict[str, Stored], Differences]:
-        _only_tensors(like, wanted)
-        kept, stored = _kept(wanted.tensors, list(names)), stored_in(path)
-        differ = _compared(kept, stored, patterns(ignore))
-        if differ.shapes or (strict and differ):
-            raise CheckpointError(str(differ))
-        return kept, stored, differ
-
-    kept, stored, differ = team.each(what, compared)
-    if differ and team.rank == 0:
-        _log.warning("%s, not strict: %s", what, differ)
-    team.each(what, lambda: _read(wanted, kept, stored))
+    asked = Asked("", by_rules(names), strict, ignore, converts=True)
+    filled(f"import_ {path}", Path(path), like, asked, True, check=lambda held: _only_tensors(like, held))
     return like
 
 
@@ -168,47 +150,16 @@ class _Kept:
     turned: bool
 
 
-def _kept(tensors: dict[str, Kind], rules: Sequence[Rule], dtype: torch.dtype | None = None) -> dict[str, _Kept]:
+def _kept(tensors: dict[str, Kind], rules: Iterable[Rule], dtype: torch.dtype | None) -> dict[str, _Kept]:
     """How each of our parameters is kept."""
-    parsed = _parsed(rules, tensors)
     found: dict[str, _Kept] = {}
-    owners: dict[str, str] = {}
-    for name, kind in tensors.items():
-        theirs, turned = _renamed(name, parsed)
-        if turned and len(kind.shape) < 2:
-            raise CheckpointError(f'a rule with "T" matches {name}, but of {kind} there are no two dimensions to swap')
-        if theirs in owners:
-            raise CheckpointError(f"{owners[theirs]} and {name} are both {theirs!r} there: each needs its own name")
-        owners[theirs] = name
+    for name, (theirs, swap) in renamed(tensors, rules).items():
+        kind = tensors[name]
+        if swap:
+            refuse_flat(name, kind)
         there = dtype if dtype is not None and kind.dtype.is_floating_point else kind.dtype
-        found[name] = _Kept(theirs, Kind(there, _turned(kind.shape, turned)), turned)
+        found[name] = _Kept(theirs, Kind(there, turned(kind.shape, swap)), swap)
     return found
-
-
-def _parsed(rules: Sequence[Rule], names: dict[str, Kind]) -> list[_Parsed]:
-    """The rules, each of which must match something."""
-    for rule in rules:
-        if isinstance(rule, str) or len(rule) not in (2, 3) or tuple(rule[2:]) not in ((), ("T",)):
-            raise CheckpointError(f'a rule is (regular expression, template), or these and "T", not {rule!r}')
-    parsed = [(re.compile(rule[0]), rule[1], len(rule) == 3) for rule in rules]
-    idle = [repr(pattern.pattern) for pattern, *_ in parsed if not any(map(pattern.fullmatch, names))]
-    if idle:
-        some = [*itertools.islice(names, 8)]
-        raise CheckpointError(f"no parameter matches {', '.join(idle)}; the first of them are {', '.join(some)}")
-    return parsed
-
-
-def _renamed(name: str, rules: list[_Parsed]) -> tuple[str, bool]:
-    """By the first rule that matches: the name there, and whether dimensions are swapped."""
-    for pattern, template, turned in rules:
-        match = pattern.fullmatch(name)
-        if match:
-            return match.expand(template), turned
-    return name, False
-
-
-def _turned(numbers: Ints, turned: bool) -> Ints:
-    return (*numbers[:-2], numbers[-1], numbers[-2]) if turned else numbers
 
 
 def _only_tensors(tree: Any, found: Contents) -> None:
@@ -297,45 +248,3 @@ def _write(descriptor: int, offset: int, values: Tensor, dtype: torch.dtype) -> 
         content = memory(some.to(dtype))
         write_at(descriptor, content, offset)
         offset += len(content)
-
-
-# --- reading ---
-
-
-def _compared(kept: dict[str, _Kept], stored: dict[str, Stored], ignore: list[re.Pattern[str]]) -> Differences:
-    differ = Differences()
-    for name, one in kept.items():
-        said = name if name == one.name else f"{one.name} (here {name})"
-        theirs = stored.get(one.name)
-        if theirs is None:
-            differ.missing.append(said)
-        elif theirs.shape != one.kind.shape:
-            turned = " when its last two dimensions are swapped" if one.turned else ""
-            differ.shapes[said] = str(theirs), f"{one.kind}{turned}"
-    known = {one.name for one in kept.values()}
-    differ.extra = [name for name in stored if name not in known and not any(rule.fullmatch(name) for rule in ignore)]
-    return differ
-
-
-def _read(wanted: Contents, kept: dict[str, _Kept], stored: dict[str, Stored]) -> None:
-    """Fills what this rank holds, one file after another."""
-    plain = (LocalBox(name, *piece) for name, x in wanted.plain.items() for piece in pieces(x, STEP))
-    by_file: dict[Path, list[LocalBox]] = {}
-    for local in (*wanted.boxes, *plain):
-        if kept[local.name].name in stored and local.values.numel():
-            by_file.setdefault(stored[kept[local.name].name].file, []).append(local)
-    for file, some in by_file.items():
-        with opened(file) as source, torch.no_grad():
-            for local in some:
-                one = kept[local.name]
-                try:
-                    local.values.copy_(_values(source, one, local.box))
-                except Exception as error:  # a damaged file raises almost anything
-                    raise CheckpointError(f"{file}: {one.name} cannot be read: {error}") from error
-
-
-def _values(source: Any, one: _Kept, box: Box) -> Tensor:
-    """A box of ours, of which the file is not copied."""
-    there = Box(_turned(box.offsets, one.turned), _turned(box.sizes, one.turned))
-    values: Tensor = source.get_slice(one.name)[there.within(whole(one.kind.shape))]
-    return values.mT if one.turned else values

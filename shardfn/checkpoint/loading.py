@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import whole
-from shardfn.checkpoint.contents import Contents, LocalBox, contents, generators, rebuilt
-from shardfn.checkpoint.folders import checkpoints
-from shardfn.checkpoint.reading import Reader, Wanted
+from shardfn.checkpoint.contents import Contents, Kind, LocalBox, contents, generators, rebuilt
+from shardfn.checkpoint.files import MODELS, FileReader, model_in
+from shardfn.checkpoint.folders import checkpoints, is_checkpoint, restored
+from shardfn.checkpoint.names import Name, Rule, part_with, refuse_flat, renamed, turned, turned_box
+from shardfn.checkpoint.reading import Reader
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.sources import Source, source_of
+from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.mesh import waiting
+from shardfn.mesh.spec import joined
 
 _log = logging.getLogger("shardfn")
 
@@ -63,53 +66,122 @@ def load(
     path: str | os.PathLike[str],
     like: Any,
     *,
+    part: str = "",
+    names: Iterable[Rule] = (),
     strict: bool = True,
     ignore: str | Iterable[str] = (),
     donate: bool = True,
 ) -> Any:
-    """Reads training state from a checkpoint, on all ranks together; overwrites `like` unless `donate=False`.
+    """Reads training state from files, on all ranks together; overwrites `like` unless `donate=False`.
 
-    The checkpoint is one of `save`, on any mesh and by any strategy, or of torch.distributed.checkpoint, such as
-    FSDP2's. Each rank reads the parts that it holds, one after another, and compares their checksums. In addition to
-    its shards it needs 64 MB of memory, and the largest tensor of others' checkpoints that is not contiguous there.
+    They are a checkpoint of `save`, on any mesh and by any strategy, or of torch.distributed.checkpoint, such as
+    FSDP2's; or files of whole tensors, by `torch.save` or safetensors. Each rank reads the parts that it holds, one
+    after another. Checksums are compared, but for safetensors, which has none. In addition to its shards a rank needs
+    64 MB of memory, and the largest tensor of others' checkpoints that is not contiguous there.
+
+    Of what `torch.save` wrote, `{"state_dict": {"w": w}, "epoch": 3}` say, entries are called by their keys joined by
+    dots, `state_dict.w` and `epoch`, as those of our trees. Files are mapped, and unpickled as `weights_only=True`
+    does; each rank compares the checksums of its share of them before anything is overwritten.
 
     Args:
-        path: of the checkpoint; `latest` finds one.
+        path: of a checkpoint, as `latest` finds one; of a file, or of an index of several, whatever its suffix; or of a
+            folder with `model.safetensors` or `pytorch_model.bin`, or an index of several such.
         like: a tree as `save` takes one, placed as the result is to be.
+        part: which part is read, as if it were all: the keys to it, joined by dots, `"state_dict"` or `"model"` say.
+        names: rules from our names to those in the part, as for `export`.
         strict: whether everything must be the same on both sides. If not, what is missing stays as it is in `like`,
             what is extra is ignored, other dtypes are converted, and the log of `shardfn` says so; other shapes are
             still errors.
-        ignore: regular expressions, or one; entries of the checkpoint whose whole name matches one are not wanted.
+        ignore: regular expressions, or one; entries of the part whose whole name in it matches one are not wanted.
         donate: write into `like`'s tensors and generators. If not, they stay as they are, and are copied.
 
     Returns:
-        The tree, with the checkpoint's values.
+        The tree, with the values that were read.
 
     Raises:
-        CheckpointError: what is missing, extra, of another shape or dtype, all at once; a damaged or foreign file. The
-            same on every rank. Files that are gone or too short are found before anything is overwritten; where only a
-            checksum shows damage, `like` may have been overwritten in part, and the message says what.
+        CheckpointError: what is missing, extra, of another shape or dtype, all at once; rules that do not fit; a
+            damaged or foreign file; a pickle of more than tensors, numbers, strings and containers. The same on every
+            rank. Files that are gone or too short are found before anything is overwritten; where only a checksum of a
+            checkpoint shows damage, `like` may have been overwritten in part, and the message says what.
         TypeError, ValueError: what is in `like` cannot be loaded.
 
     Example:
-        ``tree = load(latest("runs/1"), {"params": params, "state": state, "step": 0})``
+        ``tree = load(latest("runs/1"), {"params": params, "state": state, "step": 0})``, and
+        ``params = load("last.ckpt", params, part="state_dict")``
     """
     finish()
+    return filled(f"load {path}", Path(path), like, Asked(part, by_rules(names), strict, ignore), donate)
+
+
+Naming = Callable[[Contents], dict[str, Name]]
+Readers = Reader | FileReader
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one call reads.
+
+    Attributes:
+        part: where names of the source begin.
+        naming: what each of our names is in that part.
+        strict: whether everything must be the same on both sides.
+        ignore: what is not wanted, as `load` takes it.
+        converts: whether dtypes may differ.
+    """
+
+    part: str = ""
+    naming: Naming = field(default_factory=lambda: by_rules(()))
+    strict: bool = True
+    ignore: str | Iterable[str] = ()
+    converts: bool = False
+
+
+def by_rules(rules: Iterable[Rule]) -> Naming:
+    """Names by rules, as `load` takes them."""
+    return lambda held: renamed([*held.tensors, *held.numbers], rules)
+
+
+def reader_of(path: Path, team: Team) -> Readers:
+    """What reads a checkpoint, or files of whole tensors.
+
+    Raises:
+        CheckpointError: there is neither, or it is damaged.
+    """
+    if path.suffix and not path.exists() and not restored(path).exists():
+        raise CheckpointError(f"{path} cannot be read: there is no such file or folder")
+    if not path.is_dir() or not is_checkpoint(path):
+        model = model_in(path)
+        if model is not None:
+            return FileReader(model, (team.rank, team.size))
+    return Reader(source_of(path, MODELS))
+
+
+def filled(
+    what: str,
+    path: Path,
+    like: Any,
+    asked: Asked,
+    donate: bool,
+    then: Callable[[Readers], Any] | None = None,
+    check: Callable[[Contents], None] | None = None,
+) -> Any:
+    """The tree with what was read, as `load` says; `then` is run on the reader, too, and `check` before."""
     tree, held = on_each_rank(lambda: _placed(like, donate))
-    team, path, what = team_of(held.grids), Path(path), f"load {path}"
+    team = team_of(held.grids)
 
-    def compared() -> tuple[Reader, Wanted, Differences, dict[str, str]]:
-        source = source_of(path)
-        differ, names = _compared(source, held, team, patterns(ignore))
-        if differ.shapes or (strict and differ):
-            raise CheckpointError(str(differ))
+    def compared() -> tuple[Readers, Any, Differences, dict[str, Name], Any]:
+        if check is not None:
+            check(held)
+        reader = reader_of(path, team)
+        differ, names = _compared(reader.source, held, team, asked)
+        if differ.shapes or (asked.strict and differ):
+            raise CheckpointError(f"{differ}{_hint(differ, names, reader.source, asked)}")
         every = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
-        reader = Reader(source)
-        wanted = reader.wanted(LocalBox(names[one.name], one.box, one.values) for one in every if one.name in names)
+        wanted: Any = reader.wanted(_there(one, names[one.name]) for one in every if one.name in names)
         reader.check(wanted)
-        return reader, wanted, differ, names
+        return reader, wanted, differ, names, None if then is None else then(reader)
 
-    reader, wanted, differ, names = team.each(what, compared)
+    reader, wanted, differ, names, more = team.each(what, compared)
     if differ and team.rank == 0:
         _log.warning("%s, not strict: %s", what, differ)
 
@@ -125,7 +197,14 @@ def load(
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
     numbers = reader.source.numbers
-    return rebuilt(tree, {name: numbers[theirs] for name, theirs in names.items() if name in held.numbers})
+    made = rebuilt(tree, {name: numbers[one.theirs] for name, one in names.items() if name in held.numbers})
+    return made if then is None else (made, more)
+
+
+def _there(local: LocalBox, name: Name) -> LocalBox:
+    """A box of ours as one of the tensor there."""
+    values = local.values.mT if name.turned else local.values
+    return LocalBox(name.theirs, turned_box(local.box, name.turned), values)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
@@ -145,54 +224,81 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
-def _compared(
-    source: Source, wanted: Contents, team: Team, ignore: list[re.Pattern[str]]
-) -> tuple[Differences, dict[str, str]]:
+def _compared(source: Any, wanted: Contents, team: Team, asked: Asked) -> tuple[Differences, dict[str, Name]]:
     """What differs, and under which names what is wanted is to be found."""
     differ, names = Differences(), {}
+    ignore, naming = patterns(asked.ignore), asked.naming(wanted)
+    known: set[str] = set()
     for name in [*wanted.tensors, *wanted.numbers]:
-        ranks = source.by_rank.get(name)
+        inside, swap = naming[name]
+        root = not wanted.keys[name] and inside == name  # a tree that is one leaf
+        theirs = (asked.part if root and asked.part else joined(asked.part, inside)) or name
+        said = name if theirs in (name, joined(asked.part, name)) else f"{inside} (here {name})"
+        known.add(theirs)
+        ranks = source.by_rank.get(theirs)
         if ranks is not None:
             if ranks != team.size or name not in wanted.by_rank:
                 ours = f"that of {team.size} ranks" if name in wanted.by_rank else "the same on all ranks"
-                differ.shapes[name] = f"that of {ranks} ranks, each its own", ours
+                differ.shapes[said] = f"that of {ranks} ranks, each its own", ours
                 continue
-            theirs = f"{name}.rank{team.rank}"
+            theirs = f"{theirs}.rank{team.rank}"
+        if theirs in source.tensors or theirs in source.numbers:
+            names[name] = Name(theirs, swap)
+            _compare_one(differ, said, source, names[name], wanted, name)
+        elif theirs in source.others:
+            differ.shapes[said] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
         else:
-            theirs = name
-        if theirs not in source.tensors and theirs not in source.numbers:
-            differ.missing.append(name)
-            continue
-        names[name] = theirs
-        _compare_one(differ, name, source, theirs, wanted)
-    used = {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
-    differ.extra = [
-        name
-        for name in [*source.tensors, *source.numbers, *source.by_rank]
-        if name not in used
-        and name not in wanted.tensors
-        and name not in wanted.numbers
-        and not any(rule.fullmatch(name) for rule in ignore)
-    ]
+            differ.missing.append(said)
+    if asked.converts:
+        differ.kinds.clear()
+    known |= {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
+    every = [name for name in [*source.tensors, *source.numbers, *source.by_rank] if name not in known]
+    for name, short in zip(every, (_inside(name, asked.part) for name in every), strict=True):
+        if short is not None and not any(rule.fullmatch(short) for rule in ignore):
+            differ.extra.append(name)
     return differ, names
 
 
-def _compare_one(differ: Differences, name: str, source: Source, theirs: str, wanted: Contents) -> None:
-    kind, number = source.tensors.get(theirs), source.numbers.get(theirs)
+def _inside(name: str, part: str) -> str | None:
+    """The name of an entry in a part; None if it is not there."""
+    if not part or name == part:
+        return name
+    return name[len(part) + 1 :] if name.startswith(f"{part}.") else None
+
+
+def _hint(differ: Differences, names: dict[str, Name], source: Any, asked: Asked) -> str:
+    """Where all that is missing is."""
+    every = [*source.tensors, *source.numbers]
+    if asked.part and not any(_inside(name, asked.part) for name in every):
+        parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in every))
+        return f". There is no part {asked.part!r}: the first keys are {parts}"
+    if names or not differ.missing:
+        return ""
+    short = [said.partition(" (here ")[0] for said in differ.missing]
+    part = part_with(short, every)
+    return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
+
+
+def _compare_one(differ: Differences, said: str, source: Any, there: Name, wanted: Contents, name: str) -> None:
+    kind, number = source.tensors.get(there.theirs), source.numbers.get(there.theirs)
     ours = wanted.tensors.get(name)
+    if there.turned:
+        refuse_flat(name, ours)
     if ours is None or kind is None:
-        here, there = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
-        if here != there:
+        here, other = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
+        if here != other:
             where = differ.kinds if ours is None and kind is None else differ.shapes
-            where[name] = there, here
+            where[said] = other, here
         return
+    ours = Kind(ours.dtype, turned(ours.shape, there.turned))
+    more = " when its last two dimensions are swapped" if there.turned else ""
     if kind.shape != ours.shape:
-        differ.shapes[name] = str(kind), str(ours)
+        differ.shapes[said] = str(kind), f"{ours}{more}"
     elif kind.dtype != ours.dtype:
-        differ.kinds[name] = str(kind), str(ours)
+        differ.kinds[said] = str(kind), f"{ours}{more}"
 
 
-def _unusable(names: dict[str, str]) -> str:
+def _unusable(names: dict[str, Name]) -> str:
     """What a load that failed on the way may have written to, on some rank."""
     listed = list(names)
     more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""

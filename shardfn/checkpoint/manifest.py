@@ -160,8 +160,13 @@ def _end(text: bytes) -> bytes:
 
 
 def _packed(value: Scalar) -> Any:
-    return {"complex": [value.real, value.imag]} if isinstance(value, complex) else value
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    return {type(value).__name__: list(map(_packed, value))} if isinstance(value, (tuple, list)) else value
 
 
 def _unpacked(value: Any) -> Scalar:
-    return complex(*value["complex"]) if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    ((kind, parts),) = value.items()
+    return complex(*parts) if kind == "complex" else {"tuple": tuple, "list": list}[kind](map(_unpacked, parts))

@@ -46,6 +46,9 @@ CODES = {
 }
 
 
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
 @dataclass(frozen=True)
 class Plan:
     """A model that is to be written.
@@ -189,7 +192,7 @@ def stored_in(path: Path) -> dict[str, Stored]:
         path = found[0]
     if path.suffix != ".json":
         return _inside(path)
-    where = _index(path)
+    where = index(path)
     stored: dict[str, Stored] = {}
     for file in sorted(set(where.values())):
         inside = _inside(path.parent / file)
@@ -201,8 +204,12 @@ def stored_in(path: Path) -> dict[str, Stored]:
     return stored
 
 
-def _index(path: Path) -> dict[str, str]:
-    """Where each tensor is."""
+def index(path: Path) -> dict[str, str]:
+    """The file of each tensor, as an index of several files says.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not one.
+    """
     try:
         where: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
         if all(type(file) is str for file in where.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ class Source(Manifest):
     torchs: bool = False
 
     @property
+    def others(self) -> dict[str, str]:
+        """What cannot be loaded into a tree, and what it is."""
+        return dict.fromkeys(self.left_out, "neither a tensor nor a number or string")
+
+    @property
     def left_out(self) -> list[str]:
         """Names of what is neither tensor, number nor string, and is not read."""
         return [name for name in self.places if name not in self.numbers]
@@ -47,8 +53,8 @@ class Source(Manifest):
         return dcp.read_checkpoint_keys(content)
 
 
-def found_at(path: Path) -> Path:
-    """The folder of a checkpoint, whole or not.
+def found_at(path: Path, also: Sequence[str] = ()) -> Path:
+    """The folder of a checkpoint, whole or not; `also` is what else was looked for in it.
 
     Raises:
         CheckpointError: there is none.
@@ -59,17 +65,18 @@ def found_at(path: Path) -> Path:
     if not is_checkpoint(folder):
         inside = checkpoints(folder)
         hint = f"; there are {len(inside)} in it: {inside[-1]}, which latest() finds, is the newest" if inside else ""
-        raise CheckpointError(f"{path} is not a checkpoint: it has neither {MANIFEST} nor {METADATA}{hint}")
+        lacks = " nor ".join((MANIFEST, METADATA, *also))
+        raise CheckpointError(f"{path} is not a checkpoint: it has neither {lacks}{hint}")
     return folder
 
 
-def source_of(path: Path) -> Source:
-    """A checkpoint, to read from.
+def source_of(path: Path, also: Sequence[str] = ()) -> Source:
+    """A checkpoint, to read from; `also` is what else was looked for.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    folder = found_at(path)
+    folder = found_at(path, also)
     if (folder / MANIFEST).exists():
         return Source(**vars(read_manifest(folder)), folder=folder)
     found = torchs(folder)

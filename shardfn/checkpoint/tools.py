@@ -194,7 +194,7 @@ def _has_its_bytes(folder: Path) -> bool:
 
 
 def _same(a: Any, b: Any, tolerance: float) -> bool:
-    if isinstance(a, (bool, str)):
+    if isinstance(a, bool) or not isinstance(a, (int, float, complex)):
         return a == b
     return a == b or (a != a and b != b) or abs(a - b) <= tolerance
 

@@ -205,6 +205,11 @@ def _aliases(module: nn.Module, known: dict[int, Tensor]) -> Iterator[tuple[Any,
                 )
 
 
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """For each name of a parameter, aliases too, the one that stands in the tree."""
+    return _canonical(module, list(module.named_parameters(remove_duplicate=False)))
+
+
 def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
     """For each name the one that stands in the tree: where parameters are tied, the one that the model's class says."""
     first: dict[int, str] = {}

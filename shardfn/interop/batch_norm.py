@@ -55,7 +55,13 @@ def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tenso
     dims = [d for d in range(x.ndim) if d != 1]
     channel = [1, -1] + [1] * (x.ndim - 2)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    count = psum(x.numel() // x.shape[1], axis)
+    values = x.numel() // x.shape[1]
+    count = psum(values, axis)
+    if values < 2 and m.training and int(count) < 2:
+        raise ValueError(
+            f"a batch norm that trains got one value for each channel on all ranks along {axis!r} together, which has "
+            f"no variance: the input has shape {tuple(x.shape)}"
+        )
     mean = pvary(psum(wide.sum(dims), axis), axis) / count
     away = wide - mean.view(channel)
     var = pvary(psum(away.square().sum(dims), axis), axis) / count
@@ -64,7 +70,7 @@ def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tenso
         share = 1.0 / m.num_batches_tracked.to(wide.dtype) if m.momentum is None else m.momentum
         with torch.no_grad():
             m.running_mean.add_((mean.detach() - m.running_mean) * share)
-            m.running_var.add_((var.detach() * (count / (count - 1)) - m.running_var) * share)
+            m.running_var.add_((var.detach() * count / (count - 1) - m.running_var) * share)
     out = away * torch.rsqrt(var + m.eps).view(channel)
     if m.weight is not None:
         out = out * m.weight.view(channel)

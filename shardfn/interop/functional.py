@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardfn.compat import functorch
 from shardfn.interop import recorders
 from shardfn.interop.anatomy import Anatomy, Part, placed, taken_apart
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, synchronised
 from shardfn.interop.boundaries import Boundaries
-from shardfn.interop.structures import Forms
+from shardfn.interop.structures import Forms, is_cache
+from shardfn.interop.tensor_parallel import Following, Region, TensorParallel
+from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh.grid import AxisName
+from shardfn.mesh.scope import current_mesh, mesh_of, scope
+from shardfn.mesh.spec import P
 from shardfn.mesh.which import Chosen, Which, chosen
-from shardfn.shards.layout import FlatShard
-from shardfn.shards.sharding import unshard
+from shardfn.shards.layout import FlatShard, is_flat
+from shardfn.shards.sharding import Specs, unshard
 from shardfn.stages.signature import cast
 from shardfn.stages.stage import layers, stage
 
@@ -37,6 +42,8 @@ def functional(
     mutable: Which = (),
     small: int = SMALL,
     sync_batch_norm: AxisName | None = None,
+    tensor: Table | Literal["auto"] | None = None,
+    tensor_axis: str = "tensor",
     compile: bool | Mapping[str, Any] = False,  # what torch calls it
     **stage_options: Any,
 ) -> Functional:
@@ -58,6 +65,9 @@ def functional(
         mutable: which buffers the module changes in forward, by patterns; those of batch norms are known.
         small: what holds fewer parameters than this, and was not chosen, is loose.
         sync_batch_norm: the axes over which a batch is cut: batch norms use the statistics of all of it.
+        tensor: how tensor parallelism cuts layers: a table of ends of module paths -> words, such as `interop.LLAMA`
+            and `interop.GPT2`; or "auto", the table that the model's classes ship. Pass `specs=model.specs` to `shard`.
+        tensor_axis: the mesh axis that cuts them; where the mesh has no such axis, they are whole.
         compile: True, or the arguments of `torch.compile`, which the forward of each stage goes through.
         stage_options: `remat`, `reshard`, `prefetch`, `gather_dtype`, ... of `shardfn.stage`, for all of them.
 
@@ -80,9 +90,17 @@ def functional(
             f"functional: unknown option {', '.join(unknown)}; besides its own it takes those of shardfn.stage: "
             f"{', '.join(sorted(_STAGE_OPTIONS))}"
         )
+    if not isinstance(compile, (bool, Mapping)):
+        raise TypeError(f"functional: compile={compile!r}; it is True, or a dict of arguments of torch.compile")
+    if not (sync_batch_norm is None or isinstance(sync_batch_norm, (str, tuple))):
+        raise TypeError(f"functional: sync_batch_norm={sync_batch_norm!r}; it is the name of a mesh axis, or several")
     rules = chosen(loose, "loose"), chosen(mutable, "mutable")
+    stage(_revealed, **stage_options)  # what is wrong with these is said before the module is touched
+    if isinstance(module, nn.Module):
+        _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
+    plan = None if tensor is None else planned(module, tensor, tensor_axis)
     anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"))
-    return Functional(module, anatomy, rules[1], sync_batch_norm, compile, stage_options)
+    return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
 
 
 _STAGE_OPTIONS = {"remat", "reshard", "prefetch", "gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"}
@@ -99,6 +117,7 @@ class Functional:
         names: every name that the module has for a parameter -> the one in the tree; they differ where it is tied.
         module: the shell.
         stages: paths of the stages.
+        specs: how `tensor` cuts parameters, as `shard(specs=...)` takes it.
     """
 
     def __init__(
@@ -107,6 +126,7 @@ class Functional:
         anatomy: Anatomy,
         mutable: Chosen,
         sync_batch_norm: AxisName | None,
+        plan: TensorPlan | None,
         compile: bool | Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
@@ -115,6 +135,7 @@ class Functional:
         self._keys = frozenset(anatomy.tree)
         self._loose, self._place = anatomy.loose, anatomy.place
         self._changing = _changing(module, anatomy.buffers, mutable)
+        self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
         self._running = _Running()
         self._order: tuple[str, ...] = ()
         self._elsewhere: dict[torch.device, dict[str, Tensor]] = {}
@@ -123,16 +144,24 @@ class Functional:
         }
         if sync_batch_norm is not None:
             self._instead = {m: synchronised(m, sync_batch_norm) for m in module.modules() if is_batch_norm(m)}
+        self.specs: Specs = P() if plan is None else plan.spec
+        self._tensor = None if plan is None else TensorParallel(plan)
+        if self._tensor is not None:
+            self._instead |= self._tensor.forwards
         self._units = {
             path: _Unit(self, part, self._within(part.module), compile, options) for path, part in anatomy.parts.items()
         }
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
         self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
+        self._region = self._region_of("", set(module.modules()) - inside)
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
         self._reveal = stage(_revealed, **revealing)
 
     def _within(self, module: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
         return {m: self._instead[m] for m in module.modules() if m in self._instead}
+
+    def _region_of(self, path: str, modules: Iterable[nn.Module]) -> Region | None:
+        return None if self._tensor is None else self._tensor.region(path, modules)
 
     def __call__(
         self,
@@ -168,7 +197,12 @@ class Functional:
                 f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
-        _refuse_checkpointing(self.module)
+        _refuse_checkpointing(self._checkpointing)
+        if unknown := set(buffers or ()) - set(self.buffers):
+            raise ValueError(
+                f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
+                f"{_some(list(self.buffers))}"
+            )
         self._place.device = device or self._place.device
         known = {**self._buffers_on(self._place.device), **(buffers or {})}
         run = _Run(params, known, frozenset(changing))
@@ -176,11 +210,17 @@ class Functional:
         ahead = self._announced(params)
         before, self._running.now = self._running.now, run
         try:
-            with _replaced(self._around), _whole(self._loose, loose, run) as changed:
+            with (
+                _replaced(self._around),
+                _whole(self._loose, loose, run) as changed,
+                _along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
+            ):
                 if method == "generate" and _all_ranks_run(params):
                     kwargs.setdefault("synced_gpus", True)
                 target = self.module if method == "__call__" else getattr(self.module, method)
                 out = target(*args, **kwargs)
+                if followed is not None:
+                    followed.check(out)
         finally:
             self._running.now = before
         del ahead
@@ -252,7 +292,8 @@ class _Unit:
         options: Mapping[str, Any],
     ) -> None:
         self.part, self.model, self.instead, self.forms = part, model, instead, Forms()
-        self.forward = instead.get(part.module, part.module.forward)
+        self.region = model._region_of(part.path, part.module.modules())
+        self.forward = self.eager = instead.get(part.module, part.module.forward)
         self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
         if compile:
             self.forward = torch.compile(self.forward, **({} if compile is True else compile))
@@ -278,6 +319,9 @@ class _Unit:
         leaves, form = self.forms.flatten((args, kwargs))
         if torch.is_grad_enabled():
             _refuse_caches(self.part, leaves)
+        transformed = functorch.inside_transform()
+        if transformed:
+            _refuse_hooks(self.part)
         now.trace.append(self.part.path)
         buffers = {slot.key: now.buffers[slot.key] for slot in self.part.buffers}
         changing = tuple(key for key in buffers if key in now.changing)
@@ -286,6 +330,8 @@ class _Unit:
         found, outer, changed = self.stage(own, shared, buffers, changing, leaves, form, recorders.wanted())
         found = [cast(x, self.output_dtype) for x in found] if self.output_dtype else found
         now.changed.update(changed)
+        if transformed:
+            _refuse_kept(self.part)
         out, recorded = self.forms.unflatten(found, outer)
         recorders.hand_on(recorded)
         return out
@@ -309,10 +355,34 @@ class _Unit:
             _buffers(part, buffers, changing) as changed,
             _replaced(self.instead),
             recorders.recording(wanted) as recorded,
+            _NOTHING
+            if self.region is None
+            else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
         ):
-            out = self.forward(*args, **kwargs)
+            out = (self.forward if followed is None else self.eager)(*args, **kwargs)
         found, outer = self.forms.flatten((out, recorded))
+        if followed is not None:
+            followed.check(found)
         return found, outer, changed
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _along_tensor(
+    region: Region | None, module: nn.Module, given: Sequence[Any], loose: Part, params: Any
+) -> Iterator[Following | None]:
+    """For what is loose and cut, axis names mean those of the parameters' mesh, as inside stages."""
+    if region is None:
+        yield None
+        return
+    shards = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)] if current_mesh() is None else []
+    with (
+        scope(mesh_of(shards[0].layout.grid, "the model")) if shards else _NOTHING,
+        region.entered(module.training, given, [*loose.own, *loose.shared], again=False) as followed,
+    ):
+        yield followed
 
 
 def _arguments(params: Any, part: Part) -> tuple[Any, dict[str, Any]]:
@@ -395,7 +465,7 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
 
 def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
     for x in leaves:
-        if type(x).__name__.endswith("Cache"):
+        if is_cache(x):
             raise TypeError(
                 f"{part.path} is given a {type(x).__name__}, into which it would write activations while gradients are "
                 f"recorded: pass use_cache=False to the model (or set it in its config), or generate under "
@@ -403,9 +473,36 @@ def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
             )
 
 
-def _refuse_checkpointing(module: nn.Module) -> None:
-    for path, m in module.named_modules():
-        if m.__dict__.get("gradient_checkpointing") is True and module.training:
+def _refuse_hooks(part: Part) -> None:
+    """Under torch.func's own transforms nobody sees what a hook kept; `sf.grad` and backward() look for it."""
+    for path, m in part.module.named_modules() if any(m._forward_hooks for m in part.module.modules()) else ():
+        for hook in m._forward_hooks.values() if path else ():  # those of the stage itself run outside of it
+            if getattr(hook, "__module__", "") != recorders.HOOKS:
+                raise RuntimeError(
+                    f"{part.path}.{path} has a forward hook, {getattr(hook, '__qualname__', hook)}, inside a stage: "
+                    f"under torch.func what it keeps would have no gradient, silently. Put it on the stage's module "
+                    f"{part.path}, remove it, or use shardfn.grad, which raises an error if what it kept is used"
+                )
+
+
+def _refuse_kept(part: Part) -> None:
+    """Likewise for attributes."""
+    for path, m in part.module.named_modules():
+        for name, held in vars(m).items():
+            some = held if isinstance(held, (list, tuple)) else (held,)
+            if name[0] == "_" or not any(isinstance(x, Tensor) and x.requires_grad for x in some):
+                continue
+            if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
+                continue  # a weight that is computed before each forward
+            raise RuntimeError(
+                f"{_joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
+                f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
+            )
+
+
+def _refuse_checkpointing(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    for path, m in modules:
+        if getattr(m, "gradient_checkpointing", False) is True and m.training:
             raise TypeError(
                 f"{path or type(m).__name__} checkpoints activations by itself, inside which a stage cannot run: call "
                 f"model.module.gradient_checkpointing_disable(), and pass remat=True to functional"

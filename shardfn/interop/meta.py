@@ -5,11 +5,30 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+_DRAWS = {
+    Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_, Tensor.normal_,
+    Tensor.random_, Tensor.uniform_,
+}  # fmt: skip
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out drawing numbers for tensors that cannot have them, which torch takes milliseconds for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
+            target = args[0] if args else kwargs.get("tensor")
+            if isinstance(target, Tensor) and target.is_meta:
+                return target
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -41,6 +60,7 @@ def meta() -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(without_values)  # type: ignore[arg-type]
     try:
-        yield
+        with _NothingDrawn():
+            yield
     finally:
         hook.remove()

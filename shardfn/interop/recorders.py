@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+HOOKS = "transformers.utils.output_capturing"
+"""The module of `transformers` that has these hooks."""
+
 
 def _collector() -> Any:
     """Where `transformers` says what is being recorded; None where it is not loaded, or has no such thing."""
-    module = sys.modules.get("transformers.utils.output_capturing")
+    module = sys.modules.get(HOOKS)
     return getattr(module, "_active_collector", None)
 
 

@@ -7,6 +7,7 @@ Stages take any pytree, but know only optree's nodes; models return what torch's
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from torch.utils import _pytree
@@ -34,9 +35,10 @@ class Forms:
 
     def flatten(self, tree: Any) -> tuple[tuple[Any, ...], int]:
         """The leaves, and the number of what is around them."""
-        leaves, spec = _pytree.tree_flatten(tree)
+        keep = is_cache if _caches_are_nodes(len(_pytree.SUPPORTED_NODES)) else None
+        leaves, spec = _pytree.tree_flatten(tree, is_leaf=keep)
         if any(map(_is_record, leaves)):
-            leaves, spec = _pytree.tree_flatten(_unpacked(tree))
+            leaves, spec = _pytree.tree_flatten(_unpacked(tree), is_leaf=keep)
         for number, one in enumerate(self.known):
             if one is spec or one == spec:
                 return tuple(leaves), number
@@ -49,8 +51,19 @@ class Forms:
         return _packed(tree) if _has_fields(self.known[number]) else tree
 
 
+def is_cache(x: Any) -> bool:
+    """Whether it is a cache of keys and values, which is written to: it stays the object that it is."""
+    return type(x).__name__.endswith("Cache")
+
+
+@functools.lru_cache(maxsize=8)
+def _caches_are_nodes(nodes: int) -> bool:
+    """Whether some library registered its caches, as exports do, so that flattening would take them apart."""
+    return any(kind.__name__.endswith("Cache") for kind in _pytree.SUPPORTED_NODES)
+
+
 def _is_record(x: Any) -> bool:
-    return dataclasses.is_dataclass(x) and not isinstance(x, type)
+    return dataclasses.is_dataclass(x) and not isinstance(x, type) and not is_cache(x)
 
 
 def _unpacked(tree: Any) -> Any:

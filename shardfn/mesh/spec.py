@@ -83,7 +83,8 @@ class ByPath:
 def by_path(rules: Iterable[tuple[str, P | EllipsisType]], *, strict: bool = True) -> ByPath:
     """Specs for a whole tree by the paths of its leaves: the first rule that matches a path gives its spec.
 
-    A path is the keys from the root of the subtree that the rules stand for, joined by dots: `blocks.0.attn.q`.
+    A path is the keys from the root of the subtree that the rules stand for, joined by dots: `blocks.0.attn.q`. An
+    empty key adds nothing to it.
 
     Args:
         rules: `(regular expression, spec)`; the expression must match the whole path.
@@ -246,9 +247,19 @@ def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "v
     return tuple(n * (cuts[dim] if dim < len(cuts) else 1) for dim, n in enumerate(shape))
 
 
+def joined(*words: Any) -> str:
+    """The path of these keys, or paths, one after another: joined by dots, where an empty one adds nothing.
+
+    Example:
+        >>> joined("blocks", 0, "attn.q"), joined("", "norm.weight")
+        ('blocks.0.attn.q', 'norm.weight')
+    """
+    return ".".join(word for word in map(str, words) if word)
+
+
 def dotted(accessor: Iterable[Any]) -> str:
     """A leaf's path as `by_path` sees it: `blocks.0.w`."""
-    return ".".join(str(getattr(entry, "field", entry.entry)) for entry in accessor)
+    return joined(*(getattr(entry, "field", entry.entry) for entry in accessor))
 
 
 def _entry(entry: Any) -> Entry:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import process_groups
-from shardfn.mesh.spec import dotted
+from shardfn.mesh.spec import dotted, joined
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit
 
@@ -187,7 +187,7 @@ def _side_by_side(one: Any, other: Any) -> Iterable[tuple[str, Any, Any]]:
     leaves, tree = optree.tree_flatten(one, is_leaf=is_unit)
     with contextlib.suppress(ValueError, TypeError):
         return zip((dotted(accessor) for accessor in tree.accessors()), leaves, tree.flatten_up_to(other), strict=True)
-    return ((".".join(path), *both) for path, *both in _descended(one, other, ()))
+    return ((joined(*path), *both) for path, *both in _descended(one, other, ()))
 
 
 def _descended(one: Any, other: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, ...]]:

@@ -10,11 +10,11 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.mesh.spec import P, dotted
+from shardfn.mesh.spec import P, dotted, joined
 from shardfn.mesh.which import Which
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import Drawing, int_seed, mixed
-from shardfn.shards.sharding import Rules, Specs, agreed, refuse_sparse
+from shardfn.shards.sharding import Rules, Specs, agreed, refuse_second, refuse_sparse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -96,9 +96,12 @@ def init_sharded(
 def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     """The tensors of a tree of makers that stands at `path`."""
     accessors, leaves, tree = optree.tree_flatten_with_accessor(makers)
-    made = []
+    made: list[Any] = []
+    seen: set[str] = set()
     for accessor, leaf in zip(accessors, leaves, strict=True):
-        name = ".".join(word for word in (path, dotted(accessor)) if word)
+        name = joined(path, dotted(accessor))
+        refuse_second(name, seen)
+        seen.add(name)
         if isinstance(leaf, Tensor):
             refuse_sparse(name, leaf)
             made.append(_drawn(functools.partial(fill, name, leaf), name, seed) if fill and leaf.is_meta else leaf)

@@ -166,7 +166,7 @@ class Layout(Buffer):
         for number, entry in enumerate(self.entries):
             low, high, at = self.within(number, index)
             if low < high or (entry.numel == 0 and 0 <= at < self.piece):
-                found.append(Range(entry.path, low, high, entry.shape, self._corner(entry, rank)))
+                found.append(Range(entry.path, low, high, entry.shape, self.corner(entry, rank)))
         return found
 
     def whole_shape(self, number: int) -> tuple[int, ...]:
@@ -185,7 +185,8 @@ class Layout(Buffer):
         cut = self.cut_axes(number)
         return tuple(name for name, _ in self.grid.sizes if name not in cut)
 
-    def _corner(self, entry: Entry, rank: int) -> tuple[int, ...]:
+    def corner(self, entry: Entry, rank: int) -> tuple[int, ...]:
+        """Where in the whole parameter the value begins that a rank has."""
         cuts = [self.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]
         cuts += [0] * (len(entry.shape) - len(cuts))
         return tuple(index * length for index, length in zip(cuts, entry.shape, strict=True))

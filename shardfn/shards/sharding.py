@@ -7,7 +7,7 @@ dtypes, frozen parameters or placements.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.collectives.agree import agree
-from shardfn.compat import autograd, process_groups
+from shardfn.compat import autograd, dynamo, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import check_axes, grid_of, per_mesh
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, local_shape, sliced
+from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
 from shardfn.mesh.which import Chosen, Which, chosen
+from shardfn.shards.gathering import gathered_to, targets
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
@@ -78,37 +79,56 @@ def shard(
     return agreed(rules, "shard", lambda: rules.map_stages(tree, rules.cut))
 
 
-def unshard(tree: Any, mesh: DeviceMesh | None = None) -> Any:
-    """The whole parameters of a tree with flat shards, on every rank: the inverse of `shard`.
+def unshard(
+    tree: Any,
+    mesh: DeviceMesh | None = None,
+    *,
+    ranks: Iterable[int] | None = None,
+    to: torch.device | str | None = None,
+    only: Which | None = None,
+) -> Any:
+    """The whole parameters of a tree with flat shards: the inverse of `shard`.
 
     Of a gradient, what has none is None. Other leaves are left as they are. Linear, and differentiable as
-    `all_gather(to="invariant")` is: `V -> I`.
+    `all_gather(to="invariant")` is, `V -> I`, unless `ranks` are named.
 
     Args:
-        tree: any pytree; all ranks that have a part of it call together.
+        tree: any pytree; all ranks that have a part of it call together, with the same `ranks` and `only`.
         mesh: default: the one in scope, else the one that the tree was sharded on.
+        ranks: global ranks, which get the parameters; elsewhere there is None in each one's place, and a rank needs no
+            more memory than for what it sends: its piece of one stage. Default: all of them.
+        to: the device on which whole parameters are put, one stage before the next is gathered. Default: the mesh's.
+        only: which parameters, as patterns for their paths or a function of a path and a whole shape; there is None in
+            the place of the others, plain tensors among them. Default: all of them.
 
     Returns:
         The tree with each stage's parameters in place of its flat shards: new tensors of their whole shapes, in the
-        dtype of the shard's values, on the mesh's device.
+        dtype of the shard's values.
 
     Raises:
-        ValueError: the mesh is not the one of the shards.
+        ValueError: the mesh is not the one of the shards; `ranks` that are not in it; a pattern that matches nothing;
+            `ranks` or `only` that differ between ranks.
+        TypeError: `ranks` that are not integers; something other than patterns or a function.
+        NotImplementedError: `ranks` inside a transform.
 
     Example:
-        ``whole = unshard(params)``, then ``if mesh.get_rank() == 0: torch.save(whole, path)``
+        ``whole = unshard(params, ranks=[0], to="cpu")``, then ``if mesh.get_rank() == 0: torch.save(whole, path)``;
+        or one parameter of all, ``unshard(params, only="head.w")["head"]["w"]``
     """
-
-    def whole(stage: Any) -> Any:
-        if not is_stage(stage):
-            return stage
-        shards = stage_shards(stage)
-        return assemble([flat.layout for flat in shards], [_whole(flat, mesh) for flat in shards])
-
+    device = None if to is None else torch.device(to)
     if torch.compiler.is_compiling():
-        return optree.tree_map(whole, tree, is_leaf=is_stage)
+        with dynamo.one_graph():
+            dynamo.refuse_in_graph(None if ranks is None and only is None else _NOT_IN_A_GRAPH)
+        every = _Asked(None, None)
+        return optree.tree_map(lambda node: _made_whole(node, mesh, device, every), tree, is_leaf=is_stage)
     with waiting.during("sf.unshard"):
-        return optree.tree_map(whole, tree, is_leaf=is_stage)
+        asked = _asked(tree, mesh, ranks, only)
+        accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_stage)
+        made = (
+            _made_whole(node, mesh, device, asked) if is_stage(node) or asked.names is None else asked.plain(path, node)
+            for path, node in zip(map(dotted, accessors), nodes, strict=True)
+        )
+        return optree.tree_unflatten(spec, list(made))
 
 
 def shard_named(
@@ -236,7 +256,7 @@ class Rules:
         )
         names = [dotted(accessor) for accessor in accessors]
         walked = [
-            self._walk(child, f"{path}.{name}" if path else name, depth + 1, f, made)
+            self._walk(child, joined(path, name), depth + 1, f, made)
             for name, child in zip(names, children, strict=True)
         ]
         return optree.tree_unflatten(one_level, walked)
@@ -251,7 +271,7 @@ class Rules:
         accessors, leaves, tree = optree.tree_flatten_with_accessor(subtree, is_leaf=is_flat)
         if not leaves:
             return subtree
-        names = [".".join(word for word in (path, dotted(accessor)) if word) for accessor in accessors]
+        names = [joined(path, dotted(accessor)) for accessor in accessors]
         found: dict[Any, tuple[str, Tensor, list[int]]] = {}
         for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
             found.setdefault(self._identity(name, leaf, path), (name, leaf, []))[2].append(number)
@@ -277,6 +297,7 @@ class Rules:
         flat = FlatShard(torch.zeros(held, dtype=layout.dtype, device=self.mesh.device_type), layout)
         self.compared.append(str(layout))
         for number, entry in enumerate(layout.entries):
+            refuse_second(entry.path, self.places)
             self.places[entry.path] = (flat, number, values[entry.path].shape)
             if self.filled:
                 self.fill(flat, number, entry.path, values[entry.path])
@@ -422,25 +443,103 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
     return result
 
 
-def _whole(flat: FlatShard, mesh: DeviceMesh | None) -> list[Tensor | None]:
+class _Asked(NamedTuple):
+    """What a call of `unshard` gives: which ranks, and which parameters by name; None for all."""
+
+    ranks: tuple[int, ...] | None
+    names: frozenset[str] | None
+
+    def numbers(self, layout: Layout) -> list[int]:
+        """The parameters of a flat shard that are asked for."""
+        return [i for i, entry in enumerate(layout.entries) if self.names is None or entry.path in self.names]
+
+    def plain(self, path: str, leaf: Any) -> Any:
+        """What becomes of a leaf that is not cut."""
+        return leaf if self.names is None or path in self.names or not isinstance(leaf, Tensor) else None
+
+
+_NOT_IN_A_GRAPH = (
+    "unshard: ranks= and only= cannot be in a graph of torch.compile: call it outside of what is compiled, or without"
+)
+_ARGUMENTS = ("ranks= and only=", "Every rank passes the same")
+
+
+def _asked(tree: Any, mesh: DeviceMesh | None, ranks: Any, only: Which | None) -> _Asked:
+    """What is asked for, on which all ranks agree."""
+    if ranks is None and only is None:
+        return _Asked(None, None)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
+    grids = dict.fromkeys(leaf.layout.grid for leaf in leaves if is_flat(leaf))
+    meshes = [mesh] * bool(grids) if mesh else [mesh_of(grid, "unshard: the tree") for grid in grids]
+    try:
+        found = _Asked(
+            None if ranks is None else targets(ranks, grids),
+            None if only is None else _named(list(map(dotted, accessors)), leaves, chosen(only, "only")),
+        )
+    except (TypeError, ValueError) as error:
+        for one in meshes:
+            agree([str(error)], one, "unshard", mine=error)
+        raise
+    for one in meshes:
+        agree([f"ranks={found.ranks}", f"only={sorted(found.names or ())}"], one, "unshard", subject=_ARGUMENTS)
+    return found
+
+
+def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozenset[str]:
+    """The names of the parameters that are chosen."""
+    shapes: list[tuple[str, tuple[int, ...]]] = []
+    for path, leaf in zip(paths, leaves, strict=True):
+        if is_flat(leaf):
+            layout: Layout = leaf.layout
+            shapes += [(entry.path, layout.whole_shape(i)) for i, entry in enumerate(layout.entries)]
+        elif isinstance(leaf, Tensor):
+            shapes.append((path, tuple(leaf.shape)))
+    if unused := which.unused(name for name, _ in shapes):
+        raise ValueError(
+            f"unshard: only: nothing matches {', '.join(map(repr, sorted(unused)))}; the parameters are "
+            f"{_some([name for name, _ in shapes])}"
+        )
+    return frozenset(name for name, shape in shapes if which(name, shape))
+
+
+def _made_whole(node: Any, mesh: DeviceMesh | None, to: torch.device | None, asked: _Asked) -> Any:
+    """A stage's parameters in place of its flat shards."""
+    if not is_stage(node):
+        return node
+    shards = stage_shards(node)
+    return assemble([flat.layout for flat in shards], [_whole(flat, mesh, to, asked) for flat in shards])
+
+
+def _whole(flat: FlatShard, mesh: DeviceMesh | None, to: torch.device | None, asked: _Asked) -> list[Tensor | None]:
     layout: Layout = flat.layout
-    if flat.values is None:  # as in a gradient, of what is frozen
-        return [None] * len(layout.entries)
+    found: list[Tensor | None] = [None] * len(layout.entries)
+    numbers = asked.numbers(layout)
+    if flat.values is None or not numbers:  # without values: as in a gradient, of what is frozen
+        return found
     where = mesh_of(layout.grid, f"unshard: stage {layout.stage!r}") if mesh is None else mesh
     with scope(where):
         mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
+        if asked.ranks is not None:
+            for number, value in gathered_to(flat, asked.ranks, numbers, where, to).items():
+                found[number] = value
+            return found
         buffer = flat.values
         for name, position in layout.placement.only_at:
             buffer = _spread(buffer, layout, name, position)
         if layout.size > 1:
             buffer = functional.all_gather(buffer, layout.placement.axes, to="invariant")
-        found: list[Tensor | None] = []
-        for entry, view in zip(layout.entries, layout.views(buffer), strict=True):
-            for dim, names in enumerate(entry.spec.by_dim()):
+        views = layout.views(buffer)
+        for number in numbers:
+            view = views[number]
+            for dim, names in enumerate(layout.entries[number].spec.by_dim()):
                 if names:
                     view = functional.all_gather(view, names, dim=dim, to="invariant")
-            found.append(view.clone(memory_format=torch.contiguous_format))
+            found[number] = view.clone(memory_format=torch.contiguous_format) if to is None else _moved(view, to)
         return found
+
+
+def _moved(view: Tensor, to: torch.device) -> Tensor:
+    return view.to(to, copy=True, memory_format=torch.contiguous_format)
 
 
 def _spread(buffer: Tensor, layout: Layout, name: str, position: int) -> Tensor:
@@ -455,6 +554,15 @@ def refuse_sparse(name: str, leaf: Tensor) -> None:
     """Raises TypeError for a parameter that is not dense."""
     if leaf.layout != torch.strided:
         raise TypeError(f"{name or 'the tree'} is {leaf.layout}; parameters are dense tensors: pass its to_dense()")
+
+
+def refuse_second(name: str, others: Container[str]) -> None:
+    """Raises ValueError for the name of a parameter that another one has."""
+    if name in others:
+        raise ValueError(
+            f"two parameters are called {name!r}: a name is the keys to it joined by dots, to which an empty key adds "
+            f"nothing; rename one of them"
+        )
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

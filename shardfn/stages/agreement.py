@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _STAGES = (
     "the stages",
-    "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank",
+    "All ranks run the same stages in the same order: a branch around a stage goes the same way on every rank, and "
+    "one that has no use for it calls shardfn.skip(stage, params)",
 )
 
 

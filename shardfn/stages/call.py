@@ -48,11 +48,11 @@ class Form(NamedTuple):
     kinds: list[tuple[torch.dtype, torch.Size]]
     order: list[int]
 
-    def same(self, other: Form) -> bool:
-        """Whether two runs returned the same. A number that one measured, a time say, may be another."""
+    def same(self, other: Form, transformed: bool) -> bool:
+        """Whether a later run returned the same. A number that it measured, a time say, may be another."""
         return (
-            self.order == other.order
-            and self.kinds == other.kinds
+            self.kinds == other.kinds
+            and (_follows(self.order, other.order) if transformed else self.order == other.order)
             and self.tree == other.tree
             and all(map(_alike, self.leaves, other.leaves))
         )
@@ -67,6 +67,12 @@ class Form(NamedTuple):
             text = ", ".join(words)
         through = [i for i, k in enumerate(self.order) if k < 0]
         return _brief(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
+
+
+def _follows(first: Sequence[int], then: Sequence[int]) -> bool:
+    """Whether what is one tensor inside a transform was one before; an `x.to(x.dtype)` may be another one there."""
+    known: dict[int, int] = {}
+    return all((b >= 0 or a == b) and known.setdefault(b, a) == a for a, b in zip(first, then, strict=True))
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -153,8 +159,13 @@ class Call:
         tensors = iter([outputs[k] if k >= 0 else inputs[~k] for k in order])
         return optree.tree_unflatten(tree, [next(tensors) if leaf is _TENSOR else leaf for leaf in leaves])
 
-    def outputs(self, result: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def outputs(self, result: Any, inputs: Sequence[Tensor], transformed: bool = False) -> list[Tensor]:
         """What the call itself gives of the tensors in its result: each once, and none that came in as it is.
+
+        Args:
+            result: what the function returned.
+            inputs: the tensors that it was given.
+            transformed: whether these may belong to a transform.
 
         Raises:
             RuntimeError: an earlier run returned something else.
@@ -165,9 +176,9 @@ class Call:
         form = Form(tree, leaves, [(y.dtype, y.shape) for y in tensors], _order(tensors, inputs))
         if self.form is None:
             self.form = form
-        elif not self.form.same(form):
+        elif not self.form.same(form, transformed):
             raise RuntimeError(other_result(self.signature, str(self.form), str(form)))
-        own = dict(zip(form.order, tensors, strict=True))
+        own = dict(zip(self.form.order, tensors, strict=True))
         return [own[k] for k in sorted(own) if k >= 0]
 
     def refuse_constant(self, outputs: Sequence[Tensor]) -> None:

@@ -114,9 +114,9 @@ class Engine:
         assert run is not None, "a call runs forward before backward"
         if tape is not None:
             tape.closed = True
-        self._reclaim()
         made, call.residuals = call.residuals, None
         with in_lane(self.lane), self.alone, attributed_to(call.signature.stage, backward=True):
+            self._reclaim()
             if made is None or run.reads:
                 if run.slot is None and run.plan.nbytes:  # it gave its own back, and runs backward again
                     self.residency.take(None, run, call.signature.options.prefetch + 1)
@@ -139,8 +139,8 @@ class Engine:
         """
         front = len(tape.runs) if tape.front is None else tape.front
         for run in reversed(tape.runs[stop:front]):
-            if run.done or not any(x is not None for x in run.collected):
-                continue
+            if run.done or (run.trains and not any(x is not None for x in run.collected)):
+                continue  # for gradients that autograd has to carry on there is no place
             tape.closed = True
             with in_lane(self.lane), attributed_to(run.plan.stage, backward=True):
                 if run.reads or not run.signature.keeps_graph:
@@ -173,7 +173,7 @@ class Engine:
         call.run = run
         self._reclaim()
         if tape is not None:
-            run.collected = call.collected
+            run.collected, run.trains = call.collected, any(call.needs[: len(shards)])
             run.secondary = self.residency.secondary.get(run.key)
             tape.add(run)
         if plan.nbytes:

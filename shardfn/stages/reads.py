@@ -48,13 +48,18 @@ class Reads:
         return lent
 
     def saw(self, run: StageRun, reads: bool) -> None:
-        """Whether a call's backward will gather, which all ranks must do or none: they agree once."""
+        """Whether a call's backward will gather, which all ranks must do or none: they agree once.
+
+        Not on what none of them has computed, which says nothing of later calls.
+        """
         kind = run.kind
         if kind not in self.known:
-            mesh = self.mesh_of()
+            mesh, signature = self.mesh_of(), run.signature
             with unscheduled(), scope(mesh), torch.no_grad():
-                flag = torch.tensor(float(reads), device=run.shards[0].device)
-                self.known[kind] = bool(functional.psum(flag, callers(mesh, run.signature)))
-        run.reads = self.known[kind]
+                flags = torch.tensor([float(reads), float(signature.computes)], device=run.shards[0].device)
+                reading, computing = functional.psum(flags, callers(mesh, signature)).tolist()
+            if computing:
+                self.known[kind] = bool(reading)
+        run.reads = self.known.get(kind, False)
         if reads and not run.reads and run.slot is not None:
             run.saved = run.slot.save()

@@ -240,7 +240,8 @@ class _Arrival:
             raise RuntimeError(
                 f"it gathers for {bytes(tag[8:].tolist()).decode(errors='replace').strip()}, but the last rank along "
                 f"{' x '.join(layout.placement.axes)} for {other or 'another stage'}: ranks run different stages. "
-                f"A branch around a stage goes the same way on every rank"
+                f"A branch around a stage goes the same way on every rank, and one that has no use for it calls "
+                f"shardfn.skip(stage, params)"
             )
 
 

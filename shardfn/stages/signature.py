@@ -97,6 +97,7 @@ class Signature:
         known: plans by the dtypes of the shards.
         shares_memory: whether outputs were seen to share memory, of which transforms cannot know.
         writable: whether there are lists and dicts among the arguments.
+        computes: whether the function uses the parameters at all, or this rank only takes part.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Signature:
     known: dict[Any, GatherPlan] = field(default_factory=dict)
     shares_memory: bool = False
     writable: bool = False
+    computes: bool = True
 
     @functools.cached_property
     def stage(self) -> str:

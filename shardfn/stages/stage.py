@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import optree
@@ -117,7 +118,21 @@ def stage(
     _check_options(options)
     if fn is None:
         return functools.partial(stage, **{**vars(options), "remat": remat})
-    function, name = fn, getattr(fn, "__name__", type(fn).__name__)
+    return made(getattr(fn, "__name__", type(fn).__name__), fn, options)
+
+
+@dataclass(eq=False)
+class Made:
+    """What a stage is made of; `skipping` is what `skip` calls in its place."""
+
+    name: str
+    function: Callable[..., Any]
+    options: Options
+    skipping: Callable[..., Any] | None = None
+
+
+def made(name: str, function: Callable[..., Any], options: Options, computes: bool = True) -> Callable[..., Any]:
+    """A stage; one that does not compute takes part where other ranks call one of its name that does."""
     known: dict[Any, Signature] = {}
 
     @functools.wraps(function)
@@ -131,10 +146,12 @@ def stage(
         signature = known.get(key)
         if signature is None:
             signature = known[key] = signature_of(name, function, options, args, kwargs)
+            signature.computes = computes
         if not signature.shards:
             return function(*args, **kwargs)
         return _called(signature, leaves)
 
+    staged._shardfn_made = Made(name, function, options)  # type: ignore[attr-defined]
     return staged
 
 
@@ -248,7 +265,7 @@ class _Staged:
         leaves = with_leaves(call.leaves, (*call.signature.shards, *call.at), tensors)
         with call.surroundings.again():
             result = _composed(call.signature, leaves, call.mesh)
-        return tuple(call.outputs(result, tensors[len(call.signature.shards) :]))
+        return tuple(call.outputs(result, tensors[len(call.signature.shards) :], transformed=True))
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Outputs, and the inputs."""

@@ -32,6 +32,7 @@ class StageRun:
         secondary: what its parameters are gathered from in place of the shards.
         saved: what of its parameters it needs, where they are not gathered again.
         collected: the shards whose gradient its step takes from it, None for the others.
+        trains: whether any of the shards gets a gradient.
         done: whether its backward has run.
     """
 
@@ -47,6 +48,7 @@ class StageRun:
     secondary: Secondary | None = None
     saved: Saved | None = None
     collected: Sequence[Tensor | None] = ()
+    trains: bool = False
     done: bool = False
 
     @property

@@ -294,8 +294,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no index": (no_index, "index.json cannot be read: JSONDecodeError"),
     "other index": (other_index, "index.json cannot be read: AttributeError"),
     "swapped": (swapped, "model-00001-of-00002.safetensors has no b.w, though model.safetensors.index.json says so"),
-    "empty": (empty, "there is neither model.safetensors nor model.safetensors.index.json"),
-    "gone": (gone, "gone cannot be read: No such file"),
+    "empty": (empty, "neither manifest.json nor .metadata nor model.safetensors nor model.safetensors.index.json"),
+    "gone": (gone, "there is no folder .*gone"),
 }
 
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_imported_is_an_error_on_every_rank(world: World, tmp_pat
         if name in DAMAGED:
             DAMAGED[name][0](tmp_path / name)
     for told in world.run(wrong_imports, tmp_path):
-        assert "missing in the checkpoint: c; of another shape: a is F32 [6, 4] there, float32 [8, 4]" in told["all"]
+        assert "missing in the checkpoint: c; of another shape: a is float32 [6, 4] there, float32 [8," in told["all"]
         assert "of another shape: a is" in told["loose"]
         assert "float32 [4, 6] when its last two dimensions are swapped in the tree" in told["turned"]
         assert "in the checkpoint, but not in the tree: b.w" in told["extra"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -133,11 +134,11 @@ def test_a_function_that_returns_something_else_in_its_second_run_is_told(world:
         assert len(found) == len(WAYS) * len(CHANGES), "what is measured may differ"
         for name, message in found.items():
             way, _, change = name.partition(": ")
-            if way == "a second derivative" and change in ("no gradient", "a gradient"):
-                continue  # only autograd knows there
+            if way == "a second derivative" and change in ("no gradient", "a gradient", "a tensor twice"):
+                continue  # which nobody can know inside a transform
+            if way == "remat of some ops" and "global state that changed between forward" in message:
+                continue  # torch's own words, where other operations run
             assert "stage run ('0'): its function ran again" in message, name
             assert "a counter, a cache or a switch" in message, name
             if way == "remat, a step":
-                pattern = CHANGES[change][2]
-                with pytest.raises(RuntimeError, match=pattern):
-                    raise RuntimeError(message)
+                assert re.search(CHANGES[change][2], message), message

@@ -346,6 +346,26 @@ def test_hops_begin_in_one_order_whatever_else_is_on_a_ranks_tape(world: World, 
         assert worst(world.within(60).run(taped_on_some_ranks, strategy, where)) < 1e-12
 
 
+def frozen_unused(options: dict[str, Any]) -> list[float]:
+    """Frozen layers after one that is trained, which only rank 0's loss uses; among others that are trained."""
+    s = Setting()
+    frozen, known = sf.shard(squares(DEPTH), s.mesh, sf.full_shard("shard"), frozen=".*"), squares(DEPTH)
+
+    def loss(f: Any, ps: Any, others: Any, k: int) -> Tensor:
+        x = f(ps[0], rows()[k])
+        y = net(f, others, x)
+        return net(f, ps[1:], x + y if k == 0 else x).square().sum()
+
+    f = sf.stage(layer, **options)
+    return [s.apart(lambda ps: loss(f, ps, frozen, s.rank), lambda ps, k: loss(layer, ps, known, k)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": True}, {"reshard": False}, {"prefetch": 0}], ids=str)
+@both_sizes
+def test_a_rank_whose_loss_does_not_use_frozen_stages(world: World, options: Any) -> None:
+    assert worst(off for found in world.within(20).run(frozen_unused, options) for off in found) < 1e-12
+
+
 def other_blocks(strategy: str) -> None:
     """Half of the ranks asks for the gradient of one block, the other half for another's."""
     rank, n = dist.get_rank(), dist.get_world_size()

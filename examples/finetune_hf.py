@@ -1,0 +1,212 @@
+"""Trains a causal language model of `transformers` on Python's own sources, sharded over a hybrid mesh.
+
+    torchrun --standalone --nproc-per-node 4 -m examples.finetune_hf --model mixtral --mesh replica=2,shard=2
+    torchrun --standalone --nproc-per-node 4 -m examples.finetune_hf --from FOLDER --rate 2e-5 --dtype bfloat16 --remat
+
+The model's own code runs, untouched, as a function of its parameters: every layer is a stage, whose parameters are one
+flat shard. With `--from` these are the files of a pretrained model, of which each rank reads what it keeps, and the
+text is cut into tokens by the tokenizer in that folder; otherwise a small model of the family `--model` begins with
+random parameters, and a token is a byte. The loss is the model's own, with `num_items_in_batch`: the mean over the
+tokens of all ranks, however many each of them has. In the end the folder `--out` holds what `from_pretrained` reads,
+and a model that was read from there writes a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import shardfn as sf
+from examples.run import (
+    Params,
+    Report,
+    adamw,
+    bytes_tokenizer,
+    corpus,
+    draw,
+    fit,
+    hybrid_options,
+    picture,
+    silent,
+    watched,
+)
+from shardfn import P, interop
+
+DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
+IGNORED = -100  # the label of what is not to be predicted
+
+SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 1024}
+GATED = {"intermediate_size": 352, "num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": GATED,
+    "gpt2": {},
+    "qwen2": GATED,
+    "mistral": GATED,
+    "mixtral": {**GATED, "intermediate_size": 176, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of the run; the letters are those of the shapes below."""
+
+    batch: int = 16  # sequences a step, over all ranks: b = batch / (r s) on each
+    context: int = 128  # t tokens of a sequence
+    rate: float = 3e-3
+    warmup: int = 20
+    decay: float = 0.1
+    clip: float = 1.0
+    dtype: torch.dtype = torch.float32  # of parameters and optimizer state
+
+
+# --- the model ---
+
+
+def made(name: str, seed: int, dtype: torch.dtype, **sizes: Any) -> tuple[Any, Any]:
+    """A module with random parameters, the same on every rank, and its tokenizer."""
+    tokenizer = bytes_tokenizer()
+    special = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name, **{**SIZES, **MODELS[name], **special, **sizes})
+    return AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer
+
+
+def described(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A module without values, as a folder describes it, and its tokenizer."""
+    with interop.meta():
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    return module, AutoTokenizer.from_pretrained(folder)
+
+
+def sharded(
+    module: Any, folder: Path | None, mesh: DeviceMesh, strategy: sf.Strategy, **options: Any
+) -> tuple[interop.Functional, Params]:
+    """The module as a function, and its parameters: a folder's, or those that it has."""
+    model = interop.functional(module.eval(), **options)  # without dropout, whose masks would depend on the mesh
+    if folder is not None:
+        return model, interop.load(folder, model, mesh, strategy)
+    params = sf.shard(model.tree, mesh, strategy, frozen=model.frozen)
+    del model.tree  # whole parameters, of which every rank has its part now
+    return model, params
+
+
+# --- the loss ---
+
+
+def tokenized(tokenizer: Any, rows: Tensor, context: int) -> dict[str, Any]:
+    """Tokens and labels, `[b, t]`, of bytes `[b, n]`; short rows are filled at their ends, which nothing looks at."""
+    texts = [bytes(row.tolist()).decode(errors="ignore") for row in rows]
+    ids = [torch.tensor(one) for one in tokenizer(texts, truncation=True, max_length=context)["input_ids"]]
+    tokens, labels = (pad_sequence(ids, batch_first=True, padding_value=value) for value in (0, IGNORED))
+    return {"input_ids": tokens.to(rows.device), "labels": labels.to(rows.device)}
+
+
+def loss_fn(params: Params, model: interop.Functional, batch: dict[str, Any]) -> Tensor:
+    """Mean cross-entropy, in nats, over all predicted tokens of all ranks."""
+    count = sf.psum((batch["labels"][:, 1:] != IGNORED).sum(), DATA)  # []: a row's first token is not predicted
+    out = model(params, **batch, num_items_in_batch=count, use_cache=False)  # logits [b, t, v], of which loss is []
+    return sf.psum(out.loss, DATA)
+
+
+# --- the run ---
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run leaves behind; losses are in nats a token."""
+
+    params: Params
+    losses: list[float]  # one for each step
+    before: float  # on held-out files
+    after: float
+
+
+def train(
+    model: interop.Functional,
+    params: Params,
+    tokenizer: Any,
+    config: Config,
+    mesh: DeviceMesh,
+    data: tuple[Tensor, Tensor],
+    steps: int,
+    seed: int,
+    report: Report = silent,
+) -> Run:
+    """The same seed gives the same losses on any mesh, by any strategy, up to rounding."""
+
+    def batch(data: Tensor, *numbers: int) -> dict[str, Any]:
+        """This rank's rows; a token is seldom longer than 8 bytes."""
+        rows = draw(data, config.batch, 8 * config.context, sf.fold_in(seed, *numbers), DATA)  # [b, 8 t + 1]
+        return tokenized(tokenizer, rows, config.context)
+
+    def loss(params: Params, step: int) -> Tensor:
+        return loss_fn(params, model, batch(training, step))
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
+    def validate(params: Params) -> Tensor:
+        with torch.no_grad():
+            return torch.stack([loss_fn(params, model, batch(held_out, 0, i)) for i in range(8)]).mean()
+
+    training, held_out = (part.to(mesh.device_type) for part in data)
+    before = validate(params).item()
+    optimizer = adamw(config.rate, config.warmup, steps, config.decay, config.clip)
+    params, losses, _ = fit(loss, params, mesh, optimizer, steps, report)
+    return Run(params, losses, before, validate(params).item())
+
+
+def write(folder: Path, prompt: str, length: int, seed: int) -> str:
+    """A text by what a folder holds, on one process."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(seed)
+    tokens = tokenizer(prompt, return_tensors="pt")  # [1, n]
+    written = model.generate(**tokens, max_new_tokens=length, do_sample=True, temperature=0.8)  # [1, n + length]
+    text: str = tokenizer.decode(written[0], skip_special_tokens=True)
+    return text
+
+
+def main() -> None:
+    parser = hybrid_options("Train a causal language model of transformers.", DATA, "runs/finetune_hf", steps=200)
+    parser.add_argument("--model", choices=MODELS, default="llama", help="a small one of a family (default: llama)")
+    parser.add_argument("--from", type=Path, dest="folder", help="of a pretrained model; instead of --model")
+    parser.add_argument("--rate", type=float, default=Config.rate, help="of AdamW (default: %(default)s)")
+    parser.add_argument("--remat", action="store_true", help="compute layers again in backward, and keep their inputs")
+    parser.add_argument("--dtype", type=dtype_of, help="to gather and compute in, such as bfloat16")
+    args = parser.parse_args()
+    mesh, config = sf.make_mesh(device=args.device, **args.mesh), Config(rate=args.rate)
+    module, tokenizer = (
+        described(args.folder, config.dtype) if args.folder else made(args.model, args.seed, config.dtype)
+    )
+    model, params = sharded(module, args.folder, mesh, args.strategy, remat=args.remat, gather_dtype=args.dtype)
+    with watched(mesh, args.steps, config.batch * config.context, of_bytes=args.folder is None) as report:
+        run = train(model, params, tokenizer, config, mesh, corpus(), args.steps, args.seed, report)
+    interop.save_pretrained(args.out / "model", model, run.params, tokenizer=tokenizer)
+    if mesh.get_rank() == 0:
+        levels = {"held-out files, before": run.before, "held-out files, after": run.after}
+        picture({"training batch": run.losses}, "nats a token", args.out / "loss.png", levels)
+        print(f"held-out files: {run.before:.3f} nats a token before, {run.after:.3f} after")
+        print(f"loss curve: {args.out / 'loss.png'}, model: {args.out / 'model'}\n")
+        print(write(args.out / "model", "def main(", 200, args.seed))
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{name} is not a floating-point dtype of torch")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Files of others, in which each tensor is whole: those of `torch.save`, and of safetensors.
+
+Both are mapped into memory, so that a rank reads what it takes of them, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.checkpoint import disk, safetensors
+from shardfn.checkpoint.boxes import whole
+from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, Scalar, lack
+from shardfn.checkpoint.items import Flaw, checked
+from shardfn.checkpoint.team import CheckpointError
+from shardfn.mesh.spec import dotted, is_dtensor
+
+MODELS = (safetensors.MODEL, safetensors.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+Read = Callable[[str], Any]  # a tensor of this name, or what can be sliced like one
+ByFile = dict[Path, list[LocalBox]]
+
+
+@dataclass
+class Files:
+    """What some files hold.
+
+    Attributes:
+        tensors: their kinds by name.
+        numbers: and strings.
+        others: what cannot be loaded, and what it is.
+        places: the file of each tensor.
+        by_rank: nothing; as a checkpoint has it.
+    """
+
+    tensors: dict[str, Kind] = field(default_factory=dict)
+    numbers: dict[str, Scalar] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    places: dict[str, Path] = field(default_factory=dict)
+    by_rank: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Files) -> None:
+        """Takes in what another one has."""
+        for name in other.places.keys() & self.places.keys():
+            raise CheckpointError(f"{name} is in {self.places[name]} and in {other.places[name]}")
+        self.tensors |= other.tensors
+        self.numbers |= other.numbers
+        self.others |= other.others
+        self.places |= other.places
+
+
+def model_in(path: Path) -> Path | None:
+    """The file, or the index of several, that a path is or a folder has; None for anything else."""
+    if path.is_dir():
+        return next((path / name for name in MODELS if (path / name).exists()), None)
+    return path if path.exists() else None
+
+
+class FileReader:
+    """Reads boxes of whole tensors; as `Reader` does from a checkpoint.
+
+    `share=(i, n)` is for reader number i of n that read together.
+    """
+
+    def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
+        self.source, self._share = Files(), share
+        self._torchs: dict[Path, dict[str, Tensor]] = {}
+        where = safetensors.index(path) if path.suffix == ".json" else {"": path.name}
+        if all(file.endswith(".safetensors") for file in where.values()):
+            self.source.add(_of_safetensors(path))
+            return
+        for file in (path.parent / name for name in sorted(set(where.values()))):
+            found, self._torchs[file] = _of_torch(file)
+            names = [name for name in where if where[name] == file.name]
+            lacking = [name for name in names if name and name not in found.places]
+            if lacking:
+                raise CheckpointError(f"{file} has no {', '.join(lacking)}, though {path.name} says so")
+            self.source.add(found)
+
+    def wanted(self, targets: Iterable[LocalBox]) -> ByFile:
+        """The boxes to fill by file."""
+        found: ByFile = {}
+        for target in targets:
+            found.setdefault(self.source.places[target.name], []).append(target)
+        return found
+
+    def check(self, wanted: ByFile) -> None:
+        """Compares the checksums that files of torch's have, of this reader's share of the records in all of them.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        del wanted
+        for file in self._torchs:
+            _compare(file, True, self._share)
+
+    def fill(self, wanted: ByFile) -> None:
+        """Fills each box's values, of whatever dtype, from the tensor of its name.
+
+        Raises:
+            CheckpointError: a file is gone or damaged.
+        """
+        for file, some in wanted.items():
+            with self._opened(file) as read, torch.no_grad():
+                for target in some:
+                    if target.box.numel:
+                        self._fill(file, read, target)
+
+    def _fill(self, file: Path, read: Read, target: LocalBox) -> None:
+        shape = self.source.tensors[target.name].shape
+        try:
+            target.values.copy_(read(target.name)[target.box.within(whole(shape))])
+        except Exception as error:  # a damaged file raises almost anything
+            raise CheckpointError(f"{file}: {target.name} cannot be read: {error}") from error
+
+    @contextlib.contextmanager
+    def _opened(self, file: Path) -> Iterator[Read]:
+        if file in self._torchs:
+            yield self._torchs[file].__getitem__
+            return
+        with safetensors.opened(file) as source:
+            yield source.get_slice
+
+
+def _of_safetensors(path: Path) -> Files:
+    found = Files()
+    for name, one in safetensors.stored_in(path).items():
+        found.places[name] = one.file
+        if one.dtype in safetensors.DTYPES:
+            found.tensors[name] = Kind(safetensors.DTYPES[one.dtype], one.shape)
+        else:
+            found.others[name] = str(one)
+    return found
+
+
+def _of_torch(file: Path) -> tuple[Files, dict[str, Tensor]]:
+    """What `torch.save` wrote, under names as of our trees, and the mapped tensors."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(_unpickled(file))
+    found, mapped = Files(), {}
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        name = dotted(accessor) or "value"
+        if name in found.places:
+            raise CheckpointError(f"{file}: two things in it have the name {name!r}: save it again without one of them")
+        found.places[name] = file
+        if type(leaf) in SCALARS:
+            found.numbers[name] = leaf
+        elif isinstance(leaf, Tensor) and not is_dtensor(leaf) and not lack(leaf):
+            found.tensors[name], mapped[name] = Kind(leaf.dtype, tuple(leaf.shape)), leaf.detach()
+        else:
+            what = "a DTensor" if is_dtensor(leaf) else f"a tensor {lack(leaf)}" if isinstance(leaf, Tensor) else ""
+            found.others[name] = what or f"a {type(leaf).__name__}"
+    return found, mapped
+
+
+def _unpickled(file: Path) -> Any:
+    """Containers, numbers, strings, and tensors whose elements stay in the file."""
+    if not zipfile.is_zipfile(file):
+        raise CheckpointError(
+            f"{file} is not what torch.save writes, or it is cut short; a file of torch before 1.6 is read by "
+            f"torch.load(path, weights_only=True), and torch.save writes it anew"
+        )
+    _compare(file, values=False)
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"[Uu]nsupported (?:global|class|operand)[^\n.]*(?:\.\w[^\n. ]*)*", str(error))
+        what = f" ({found[0]})" if found else ""
+        raise CheckpointError(
+            f"{file} holds more than tensors, numbers, strings and containers of these{what}, and loading it might run "
+            f"any program: save a module's state_dict() instead of the module; if you trust the file, read it with "
+            f"torch.load(path, weights_only=False) and save again what you need of it"
+        ) from error
+    except Exception as error:  # a damaged file raises almost anything
+        raise CheckpointError(f"{file} cannot be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> None:
+    """Compares the checksums in a file of torch's, as `checked` does."""
+    with disk.opened(file) as descriptor:
+        try:
+            checked(descriptor, 0, file.stat().st_size, values=values, share=share)
+        except Flaw as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from error

@@ -1,0 +1,368 @@
+"""Tables that say how tensor parallelism cuts a module's layers, in the words of `transformers`, and what follows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardfn.interop.anatomy import canonical_names
+from shardfn.mesh.spec import P
+
+Table = Mapping[str, str]
+"""Ends of paths of modules, with `*` for one name between dots -> a word of `WORDS`."""
+
+LLAMA: Table = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+"""The layers of models like Llama, Mistral and Qwen2."""
+
+GPT2: Table = {
+    "h.*.attn.c_attn": "qkv_colwise",
+    "h.*.attn.split_size": "divided",
+    "h.*.attn.c_proj": "rowwise",
+    "h.*.mlp.c_fc": "colwise",
+    "h.*.mlp.c_proj": "rowwise",
+}
+"""The layers of GPT-2."""
+
+WORDS = {
+    "colwise": "cut by output features; each rank goes on with its own",
+    "rowwise": "cut by input features, of which each rank has its own; the results are added up",
+    "colwise_gather_output": "as colwise, and then every rank has all features",
+    "rowwise_split_input": "as rowwise, of an input that every rank has whole",
+    "qkv_colwise": "as colwise, for queries, keys and values of equal widths, one after another in one matrix",
+    "packed_colwise": "as colwise, for two matrices, one after another in one",
+    "embedding_rowwise": "an embedding cut by rows, over the vocabulary",
+    "replicated_with_grad_allreduce": "whole, and applied to what is cut, as norms of single heads are",
+    "replicate": "whole",
+    "moe_tp_experts": "experts in parameters of three dimensions, each of which has a word too",
+}
+"""What a table says of a module, or of a parameter of experts."""
+NUMBERS = ("divided", "whole")
+"""What a table says of an integer attribute that a module's forward reads: whether the axis divides it."""
+PARTS = {"qkv_colwise": 3, "packed_colwise": 2}
+"""Matrices in one."""
+_SAME = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_BY_COLUMNS = ("colwise", "colwise_gather_output", *PARTS)
+LOCAL = ("colwise", *PARTS)
+"""After these each rank has other features."""
+COUNTS = (
+    "num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads",
+    "num_query_heads",
+)  # fmt: skip
+"""Attributes that count heads."""
+_NEVER_CUT = (
+    "layer_idx", "layer_id", "head_dim", "head_size", "attention_head_size", "num_key_value_groups", "sliding_window",
+)  # fmt: skip
+_HEAD = ("head_dim", "attention_head_size", "head_size")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A module that has a word.
+
+    Attributes:
+        path: of the module.
+        word: of `WORDS`.
+        shapes: of its parameters, whole.
+        words: of its parameters, where it holds experts.
+    """
+
+    path: str
+    word: str
+    shapes: dict[str, tuple[int, ...]]
+    words: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A module of which some layers are cut by columns, so that its forward meets some of the heads.
+
+    Attributes:
+        path: of the module.
+        divided: its attributes that a rank has a part of.
+        refused: those that must not be computed with, since nothing says whether they are of one rank or of all.
+        heads: of each layer that is cut, where it is known how wide one is.
+    """
+
+    path: str
+    divided: tuple[str, ...]
+    refused: tuple[str, ...]
+    heads: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What a table means for a module.
+
+    Attributes:
+        axis: that cuts.
+        cuts: modules with a word.
+        holders: modules that hold layers which are cut by columns.
+        specs: name in the tree -> how it is cut.
+    """
+
+    axis: str
+    cuts: dict[nn.Module, Cut]
+    holders: dict[nn.Module, Holder]
+    specs: dict[str, P]
+
+    def spec(self, path: str, shape: tuple[int, ...]) -> P:
+        """How a parameter is cut, as `shard(specs=...)` asks for it.
+
+        Raises:
+            ValueError: the module has no such parameter.
+        """
+        if path not in self.specs:
+            raise ValueError(f"specs: the module has no parameter {path!r}; specs are for model.tree as it is")
+        return self.specs[path]
+
+
+def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
+    """What a table means for a module.
+
+    Args:
+        module: whole.
+        table: or "auto", the table that the module's classes ship.
+        axis: that cuts.
+
+    Raises:
+        ValueError: an entry that matches nothing; a word that is unknown or does not fit; parameters that two entries
+            cut in two ways; "auto" for a module whose classes ship no table.
+        TypeError: something else than a table.
+    """
+    own = isinstance(table, str)
+    if isinstance(table, str) and table != "auto":
+        raise ValueError(f'functional: tensor={table!r}; it is a table, such as interop.LLAMA, or "auto"')
+    entries = _shipped(module) if isinstance(table, str) else table
+    if not isinstance(entries, Mapping) or not all(isinstance(x, str) for pair in entries.items() for x in pair):
+        raise TypeError(f"functional: tensor={table!r}; it is a dict of ends of module paths -> words")
+    paths: dict[nn.Module, str] = {m: path for path, m in module.named_modules()}
+    words, numbers, parameters = _matched(module, entries, own)
+    words = _with_ties(module, words)
+    cuts = {m: _cut(m, paths[m], word, parameters.get(m, {})) for m, word in words.items()}
+    if stray := next((m for m in parameters if words.get(m) != "moe_tp_experts"), None):
+        name = f"{paths[stray]}.{next(iter(parameters[stray]))}"
+        raise ValueError(
+            f"functional: tensor: {name} is a parameter that has a word, but {paths[stray] or 'the module'} has not: "
+            f'only experts are cut by parameters, in a module that is said to be "moe_tp_experts"'
+        )
+    return TensorPlan(axis, cuts, _holders(module, cuts, numbers, own), _specs(module, cuts, axis))
+
+
+def dims(m: nn.Module) -> tuple[int, int]:
+    """The dimensions of a linear layer's weight that are its outputs and its inputs."""
+    return (1, 0) if _is_conv1d(m) else (0, 1)
+
+
+def _is_linear(m: nn.Module) -> bool:
+    return type(m).forward is nn.Linear.forward or _is_conv1d(m)
+
+
+def _is_conv1d(m: nn.Module) -> bool:
+    """The transposed linear layer of `transformers`."""
+    return type(m).__name__ == "Conv1D" and type(m).__module__ == "transformers.pytorch_utils"
+
+
+def _shipped(module: nn.Module) -> Table:
+    """The tables of the classes of all models inside, with whole paths."""
+    found: dict[str, str] = {}
+    for path, m in module.named_modules():
+        plans = [getattr(m, "_tp_plan", None)]
+        if getattr(m, "base_model", None) is m:
+            plans.append(getattr(getattr(m, "config", None), "base_model_tp_plan", None))
+        for plan in plans:
+            found |= {f"{path}.{key}" if path else key: word for key, word in (plan or {}).items()}
+    if not any("layers" in key or "*" in key for key in found):
+        raise ValueError(
+            f'functional: tensor="auto", but the classes of {type(module).__name__} ship no table for its layers: pass '
+            f"one, interop.LLAMA or interop.GPT2 say, or a dict of module paths -> {', '.join(WORDS)}"
+        )
+    return found
+
+
+Words = dict[nn.Module, str]
+Numbers = dict[nn.Module, dict[str, str]]
+
+
+def _matched(module: nn.Module, entries: Table, own: bool) -> tuple[Words, Numbers, Numbers]:
+    """Words of modules, of integer attributes, and of parameters.
+
+    Raises:
+        ValueError: an entry that matches nothing; two that match one thing; unknown words.
+    """
+    there = list(module.named_modules(remove_duplicate=False))
+    words: Words = {}
+    numbers: Numbers = {}
+    parameters: Numbers = {}
+
+    def add(to: dict[Any, str], key: Any, word: str, path: str) -> None:
+        if to.setdefault(key, word) != word:
+            raise ValueError(f"functional: tensor: {path} is both {to[key]!r} and {word!r}: keep one of the entries")
+
+    for entry, said in entries.items():
+        word, matched = _SAME.get(said, said), False
+        if word not in WORDS and word not in NUMBERS:
+            raise ValueError(
+                f"functional: tensor: {entry!r} is {said!r}, which is not one of {', '.join((*WORDS, *NUMBERS))}: say "
+                f"it in these words, or leave it out together with what depends on it"
+            )
+        pattern = re.compile(("" if own else r"(?:.*\.)?") + re.escape(entry).replace(r"\*", r"[^.]+"))
+        for path, m in there:
+            if word in WORDS and path and pattern.fullmatch(path):
+                add(words, m, word, path)
+                matched = True
+            names = list(m._parameters) if word in WORDS else _integers(m)
+            for name in names:
+                whole = f"{path}.{name}" if path else name
+                if pattern.fullmatch(whole):
+                    add((parameters if word in WORDS else numbers).setdefault(m, {}), name, word, whole)
+                    matched = True
+        if not matched and not own:
+            raise ValueError(f"functional: tensor: nothing of {type(module).__name__} matches {entry!r} ({said})")
+    return words, numbers, parameters
+
+
+def _integers(m: nn.Module) -> list[str]:
+    return [name for name, x in vars(m).items() if isinstance(x, int) and not isinstance(x, bool)]
+
+
+def _with_ties(module: nn.Module, words: Words) -> Words:
+    """The words, and those of modules that share a weight with one that is cut over the vocabulary."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None:
+                owners.setdefault(id(p), []).append((m, name))
+    found = dict(words)
+    for m, word in words.items():
+        by_rows = word == "embedding_rowwise" or (word == "colwise_gather_output" and dims(m)[0] == 0)
+        for other, name in owners.get(id(m._parameters.get("weight")), ()) if by_rows else ():
+            if other not in found and name == "weight":
+                if type(other).forward is nn.Embedding.forward:
+                    found[other] = "embedding_rowwise"
+                elif type(other).forward is nn.Linear.forward:
+                    found[other] = "colwise_gather_output"
+    return found
+
+
+def _cut(m: nn.Module, path: str, word: str, words: dict[str, str]) -> Cut:
+    """A module and its word.
+
+    Raises:
+        ValueError: the word does not fit the module.
+    """
+    kind = f"{path} ({type(m).__name__})"
+    if word == "embedding_rowwise":
+        good = type(m).forward is nn.Embedding.forward
+        if good and (m.max_norm is not None or m.scale_grad_by_freq or m.sparse):
+            raise ValueError(
+                f"functional: tensor: {kind} has max_norm, scale_grad_by_freq or sparse gradients, with which it "
+                f"cannot be cut: leave it out of the table"
+            )
+    elif word == "moe_tp_experts":
+        _check_experts(m, kind, words)
+        good = True
+    else:
+        good = word in ("replicate", "replicated_with_grad_allreduce") or _is_linear(m)
+    if not good or (word in (*_BY_COLUMNS, "rowwise", "rowwise_split_input") and m._parameters.get("weight") is None):
+        raise ValueError(
+            f"functional: tensor: {kind} is said to be {word!r}, which is for "
+            f"{'nn.Embedding' if word == 'embedding_rowwise' else 'nn.Linear and Conv1D, with a weight of their own'}"
+        )
+    shapes = {name: tuple(p.shape) for name, p in m._parameters.items() if p is not None}
+    if word in PARTS and shapes["weight"][dims(m)[0]] % PARTS[word]:
+        raise ValueError(
+            f"functional: tensor: {kind} has {shapes['weight'][dims(m)[0]]} output features, which are not "
+            f"{PARTS[word]} equal parts as {word!r} says"
+        )
+    return Cut(path, word, shapes, words)
+
+
+def _check_experts(m: Any, kind: str, words: Mapping[str, str]) -> None:
+    if getattr(m, "is_transposed", False) or not getattr(m, "is_concatenated", True):
+        raise ValueError(
+            f"functional: tensor: the experts of {kind} are transposed or interleaved in their parameters "
+            f"{', '.join(m._parameters)}, which cannot be cut: leave them out of the table"
+        )
+    for name, p in m._parameters.items():
+        if p is not None and (p.ndim != 3 or words.get(name) not in ("colwise", "packed_colwise", "rowwise")):
+            raise ValueError(
+                f"functional: tensor: {kind} holds experts, and its parameter {name} of shape {tuple(p.shape)} is said "
+                f"to be {words.get(name)!r}: each has three dimensions, and is colwise, packed_colwise or rowwise"
+            )
+
+
+def _holders(module: nn.Module, cuts: Mapping[nn.Module, Cut], numbers: Numbers, own: bool) -> dict[nn.Module, Holder]:
+    found = {}
+    for path, m in module.named_modules():
+        below = [cuts[child] for child in m.children() if child in cuts and cuts[child].word in LOCAL]
+        if not below:
+            continue
+        said = numbers.get(m, {})
+        unsaid = [name for name in _integers(m) if name not in said and name not in _NEVER_CUT]
+        if own:  # whoever wrote the class wrote the table, so what is read is not a number of heads
+            divided, refused = [], [name for name in unsaid if name in COUNTS]
+        else:
+            divided = [name for name in unsaid if name in COUNTS]
+            refused = [name for name in unsaid if name not in COUNTS]
+        divided += [name for name, word in said.items() if word == "divided"]
+        found[m] = Holder(path, tuple(divided), tuple(refused), _heads(m, below))
+    return found
+
+
+def _heads(m: nn.Module, below: list[Cut]) -> dict[str, int]:
+    """Of the layers that are cut by columns, where the module says how wide a head is."""
+    width = next((vars(m)[name] for name in _HEAD if isinstance(vars(m).get(name), int)), 0)
+    found = {}
+    for cut in below:
+        features = cut.shapes["weight"][dims(m.get_submodule(cut.path.rpartition(".")[2]))[0]] // PARTS.get(cut.word, 1)
+        if width and features % width == 0:
+            found[cut.path] = features // width
+    return found
+
+
+def _specs(module: nn.Module, cuts: Mapping[nn.Module, Cut], axis: str) -> dict[str, P]:
+    """How each parameter is cut, by its name in the tree.
+
+    Raises:
+        ValueError: a tied one that is cut in two ways.
+    """
+    names = canonical_names(module)
+    found: dict[str, tuple[P, str]] = {}
+    for path, m in module.named_modules(remove_duplicate=False):
+        for name, p in m._parameters.items():
+            if p is None:
+                continue
+            alias = f"{path}.{name}" if path else name
+            spec = _spec(m, name, p.ndim, cuts[m], axis) if m in cuts else P()
+            before, other = found.setdefault(names[alias], (spec, alias))
+            if not before.same(spec):
+                raise ValueError(
+                    f"functional: tensor: {other} and {alias} are one parameter, but the table cuts the one as "
+                    f"{before} and the other as {spec}: give both modules words that cut it alike, or none"
+                )
+    return {name: spec for name, (spec, _) in found.items()}
+
+
+def _spec(m: nn.Module, name: str, ndim: int, cut: Cut, axis: str) -> P:
+    word = cut.words.get(name, cut.word)
+    if cut.words:
+        return P(*[None] * (ndim - 1), axis) if word == "rowwise" else P(*[None] * (ndim - 2), axis)
+    if word == "embedding_rowwise":
+        return P(axis)
+    if word in _BY_COLUMNS and name == "bias":
+        return P(axis)
+    if word in (*_BY_COLUMNS, "rowwise", "rowwise_split_input") and name == "weight":
+        return P(*[None] * dims(m)[word not in _BY_COLUMNS], axis)
+    return P()

@@ -1,0 +1,402 @@
+"""What modules do besides computing: buffers, recorded outputs, generation, several sets of parameters, and the rest.
+
+Each is compared with what the module itself does on the same rank, whose gradients are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import shardfn as sf
+from shardfn.interop import Functional, functional
+from shardfn.testing import World
+from tests.interop import zoo
+from tests.interop.test_functional import off
+
+Named = dict[str, Tensor]
+Call = Callable[..., Any]
+
+
+def meshed() -> Any:
+    return sf.make_mesh(shard=dist.get_world_size(), device="cpu")
+
+
+def mine(batch: zoo.Batch) -> zoo.Batch:
+    return {k: x.chunk(dist.get_world_size())[dist.get_rank()] for k, x in batch.items()}
+
+
+def mapped(f: Any, mesh: Any) -> Any:
+    return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)
+
+
+def summed(values: Named) -> Named:
+    for x in values.values():
+        dist.all_reduce(x)
+    return values
+
+
+def of_module(module: nn.Module, run: Callable[[Call], Tensor]) -> tuple[Tensor, Named]:
+    """The value on this rank, and the gradient of the sum over all of them."""
+    whole = {k: p.detach().clone().requires_grad_(p.requires_grad) for k, p in module.named_parameters()}
+    value = run(lambda *a, **k: functional_call(module, whole, a, k, tie_weights=True))
+    moving = [p for p in whole.values() if p.requires_grad]
+    found = iter(torch.autograd.grad(value, moving, allow_unused=True))
+    grads = {k: next(found) if p.requires_grad else None for k, p in whole.items()}
+    return value.detach(), summed(
+        {k: torch.zeros_like(whole[k]) if g is None else g.clone() for k, g in grads.items() if whole[k].requires_grad}
+    )
+
+
+def sharded(module: nn.Module, **options: Any) -> tuple[Functional, Any, Any]:
+    model = functional(module, **{"small": 512, **options})
+    mesh = meshed()
+    return model, sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen), mesh
+
+
+def away(module: nn.Module, run: Callable[[Call], Tensor], **options: Any) -> dict[str, float]:
+    """How far value and gradient are from the module's, with and without remat, in the first call and the next."""
+    value, want = of_module(copy.deepcopy(module), run)
+    found = {}
+    for remat in (False, True):
+        model, params, mesh = sharded(copy.deepcopy(module), remat=remat, **options)
+
+        for turn in range(2):
+            got, grads = mapped(sf.value_and_grad(lambda p, m=model: run(partial(m, p))), mesh)(params)
+            named = model.state_dict(grads)
+            gradient = off({k: named[k] for k in want}, want)
+            found[f"{'remat' if remat else 'plain'} {turn}"] = max(abs(float(got - value)), gradient)
+    return found
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().double()
+
+
+# --- what is recorded, dropped, kept ---
+
+
+def recorded() -> dict[str, dict[str, float]]:
+    llama, mixtral = zoo.build("llama"), zoo.build("mixtral")
+    batch = mine(zoo.text())
+
+    def states(call: Call) -> Tensor:
+        out = call(**batch, output_hidden_states=True, output_attentions=True)
+        assert len(out.hidden_states) == 4
+        assert len(out.attentions) == 3
+        return torch.stack([x.square().sum() for x in (*out.hidden_states, *out.attentions)]).sum()
+
+    def routers(call: Call) -> Tensor:
+        out = call(**batch, labels=batch["input_ids"], output_router_logits=True)
+        assert len(out.router_logits) == 2
+        return out.loss + 10 * out.aux_loss + sum(x.square().sum() for x in out.router_logits)
+
+    def dropped(name: str) -> Callable[[Call], Tensor]:
+        def run(call: Call) -> Tensor:
+            torch.manual_seed(7 + dist.get_rank())
+            return zoo.ZOO[name].loss(call(**batch), batch)[0]
+
+        return run
+
+    return {
+        "hidden states and attentions": away(llama, states),
+        "router logits": away(mixtral, routers),
+        "dropout of GPT-2": away(zoo.build("gpt2", dropout=0.2).train(), dropped("gpt2")),
+        "dropout of BERT": away(zoo.build("bert", dropout=0.2).train(), dropped("bert")),
+    }
+
+
+@pytest.mark.world(2, "processes")
+def test_what_models_record_and_drop_is_what_the_module_does(world: World) -> None:
+    for found in world.run(recorded):
+        assert {case: value for case, value in found.items() if max(value.values()) > 1e-12} == {}
+
+
+# --- outputs, methods, orders ---
+
+
+@dataclasses.dataclass
+class Answer:
+    logits: Tensor
+    extra: Tensor | None = None
+    inner: Any = None
+
+
+class Block(nn.Module):
+    """Answers with a dataclass, or with nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, quiet: bool = False) -> Any:
+        if quiet:
+            return None
+        y = torch.tanh(self.w(x))
+        return Answer(y, None, [Answer(y * 2), {"name": "twice"}])
+
+
+class Net(nn.Module):
+    """Blocks in an order that its caller chooses, each as often as it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Any:
+        for i in order:
+            assert self.blocks[i](x, quiet=True) is None
+            x = x + self.blocks[i](x).inner[0].logits
+        return Answer(x * self.scale)
+
+    def doubled(self, x: Tensor) -> Tensor:
+        found: Tensor = 2 * self(x).logits
+        return found
+
+
+class Fails(Exception):
+    pass
+
+
+def orders() -> dict[str, Any]:
+    module = seeded(Net)
+    x = zoo.numbers(4).chunk(2)[dist.get_rank()]
+    found: dict[str, Any] = {
+        "once": away(module, lambda call: call(x).logits.square().sum(), small=0),
+        "twice, and backwards": away(module, lambda call: call(x, (2, 1, 2, 0)).logits.square().sum(), small=0),
+    }
+    model, params, mesh = sharded(copy.deepcopy(module), small=0)
+    assert model.stages == ("blocks.0", "blocks.1", "blocks.2")
+
+    def gradient(order: tuple[int, ...]) -> float:
+        def run(call: Call) -> Tensor:
+            return call(x, order).logits.square().sum()
+
+        grads = mapped(sf.grad(lambda p: run(lambda *a: model(p, *a))), mesh)(params)
+        named, want = model.state_dict(grads), of_module(module, run)[1]
+        return off({k: named[k] for k in want}, want)
+
+    each = {order: gradient(order) for order in ((0, 1, 2), (2, 0, 1), (1, 1, 1), (0,), (2, 1, 0, 2, 1, 0))}
+    found["another order each step"] = {str(k): v for k, v in each.items()}
+    with torch.no_grad():
+        there = float((model(params, x, method="doubled") - module.doubled(x)).abs().max())  # type: ignore[operator]
+    unused = model.state_dict(mapped(sf.grad(lambda p: model(p, x).logits.sum()), mesh)(params))["blocks.1.unused"]
+    found["method"] = {"value": there, "unused": float(unused.abs().max())}
+
+    def broken(m: Any, args: Any) -> None:
+        raise Fails
+
+    hook = module_of(model, "blocks.1.w").register_forward_pre_hook(broken)
+    for _ in range(2):
+        with pytest.raises(Fails):
+            mapped(sf.grad(lambda p: model(p, x).logits.sum()), mesh)(params)
+    hook.remove()
+    found["after an exception"] = {"next": gradient((0, 1, 2))}
+    shell = copy.deepcopy(model.module)
+    names = [k for k, _ in module.named_parameters()]
+    assert [k for k, _ in shell.named_parameters()] == names == list(model.module.state_dict())
+    assert shell.blocks[0].w.weight.shape == (4, 4)  # type: ignore[union-attr, index]
+    there = model(model.tree, x).logits - module(x).logits.detach()
+    found["whole tensors, no mesh"] = {"value": float(there.detach().abs().max())}
+    return found
+
+
+def module_of(model: Functional, path: str) -> nn.Module:
+    return model.module.get_submodule(path)
+
+
+@pytest.mark.world(2, "processes")
+def test_blocks_in_any_order_with_outputs_of_any_kind(world: World) -> None:
+    for found in world.run(orders):
+        assert {case: value for case, value in found.items() if max(value.values()) > 1e-12} == {}
+
+
+# --- several sets of parameters, several steps, several dtypes ---
+
+
+class Pair(nn.Module):
+    """Of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)).float()).double()
+
+
+class MixedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Pair() for _ in range(2)])
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.norm(x)
+        return found
+
+
+def mixed() -> nn.Module:
+    module = seeded(MixedNet)
+    for block in module.blocks:  # type: ignore[union-attr]
+        block.b.float()
+        block.a.bias.requires_grad_(False)
+    module.norm.weight.requires_grad_(False)  # type: ignore[union-attr]
+    return module
+
+
+def several() -> dict[str, Any]:
+    batch, x = mine(zoo.text()), zoo.numbers(4).chunk(2)[dist.get_rank()]
+    found: dict[str, Any] = {}
+    policy, reference = zoo.build("llama"), zoo.build("llama")
+    with torch.no_grad():
+        for p in reference.parameters():
+            p.add_(0.01)
+    then = reference(**batch).logits.detach()
+    _, want = of_module(policy, lambda call: (call(**batch).logits - then).square().sum())
+    other = functional(reference, small=512)
+    model, params, mesh = sharded(policy)
+    frozen = sf.shard(other.tree, mesh, sf.full_shard("shard"), frozen=".*")
+
+    def preference(p: Any) -> Tensor:
+        return (model(p, **batch).logits - model(frozen, **batch).logits).square().sum()
+
+    named = model.state_dict(mapped(sf.grad(preference), mesh)(params))
+    found["two sets in one loss"] = off({k: named[k] for k in want}, want)
+
+    def halves(p: Any, rows: zoo.Batch) -> Tensor:
+        return model(p, **rows).logits.square().sum()
+
+    parts = [{k: x.chunk(2)[i] for k, x in batch.items()} for i in range(2)]
+    total, want = of_module(zoo.build("llama"), lambda call: call(**batch).logits.square().sum())
+    value, grads = mapped(lambda p: sf.accumulate(halves, parts)(p), mesh)(params)
+    named = model.state_dict(grads)
+    found["accumulated"] = max(off({k: named[k] for k in want}, want), abs(float(value / total) - 1))
+    found["mixed dtypes, frozen ones"] = max(
+        v for v in away(mixed(), lambda call: call(x).square().sum(), small=0).values()
+    )
+
+    kinds: dict[str, torch.dtype] = {}
+    low, cut, mesh = sharded(zoo.build("llama").float(), gather_dtype=torch.bfloat16)
+    for path in ("model.layers.0.mlp.up_proj", "model.norm", "model.embed_tokens"):
+        module_of(low, path).register_forward_pre_hook(lambda m, _, path=path: kinds.update({path: m.weight.dtype}))
+    value = mapped(lambda p: low(p, **batch).logits, mesh)(cut)
+    peer = zoo.build("llama").bfloat16()(**batch).logits
+    found["dtypes"] = sorted(set(map(str, kinds.values()))), len(kinds), str(value.dtype)
+    found["bfloat16"] = float((value - peer).abs().max() / peer.abs().max())
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_one_shell_serves_several_sets_steps_and_dtypes(world: World) -> None:
+    for found in world.run(several):
+        for case in ("two sets in one loss", "accumulated"):
+            assert found[case] < 1e-12, case
+        assert found["mixed dtypes, frozen ones"] < 1e-6  # some of it is in float32
+        assert found["dtypes"] == (["torch.bfloat16"], 3, "torch.bfloat16")
+        assert found["bfloat16"] < 2e-2
+
+
+# --- compiled, generated ---
+
+
+def compiled() -> dict[str, Any]:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    batch = mine(zoo.text())
+    found: dict[str, Any] = {}
+    for name in ("llama", "bert"):
+        counter.clear()
+        module = zoo.build(name)
+
+        def run(call: Call, name: str = name) -> Tensor:
+            return zoo.ZOO[name].loss(call(**batch), batch)[0]
+
+        value, want = of_module(copy.deepcopy(module), run)
+        model, params, mesh = sharded(module, compile={"backend": counter})
+        frames = []
+        for _ in range(3):
+            got, grads = mapped(sf.value_and_grad(lambda p, m=model, run=run: run(partial(m, p))), mesh)(params)
+            frames.append(counter.frame_count)
+        named = model.state_dict(grads)
+        found[name] = max(abs(float(got - value)), off({k: named[k] for k in want}, want)), frames
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_compiled_layers_are_equal_and_compiled_once(world: World) -> None:
+    for found in world.run(compiled):
+        for distance, frames in found.values():
+            assert distance < 1e-12
+            assert frames[0] == frames[1] == frames[2] > 0
+
+
+def generated(name: str) -> tuple[dict[str, bool], int]:
+    """Whether what is generated is what the module does, by case; and how long the ranks' own prompts became."""
+    tokens, module = zoo.tokens(), zoo.build(name).eval()
+    module.generation_config.pad_token_id = 0  # type: ignore[union-attr]
+    asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
+    rank = dist.get_rank()
+    own = tokens[:1] if rank == 0 else tokens[1:3, :5]
+    free = module.generate(own, **asked)  # type: ignore[operator]
+    # An end that the ranks' own prompts come to after different numbers of tokens.
+    asked["eos_token_id"] = int(free[0, own.shape[1] + 1]) if rank == 0 else 99
+    prompts = {"same": tokens[:3], "different": own}
+    want = {case: module.generate(x, **asked) for case, x in prompts.items()}  # type: ignore[operator]
+    model, params, mesh = sharded(module)
+    with torch.no_grad():
+        got = {case: model(params, x, method="generate", **asked) for case, x in prompts.items()}
+        again = mapped(lambda p: model(p, prompts["same"], method="generate", **asked), mesh)(params)
+    equal = {case: torch.equal(x, want[case]) for case, x in got.items()}
+    return {**equal, "mapped": torch.equal(again, want["same"])}, got["different"].shape[1] - own.shape[1]
+
+
+@pytest.mark.world(2, "processes")
+def test_models_generate_from_shards_with_a_cache(world: World) -> None:
+    for name in ("llama", "gpt2"):
+        ranks = world.run(generated, name)
+        for equal, _ in ranks:
+            assert all(equal.values()), equal
+        assert ranks[0][1] < ranks[1][1] == 8
+
+
+# --- stages ---
+
+LAYERS = [f"model.layers.{i}" for i in range(3)]
+REST = ["model.embed_tokens", "lm_head"]
+WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "the model's own": ({}, [*LAYERS, *REST]),
+    "a class name": ({"stages": {"LlamaDecoderLayer"}}, [*LAYERS, *REST]),
+    "a pattern": ({"stages": r"model\.layers\.[01]"}, [*LAYERS[:2], *REST, LAYERS[2]]),
+    "a class": ({"stages": nn.Linear, "small": 2**20}, []),
+    "the outermost": ({"stages": ["LlamaDecoderLayer", "LlamaMLP"]}, [*LAYERS, *REST]),
+    "a predicate": ({"stages": lambda path, m: path.endswith("mlp"), "small": 2**20}, [f"{x}.mlp" for x in LAYERS]),
+    "a size": ({"min_num_params": 5000, "small": 2**20}, LAYERS),
+    "all that is large": ({"stages": r"lm_head", "small": 2**20}, ["lm_head"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stages_are_chosen(way: str) -> None:
+    options, expected = WAYS[way]
+    module = zoo.build("llama")
+    if way == "a class":
+        expected = [path for path, m in module.named_modules() if isinstance(m, nn.Linear)]
+    model = functional(module, **{"small": 512, **options})
+    assert sorted(model.stages) == sorted(expected)
+    assert set(model.tree) <= {*expected, ""}

@@ -1,0 +1,167 @@
+"""Buffers that change in forward are arguments and results; batch norms by the statistics of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardfn as sf
+from shardfn.interop import functional
+from shardfn.testing import World
+from tests.interop import zoo
+from tests.interop.test_behaviour import Named, mapped, meshed, seeded, summed
+from tests.interop.test_functional import off
+
+Norm = Callable[[int], nn.Module]
+
+
+class Columns(nn.Module):
+    """Batch norms of numbers `[rows, features]` or `[rows, features, length]`."""
+
+    def __init__(self, norm: Norm) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), norm(6), nn.Tanh()) for _ in range(2)])
+        self.last = norm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        found: Tensor = self.last(x)
+        return found
+
+
+def differing(module: nn.Module) -> nn.Module:
+    """Weights that are not 1, and statistics that are not 0."""
+    torch.manual_seed(2)
+    for m in module.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            for x in (m.weight, m.bias, m.running_mean):
+                if x is not None:
+                    nn.init.normal_(x, 0.5, 0.2)
+    return module
+
+
+PICTURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "2d": (lambda: zoo.Pictures(), (3, 6, 6)),
+    "2d cumulative": (lambda: zoo.Pictures(lambda n: nn.BatchNorm2d(n, momentum=None)), (3, 6, 6)),
+    "2d without weights": (lambda: zoo.Pictures(lambda n: nn.BatchNorm2d(n, affine=False)), (3, 6, 6)),
+    "1d": (lambda: Columns(nn.BatchNorm1d), (6,)),
+    "1d without statistics": (lambda: Columns(lambda n: nn.BatchNorm1d(n, track_running_stats=False)), (6,)),
+    "1d of sequences": (lambda: Columns(lambda n: nn.BatchNorm1d(n, momentum=0.3)), (6, 6)),
+}
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    make, shape = PICTURES[name]
+    return differing(seeded(make)), zoo.numbers(*shape)
+
+
+def steps(model: Any, params: Any, mesh: Any, x: Tensor, count: Callable[[Any], Any]) -> tuple[Tensor, Named, Named]:
+    """Two steps, the second with the buffers of the first: the last value and gradient, and the buffers."""
+    buffers = model.buffers
+
+    def loss(p: Any, b: Named) -> Any:
+        y, b = model(p, x, buffers=b)
+        return count(y.square().sum()), b
+
+    for _ in range(2):
+        (value, buffers), grads = mapped(sf.value_and_grad(loss, has_aux=True), mesh)(params, buffers)
+    return value, model.state_dict(grads), buffers
+
+
+def of_module(module: nn.Module, x: Tensor) -> tuple[Tensor, Named, Named]:
+    for _ in range(2):
+        module.zero_grad()
+        value = module(x).square().sum()
+        value.backward()
+    grads = {k: p.grad.clone() for k, p in module.named_parameters() if p.grad is not None}
+    return value.detach(), grads, dict(module.named_buffers())
+
+
+def distances(got: tuple[Tensor, Named, Named], want: tuple[Tensor, Named, Named]) -> float:
+    grads = {k: got[1][k] for k in want[1]}
+    buffers = [float((got[2][k].double() - x.double()).abs().max()) for k, x in want[2].items()]
+    assert got[2].keys() == want[2].keys()
+    return max(abs(float(got[0] / want[0]) - 1), off(grads, want[1]) if grads else 0.0, *buffers, 0.0)
+
+
+def of_ranks() -> dict[str, float]:
+    """Each rank's own batch norms, and those of the whole batch, against the module on the rows or on all of them."""
+    mesh, found, rank = meshed(), {}, dist.get_rank()
+    for name in PICTURES:
+        module, whole = made(name)
+        for remat in (False, True):
+            # Unequal rows: five here, three there.
+            for kind, x in (("alone", whole.chunk(2)[rank]), ("together", whole.split([5, 3])[rank])):
+                more = {"sync_batch_norm": "shard"} if kind == "together" else {}
+                model = functional(copy.deepcopy(module), small=0, remat=remat, **more)
+                params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
+                count = partial(sf.psum, axis="shard") if kind == "together" else (lambda v: v)
+                got = steps(model, params, mesh, x, count)
+                if kind == "together":
+                    want = of_module(copy.deepcopy(module), whole)
+                else:
+                    value, grads, buffers = of_module(copy.deepcopy(module), x)
+                    want = value, summed(grads), buffers
+                found[f"{name}, {kind}, remat={remat}"] = distances(got, want)
+                kept = dict(model.module.named_buffers())
+                untouched = all(torch.equal(kept[k], b) for k, b in module.named_buffers())
+                found[f"{name}, {kind}, kept"] = 0.0 if untouched else 1.0
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_batch_norms_alone_and_together_are_those_of_the_module(world: World) -> None:
+    for found in world.run(of_ranks):
+        assert {case: value for case, value in found.items() if not value < 1e-12} == {}
+
+
+def curved() -> dict[str, float]:
+    mesh, found, rank = meshed(), {}, dist.get_rank()
+    module, whole = made("1d")
+    x = whole.split([5, 3])[rank]
+    model = functional(copy.deepcopy(module), small=0, sync_batch_norm="shard")
+    params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
+    draw = zoo.generator(4)
+    along = {k: torch.randn(p.shape, generator=draw, dtype=p.dtype) for k, p in module.named_parameters()}
+
+    def slope(p: Named) -> Any:
+        return torch.func.grad(
+            lambda p: (
+                torch.func.functional_call(
+                    copy.deepcopy(module), (p, {k: b.clone() for k, b in module.named_buffers()}), (whole,)
+                )
+                .square()
+                .sum()
+            )
+        )(p)
+
+    whole_params = {k: p.detach() for k, p in module.named_parameters()}
+    want = torch.func.jvp(slope, (whole_params,), (along,))[1]
+    cut = {stage: {k: along[f"{stage}.{k}" if stage else k] for k in part} for stage, part in model.tree.items()}
+    t = sf.shard(cut, mesh, sf.full_shard("shard"))
+
+    def loss(p: Any) -> Tensor:
+        return sf.psum(model(p, x, buffers=model.buffers)[0].square().sum(), "shard")
+
+    got = model.state_dict(mapped(lambda p, t: torch.func.jvp(sf.grad(loss), (p,), (t,))[1], mesh)(params, t))
+    found["hvp"] = off({k: got[k] for k in want}, want)
+    model.module.eval()
+    module.eval()
+    y = mapped(lambda p: model(p, x), mesh)(params)
+    found["eval"] = float((y - module(x).detach()).abs().max())
+    found["eval, buffers"] = float((mapped(lambda p: model(p, x, buffers={})[0], mesh)(params) - y).abs().max())
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_batch_norms_together_have_second_derivatives_and_an_end_of_training(world: World) -> None:
+    for found in world.run(curved):
+        assert {case: value for case, value in found.items() if not value < 1e-12} == {}

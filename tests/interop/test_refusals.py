@@ -1,0 +1,293 @@
+"""What cannot be right is refused, on every rank, with what to do instead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfn as sf
+from shardfn.interop import functional
+from shardfn.testing import World
+from tests.interop import zoo
+from tests.interop.test_behaviour import Net, mapped, meshed, seeded
+
+Refused = dict[str, tuple[Callable[[], Any], tuple[str, ...]]]
+
+
+def said(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+# --- before a module is touched ---
+
+
+class Lists(nn.Module):
+    """Keeps a parameter where nobody looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+        self.pair = (self.w.weight, 1)
+
+
+def hooked() -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    module = seeded(Net)
+    accelerate.hooks.add_hook_to_module(module.blocks[0], accelerate.hooks.ModelHook())  # type: ignore[index]
+    return module
+
+
+def like_hooked() -> nn.Module:
+    module = seeded(Net)
+    module.blocks[1]._hf_hook = object()  # type: ignore[index, union-attr, assignment]
+    return module
+
+
+def checkpointing(module: Any = None, on: bool = True) -> nn.Module:
+    """Its own, switched on or off, which has two names."""
+    module = zoo.build("llama") if module is None else module
+    name = "enable" if on else "disable"
+    known = next(
+        x for x in (f"activation_checkpointing_{name}", f"gradient_checkpointing_{name}") if hasattr(module, x)
+    )
+    getattr(module, known)()
+    return module
+
+
+def twice() -> nn.Module:
+    return functional(seeded(Net)).module
+
+
+MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = {
+    "no module": (dict, {}, ("TypeError", "dict, not a torch.nn.Module")),
+    "twice": (twice, {}, ("TypeError", "were taken out before", "as many sets of parameters")),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), {}, ("TypeError", "0 (LazyLinear) has no shape yet", "run the")),
+    "accelerate's": (like_hooked, {}, ("TypeError", "blocks.1 (Block) has a hook", "remove_hook_from_module")),
+    "checkpointing": (checkpointing, {}, ("TypeError", "gradient_checkpointing_disable()", "remat=True")),
+    "in a tuple": (Lists, {}, ("TypeError", "attribute 'pair'", "read the parameter itself")),
+    "option": (Net, {"remot": True}, ("TypeError", "unknown option remot", "remat")),
+    "loose": (Net, {"loose": "blocks.9"}, ("ValueError", "loose: nothing matches blocks.9")),
+    "mutable": (Net, {"mutable": "mean"}, ("ValueError", "mutable: nothing matches mean")),
+    "stages": (Net, {"stages": "Layer"}, ("ValueError", "nothing is or matches 'Layer'", "Block")),
+    "stages of a kind": (Net, {"stages": [3]}, ("TypeError", "names of classes")),
+    "both": (Net, {"stages": "Block", "min_num_params": 3}, ("ValueError", "pass one")),
+    "remat": (Net, {"remat": "yes"}, ("TypeError", "remat='yes'")),
+    "prefetch": (Net, {"prefetch": -1}, ("ValueError", "prefetch=-1")),
+    "compile": (Net, {"compile": 3}, ("TypeError", "compile=3")),
+    "axis": (zoo.Pictures, {"sync_batch_norm": 3}, ("TypeError", "sync_batch_norm=3")),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_modules_that_cannot_be_taken_apart_are_left_as_they_are(case: str) -> None:
+    make, options, parts = MODULES[case]
+    module = make()
+    before = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
+    message = said(lambda: functional(module, **options))
+    assert [part for part in parts if part not in message] == [], message
+    if before:
+        assert all(p is before[k] for k, p in module.named_parameters())
+
+
+def test_a_hook_of_accelerates_is_found() -> None:
+    assert "accelerate.hooks.remove_hook_from_module" in said(lambda: functional(hooked()))
+
+
+def wrapped() -> dict[str, str]:
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    from torch.distributed.fsdp import fully_shard
+
+    ddp = nn.parallel.DistributedDataParallel(seeded(Net))
+    whole = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    return {"ddp": said(lambda: functional(ddp)), "dtensor": said(lambda: functional(whole))}
+
+
+@pytest.mark.world(2, "processes")
+def test_modules_that_somebody_else_shards_are_refused(world: World) -> None:
+    for found in world.run(wrapped):
+        assert "DistributedDataParallel shards by itself: pass the module inside it, `.module`" in found["ddp"]
+        assert "is a DTensor, as after fully_shard: pass the module as it was" in found["dtensor"]
+
+
+# --- while it runs ---
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self, inside: bool, again: bool) -> None:
+        super().__init__()
+        self.inside, self.again, self.blocks = inside, again, nn.ModuleList([nn.Linear(4, 4)])
+        (self.blocks[0] if inside else self).register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        m: Any = self.blocks[0] if self.inside else self
+        if self.again:
+            m.calls = m.calls + 1
+        else:
+            m.calls += 1
+        found: Tensor = self.blocks[0](x)
+        return found
+
+
+class Counting(nn.Linear):
+    def __init__(self, again: bool) -> None:
+        super().__init__(4, 4)
+        self.again = again
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again:
+            self.calls: Tensor = self.calls + 1
+        else:
+            self.calls += 1
+        return super().forward(x)
+
+
+class Keeps(nn.Module):
+    """Keeps what a layer computed, and uses it after the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Kept() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = x + self.blocks[0].kept
+        return found
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(4, 4)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.w(x)
+        return torch.tanh(self.kept)
+
+
+def backward(loss: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
+    """By autograd's own, on leaves."""
+
+    def run(params: Any) -> None:
+        leaves = torch.utils._pytree.tree_map(lambda x: x.detach().requires_grad_(), params)
+        loss(leaves).backward()
+
+    return run
+
+
+class Reads(nn.Module):
+    """A parent that reads its child's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.blocks[1](x), self.blocks[0].weight)
+
+
+def refused() -> dict[str, str]:
+    mesh, found = meshed(), {}
+    x, text = zoo.numbers(4), zoo.text()
+
+    def made(module: nn.Module, **options: Any) -> tuple[Any, Any]:
+        model = functional(module, **{"small": 0, **options})
+        return model, sf.shard(model.tree, mesh, sf.full_shard("shard"))
+
+    def run(case: str, module: nn.Module, *args: Any, pick: Any = lambda y: y, **options: Any) -> Any:
+        kwargs = options.pop("kwargs", {})
+        model, params = made(module, **options)
+        for name, transform in (("grad", sf.grad), ("torch", torch.func.grad), ("backward", backward)):
+            step = mapped(transform(lambda p: pick(model(p, *args, **kwargs)).square().sum()), mesh)
+            found[f"{case}, {name}"] = said(lambda step=step: step(params))
+        return model, params
+
+    run("batch norm", zoo.Pictures().double(), zoo.numbers(3, 6, 6))
+    for again in (False, True):
+        run(f"write, {again}", seeded(lambda again=again: Counts(False, again)), x)
+        run(f"write inside, {again}", seeded(lambda again=again: nn.Sequential(Counting(again))), x)
+    run("cache", zoo.build("llama"), kwargs={**text, "use_cache": True}, pick=lambda out: out.logits)
+    run("kept", seeded(Keeps), x)
+    run("read", seeded(Reads), x)
+
+    kept: list[Tensor] = []
+    module = seeded(Net)
+    module.blocks[1].w.register_forward_hook(lambda m, args, out: kept.append(out))  # type: ignore[index, union-attr]
+    run("hook", module, x, pick=lambda out: kept.pop())
+
+    module = zoo.build("llama")
+    model, params = made(module, small=512)
+    checkpointing(module)
+    loss = mapped(sf.grad(lambda p: model(p, **text).logits.sum()), mesh)
+    module.train()
+    found["checkpointing"] = said(lambda: loss(params))
+    checkpointing(module, on=False)
+    found["checkpointing, off again"] = said(lambda: loss(params))
+
+    model, params = made(seeded(Net))
+    found["structure"] = said(lambda: model({k: v for k, v in params.items() if k != "blocks.1"}, x))
+    found["other structure"] = said(lambda: model([params], x))
+    found["by itself"] = said(lambda: model.module(x))
+    found["a layer by itself"] = said(lambda: model.module.blocks[0](x))
+    found["inside itself"] = said(lambda: model.module.blocks[0].w(x))
+    found["state"] = said(lambda: model.state_dict({"w": params}))
+    found["buffers"] = said(lambda: model(params, x, buffers={"mean": x}))
+    found["pickled"] = said(lambda: torch.save(model.module, "/dev/null"))
+    found["copied"] = said(lambda: copy.deepcopy(model.module).blocks[0].w(x))
+    return found
+
+
+READ = ("blocks.0.weight is read outside of stage 'blocks.0', by linear", "loose=['blocks.0.weight']")
+MESSAGES: dict[str, tuple[str, ...]] = {
+    "batch norm": ("ValueError", "Pictures changes buffers while it trains", "buffers=model.buffers"),
+    "write, False": ("RuntimeError", "the module writes into its buffer calls", "mutable=['calls']"),
+    "write, True": ("RuntimeError", "the module writes into its buffer calls", "mutable=['calls']"),
+    "write inside, False": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable=['0.calls']"),
+    "write inside, True": ("RuntimeError", "0 writes into its buffer 0.calls", "mutable=['0.calls']"),
+    "cache": ("TypeError", "model.layers.0 is given a DynamicCache", "use_cache=False", "torch.no_grad()"),
+    "kept": ("RuntimeError", "attribute", "would be lost"),
+    "hook": ("RuntimeError", "hook"),
+    "read": ("RuntimeError", *READ),
+}
+ONCE: dict[str, tuple[str, ...]] = {
+    "checkpointing": ("TypeError", "gradient_checkpointing_disable()", "remat=True"),
+    "checkpointing, off again": ("nothing was said",),
+    "structure": ("ValueError", "Missing: 'blocks.1'"),
+    "other structure": ("ValueError", "a dict of stages"),
+    "by itself": ("RuntimeError", "call the function that `functional` returned"),
+    "a layer by itself": ("RuntimeError", "blocks.0 is called by itself"),
+    "inside itself": ("RuntimeError", "blocks.0.w.weight is read outside of stage 'blocks.0'"),
+    "state": ("ValueError", "not known: 'w'"),
+    "buffers": ("ValueError", "mean"),
+    "pickled": ("TypeError", "save the parameters, not the module"),
+    "copied": ("RuntimeError", "blocks.0.w.weight is read outside of stage 'blocks.0'"),
+}
+
+
+OTHERWISE: dict[str, tuple[str, ...]] = {  # torch itself is the first to refuse
+    "write, False, torch": ("RuntimeError", "mutate a captured Tensor"),
+    "write inside, False, torch": ("RuntimeError", "writes into its parameters, or into another tensor"),
+}
+
+
+@pytest.mark.world(2, "processes")
+def test_what_would_be_lost_or_wrong_is_refused_on_every_rank(world: World) -> None:
+    ways = ("grad", "torch", "backward")
+    wanted = {f"{case}, {by}": parts for case, parts in MESSAGES.items() for by in ways} | ONCE | OTHERWISE
+    for found in world.run(refused):
+        assert found.keys() == wanted.keys()
+        assert {k: found[k] for k, parts in wanted.items() if not all(part in found[k] for part in parts)} == {}
