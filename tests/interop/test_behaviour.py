@@ -295,7 +295,7 @@ def several() -> dict[str, Any]:
     for path in ("model.layers.0.mlp.up_proj", "model.norm", "model.embed_tokens"):
         module_of(low, path).register_forward_pre_hook(lambda m, _, path=path: kinds.update({path: m.weight.dtype}))
     value = mapped(lambda p: low(p, **batch).logits, mesh)(cut)
-    peer = zoo.build("llama").bfloat16()(**batch).logits
+    peer = zoo.build("llama").bfloat16()(**batch).logits.detach()
     found["dtypes"] = sorted(set(map(str, kinds.values()))), len(kinds), str(value.dtype)
     found["bfloat16"] = float((value - peer).abs().max() / peer.abs().max())
     return found
