@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -254,14 +254,36 @@ def sends_pieces(comm: Communicator, op: str) -> bool:
     return _how(comm, op) == "direct"
 
 
-def gather_pieces(whole: Tensor, own: Tensor, tag: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
-    """As `all_gather`, with this rank's piece, `own`, elsewhere. The last piece ends in `tag` in place of its end."""
-    _transport("all_gather", whole, dtype, comm)
-    pieces: list[list[Tensor]] = [[piece] for piece in whole.view(comm.axis.size, -1).unbind()]
-    end = len(own) - len(tag)
-    pieces[-1] = [pieces[-1][0][:end], pieces[-1][0][end:]]
-    out = [own[:end], tag] if comm.axis.index == comm.axis.size - 1 else [own]
-    return _swap(pieces, [out] * comm.axis.size, comm, comm.gathers, tag=1)
+class Pieces(NamedTuple):
+    """A buffer to gather, with this rank's piece elsewhere; the last piece ends in `tag` in place of its end.
+
+    Attributes:
+        whole: `[size * n]` bytes, to be filled but for this rank's.
+        own: `[n]`, this rank's.
+        tag: the end of the last piece.
+        dtype: of the numbers.
+    """
+
+    whole: Tensor
+    own: Tensor
+    tag: Tensor
+    dtype: torch.dtype
+
+
+def gather_pieces(buffers: Sequence[Pieces], comm: Communicator) -> Handle:
+    """As `all_gather` of each of these buffers, of which all messages are under way together."""
+    size, last = comm.axis.size, comm.axis.index == comm.axis.size - 1
+    into: list[list[Tensor]] = [[] for _ in range(size)]
+    out: list[Tensor] = []
+    for whole, own, tag, dtype in buffers:
+        _transport("all_gather", whole, dtype, comm)
+        end = len(own) - len(tag)
+        *pieces, final = whole.view(size, -1).unbind()
+        for i, piece in enumerate(pieces):
+            into[i].append(piece)
+        into[-1] += [final[:end], final[end:]]
+        out += [own[:end], tag] if last else [own]
+    return _swap(into, [out] * size, comm, comm.gathers, tag=1)
 
 
 def scatter_pieces(

@@ -20,6 +20,7 @@ from torch import Tensor
 from shardfn.collectives.into_buffers import (
     Communicator,
     Handle,
+    Pieces,
     all_gather,
     arrived,
     gather_by_hops,
@@ -109,12 +110,29 @@ class Slot:
         if lane is not None and lane.slot is not self:
             lane.slot.give_back()
             lane.slot = self
+        together: dict[tuple[str, ...], list[tuple[Gather, Tensor]]] = {}
         for gather, values in zip(plan.each, shards, strict=True):
             if gather.moves:
-                self._start(gather, values.detach(), communicator_of)
+                self._start(gather, values.detach(), communicator_of, together)
+        for axes, gathers in together.items():
+            axis = communicator_of(axes)
+            assert axis is not None, "pieces go to other ranks"
+            parts = [(self.part(gather), gather, values) for gather, values in gathers]
+            buffers = [
+                Pieces(part.region, values.view(torch.uint8), part.tag, gather.dtype) for part, gather, values in parts
+            ]
+            work = gather_pieces(buffers, axis)
+            self.works += [_Arrival(work, axis, part, gather) for part, gather, _ in parts]
         self.holds, self.sources = holds, shards
 
-    def _start(self, gather: Gather, values: Tensor, communicator_of: CommunicatorOf) -> None:
+    def _start(
+        self,
+        gather: Gather,
+        values: Tensor,
+        communicator_of: CommunicatorOf,
+        together: dict[tuple[str, ...], list[tuple[Gather, Tensor]]],
+    ) -> None:
+        """Starts one gather, or leaves it to those that start together."""
         part, placement = self.part(gather), gather.layout.placement
         axis = communicator_of(placement.axes)
         one = values.dtype == gather.dtype and values.is_contiguous() and not gather.whole
@@ -122,21 +140,20 @@ class Slot:
         if axis is None:
             part.own.copy_(values)
             return
-        last = axis.axis.index == axis.axis.size - 1
         if part.in_pieces:
             for start, stop in part.shared:
                 part.own[start:stop].copy_(values[start:stop])
-            work = gather_pieces(part.region, values.view(torch.uint8), part.tag, axis, gather.dtype)
+            together.setdefault(placement.axes, []).append((gather, values))
+            return
+        part.own.copy_(values)
+        if axis.axis.index == axis.axis.size - 1:
+            part.tail.copy_(part.tag)
+        if placement.hierarchical:
+            hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
+            work = gather_by_hops(part.region, axis.axis.index, hops, gather.dtype)
         else:
-            part.own.copy_(values)
-            if last:
-                part.tail.copy_(part.tag)
-            if placement.hierarchical:
-                hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
-                work = gather_by_hops(part.region, axis.axis.index, hops, gather.dtype)
-            else:
-                work = all_gather(part.region, axis, gather.dtype)
-        self.works.append(_Arrival(work, axis.group_names[0], part, gather, axis.checks and not last))
+            work = all_gather(part.region, axis, gather.dtype)
+        self.works.append(_Arrival(work, axis, part, gather))
 
     def part(self, gather: Gather) -> SlotPart:
         """The part of it that one gather fills."""
@@ -225,8 +242,9 @@ class _Arrival:
 
     __slots__ = ("checks", "gather", "group", "part", "work")
 
-    def __init__(self, work: Handle, group: str, part: SlotPart, gather: Gather, checks: bool) -> None:
-        self.work, self.group, self.part, self.gather, self.checks = work, group, part, gather, checks
+    def __init__(self, work: Handle, axis: Communicator, part: SlotPart, gather: Gather) -> None:
+        self.work, self.group, self.part, self.gather = work, axis.group_names[0], part, gather
+        self.checks = axis.checks and axis.axis.index < axis.axis.size - 1
 
     def wait(self) -> None:
         arrived(self.work, "all_gather", self.group, self.gather.layout.stage)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 import shardfn as sf
+from shardfn.collectives import into_buffers
 from shardfn.testing import World
 from tests.models import (
     ENGINES,
@@ -406,3 +407,35 @@ def casts() -> None:
 @on_threads
 def test_inputs_and_outputs_are_cast(world: World) -> None:
     world.run(casts)
+
+
+def started(options: dict[str, Any]) -> tuple[int, Any, Any]:
+    """How often messages start for a stage of three buffers; what the ledger says of them, and what should have gone."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    plain = {"a": torch.ones(64, 9, dtype=torch.float64), "b": torch.ones(64, 7), "c": torch.ones(9, 64)}
+    flat = sf.shard(plain, mesh, sf.full_shard("shard"), frozen=["c"])
+    f = sf.stage(lambda p, x: x * p["a"].sum() * p["b"].sum() * p["c"].sum(), **options)
+    count, launch = [], into_buffers._launch
+
+    def counting(start: Any) -> Any:
+        count.append(start)
+        return launch(start)
+
+    with torch.no_grad():
+        whole = f(flat, torch.ones(()))  # stages are compared, once
+        into_buffers._launch = counting
+        try:
+            with sf.ledger() as log:
+                assert torch.equal(f(flat, torch.ones(())), whole)
+        finally:
+            into_buffers._launch = launch
+    sent = [(str(one.dtype), one.bytes) for one in log.select(op="all_gather", scheduled=True)]
+    pieces = [(str(one.values.dtype), one.values.nbytes * (mesh.size() - 1)) for one in flat.values()]
+    return len(count), sorted(sent), sorted(pieces)
+
+
+@pytest.mark.parametrize("world", [(2, "processes"), (4, "processes")], indirect=True, ids=["2", "4"])
+def test_the_buffers_of_a_stage_start_together_and_the_ledger_has_each(world: World) -> None:
+    for times, sent, pieces in world.run(started, {"prefetch": 0}):
+        assert times == 1
+        assert sent == pieces
