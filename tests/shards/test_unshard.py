@@ -92,17 +92,19 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def on_some_ranks() -> list[str]:
-    """What is wrong, on this rank."""
+def on_some_ranks() -> tuple[list[str], dict[str, int]]:
+    """What is wrong, on this rank, and how many bytes it sent to one other."""
     rank, wrong, want = dist.get_rank(), [], whole()
+    sent: dict[str, int] = {}
     for name, place in placements().items():
         params = place()
         shards = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)]
         before = [x.values.clone() for x in shards]
         piece = max(x.values.nbytes for x in shards)
         for ranks, to in (([2], None), ([3, 1, 0], "cpu")):
-            with Largest() as seen:
+            with sf.ledger() as log, Largest() as seen:
                 got = sf.unshard(params, ranks=ranks, to=to)
+            sent.setdefault(name, log.bytes(op="all_to_all"))
             if not same(got, want if rank in ranks else nothing(want)):
                 wrong.append(f"{name}, {ranks}, {to}")
             if rank not in ranks and seen.bytes > piece:
@@ -117,12 +119,18 @@ def on_some_ranks() -> list[str]:
             part["blocks"][1] |= {key: want["blocks"][1][key] for key in "wvb"}
             if not same(got, part if chosen is None or rank in chosen else nothing(want)):
                 wrong.append(f"{name}, only, {chosen}")
-    return wrong
+    return wrong, sent
 
 
 @pytest.mark.world(4)
 def test_only_the_ranks_that_are_named_get_whole_parameters(world: World) -> None:
-    assert world.run(on_some_ranks) == [[]] * 4
+    found = world.run(on_some_ranks)
+    assert [wrong for wrong, _ in found] == [[]] * 4
+    total = sum(x.nbytes for x in optree.tree_leaves(whole()))
+    for name in found[0][1]:
+        sent = [by_name[name] for _, by_name in found]
+        assert sum(sent) <= total, (name, "each element is sent once", sent)
+        assert (sum(sent) == 0) is (name == "ddp"), (name, sent)
 
 
 def gradients_and_states() -> list[bool]:
