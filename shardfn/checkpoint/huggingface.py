@@ -109,11 +109,13 @@ def import_(
 ) -> Any:
     """Reads safetensors files into a tree of any placement, which it overwrites, on all ranks together.
 
-    Each rank reads the parts that it holds, one after another. Other dtypes are converted silently, whatever `strict`
-    is. These files have no checksums: what is cut short or does not fit is found, a changed bit is not.
+    It is `load` for parameters alone, whose dtypes may be others: they are converted silently, whatever `strict` is.
+    Each rank reads the parts that it holds, one after another. These files have no checksums: what is cut short or does
+    not fit is found, a changed bit is not.
 
     Args:
-        path: of a folder with `model.safetensors` or an index of several files, of such an index, or of a file.
+        path: of a folder with `model.safetensors` or an index of several files, of such an index, or of a file; or of
+            anything else that `load` takes.
         like: a pytree of flat shards and tensors, into which the values are written.
         names: rules from our names to those in the files, as for `export`.
         strict: whether the files must hold just what the tree does. If not, what is missing stays as it is in `like`,

@@ -19,7 +19,8 @@ class Entry:
     """One parameter in the buffer.
 
     Attributes:
-        path: its name, the keys from the root of the whole tree joined by dots: `blocks.0.attn.q`.
+        path: its name, the keys from the root of the whole tree joined by dots, to which an empty key adds nothing:
+            `blocks.0.attn.q`.
         leaves: which leaves of the stage's tree it is; several, where one tensor stood at several places.
         shape: of this rank's value.
         spec: how that value is cut from the whole parameter, over axes that the buffer is not cut over.

@@ -273,6 +273,63 @@ def test_a_run_here_goes_on_with_fsdp2(world: World, groups: bool, tmp_path: Pat
         assert max(found.values()) < 1e-13, found
 
 
+# --- any placement ---
+
+
+def mixed(seed: int) -> dict[str, Any]:
+    """Of several dtypes in a stage, frozen, loose, under keys with dots."""
+    g = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    return {
+        "": {"norm.weight": drawn(3)},
+        "layers.0": {"w": drawn(4, 6), "b": drawn(6).float(), "n": torch.arange(3), "frozen": drawn(2)},
+        "blocks": [{"w": drawn(4, 6)} for _ in range(2)],
+    }
+
+
+def at_places(path: str, shape: tuple[int, ...]) -> sf.Placement:
+    return sf.full_shard("shard").at(pipe=len(path) % 2)
+
+
+PLACED: dict[str, Callable[[Any], Any]] = {
+    "full": lambda tree: sf.shard(tree, mesh_of(shard=4), sf.full_shard("shard"), frozen=r".*frozen"),
+    "zero1": lambda tree: sf.shard(tree, mesh_of(shard=4), sf.zero1("shard"), stages="", frozen=r".*frozen"),
+    "hfsdp": lambda tree: sf.shard(tree, mesh_of(replica=2, shard=2), sf.hfsdp("shard", "replica"), frozen=".*frozen"),
+    "tensor": lambda tree: sf.shard(tree, mesh_of(shard=2, tensor=2), sf.full_shard("shard"), frozen=".*frozen",
+                                    specs=sf.by_path([(r".*\.w", sf.P(None, "tensor"))], strict=False)),
+    "pipe": lambda tree: sf.shard(tree, mesh_of(shard=2, pipe=2), at_places, frozen=".*frozen"),
+}  # fmt: skip
+
+
+def moved(folder: Path) -> list[str]:
+    """Where moments that went through torch's names to another placement are not what they were."""
+    wrong = []
+    for i, name in enumerate(PLACED):
+        other = list(PLACED)[(i + 1) % len(PLACED)]
+        optimizer = so.adamw(torch.tensor(0.25, dtype=torch.float64))
+        params = PLACED[name](mixed(0))
+        grads = optree.tree_map(lambda x: torch.sin(x) if x.is_floating_point() else x, params)
+        _, state = optimizer.step(params, grads, optimizer.init(params))
+        checkpoint.save(folder / name, {"optim": checkpoint.torch_optimizer(state)})
+        like = optimizer.init(PLACED[other](mixed(1)))
+        found = checkpoint.load_torch_optimizer(folder / name, like, part="optim")
+        for slot in ("mean", "square"):
+            if distance(sf.unshard(found[slot]), sf.unshard(state[slot])) != 0:
+                wrong.append(f"{slot} from {name} to {other}")
+        lr = found["numbers"]["lr"]
+        if not (isinstance(lr, Tensor) and lr.dtype == torch.float64 and lr == 0.25 and found["step"] == 1):
+            wrong.append(f"numbers from {name}: {found['numbers']}, step {found['step']}")
+    return wrong
+
+
+@pytest.mark.world(4)
+def test_moments_go_by_torchs_names_from_any_placement_to_any_other(world: World, tmp_path: Path) -> None:
+    assert world.run(moved, tmp_path) == [[]] * 4
+
+
 # --- what does not fit ---
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
@@ -91,17 +92,19 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def on_some_ranks() -> list[str]:
-    """What is wrong, on this rank."""
+def on_some_ranks() -> tuple[list[str], dict[str, int]]:
+    """What is wrong, on this rank, and how many bytes it sent to one other."""
     rank, wrong, want = dist.get_rank(), [], whole()
+    sent: dict[str, int] = {}
     for name, place in placements().items():
         params = place()
         shards = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)]
         before = [x.values.clone() for x in shards]
         piece = max(x.values.nbytes for x in shards)
         for ranks, to in (([2], None), ([3, 1, 0], "cpu")):
-            with Largest() as seen:
+            with sf.ledger() as log, Largest() as seen:
                 got = sf.unshard(params, ranks=ranks, to=to)
+            sent.setdefault(name, log.bytes(op="all_to_all"))
             if not same(got, want if rank in ranks else nothing(want)):
                 wrong.append(f"{name}, {ranks}, {to}")
             if rank not in ranks and seen.bytes > piece:
@@ -116,12 +119,18 @@ def on_some_ranks() -> list[str]:
             part["blocks"][1] |= {key: want["blocks"][1][key] for key in "wvb"}
             if not same(got, part if chosen is None or rank in chosen else nothing(want)):
                 wrong.append(f"{name}, only, {chosen}")
-    return wrong
+    return wrong, sent
 
 
 @pytest.mark.world(4)
 def test_only_the_ranks_that_are_named_get_whole_parameters(world: World) -> None:
-    assert world.run(on_some_ranks) == [[]] * 4
+    found = world.run(on_some_ranks)
+    assert [wrong for wrong, _ in found] == [[]] * 4
+    total = sum(x.nbytes for x in optree.tree_leaves(whole()))
+    for name in found[0][1]:
+        sent = [by_name[name] for _, by_name in found]
+        assert sum(sent) <= total, (name, "each element is sent once", sent)
+        assert (sum(sent) == 0) is (name == "ddp"), (name, sent)
 
 
 def gradients_and_states() -> list[bool]:
@@ -146,6 +155,48 @@ def gradients_and_states() -> list[bool]:
 @pytest.mark.world(4)
 def test_states_and_plain_tensors_are_left_as_they_are(world: World) -> None:
     assert all(map(all, world.run(gradients_and_states)))
+
+
+class Live(TorchDispatchMode):
+    """The most bytes on the CPU, of what ops newly make, that there are at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.known = 0, dict[StorageWeakRef, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {StorageWeakRef(x.untyped_storage()) for x in optree.tree_leaves((args, kwargs)) if is_cpu(x)}
+        for x in filter(is_cpu, optree.tree_leaves(out)):
+            storage = x.untyped_storage()
+            if (ref := StorageWeakRef(storage)) not in before:
+                self.known[ref] = storage.nbytes()
+        self.known = {ref: n for ref, n in self.known.items() if not ref.expired()}
+        self.most = max(self.most, sum(self.known.values()))
+        return out
+
+
+def is_cpu(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.device.type == "cpu"
+
+
+def most_while_moving() -> list[tuple[int, int]]:
+    """The device to which stages are moved is one without memory: what stays is on the one that they come from."""
+    tree = {"blocks": [{"w": torch.ones(64, 64), "b": torch.ones(64)} for _ in range(8)]}
+    params, found = sf.shard(tree, mesh_of(shard=2), sf.full_shard("shard")), []
+    for ranks in (None, [0], [0, 1]):
+        with Live() as seen:
+            whole = sf.unshard(params, ranks=ranks, to="meta")
+        assert all(x.is_meta for x in optree.tree_leaves(whole))
+        found.append((seen.most, 2 * params["blocks"][0].values.nbytes))
+    return found
+
+
+@pytest.mark.world(2)
+def test_one_stage_is_moved_before_the_next_is_gathered(world: World) -> None:
+    for rank, found in enumerate(world.run(most_while_moving)):
+        for (most, stage), holds in zip(found, (True, rank == 0, True), strict=True):
+            assert most <= (2.1 if holds else 0.6) * stage, (rank, holds)
 
 
 def only_what_is_chosen_is_gathered() -> tuple[list[str], list[int]]:
