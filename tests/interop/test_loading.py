@@ -133,9 +133,17 @@ def test_parameters_take_no_memory() -> None:
     def build() -> None:
         with interop.meta():
             kept.append(nn.Sequential(nn.Linear(2**14, 2**14), nn.Embedding(2**18, 2**10)))
+            kept.append(nn.ParameterDict({"zeros": nn.Parameter(torch.zeros(2**28))}))
+            kept.append(nn.ParameterDict({"most": nn.Parameter(torch.empty(2**20, 2**19, dtype=torch.bfloat16))}))
+            x = torch.zeros(2**22, dtype=torch.float64)  # large, and no parameter
+            x[7] = 3
+            found.append(x.sum())
 
     kept: list[nn.Module] = []
+    found: list[Tensor] = []
     assert peak(build) < 2**22
+    assert found == [3]
+    assert all(p.is_meta for module in kept for p in module.parameters())
 
 
 # --- there and back ---
