@@ -88,7 +88,7 @@ def save_pretrained(
         team.first(what, lambda: begin(path, plan))
         own = known.buffers.items() if team.rank == 0 else ()
         values = itertools.chain(turns(params, known.params, team), own)
-        team.each(what, lambda: _fill(path, plan, _targets(files), values, dtype))
+        team.each(what, lambda: _fill(path, plan, _targets(files), values))
         team.first(what, lambda: _finish(path, plan, model, tokenizer, files))
     except BaseException:
         if team.rank == 0:
@@ -222,13 +222,7 @@ def _targets(files: Mapping[str, Assembled]) -> dict[str, list[_Target]]:
 # --- writing ---
 
 
-def _fill(
-    folder: Path,
-    plan: Plan,
-    targets: Mapping[str, list[_Target]],
-    values: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype | None,
-) -> None:
+def _fill(folder: Path, plan: Plan, targets: Mapping[str, list[_Target]], values: Iterable[tuple[str, Tensor]]) -> None:
     """Writes this rank's tensors; returns when they are on the disk."""
     failed: Exception | None = None
     descriptors: dict[str, int] = {}
