@@ -39,9 +39,11 @@ class _Cheap(TorchFunctionMode):
 
 def _promised(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Zeros, or anything; a large one in memory that the system has not promised, as it would refuse to do."""
-    if set(kwargs) - {"size", "dtype", "requires_grad"} or torch.get_default_device().type != "cpu":
+    said = {key: value for key, value in kwargs.items() if value is not None}
+    device = torch.device(said.pop("device", None) or torch.get_default_device())
+    if device.type != "cpu" or set(said) - {"size", "dtype", "requires_grad"}:
         return func(*args, **kwargs)
-    like = func(*args, **kwargs, device="meta")
+    like = func(*args, **said, device="meta")
     if like.nbytes < LARGE:
         return func(*args, **kwargs)
     memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)

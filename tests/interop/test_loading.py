@@ -132,7 +132,7 @@ def test_parameters_stay_one_and_keep_what_is_known_of_them() -> None:
 def test_parameters_take_no_memory() -> None:
     def build() -> None:
         with interop.meta():
-            kept.append(nn.Sequential(nn.Linear(2**14, 2**14), nn.Embedding(2**18, 2**10)))
+            kept.append(nn.Sequential(nn.Linear(2**14, 2**14), nn.Embedding(2**20, 2**18), nn.Linear(2**20, 2**18)))
             kept.append(nn.ParameterDict({"zeros": nn.Parameter(torch.zeros(2**28))}))
             kept.append(nn.ParameterDict({"most": nn.Parameter(torch.empty(2**20, 2**19, dtype=torch.bfloat16))}))
             x = torch.zeros(2**22, dtype=torch.float64)  # large, and no parameter
