@@ -52,8 +52,9 @@ def save_pretrained(
     parameters. Of another module it is `model.safetensors` with all names of its `state_dict`, for
     `module.load_state_dict(safetensors.torch.load_file(...))`.
 
-    In addition to its shards a rank needs memory for one stage and 32 MB. An earlier model in the folder stays whole
-    until the new one is, as for `checkpoint.export`; files of other names are left alone.
+    In addition to its shards a rank needs memory for one stage and 32 MB. The tensors of an earlier model in the folder
+    stay until the new ones are all on the disk, as with `checkpoint.export`; its other files are replaced just before
+    that, and files of other names are left alone.
 
     Args:
         folder: which all ranks see, and which is made if necessary.
