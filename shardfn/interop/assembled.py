@@ -53,7 +53,7 @@ class Assembled:
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Assembled:
-        """It is what one computes with that must be; this is not in memory."""
+        """Itself: what is not in memory yet cannot lie there in pieces."""
         return self
 
     def cut(self, box: Box) -> Iterator[tuple[Box, Tensor]]:

@@ -191,8 +191,9 @@ def _made(
         if all(part.origin for x in dry.values() for part in x.parts):
             return run(stored)
     except Exception as error:
+        why = str(error) or type(error).__name__
         raise CheckpointError(
-            f"{target} cannot be made of {sources[0][0]} and {len(sources) - 1} more: {error or type(error).__name__}"
+            f"{target} cannot be made of {sources[0][0]} and {len(sources) - 1} more: {why}"
         ) from error
     return {
         name: Computed(x.shape, x.dtype, lambda name=name: last.get(target, lambda: run(stored))[name])  # type: ignore[misc]

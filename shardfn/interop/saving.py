@@ -52,8 +52,9 @@ def save_pretrained(
     parameters. Of another module it is `model.safetensors` with all names of its `state_dict`, for
     `module.load_state_dict(safetensors.torch.load_file(...))`.
 
-    In addition to its shards a rank needs memory for one stage and 32 MB. An earlier model in the folder stays whole
-    until the new one is, as for `checkpoint.export`; files of other names are left alone.
+    In addition to its shards a rank needs memory for one stage and 32 MB. The tensors of an earlier model in the folder
+    stay until the new ones are all on the disk, as with `checkpoint.export`; its other files are replaced just before
+    that, and files of other names are left alone.
 
     Args:
         folder: which all ranks see, and which is made if necessary.
@@ -88,7 +89,7 @@ def save_pretrained(
         team.first(what, lambda: begin(path, plan))
         own = known.buffers.items() if team.rank == 0 else ()
         values = itertools.chain(turns(params, known.params, team), own)
-        team.each(what, lambda: _fill(path, plan, _targets(files), values, dtype))
+        team.each(what, lambda: _fill(path, plan, _targets(files), values))
         team.first(what, lambda: _finish(path, plan, model, tokenizer, files))
     except BaseException:
         if team.rank == 0:
@@ -222,13 +223,7 @@ def _targets(files: Mapping[str, Assembled]) -> dict[str, list[_Target]]:
 # --- writing ---
 
 
-def _fill(
-    folder: Path,
-    plan: Plan,
-    targets: Mapping[str, list[_Target]],
-    values: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype | None,
-) -> None:
+def _fill(folder: Path, plan: Plan, targets: Mapping[str, list[_Target]], values: Iterable[tuple[str, Tensor]]) -> None:
     """Writes this rank's tensors; returns when they are on the disk."""
     failed: Exception | None = None
     descriptors: dict[str, int] = {}
