@@ -175,7 +175,7 @@ def _narrow(x: Assembled, dim: int, start: int, length: int) -> Assembled:
 
 def _split(x: Assembled, sizes: int | Sequence[int], dim: int = 0) -> tuple[Assembled, ...]:
     dim %= x.ndim
-    lengths = [len(some) for some in torch.empty(x.shape[dim], device="meta").split(sizes)]  # type: ignore[no-untyped-call]
+    lengths = [len(some) for some in torch.empty(x.shape[dim], device="meta").split(sizes)]
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     return tuple(_narrow(x, dim, start, n) for start, n in zip(starts, lengths, strict=True))
 

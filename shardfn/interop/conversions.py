@@ -6,9 +6,10 @@ Everything that this package uses of the private parts of `transformers` is here
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -126,9 +127,25 @@ def write_settings(module: Any, folder: Path) -> None:
             f"{type(module).__name__} has adapters or quantized weights of transformers' own, which are saved by its "
             f"own save_pretrained"
         )
-    module.save_pretrained(folder, state_dict={})
+    with _no_bar():
+        module.save_pretrained(folder, state_dict={})
     for file in folder.glob("*.safetensors"):
         file.unlink()
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without a picture of the progress of writing nothing."""
+    from transformers.utils import logging as theirs
+
+    logging: Any = theirs
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _one(x: Any) -> Assembled:
@@ -174,8 +191,9 @@ def _made(
         if all(part.origin for x in dry.values() for part in x.parts):
             return run(stored)
     except Exception as error:
+        why = str(error) or type(error).__name__
         raise CheckpointError(
-            f"{target} cannot be made of {sources[0][0]} and {len(sources) - 1} more: {error or type(error).__name__}"
+            f"{target} cannot be made of {sources[0][0]} and {len(sources) - 1} more: {why}"
         ) from error
     return {
         name: Computed(x.shape, x.dtype, lambda name=name: last.get(target, lambda: run(stored))[name])  # type: ignore[misc]

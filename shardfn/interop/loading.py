@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -65,8 +66,8 @@ def load(
 
     Args:
         folder: the path of a folder with `model.safetensors`, `pytorch_model.bin` or an index of several such files; of
-            an index; or of one file, also one of `torch.save`. Or a module, or a mapping with the names of its
-            `state_dict`. Without `source` it is the same on all ranks, which is checked.
+            an index; or of one file, also one of `torch.save`. Or a module, what `functional` made of one, or a mapping
+            with the names of its `state_dict`. Without `source` it is the same on all ranks, which is checked.
         model: what `functional` made of the module, which may have been built inside `meta`.
         mesh: as for `shardfn.shard`, like what follows.
         strategy: as for `shardfn.shard`.
@@ -106,10 +107,10 @@ def load(
         note = next(one for one in notes if one is not None)
         if any(one not in (None, note) for one in notes):
             raise CheckpointError(f"{what}: what is read differs between ranks; source=0 loads what one of them has")
-        if source is None:
-            team.each(what, lambda: _read(params, model, plan))
-        else:
+        if source is not None:
             _send(params, model, note, _Sender(plan, mesh, source, team, what))
+        elif plan is not None:
+            team.each(what, functools.partial(_read, params, model, plan))
     if note.said and team.rank == 0:
         _log.warning("%s, not strict: %s", what, note.said)
     if note.used is not None:
@@ -177,12 +178,12 @@ def _by_name(
     """One of each parameter, by the tree's name, and those that are there under others of its names, too."""
     found: dict[str, Assembled] = {}
     others: dict[str, dict[str, Assembled]] = {}
-    for name, x in values.items():
+    for name in sorted(values, key=lambda name: names.get(name, name) != name):  # the tree's own names first
         key = names.get(name, name)
         if key in found:
-            others.setdefault(key, {})[name] = x
+            others.setdefault(key, {})[name] = values[name]
         else:
-            found[key] = x
+            found[key] = values[name]
     return found, others
 
 
@@ -246,7 +247,7 @@ def _kept(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
     """What this rank keeps, one flat shard after another, by parameter."""
     rank = process_groups.global_rank()
     for flat in optree.tree_leaves(params, is_leaf=is_flat):
-        views, boxes = local_parameters(flat), {}
+        views, boxes = local_parameters(flat), dict[str, list[LocalBox]]()
         for part in flat.layout.ranges(rank):
             values, some = views[part.path], boxes.setdefault(part.path, [])
             for box in steps(whole(part.shape), STEP // values.element_size(), part.start, part.stop):

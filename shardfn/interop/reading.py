@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardfn.checkpoint import safetensors
 from shardfn.checkpoint.contents import memory
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.interop.functional import Functional
 from shardfn.interop.placeholder import Placeholder
 from shardfn.mesh.spec import is_dtensor
 from shardfn.shards.replicated import checksum
@@ -24,7 +25,8 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 FEW = 16  # elements of each tensor of a file that ranks compare
 
-Source = str | os.PathLike[str] | nn.Module | Mapping[str, Any]
+Source = str | os.PathLike[str] | nn.Module | Functional | Mapping[str, Any]
+"""Where parameters are: the path of a folder or file, a module, what `functional` made of one, or a mapping by name."""
 
 
 def in_files(source: Any) -> bool:
@@ -36,13 +38,17 @@ def tensors_of(source: Any, stack: contextlib.ExitStack) -> dict[str, Tensor]:
     """The tensors of a source, none of which is copied; they are there while the stack is.
 
     Args:
-        source: the path of a folder or file; a module; a mapping of names to tensors, or to such mappings.
+        source: the path of a folder or file; a module, or what `functional` made of one; a mapping of names to tensors,
+            or to such mappings.
         stack: what closes the files.
 
     Raises:
         CheckpointError: a file that is gone, damaged, or lacks what the index says.
         TypeError: something else; values that are not dense tensors.
     """
+    if isinstance(source, Functional):
+        stated = source.module.state_dict()
+        source = {**source.tree, **{name: b for name, b in source.buffers.items() if name in stated}}
     if isinstance(source, nn.Module):
         return _checked(source.state_dict())
     if isinstance(source, Mapping):
@@ -87,7 +93,7 @@ def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _checked(found: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, x in found.items():
         if isinstance(x, Placeholder):
-            raise TypeError(f"{name} was taken out of this module by `functional`: pass that one's `tree`")
+            raise TypeError(f"{name} was taken out of this module by `functional`: pass what that returned")
         if is_dtensor(x):
             raise TypeError(f"{name} is a DTensor: pass whole tensors, or let shardfn's checkpoints convert it")
         if not isinstance(x, Tensor):
