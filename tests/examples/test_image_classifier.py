@@ -81,7 +81,8 @@ def test_losses_parameters_and_running_statistics_are_those_of_the_module_by_tor
             want = by_torch(key.split()[0])
             assert got.keys() == want.keys()
             start = example.made(key.split()[0], TINY, 0).state_dict()
-            assert all((want[one] - x).abs().max() > TINY.rate / 2 for one, x in start.items()), "it was not trained"
+            stayed = [one for one, x in start.items() if (want[one] - x).abs().max() < TINY.rate / 2]
+            assert all(one.endswith("k_proj.bias") for one in stayed), stayed  # which a softmax does not see
             for one, x in want.items():
                 off = 1e-6 if one == "accuracy" else ROUNDING
                 assert (got[one].double() - x.double()).abs().max() <= off * x.double().abs().max().clamp(1), (key, one)

