@@ -83,6 +83,7 @@ MODELS: dict[str, Made] = {
     "qwen2": (lambda: causal("Qwen2"), "auto"),
     "qwen3": (lambda: causal("Qwen3", head_dim=8), "auto"),
     "mistral": (lambda: causal("Mistral"), LLAMA),
+    "gemma": (lambda: causal("Gemma", tie_word_embeddings=True, head_dim=8), "auto"),
     "phi3": (lambda: causal("Phi3"), "auto"),
     "mixtral": (
         lambda: causal("Mixtral", num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"), "auto"
@@ -101,10 +102,12 @@ def build(name: str) -> nn.Module:
     with zoo.norms_in_float64():
         module = MODELS[name][0]().double()
     for m in module.modules():
-        if type(m).__name__.endswith("RMSNorm"):
+        if type(m).__name__.endswith("RMSNorm") and hasattr(m, "variance_epsilon"):
             type(m).forward = norm  # type: ignore[method-assign, assignment]
         elif type(m).__name__ == "MixtralTopKRouter":
             type(m).forward = routed  # type: ignore[method-assign, assignment]
+        elif type(m).__name__ == "GemmaRMSNorm":
+            type(m).forward = one_more  # type: ignore[method-assign, assignment]
         elif isinstance(m, (nn.Linear, nn.LayerNorm)) and m.bias is not None:
             nn.init.normal_(m.bias, std=0.1)  # biases count, too
     return module
@@ -113,6 +116,11 @@ def build(name: str) -> nn.Module:
 def norm(self: Any, x: Tensor) -> Tensor:
     weight: Tensor = self.weight
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def one_more(self: Any, x: Tensor) -> Tensor:
+    found: Tensor = (1 + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+    return found
 
 
 def routed(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
