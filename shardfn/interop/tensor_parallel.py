@@ -59,7 +59,10 @@ class TensorParallel:
         if word == "replicated_with_grad_allreduce":
             return lambda *a, **k: _replicated(m, axis, whole, *a, **k) if self.size > 1 else whole(*a, **k)
         if word == "embedding_rowwise":
-            inner: Forward = functools.partial(_embedding, m, cut, axis)
+            plain_one = type(m).forward is nn.Embedding.forward
+            inner: Forward = functools.partial(_embedding if plain_one else _embedding_of_its_own, m, cut, axis)
+            if not plain_one:
+                inner = functools.partial(inner, whole)
         elif word == "moe_tp_experts":
             inner = functools.partial(_experts, m, cut, axis, whole)
         elif word in ("rowwise", "rowwise_split_input"):
@@ -166,6 +169,43 @@ def _embedding(m: Any, cut: Cut, axis: str, tokens: Tensor) -> Tensor:
     # A token of another rank reads some row here, but neither its numbers nor its gradient count.
     found = F.embedding(own.where(here | outside, 0).where(~outside, rows), table, padding)
     return from_parallel(found * here[..., None], axis)
+
+
+def _embedding_of_its_own(m: Any, cut: Cut, axis: str, whole: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Of a class that does more than nn.Embedding, which it calls: scales what it finds, say."""
+    with Lookups(m, cut, axis) as lookups:
+        out = whole(*args, **kwargs)
+    if not lookups.found:
+        raise lookups.error("reads its weight by something else than F.embedding")
+    return out
+
+
+class Lookups(TorchFunctionMode):
+    """A context: where a module looks up rows of its weight, it does so in this rank's part.
+
+    Raises:
+        ValueError: it reads the weight otherwise.
+    """
+
+    def __init__(self, m: Any, cut: Cut, axis: str) -> None:
+        super().__init__()
+        self.m, self.cut, self.axis, self.weight, self.found = m, cut, axis, m.weight, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is F.embedding and args[1] is self.weight:
+            self.found = True
+            return _embedding(self.m, self.cut, self.axis, args[0])
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and any(x is self.weight for x in args):
+            raise self.error(f"reads its weight by {getattr(func, '__name__', func)}")
+        return out
+
+    def error(self, what: str) -> ValueError:
+        """What is wrong."""
+        return ValueError(
+            f"{self.cut.path} ({type(self.m).__name__}) {what}, while each rank along {self.axis!r} has some of its "
+            f"rows: leave it out of the table"
+        )
 
 
 def _experts(m: nn.Module, cut: Cut, axis: str, whole: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -249,7 +249,7 @@ def _with_ties(module: nn.Module, words: Words) -> Words:
         by_rows = word == "embedding_rowwise" or (word == "colwise_gather_output" and dims(m)[0] == 0)
         for other, name in owners.get(id(m._parameters.get("weight")), ()) if by_rows else ():
             if other not in found and name == "weight":
-                if type(other).forward is nn.Embedding.forward:
+                if isinstance(other, nn.Embedding):
                     found[other] = "embedding_rowwise"
                 elif type(other).forward is nn.Linear.forward:
                     found[other] = "colwise_gather_output"
@@ -264,8 +264,8 @@ def _cut(m: nn.Module, path: str, word: str, words: dict[str, str]) -> Cut:
     """
     kind = f"{path} ({type(m).__name__})"
     if word == "embedding_rowwise":
-        good = type(m).forward is nn.Embedding.forward
-        if good and (m.max_norm is not None or m.scale_grad_by_freq or m.sparse):
+        good = isinstance(m, nn.Embedding)
+        if isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq or m.sparse):
             raise ValueError(
                 f"functional: tensor: {kind} has max_norm, scale_grad_by_freq or sparse gradients, with which it "
                 f"cannot be cut: leave it out of the table"

@@ -100,7 +100,7 @@ def of_ranks() -> dict[str, float]:
         for remat in (False, True):
             # Unequal rows: five here, three there.
             for kind, x in (("alone", whole.chunk(2)[rank]), ("together", whole.split([5, 3])[rank])):
-                more = {"sync_batch_norm": "shard"} if kind == "together" else {}
+                more: dict[str, Any] = {"sync_batch_norm": "shard"} if kind == "together" else {}
                 model = functional(copy.deepcopy(module), small=0, remat=remat, **more)
                 params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
                 count = partial(sf.psum, axis="shard") if kind == "together" else (lambda v: v)
@@ -159,6 +159,24 @@ def curved() -> dict[str, float]:
     found["eval"] = float((y - module(x).detach()).abs().max())
     found["eval, buffers"] = float((mapped(lambda p: model(p, x, buffers={})[0], mesh)(params) - y).abs().max())
     return found
+
+
+def alone_in_its_batch() -> str:
+    model = functional(seeded(lambda: Columns(nn.BatchNorm1d)), small=0, sync_batch_norm="shard")
+    mesh = meshed()
+    params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
+    x = zoo.numbers(6)[dist.get_rank() : 1]  # one row on all ranks together
+    try:
+        mapped(lambda p: model(p, x, buffers=model.buffers), mesh)(params)
+    except ValueError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.world(2, "processes")
+def test_a_batch_of_one_row_has_no_variance(world: World) -> None:
+    for found in world.run(alone_in_its_batch):
+        assert "got one value for each channel on all ranks along 'shard' together" in found
 
 
 @pytest.mark.world(2, "processes")
