@@ -61,7 +61,8 @@ def taken_by(way: str) -> dict[str, float]:
     found = {}
     got, want = torch.func.jvp(mine, (chosen,), (along,)), torch.func.jvp(of_rank, (middle,), (direction,))
     found["jvp"] = max((a - b).abs().item() for a, b in zip(got, want, strict=True))
-    value, pull = torch.func.vjp(mine, chosen)
+    pulled: Any = torch.func.vjp(mine, chosen)
+    value, pull = pulled
     found["vjp"] = max(
         (value - of_rank(middle)).abs().item(), off(pull(torch.ones_like(value))[0], torch.func.grad(total)(middle))
     )

@@ -292,7 +292,7 @@ def collected_on_another_thread() -> tuple[int, int, int]:
     try:
         dropped_in_a_cycle(s, variables(s.flat))
         lent = ring.lent
-        Slot.give_back = watched  # type: ignore[method-assign]
+        Slot.give_back = watched  # type: ignore[method-assign,assignment]
         collector = threading.Thread(target=gc.collect)
         collector.start()
         collector.join()

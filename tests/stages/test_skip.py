@@ -117,9 +117,13 @@ def transformed() -> dict[str, float]:
     plain = params()
     v = optree.tree_map(torch.ones_like, plain)
     flat, v_flat = (sf.shard(tree, mesh, placement) for tree in (plain, v))
-    found = {}
+    found: dict[Any, Any] = {}
     for step in (1, 3):
-        whole = everyone(lambda ps, k, step=step: program(lambda f: f, ps, k, step, n), n)
+
+        def of_rank(ps: Any, k: int, step: int = step) -> Tensor:
+            return program(lambda f: f, ps, k, step, n)
+
+        whole = everyone(of_rank, n)
 
         def loss(ps: Any, step: int = step) -> Tensor:
             return program(stage, ps, rank, step, n, "in place", sf.skip)
@@ -161,7 +165,11 @@ def frozen_between(how: str, adapted: bool) -> list[float]:
 
     found = []
     for step in range(5):
-        want = torch.func.grad(everyone(lambda ps, k, step=step: loss(layer, ps, k, step, None), n))(params())
+
+        def of_rank(ps: Any, k: int, step: int = step) -> Tensor:
+            return loss(layer, ps, k, step, None)
+
+        want = torch.func.grad(everyone(of_rank, n))(params())
         want["images"] = optree.tree_map(lambda _: None, want["images"])
         mine = functools.partial(loss, stage(layer), k=rank, step=step, skip=sf.skip)
         got = by_backward(mine, flat)[1] if how == "backward" else sf.grad(mine)(flat)
@@ -246,7 +254,8 @@ def test_only_a_stage_can_be_skipped() -> None:
     def around(p: Any, x: Tensor) -> Any:
         return f(p, f(p, x))
 
-    for one in (layer, around, None):
+    wrong: list[Any] = [layer, around, None]
+    for one in wrong:
         with pytest.raises(TypeError, match="is not a stage"):
             sf.skip(one, squares(1)[0])
 
