@@ -89,7 +89,7 @@ def trained(strategy: str) -> dict[str, float]:
     """How far gradients are off, step by step, each with other ranks that skip."""
     n, rank = dist.get_world_size(), dist.get_rank()
     flat = sf.shard(params(), data_mesh(n), STRATEGIES[strategy])
-    found, number = {}, SIX.index(strategy)
+    number, found = SIX.index(strategy), dict[str, Any]()
     ways = itertools.islice(itertools.cycle(WAYS.items()), number, None)
     for options in [*OPTIONS, MORE[number]]:
         stage = functools.cache(functools.partial(sf.stage, **options))
