@@ -410,7 +410,7 @@ def test_inputs_and_outputs_are_cast(world: World) -> None:
 
 
 def started(options: dict[str, Any]) -> tuple[int, Any, Any]:
-    """How often messages start for a stage of three buffers; what the ledger says of them, and what should have gone."""
+    """How often messages start for a stage of three buffers, what the ledger says of them, and what it should."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
     plain = {"a": torch.ones(64, 9, dtype=torch.float64), "b": torch.ones(64, 7), "c": torch.ones(9, 64)}
     flat = sf.shard(plain, mesh, sf.full_shard("shard"), frozen=["c"])
