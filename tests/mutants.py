@@ -148,6 +148,13 @@ MUTANTS = [
         "tests/stages/test_residency.py::test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next",
     ),
     Mutant(
+        "garbage that one rank collects changes what it gathers",
+        "stages/residency.py",
+        "while self.dropped and (tape is None or self.dropped[0].key[0] != tape.number):",
+        "while self.dropped:",
+        "tests/stages/test_residency.py::test_when_a_rank_collects_garbage_changes_nothing_of_what_it_gathers[step]",
+    ),
+    Mutant(
         "lent memory keeps its numbers",
         "stages/ring.py",
         "                self.write.fill_(255)",
@@ -196,6 +203,27 @@ MUTANTS = [
         "functional.psum(flags, callers(mesh, signature)).tolist()",
         "flags.tolist()",
         f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
+    ),
+    Mutant(
+        "what nobody has computed is known",
+        "stages/reads.py",
+        "if computing:",
+        "if True:",
+        "tests/stages/test_skip.py::test_what_all_ranks_skip_at_first_is_gathered_as_ever_later",
+    ),
+    Mutant(
+        "a second run may return anything",
+        "stages/call.py",
+        "elif not self.form.same(form, transformed):",
+        "elif False:",
+        "tests/stages/test_stage_again.py::test_a_function_that_returns_something_else_in_its_second_run_is_told",
+    ),
+    Mutant(
+        "frozen stages are not caught up with",
+        "stages/engine.py",
+        "if run.done or (run.trains and not any(",
+        "if run.done or (not any(",
+        f"{RANKS}::test_a_rank_whose_loss_does_not_use_frozen_stages[2-{{}}]",
     ),
     Mutant(
         "no part in the backward of others",

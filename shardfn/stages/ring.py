@@ -186,9 +186,7 @@ class Slot:
             for reader in self.readers:
                 reader.copy = copy
             self.readers = None
-        if (
-            debugging.memory and not functorch.inside_transform()
-        ):  # where one runs, a call can only be collected as garbage
+        if debugging.memory and not functorch.inside_transform():  # which would refuse the write
             with ordinary_tensors():
                 self.write.fill_(255)
 

@@ -237,7 +237,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
         static[i] = None
     engine = engine_of(mesh)
     call = Call(signature, mesh, engine.device, static, at, needs)
-    if not any(needs):
+    if not any(needs) and not call.transformed:
         if call.step is not None and not torch.is_grad_enabled():
             refuse_reentrant(signature, [id(shard) in call.step.variables for shard in shards])
         return call.rebuilt(engine.forward(call, shards, tuple(inputs)), inputs)

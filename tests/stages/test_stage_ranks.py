@@ -366,6 +366,26 @@ def test_a_rank_whose_loss_does_not_use_frozen_stages(world: World, options: Any
     assert worst(off for found in world.within(20).run(frozen_unused, options) for off in found) < 1e-12
 
 
+def frozen_at_the_bottom() -> list[float]:
+    """A frozen stage of numbers that are not differentiable, under those that are trained."""
+    s = Setting()
+    table, tokens = {"e": normal(7, D, seed=9)}, torch.tensor([1, 5, 6])
+    bottom = sf.shard({"table": table}, s.mesh, sf.full_shard("shard"), frozen=".*")
+    f, look = sf.stage(layer), sf.stage(lambda p, t: p["e"][t])
+    want = torch.func.grad(lambda ps: net(layer, ps, table["e"][tokens]).square().sum() * s.size)(s.plain)
+    grads = [
+        grad(lambda ps: net(f, ps, look(bottom["table"], tokens)).square().sum())(s.flat)
+        for grad in (torch.func.grad, sf.grad)
+    ]
+    return [distance(sf.unshard(got), want) for got in grads]
+
+
+@both_memories
+@pytest.mark.world(2, "processes")
+def test_a_frozen_embedding_under_every_gradient(world: World, memory: bool) -> None:
+    assert worst(off for found in world.run(under, memory, frozen_at_the_bottom) for off in found) < 1e-12
+
+
 def other_blocks(strategy: str) -> None:
     """Half of the ranks asks for the gradient of one block, the other half for another's."""
     rank, n = dist.get_rank(), dist.get_world_size()
