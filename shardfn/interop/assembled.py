@@ -7,6 +7,7 @@ element comes from. So a rank reads only the elements that it keeps, and writes 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -176,8 +177,8 @@ def _narrow(x: Assembled, dim: int, start: int, length: int) -> Assembled:
 def _split(x: Assembled, sizes: int | Sequence[int], dim: int = 0) -> tuple[Assembled, ...]:
     dim %= x.ndim
     lengths = [len(some) for some in torch.empty(x.shape[dim], device="meta").split(sizes)]
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    return tuple(_narrow(x, dim, start, n) for start, n in zip(starts, lengths, strict=True))
+    starts = itertools.accumulate(lengths, initial=0)
+    return tuple(_narrow(x, dim, start, n) for start, n in zip(starts, lengths, strict=False))
 
 
 def _chunk(x: Assembled, chunks: int, dim: int = 0) -> tuple[Assembled, ...]:
