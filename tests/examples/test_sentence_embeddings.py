@@ -142,6 +142,19 @@ def test_the_loss_the_gradient_and_the_places_are_those_of_one_process(folder: s
             assert (gradient - grads[name]).abs().max() < 1e-12, name
 
 
+def test_the_loss_is_that_of_sentence_transformers(folder: str) -> None:
+    theirs = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+    model = theirs.SentenceTransformer(folder, device="cpu").double().eval()
+    model.max_seq_length = TINY.length
+    purposes, codes = zip(*data()[: TINY.batch], strict=True)
+    features = [model.tokenize(list(texts)) for texts in (purposes, codes)]
+    wanted = MultipleNegativesRankingLoss(model, scale=TINY.scale)(features, None)
+    ((value, _, _),) = world(1).within(200).run(derivative, folder, 1, 1)
+    assert abs(value - wanted.item()) < 1e-12
+
+
 def saved(folder: str, out: str) -> Tensor:
     mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
     encoder, params = loaded(folder, mesh, "hybrid_shard", torch.float32)
