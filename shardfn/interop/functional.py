@@ -154,6 +154,12 @@ class Functional:
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
         self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
         self._region = self._region_of("", set(module.modules()) - inside)
+        if self._region is not None and self._region.holders:
+            path = next(iter(self._region.holders.values())).path
+            raise ValueError(
+                f"functional: tensor: layers of {path or 'the module'} are cut by columns and are in no stage, where "
+                f"nothing compares them with whole ones: choose stages= that hold them"
+            )
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
         self._reveal = stage(_revealed, **revealing)
 
@@ -359,6 +365,8 @@ class _Unit:
             if self.region is None
             else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
         ):
+            if self.region is not None and self.region.unproved:
+                self.region.prove(part, slots, self.eager, args, kwargs)
             out = (self.forward if followed is None else self.eager)(*args, **kwargs)
         found, outer = self.forms.flatten((out, recorded))
         if followed is not None:

@@ -7,6 +7,7 @@ else meets what every rank has. The first run of each stage is followed, and wha
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,9 @@ from torch.utils import _pytree
 from shardfn.collectives.agree import agree, gathered
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, local_slice, pvary, ragged_all_to_all
 from shardfn.compat.dispatch import plain
-from shardfn.interop.anatomy import Slot, placed
+from shardfn.interop import recorders
+from shardfn.interop.anatomy import Part, Slot, placed
+from shardfn.interop.structures import is_cache
 from shardfn.interop.tensor_plan import COUNTS, PARTS, Cut, Holder, TensorPlan, dims
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.scope import bound_axis
@@ -250,6 +253,7 @@ class Region:
         )
         self.followed: set[Any] = set()
         self.numbers: dict[int, tuple[list[Slot], list[Any]]] = {}
+        self.unproved = bool(holders)
 
     def size(self) -> int:
         """Ranks that have a part of these parameters each; 1 where they came whole."""
@@ -321,7 +325,8 @@ class Region:
     def _divided(self, size: int) -> tuple[list[Slot], list[Any]]:
         """Numbers of heads are those of this rank, and what nobody spoke of cannot be computed with."""
         if size not in self.numbers:
-            slots, values = [], []
+            slots: list[Slot] = []
+            values: list[Any] = []
             for m, one in self.holders.items():
                 own = vars(m)
                 slots += [Slot(own, name, name) for name in (*one.divided, *one.refused)]
@@ -330,8 +335,98 @@ class Region:
                 if "config" in own:
                     slots.append(Slot(own, "config", "config"))
                     values.append(_Config(own["config"], one.path, self.axis))
+            self.numbers[1] = slots, [holder[at] for holder, at, _ in slots]
             self.numbers[size] = slots, values
         return self.numbers[size]
+
+    def prove(self, part: Part, slots: Sequence[Slot], forward: Forward, args: Any, kwargs: Any) -> None:
+        """Compares, once, what the stage computes on this rank's part with what it does on whole layers.
+
+        Nothing else knows whether the module's code splits, normalises or counts what is cut here. It takes the stage's
+        whole parameters and two runs more, in float64 where the module can, without dropout.
+
+        Raises:
+            ValueError: the two differ.
+        """
+        given = list(_tensors((args, kwargs)))
+        size = self.owner.size
+        if size == 1 or torch.compiler.is_compiling() or not all(map(plain, given)):
+            return
+        with torch.no_grad(), recorders.recording(("_nothing",)), _evaluating(part.module):
+            cut = {
+                id(m._parameters[name]): _dim_of(m, one, name)
+                for m, one in self.cuts.items()
+                for name, p in m._parameters.items()
+                if p is not None and p.shape != one.shapes[name]
+            }
+            values = [holder[at].detach() for holder, at, _ in slots]
+            dims_of = [cut.get(id(holder[at])) for holder, at, _ in slots]
+            whole = [
+                v if d is None else all_gather(v, self.axis, dim=0 if v.ndim == 1 else d)
+                for v, d in zip(values, dims_of, strict=True)
+            ]
+
+            def run(values: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) -> list[Tensor]:
+                self.owner.size, self.owner.entrance.last = ranks, None
+                kept = [holder[at].clone() for holder, at, _ in part.buffers]
+                arguments = _pytree.tree_map(lambda x: _cast(x, dtype), (args, kwargs), is_leaf=is_cache)
+                with (
+                    placed(slots, [_cast(x, dtype) for x in values]),
+                    placed(part.buffers, kept),
+                    placed(*self.numbers[ranks]),
+                ):
+                    return list(_tensors(forward(*arguments[0], **arguments[1])))
+
+            try:
+                try:
+                    got, want = run(values, size, torch.float64), run(whole, 1, torch.float64)
+                except (RuntimeError, TypeError, NotImplementedError):  # kernels that take no float64
+                    got, want = run(values, size, None), run(whole, 1, None)
+            finally:
+                self.owner.size, self.owner.entrance.last = size, None
+        for one, other in zip(got, want, strict=True):
+            if not _close(one, other):
+                raise ValueError(
+                    f"{self.path} computes something else with layers that are cut over {self.axis!r} than with whole "
+                    f"ones: its code splits, normalises or counts the features of a layer that is said to be "
+                    f"{', '.join(sorted({self.cuts[m].word for m in self.cuts}))}. Say qkv_colwise or packed_colwise "
+                    f"of several matrices in one, or colwise_gather_output and rowwise_split_input"
+                )
+        self.unproved = False
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Without dropout."""
+    trained = [m for m in module.modules() if m.training]
+    for m in trained:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m in trained:
+            m.training = True
+
+
+def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+    if is_cache(x):
+        return copy.deepcopy(x)
+    if not isinstance(x, Tensor):
+        return x
+    return x.detach().to(dtype) if dtype is not None and x.is_floating_point() else x.detach()
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return bool((one == other).all())
+    away = (one.double() - other.double()).nan_to_num().abs().max() if one.numel() else torch.zeros(())
+    allowed = max(_ROUNDING, 32 * torch.finfo(one.dtype).eps)
+    return bool(away <= allowed * other.double().nan_to_num().abs().max()) if one.numel() else True
+
+
+_ROUNDING = 1e-6  # modules compute some things in float32 whatever they are given
 
 
 def _dim_of(m: nn.Module, cut: Cut, name: str) -> int:

@@ -59,6 +59,15 @@ class Normed(nn.Module):
         return found
 
 
+class Mean(Normed):
+    """Takes a mean over features that are cut, which is no parameter's business."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        found: Tensor = self.down(y - y.mean(-1, keepdim=True))
+        return found
+
+
 class Stack(nn.Module):
     def __init__(self, make: Callable[[], nn.Module], padding: int | None = None) -> None:
         super().__init__()
@@ -279,6 +288,12 @@ def behaviours() -> dict[str, Any]:
     refused("end", lambda: step(lambda: Stack(lambda: nn.Linear(16, 16)), {"layers.*": "colwise"}))
     refused("begin", lambda: step(lambda: Stack(Normed), {"layers.*.down": "rowwise"}))
     refused("rows", lambda: step(lambda: causal("Llama", vocab_size=41), {"lm_head": "colwise_gather_output"}))
+    halves = {"mlp.gate_up_proj": "colwise", "mlp.down_proj": "rowwise"}
+    refused("two in one", lambda: step(lambda: causal("Phi3"), halves, kind="llama"))
+    inside = {"attention.query_key_value": "qkv_colwise", "attention.dense": "rowwise"}
+    refused("by heads", lambda: step(lambda: causal("GPTNeoX"), inside, kind="llama"))
+    refused("features", lambda: step(lambda: Stack(Mean), UP))
+    refused("in no stage", lambda: functional(Stack(Normed), stages="Embedding", small=2**20, tensor=UP))
     rank = dist.get_rank() % 2
     mine = {k: x.chunk(2)[rank] for k, x in batch.items()}
     refused("batch", lambda: step(lambda: Stack(Normed), {"embed": "embedding_rowwise", **UP}, mine))
@@ -321,6 +336,10 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "norm": ("norm.weight", "replicated_with_grad_allreduce"),
     "end": ("layers.0 returns a value of shape (8, 7, 8)", "rowwise"),
     "begin": ("has 8 of its 16 input features on each rank along 'tensor', but is given 16",),
+    "two in one": ("model.layers.0 computes something else", "packed_colwise of several matrices in one"),
+    "by heads": ("gpt_neox.layers.0 computes something else with layers that are cut over 'tensor'",),
+    "features": ("layers.0 computes something else",),
+    "in no stage": ("layers of layers.0 are cut by columns and are in no stage",),
     "rows": ("lm_head.weight has shape (41, 32)", "pad it to 42"),
     "batch": ("differ between ranks", "cut the batch over other axes"),
     "seeds": ("differs between ranks", "seed these ranks alike"),
@@ -413,9 +432,9 @@ def uses() -> dict[str, Any]:
         got = compiled.state_dict(step(cut, batch)[1])
     found["compiled"] = off({k: got[k] for k in wanted}, wanted)
 
-    kinds: set[torch.dtype] = set()
+    kinds: list[torch.dtype] = []
     low, cut = made("llama", mesh, gather_dtype=torch.bfloat16)
-    low.module.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, args: kinds.add(m.weight.dtype))
+    low.module.model.layers[0].mlp.down_proj.register_forward_pre_hook(lambda m, args: kinds.append(m.weight.dtype))
     value, grads = mapped(lambda p, b: sf.value_and_grad(loss_of("llama", low))(p, b), mesh)(cut, batch)
     peer = functional(build("llama"), gather_dtype=torch.bfloat16)
     whole = sf.shard(peer.tree, mesh, sf.full_shard("shard"))
@@ -442,7 +461,7 @@ def test_a_cut_module_generates_records_compiles_and_maps_as_the_whole_one(world
         for case in ("hidden states", "whole, without a mesh", "per sample", "compiled"):
             assert found[case] < 1e-12, case
         kinds, value, gradient = found["bfloat16"]
-        assert kinds == "{torch.bfloat16}"
+        assert kinds == "torch.bfloat16"
         assert (value < 5e-3, gradient < 5e-2) == (True, True)
         none, some = found["padding"]
         assert none == 0.0
