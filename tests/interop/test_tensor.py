@@ -440,7 +440,7 @@ def uses() -> dict[str, Any]:
     whole = sf.shard(peer.tree, mesh, sf.full_shard("shard"))
     wanted = mapped(lambda p, b: sf.value_and_grad(loss_of("llama", peer))(p, b), mesh)(whole, batch)
     found["bfloat16"] = (
-        str(kinds),
+        str(kinds[-1]),
         abs(float(value / wanted[0] - 1)),
         off(low.state_dict(grads), peer.state_dict(wanted[1])),
     )
