@@ -7,8 +7,8 @@ The model's own code runs, untouched, as a function of its parameters: every lay
 flat shard. With `--from` these are the files of a pretrained model, of which each rank reads what it keeps, and the
 text is cut into tokens by the tokenizer in that folder; otherwise a small model of the family `--model` begins with
 random parameters, and a token is a byte. The loss is the model's own, with `num_items_in_batch`: the mean over the
-tokens of all ranks, however many each of them has. In the end the folder `--out` holds what `from_pretrained` reads,
-and a model that was read from there writes a text.
+tokens of all ranks, however many each of them has. At the end `--out`/model holds what `from_pretrained` reads, and a
+model that was read from there writes a text.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def sharded(
 
 
 def tokenized(tokenizer: Any, rows: Tensor, context: int) -> dict[str, Any]:
-    """Tokens and labels, `[b, t]`, of bytes `[b, n]`; short rows are filled at their ends, which nothing looks at."""
+    """Tokens and labels, `[b, t]`, of bytes `[b, n]`; short rows are padded at the end, where no token before looks."""
     texts = [bytes(row.tolist()).decode(errors="ignore") for row in rows]
     ids = [torch.tensor(one) for one in tokenizer(texts, truncation=True, max_length=context)["input_ids"]]
     tokens, labels = (pad_sequence(ids, batch_first=True, padding_value=value) for value in (0, IGNORED))

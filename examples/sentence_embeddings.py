@@ -4,11 +4,11 @@
     torchrun --standalone --nproc-per-node 2 -m examples.sentence_embeddings
 
 The encoder is MiniLM (BERT, 22.7 million parameters), pretrained by sentence-transformers. It embeds the docstring of a
-function and its source without the docstring, both from Python's standard library; of all sources of a batch, that of
-the function should be the nearest. Each rank embeds its rows, an all-gather brings those of the others, whose transpose
-takes their gradients home: the loss and the gradient are those of the whole batch on one process, which is what
+function and its source without the docstring, both from Python's standard library, and learns that of all sources in a
+batch the function's own is the nearest. Each rank embeds its own rows and gathers those of all the others; the gather's
+transpose sends their gradients back. So loss and gradient are those of the whole batch on one process, which
 sentence-transformers calls MultipleNegativesRankingLoss. Modules of the library are either for training or held out.
-In the end the folder `--out` is one that `SentenceTransformer` loads, and its embeddings are compared with ours.
+At the end, `SentenceTransformer` loads the folder `--out`/model, and its embeddings are compared with ours.
 
 On two CPU processes 60 steps of 32 pairs take six minutes of processor time. For the 425 functions of held-out modules
 they bring the mean reciprocal rank from 0.586 to 0.682 and recall@10 from 0.842 to 0.896.
@@ -134,7 +134,7 @@ def loaded(
 
 
 def loss_fn(params: Params, encoder: Encoder, rows: Sequence[Pair], scale: float) -> Tensor:
-    """Cross-entropy of the own source among those of the whole batch, meaned over the batch."""
+    """Cross-entropy of each function's own source among those of the whole batch, averaged over the batch."""
     purposes, codes = zip(*rows, strict=True)
     queries, own = encoder(params, purposes), encoder(params, codes)  # [b, e] each
     every = sf.all_gather(own, DATA)  # [b, e] -> [n, e]; backward is a reduce-scatter
@@ -159,7 +159,7 @@ def embedded(params: Params, encoder: Encoder, texts: Sequence[str], batch: int)
 
 
 def found_at(params: Params, encoder: Encoder, held_out: Sequence[Pair], batch: int) -> Tensor:
-    """For each pair which place its source has among all sources, by nearness to what it is for, `[m]`, from 1."""
+    """For each pair, the place of its source among all sources, the nearest to its docstring first: `[m]`, from 1."""
     purposes, codes = (embedded(params, encoder, texts, batch) for texts in zip(*held_out, strict=True))  # [m, e] each
     scores = purposes @ codes.T  # [m, e] @ [e, m] -> [m, m]
     return (scores >= scores.diagonal()[:, None]).sum(1)
