@@ -124,6 +124,9 @@ class Carrier:
         self.spec = spec
         self.local = torch.ones(2)
 
+    def __repr__(self) -> str:
+        return f"Carrier({self.spec})"
+
 
 optree.register_pytree_node(
     Carrier, lambda c: ((c.local,), c.spec), lambda spec, _: Carrier(spec), namespace="test_spec"
