@@ -21,6 +21,7 @@ from shardfn.testing import World, world
 pytest.importorskip("transformers")
 from examples import finetune_hf as example
 from examples.run import bytes_tokenizer
+from tests.interop.zoo import norms_in_float64
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -66,7 +67,7 @@ def curves(replica: int, shard: int) -> dict[str, list[float]]:
     cells: list[tuple[str, str, dict[str, Any]]] = [(name, "hybrid_shard", {}) for name in example.MODELS]
     if replica > 1:
         cells += [("llama", "zero2", {"remat": True}), ("gpt2", "ddp", {})]
-    with losses_in_float64():
+    with losses_in_float64(), norms_in_float64():
         for name, strategy, options in cells:
             run = trained(name, mesh, strategy, **options)[-1]
             found[f"{name} {strategy}"] = [*run.losses, run.before, run.after]
@@ -98,7 +99,7 @@ def of_uneven_rows() -> tuple[list[int], float, float]:
         rows[i, i + 3 :] = 0xFF  # is not text, and is left out
     rows[:, 1] = torch.arange(8) + ord("a")
     batch = example.tokenized(bytes_tokenizer(), rows, 16)
-    with losses_in_float64():
+    with losses_in_float64(), norms_in_float64():
         module, _ = example.made("llama", 0, torch.float64, **MORE["llama"])
         whole = module(**batch).loss.item()
         model, params = example.sharded(module, None, mesh, sf.hybrid_shard("shard", "replica"))
@@ -123,7 +124,7 @@ def through_files(folder: str) -> tuple[float, float, float]:
     from transformers import AutoModelForCausalLM
 
     mesh = sf.make_mesh(device="cpu", replica=1, shard=2)
-    with losses_in_float64():
+    with losses_in_float64(), norms_in_float64():
         model, tokenizer, run = trained("llama", mesh, "hybrid_shard", gather_dtype=None)
         interop.save_pretrained(folder, model, run.params, tokenizer=tokenizer)
         tokens = torch.arange(24).view(2, 12)

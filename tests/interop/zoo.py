@@ -291,15 +291,20 @@ def build(name: str, **arguments: Any) -> nn.Module:
 
 @contextmanager
 def norms_in_float64() -> Iterator[None]:
-    """Some norms of `transformers` compute in float32 whatever comes in; for comparisons to rounding they must not."""
+    """Some norms of `transformers` compute in float32 whatever comes in; for comparisons to rounding they must not.
+
+    They stay so in this process, since modules run after the block: whoever compares enters it on all processes.
+    """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.mistral.modeling_mistral import MistralRMSNorm
     from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
     from transformers.models.t5.modeling_t5 import T5LayerNorm
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
-    for kind in (LlamaRMSNorm, MixtralRMSNorm, T5LayerNorm):
+    for kind in (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, T5LayerNorm):
         kind.forward = forward  # type: ignore[method-assign]
     yield
