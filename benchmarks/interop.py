@@ -17,6 +17,7 @@ at once, so that its figure is what is in use.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -47,7 +48,7 @@ import shardfn as sf
 import shardfn.optim as so
 from benchmarks.crew import Crew, Usage
 from benchmarks.report import Goal, parser, publish
-from benchmarks.train_step import KEEPS_MEMORY, RATE
+from benchmarks.train_step import KEEPS_MEMORY, RATE, timed
 from shardfn import P, interop
 
 with warnings.catch_warnings():
@@ -214,18 +215,11 @@ def _named(tree: Any) -> dict[str, Tensor]:
 
 def built(usage: Usage, make: Callable[..., Step], sizes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
     step = make(sizes, **options)
-
-    def train(steps: int) -> tuple[list[float], list[float]]:
-        seconds, losses = [], []
-        dist.barrier()
-        for _ in range(steps):
-            began = time.perf_counter()
-            losses.append(float(step()))
-            dist.barrier()
-            seconds.append(time.perf_counter() - began)
-        return seconds, losses
-
-    return {"train": train, "peak": lambda: usage.peak() / 1e6, "again": lambda: usage.again() / 1e6}
+    return {
+        "train": functools.partial(timed, step),
+        "peak": lambda: usage.peak() / 1e6,
+        "again": lambda: usage.again() / 1e6,
+    }
 
 
 def compared(crews: dict[str, Crew], rounds: int, steps: int) -> list[dict[str, Any]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from shardfn.checkpoint.contents import Contents, Kind, contents, memory, pieces
 from shardfn.checkpoint.disk import write_at
 from shardfn.checkpoint.loading import Asked, by_rules, filled
 from shardfn.checkpoint.names import Rule, refuse_flat, renamed, turned
-from shardfn.checkpoint.safetensors import Plan, aside, begin, clear, planned, publish
+from shardfn.checkpoint.safetensors import Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.collectives import functional
@@ -90,7 +89,7 @@ def export(
         raise CheckpointError(f"{what}: ranks were given different paths, trees or rules")
     try:
         team.first(what, lambda: begin(folder, plan))
-        team.each(what, lambda: _fill(folder, plan, kept, turns(params, kept, team)))
+        team.each(what, lambda: fill(folder, turns(params, kept, team), _writer(plan, kept)))
         team.first(what, lambda: publish(folder, plan))
     except BaseException:
         if team.rank == 0:
@@ -223,26 +222,14 @@ def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int) -> Tensor
     return joined
 
 
-def _fill(folder: Path, plan: Plan, kept: dict[str, _Kept], turns: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes this rank's tensors; returns when they are on the disk."""
-    failed: Exception | None = None
-    descriptors: dict[str, int] = {}
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        for name, values in turns:
-            try:
-                if failed is None:  # else the others still gather
-                    file, offset = plan.places[kept[name].name]
-                    if file not in descriptors:
-                        descriptors[file] = os.open(aside(folder, file), os.O_WRONLY)
-                        stack.callback(os.close, descriptors[file])
-                    _write(descriptors[file], offset, values.mT if kept[name].turned else values, kept[name].kind.dtype)
-            except Exception as error:
-                failed = error
-            del values  # what it is a view of must not be there while more is gathered
-        if failed is not None:
-            raise failed
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
+def _writer(plan: Plan, kept: dict[str, _Kept]) -> Callable[[Callable[[str], int], str, Tensor], None]:
+    """What writes a whole tensor to its place, as `fill` takes it."""
+
+    def write(descriptor: Callable[[str], int], name: str, values: Tensor) -> None:
+        file, offset = plan.places[kept[name].name]
+        _write(descriptor(file), offset, values.mT if kept[name].turned else values, kept[name].kind.dtype)
+
+    return write
 
 
 def _write(descriptor: int, offset: int, values: Tensor, dtype: torch.dtype) -> None:

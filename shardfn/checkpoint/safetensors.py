@@ -11,12 +11,13 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardfn.checkpoint import folders
 from shardfn.checkpoint.boxes import Ints
@@ -104,6 +105,39 @@ def begin(folder: Path, plan: Plan) -> None:
 def aside(folder: Path, file: str) -> Path:
     """Where a file is until all are whole."""
     return folders.aside(folder / file, "writing")
+
+
+def fill(
+    folder: Path, values: Iterable[tuple[str, Tensor]], write: Callable[[Callable[[str], int], str, Tensor], None]
+) -> None:
+    """Writes this rank's tensors as they come; returns when they are on the disk.
+
+    Args:
+        folder: that `begin` made ready.
+        values: named tensors, for some of which other ranks gather with this one: they all come, even if one fails.
+        write: of what gives a file's descriptor by its name, of a tensor's name, and of the tensor.
+    """
+    failed: Exception | None = None
+    descriptors: dict[str, int] = {}
+    with contextlib.ExitStack() as stack, torch.no_grad():
+
+        def descriptor(file: str) -> int:
+            if file not in descriptors:
+                descriptors[file] = os.open(aside(folder, file), os.O_WRONLY)
+                stack.callback(os.close, descriptors[file])
+            return descriptors[file]
+
+        for name, x in values:
+            try:
+                if failed is None:
+                    write(descriptor, name, x)
+            except Exception as error:
+                failed = error
+            del x  # what it is a view of must not be there while more is gathered
+        if failed is not None:
+            raise failed
+        for one in descriptors.values():
+            os.fsync(one)
 
 
 def publish(folder: Path, plan: Plan) -> None:

@@ -23,7 +23,7 @@ from shardfn.interop.tensor_parallel import Following, Region, TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
-from shardfn.mesh.spec import P
+from shardfn.mesh.spec import P, joined
 from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.sharding import Specs, unshard
@@ -243,9 +243,7 @@ class Functional:
         whole: dict[str, Tensor] = {}
         for key, part in params.items():
             values = unshard(part)
-            whole |= (
-                {_joined(key, name): x for name, x in values.items()} if isinstance(values, dict) else {key: values}
-            )
+            whole |= {joined(key, name): x for name, x in values.items()} if isinstance(values, dict) else {key: values}
         return {alias: whole[name] for alias, name in self.names.items()}
 
     def _check(self, params: Any) -> None:
@@ -503,7 +501,7 @@ def _refuse_kept(part: Part) -> None:
             if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
                 continue  # a weight that is computed before each forward
             raise RuntimeError(
-                f"{_joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
+                f"{joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
                 f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
             )
 
@@ -528,10 +526,6 @@ def _all_ranks_run(params: Any) -> bool:
 
 def _device_of(params: Any) -> torch.device | None:
     return next((x.device for x in optree.tree_leaves(params) if isinstance(x, Tensor)), None)
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
 
 
 def _some(names: Sequence[str], most: int = 4) -> str:

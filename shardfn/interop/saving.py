@@ -7,8 +7,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from shardfn.checkpoint.boxes import flaw, runs, whole
 from shardfn.checkpoint.contents import Kind, memory, pieces
 from shardfn.checkpoint.disk import write_at
 from shardfn.checkpoint.huggingface import STEP, turns
-from shardfn.checkpoint.safetensors import Plan, aside, begin, clear, planned, publish
+from shardfn.checkpoint.safetensors import Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop import conversions
@@ -89,7 +88,7 @@ def save_pretrained(
         team.first(what, lambda: begin(path, plan))
         own = known.buffers.items() if team.rank == 0 else ()
         values = itertools.chain(turns(params, known.params, team), own)
-        team.each(what, lambda: _fill(path, plan, _targets(files), values))
+        team.each(what, lambda: fill(path, values, _writer(plan, _targets(files))))
         team.first(what, lambda: _finish(path, plan, model, tokenizer, files))
     except BaseException:
         if team.rank == 0:
@@ -223,27 +222,15 @@ def _targets(files: Mapping[str, Assembled]) -> dict[str, list[_Target]]:
 # --- writing ---
 
 
-def _fill(folder: Path, plan: Plan, targets: Mapping[str, list[_Target]], values: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes this rank's tensors; returns when they are on the disk."""
-    failed: Exception | None = None
-    descriptors: dict[str, int] = {}
-    with ExitStack() as stack, torch.no_grad():
-        for name, x in values:
-            try:
-                if failed is None:  # else the others still gather
-                    for target in targets.get(name, ()):
-                        file, offset = plan.places[target.name]
-                        if file not in descriptors:
-                            descriptors[file] = os.open(aside(folder, file), os.O_WRONLY)
-                            stack.callback(os.close, descriptors[file])
-                        _write(descriptors[file], offset, target, x)
-            except Exception as error:
-                failed = error
-            del x  # what it is a view of must not be there while more is gathered
-        if failed is not None:
-            raise failed
-        for descriptor in descriptors.values():
-            os.fsync(descriptor)
+def _writer(plan: Plan, targets: Mapping[str, list[_Target]]) -> Callable[[Callable[[str], int], str, Tensor], None]:
+    """What writes a parameter to all its places, as `fill` takes it."""
+
+    def write(descriptor: Callable[[str], int], name: str, x: Tensor) -> None:
+        for target in targets.get(name, ()):
+            file, offset = plan.places[target.name]
+            _write(descriptor(file), offset, target, x)
+
+    return write
 
 
 def _write(descriptor: int, offset: int, target: _Target, x: Tensor) -> None:

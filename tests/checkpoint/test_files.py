@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -260,11 +262,11 @@ def refused(call: Callable[[], Any]) -> str:
 def refusals(folder: Path) -> dict[str, str]:
     like = placed(0, zeros(ours()))
     said = {
-        path: refused(lambda: checkpoint.load(folder / path, like, names=RULES, **more))  # noqa: B023
+        path: refused(functools.partial(checkpoint.load, folder / path, like, names=RULES, **more))
         for path, (more, _) in REFUSED.items()
     }
     said |= {
-        name: refused(lambda: checkpoint.load(folder / path, like, **more))  # noqa: B023
+        name: refused(functools.partial(checkpoint.load, folder / path, like, **more))
         for name, (path, more, _) in PARTS.items()
     }
     assert same(sf.unshard(like), zeros(ours())), "nothing was overwritten"
@@ -293,6 +295,17 @@ def mapped() -> int:
         return int(file.read().split()[2]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def watched(fill: Any, grown: list[int]) -> Any:
+    """The same, noting by how many bytes of files the process grew."""
+
+    def filled(self: Any, wanted: Any) -> None:
+        before = mapped()
+        fill(self, wanted)
+        grown.append(mapped() - before)
+
+    return filled
+
+
 def peaks(folder: Path) -> dict[str, tuple[int, int]]:
     """Bytes of its own, and of files, that each rank had more than before while it loaded."""
     found = {}
@@ -300,20 +313,11 @@ def peaks(folder: Path) -> dict[str, tuple[int, int]]:
         like = sf.shard({"a": torch.zeros(WIDE, WIDE), "b": torch.zeros(WIDE, WIDE)}, mesh_of(shard=4),
                         sf.full_shard("shard"))  # fmt: skip
         checkpoint.load(folder / "small.pt", {"a": torch.zeros(2)})  # what is made once
-        fill, most = FileReader.fill, [0]
-
-        def watched(self: Any, wanted: Any) -> None:
-            before = mapped()
-            fill(self, wanted)  # noqa: B023
-            most[0] = mapped() - before  # noqa: B023
-
-        FileReader.fill = watched  # type: ignore[method-assign]
-        try:
-            own = peak(lambda: checkpoint.load(folder / path, like))  # noqa: B023
-        finally:
-            FileReader.fill = fill  # type: ignore[method-assign]
+        most: list[int] = []
+        with mock.patch.object(FileReader, "fill", watched(FileReader.fill, most)):
+            own = peak(functools.partial(checkpoint.load, folder / path, like))
         assert sf.unshard(like)["b"][-1, -1] == 7
-        found[path] = own, most[0]
+        found[path] = own, most[-1]
     return found
 
 

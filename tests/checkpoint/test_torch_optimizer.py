@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -163,16 +164,14 @@ def our_steps(name: str, params: Any, state: Any, optimizer: Any, first: int, n:
         h = torch.tanh(linear(p["0"], x))
         return F.mse_loss(linear(p["2"], h), y) / torch.distributed.get_world_size()
 
+    def loss(ps: Any, x: Tensor, y: Tensor) -> Tensor:
+        if name == "zero1":
+            return sf.stage(whole)(ps, x, y)
+        h = torch.tanh(sf.stage(linear)(ps["0"], x))
+        return F.mse_loss(sf.stage(linear)(ps["2"], h), y) / torch.distributed.get_world_size()
+
     for step in range(first, first + n):
-        x, y = rows(step)
-
-        def loss(ps: Any) -> Tensor:
-            if name == "zero1":
-                return sf.stage(whole)(ps, x, y)  # noqa: B023
-            h = torch.tanh(sf.stage(linear)(ps["0"], x))  # noqa: B023
-            return F.mse_loss(sf.stage(linear)(ps["2"], h), y) / torch.distributed.get_world_size()  # noqa: B023
-
-        _, grads = sf.value_and_grad(loss)(params)
+        _, grads = sf.value_and_grad(loss)(params, *rows(step))
         params, state = optimizer.step(params, grads, state)
     return params, state
 
@@ -388,7 +387,7 @@ def refusals(folder: Path) -> dict[str, str]:
     params, state = our_run(0, "full_shard", optimizer)
     chained = so.chain(so.clip_by_global_norm(1.0), optimizer)
     read = checkpoint.load_torch_optimizer
-    said = {name: told(lambda: read(folder / f"{name}.pt", state)) for name in WRONG}  # noqa: B023
+    said = {name: told(functools.partial(read, folder / f"{name}.pt", state)) for name in WRONG}
     assert sf.unshard(state["mean"])["0"]["weight"].eq(0).all(), "nothing was overwritten"
     by_function = so.adamw(lambda step: 0.1 * step, weight_decay=decays).init(params)
     say = checkpoint.torch_optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -496,7 +497,7 @@ def converted(root: Path) -> dict[str, Any]:
             assert same(values, {k: whole[k] for k in values}), name
             again = root / f"{name}-back"
             if name == "same name":
-                found[name] = refused(lambda: interop.save_pretrained(again, model, params))  # noqa: B023
+                found[name] = refused(functools.partial(interop.save_pretrained, again, model, params))
                 continue
             interop.save_pretrained(again, model, params)
             found[name] = tensors_in(again).keys() == tensors_in(folder).keys()
@@ -606,7 +607,7 @@ def peaks(root: Path) -> dict[str, float]:
             flats = optree.tree_leaves(kept[0], is_leaf=is_flat)
             stage = 2 * max(flat.values.nbytes for flat in flats)
             found[kind] = (over - sum(flat.values.nbytes for flat in flats)) / stage
-        found["saved"] = peak(lambda: interop.save_pretrained(root / "out", model, kept[0])) / stage  # noqa: B023
+        found["saved"] = peak(functools.partial(interop.save_pretrained, root / "out", model, kept[0])) / stage
     return found
 
 
