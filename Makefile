@@ -43,7 +43,8 @@ setup: $(VENV)/.dev ## install the package and every development tool
 train: $(VENV)/.examples ## train the example language model, sharded over 4 processes
 	$(TRAIN) $(ARGS)
 
-test: checks unit smoke ## everything that must pass before a change lands
+test: lint format ## everything that must pass before a change lands: the tests, and beside them the rest, one by one
+	$(MAKE) --no-print-directory -j 2 SIDE_BY_SIDE=1 unit types docs wheel smoke
 
 checks: $(VENV)/.dev ## all but the tests and the short run, two at a time
 	$(MAKE) --no-print-directory -j 2 SIDE_BY_SIDE=1 lint format types docs wheel
@@ -64,7 +65,7 @@ types: $(VENV)/.dev ## check the types
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev ## run the tests, and with them the code in README.md and docs/
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 docs: $(VENV)/.dev ## build the documentation; a warning is an error
 	$(BIN)/sphinx-build -q -E -W --keep-going docs docs/_build/html
