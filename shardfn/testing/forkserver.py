@@ -122,7 +122,7 @@ def _read(descriptor: int, timeout: float) -> bytes:
 
 
 def preload(*names: str) -> None:
-    """Have a fork server that is yet to start import these modules, those that there are, for all ranks it will fork."""
+    """Have the fork server import these modules when it starts, those that there are, for all the ranks it forks."""
     _wanted.extend(name for name in names if name not in _wanted)
 
 
