@@ -1,7 +1,8 @@
 # Everything runs from a virtual environment that make sets up by itself; only Python >= 3.11 is needed before.
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+# Of the tests, whose ranks wait for each other half of the time: three keep two cores busy.
+WORKERS ?= 3
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ endif
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo 'Variables: PYTHON=python3  VENV=.venv  WORKERS=2 (of the tests)  ARGS="flags for the one target that is called"'
+	@echo 'Variables: PYTHON=python3  VENV=.venv  WORKERS=3 (of the tests)  ARGS="flags for the one target that is called"'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

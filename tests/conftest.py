@@ -1,3 +1,4 @@
+import gc
 import importlib
 import os
 from pathlib import Path
@@ -49,5 +50,6 @@ def place(path: Path) -> int:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # what lives as long as the session need not be searched for garbage
     for part in {part for item in session.items for part in item.path.parts}:
         preload(*LOADED.get(part, ()))
