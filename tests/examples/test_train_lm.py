@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,12 +143,12 @@ def test_an_interrupted_run_ends_where_it_would_have(tmp_path: Path) -> None:
     assert torch.allclose(torch.tensor(found).double(), torch.tensor(wanted).double(), rtol=1e-12, atol=0)
 
 
-SMALL = {"width": 16, "heads": 2, "layers": 2, "hidden": 24, "context": 32}
+SMALL: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2, "hidden": 24, "context": 32}
 MANY = 90  # steps, of which most are still to come when a process is killed for the last time
 PROGRAM = f"""
 import functools, torch
 from examples import train_lm
-text = torch.frombuffer(bytearray({TEXT}), dtype=torch.uint8)
+text = torch.frombuffer(bytearray({TEXT!r}), dtype=torch.uint8)
 train_lm.Config, train_lm.corpus = functools.partial(train_lm.Config, **{SMALL}), lambda: (text, text.flip(0))
 train_lm.main()
 """
