@@ -507,10 +507,11 @@ def caught(mutant: Mutant, deadline: float = 300.0) -> tuple[bool, str]:
         RuntimeError: its test neither passed nor failed.
     """
     with tempfile.TemporaryDirectory() as place:
-        for name in ("shardfn", "tests"):
-            shutil.copytree(ROOT / name, Path(place) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        changed = Path(place) / "shardfn" / mutant.file
+        for name in ("shardfn", "tests"):  # with what Python has compiled of files that are as old as their copies
+            shutil.copytree(ROOT / name, Path(place) / name, ignore=shutil.ignore_patterns(f"{changed.stem}.*.pyc"))
         shutil.copy(ROOT / "pyproject.toml", place)
-        (Path(place) / "shardfn" / mutant.file).write_text(differs(mutant))
+        changed.write_text(differs(mutant))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", mutant.test]
         environment = os.environ | {"PYTHONPATH": place, "PYTHONDONTWRITEBYTECODE": "1"}
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import select
@@ -31,7 +32,8 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from shardfn.testing.forkserver import main; main(int(sys.argv[1]), sys.argv[3:])"
 )
-_HEAVY = ("pytest", "hypothesis", "optree", "numpy", "torch._dynamo")
+_HEAVY = ("pytest", "hypothesis", "optree", "numpy", "torch._dynamo")  # imported where the caller has them loaded
+_wanted: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._control, theirs = socket.socketpair()
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        preload = [name for name in _HEAVY if name in sys.modules and find_spec(name)]
+        preload = [*(name for name in _HEAVY if name in sys.modules and find_spec(name)), *_wanted]
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), path, *preload],
@@ -119,6 +121,11 @@ def _read(descriptor: int, timeout: float) -> bytes:
     return os.read(descriptor, _NUMBER.size) if ready.poll(timeout * 1000) else b""
 
 
+def preload(*names: str) -> None:
+    """Have the fork server import these modules when it starts, those that there are, for all the ranks it forks."""
+    _wanted.extend(name for name in names if name not in _wanted)
+
+
 _current: ForkServer | None = None
 _current_lock = threading.Lock()
 
@@ -155,6 +162,7 @@ def main(control: int, preload: list[str]) -> None:
     for name in preload:
         with contextlib.suppress(ImportError):
             __import__(name)
+    gc.freeze()  # what ranks share they need neither search for garbage nor copy
     with socket.socket(fileno=control) as channel:
         task = _serve(channel)
     if task is None:

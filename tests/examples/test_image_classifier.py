@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ import shardfn.optim as so
 from shardfn import interop
 from shardfn.testing import World, world
 
-pytest.importorskip("sklearn")
+if find_spec("sklearn") is None:  # which takes seconds to load, and not every worker needs it
+    pytest.skip("scikit-learn is not installed", allow_module_level=True)
 from examples import image_classifier as example
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,13 +12,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Saves, corpus, moved
+from examples.run import Saves, moved
 from shardfn.testing import world
 from tests.models import STRATEGIES
 
@@ -26,10 +27,11 @@ TINY = train_lm.Config(
     width=16, heads=2, layers=2, hidden=24, context=16, batch=8, warmup=3, dtype=torch.float64, clip=0.5
 )
 STEPS = 6
+TEXT = b"def f(x):\n    return x + 1\n" * 40
 
 
 def losses(sizes: dict[str, int], seed: int, strategy: str) -> list[float]:
-    text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", **sizes)
     run = train_lm.train(TINY, mesh, (text, text.flip(0)), STEPS, seed, placement(strategy))
     assert {stage: moved(run.log, stage) for stage in run.expected} == run.expected, "bytes, and those of the formula"
@@ -108,7 +110,7 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank() -> Non
 def interrupted(
     sizes: dict[str, int], folder: str, steps: int, strategy: str = "hybrid_shard", resume: bool = True
 ) -> list[float]:
-    text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", **sizes)
     saves = Saves(Path(folder), 2, resume)
     trained = []
@@ -141,24 +143,38 @@ def test_an_interrupted_run_ends_where_it_would_have(tmp_path: Path) -> None:
     assert torch.allclose(torch.tensor(found).double(), torch.tensor(wanted).double(), rtol=1e-12, atol=0)
 
 
+SMALL: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2, "hidden": 24, "context": 32}
+MANY = 90  # steps, of which most are still to come when a process is killed for the last time
+PROGRAM = f"""
+import functools, torch
+from examples import train_lm
+text = torch.frombuffer(bytearray({TEXT!r}), dtype=torch.uint8)
+train_lm.Config, train_lm.corpus = functools.partial(train_lm.Config, **{SMALL}), lambda: (text, text.flip(0))
+train_lm.main()
+"""
+
+
 def uninterrupted() -> float:
     """The loss at the end of what the program does, on two ranks."""
     mesh = sf.make_mesh(device="cpu", replica=1, shard=-1)
-    return train_lm.train(train_lm.Config(), mesh, corpus(), 24, 0, placement("hybrid_shard")).validation
+    config = replace(train_lm.Config(), **SMALL)
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
+    return train_lm.train(config, mesh, (text, text.flip(0)), MANY, 0, placement("hybrid_shard")).validation
 
 
 def test_a_killed_process_restarts_the_run_which_ends_at_the_same_loss(tmp_path: Path) -> None:
     """torchrun starts all processes again, and they go on from the newest checkpoint."""
 
-    def command(out: Path, *more: str) -> list[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        return [*torchrun, "--max-restarts", "2", "-m", "examples.train_lm", "--steps", "24", "--out", str(out), *more]
-
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(tmp_path)}
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = str(Path(__file__).parents[2])
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(tmp_path), "PYTHONPATH": root}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--steps", str(MANY), "--out", str(tmp_path / "killed"), "--resume", "--save-every", "3"]
     wanted = world(2).within(200).run(uninterrupted)[0]
     checkpoints = tmp_path / "killed" / "checkpoints"
     run = subprocess.Popen(
-        command(tmp_path / "killed", "--resume", "--save-every", "3"),
+        [*torchrun, "--max-restarts", "2", str(program), *options],
         env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

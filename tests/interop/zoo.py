@@ -291,13 +291,13 @@ def build(name: str, **arguments: Any) -> nn.Module:
 
 @contextmanager
 def norms_in_float64() -> Iterator[None]:
-    """Some norms of `transformers` compute in float32 whatever comes in; for comparisons to rounding they must not.
+    """Some norms of `transformers`, and a router, compute in float32 whatever comes in; to compare, they must not.
 
     They stay so in this process, since modules run after the block: whoever compares enters it on all processes.
     """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.mistral.modeling_mistral import MistralRMSNorm
-    from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
+    from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
     from transformers.models.t5.modeling_t5 import T5LayerNorm
 
@@ -305,6 +305,12 @@ def norms_in_float64() -> Iterator[None]:
         weight: Tensor = self.weight
         return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon))
 
+    def routed(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
+        best, chosen = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
+        return logits, best / best.sum(-1, keepdim=True), chosen
+
     for kind in (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, T5LayerNorm):
         kind.forward = forward  # type: ignore[method-assign]
+    MixtralTopKRouter.forward = routed  # type: ignore[method-assign]
     yield

@@ -258,6 +258,7 @@ PAIR = """
     total = lambda: sf.psum(torch.ones(3), "shard")[0].item()
     f = sf.shard_map(total, mesh=mesh, in_specs=(), out_specs=...)
     assert f() == 2.0
+    print("begun", flush=True)
     if mesh.get_local_rank() == 1:
         {end}
     sys.stdout.write(f"done {{f()}} ")  # in one piece
@@ -316,6 +317,9 @@ def test_a_rank_that_fails_leaves_at_once(tmp_path: Path, end: str, code: int, s
     """The other rank stands in a collective: to wait for it, as at a good end, would take for ever."""
     good, bad = start_pair(tmp_path, end)
     try:
+        assert bad.stdout is not None
+        assert bad.stderr is not None
+        assert bad.stdout.readline() == "begun\n", bad.stderr.read()  # loading torch takes what time it takes
         begun = time.monotonic()
         _, error = bad.communicate(timeout=20)
         assert bad.returncode == code
