@@ -44,8 +44,7 @@ setup: $(VENV)/.dev ## install the package and every development tool
 train: $(VENV)/.examples ## train the example language model, sharded over 4 processes
 	$(TRAIN) $(ARGS)
 
-test: lint format ## everything that must pass before a change lands: the tests, and beside them the rest, one by one
-	$(MAKE) --no-print-directory -j 2 SIDE_BY_SIDE=1 unit types docs wheel smoke
+test: checks unit smoke ## everything that must pass before a change lands
 
 checks: $(VENV)/.dev ## all but the tests and the short run, two at a time
 	$(MAKE) --no-print-directory -j 2 SIDE_BY_SIDE=1 lint format types docs wheel

@@ -23,7 +23,7 @@ from tests.models import scaled_loss as model
 from tests.models import token_rows as tokens
 from tests.reference import worst
 
-STEPS = 4  # of which a gradient that is added up over two makes two
+STEPS = 5
 
 
 def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
