@@ -74,17 +74,24 @@ class FileReader:
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
         self.source, self._share = Files(), share
         self._torchs: dict[Path, dict[str, Tensor]] = {}
+        self._known: dict[Path, dict[str, int]] = {}
         where = safetensors.index(path) if path.suffix == ".json" else {"": path.name}
         if all(file.endswith(".safetensors") for file in where.values()):
             self.source.add(_of_safetensors(path))
             return
         for file in (path.parent / name for name in sorted(set(where.values()))):
+            self._known[file] = _compare(file, values=False)
             found, self._torchs[file] = _of_torch(file)
             names = [name for name in where if where[name] == file.name]
             lacking = [name for name in names if name and name not in found.places]
             if lacking:
                 raise CheckpointError(f"{file} has no {', '.join(lacking)}, though {path.name} says so")
             self.source.add(found)
+
+    def identity(self) -> str:
+        """The same where the files are: by the checksums of all elements in those of torch's, else by some bytes."""
+        files = sorted({*self.source.places.values(), *self._torchs})
+        return "; ".join(f"{disk.sampled(file):x} {sorted(self._known.get(file, {}).items())}" for file in files)
 
     def wanted(self, targets: Iterable[LocalBox]) -> ByFile:
         """The boxes to fill by file."""
@@ -163,12 +170,6 @@ def _of_torch(file: Path) -> tuple[Files, dict[str, Tensor]]:
 
 def _unpickled(file: Path) -> Any:
     """Containers, numbers, strings, and tensors whose elements stay in the file."""
-    if not zipfile.is_zipfile(file):
-        raise CheckpointError(
-            f"{file} is not what torch.save writes, or it is cut short; a file of torch before 1.6 is read by "
-            f"torch.load(path, weights_only=True), and torch.save writes it anew"
-        )
-    _compare(file, values=False)
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -183,10 +184,15 @@ def _unpickled(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
 
-def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> None:
-    """Compares the checksums in a file of torch's, as `checked` does."""
+def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> dict[str, int]:
+    """Compares the checksums in a file of torch's, as `checked` does, and returns them."""
     with disk.opened(file) as descriptor:
+        if not zipfile.is_zipfile(file):
+            raise CheckpointError(
+                f"{file} is not what torch.save writes, or it is cut short; a file of torch before 1.6 is read by "
+                f"torch.load(path, weights_only=True), and torch.save writes it anew"
+            )
         try:
-            checked(descriptor, 0, file.stat().st_size, values=values, share=share)
+            return checked(descriptor, 0, file.stat().st_size, values=values, share=share)
         except Flaw as error:
             raise CheckpointError(f"{file} is damaged: {error}") from error

@@ -332,3 +332,50 @@ def test_a_rank_reads_what_it_keeps(tmp_path: Path) -> None:
             for path, (own, read) in found.items():
                 assert own < total / 4, (path, own)
                 assert read < 0.4 * total, (path, read)
+
+
+Read = tuple[str, str, dict[str, Any], dict[str, Any]]
+
+
+def two_of_each(folder: Path) -> dict[str, Read]:
+    """Files that differ in one element far behind, or as a whole: what rank 0 reads, and rank 1; and what they ask."""
+    rank = torch.distributed.get_rank()
+    for i in range(2):
+        tree: dict[str, Any] = {"a": torch.zeros(40, 40), "step": 0}
+        tree["a"][33, 7] = i
+        checkpoint.save(folder / f"own{i}", tree)
+        state_dict_saver.save({"a": tree["a"]}, checkpoint_id=folder / f"torch{i}")
+        if rank == 0:
+            torch.save({"a": tree["a"]}, folder / f"{i}.pt")
+            library.save_file({"a": tree["a"]}, folder / f"{i}.safetensors")
+    if rank == 0:
+        torch.save({"x": {"a": torch.zeros(40, 40)}, "y": {"a": torch.ones(40, 40)}}, folder / "parts.pt")
+        torch.save({"x": torch.zeros(40, 40), "y": torch.ones(40, 40)}, folder / "names.pt")
+    torch.distributed.barrier()
+    kinds = ("own{}", "torch{}", "{}.pt", "{}.safetensors")
+    files: dict[str, Read] = {name: (name.format(0), name.format(1), {}, {}) for name in kinds}
+    return files | {
+        "part=": ("parts.pt", "parts.pt", {"part": "x", "ignore": ".*"}, {"part": "y", "ignore": ".*"}),
+        "names=": ("names.pt", "names.pt", {"names": [("a", "x")], "ignore": "y"},
+                   {"names": [("a", "y")], "ignore": "x"}),
+    }  # fmt: skip
+
+
+def different(folder: Path) -> dict[str, list[str]]:
+    rank, found = torch.distributed.get_rank(), {}
+    for name, (first, second, asked, other) in two_of_each(folder).items():
+        params = sf.shard({"a": torch.full((40, 40), 5.0)}, mesh_of(shard=2), sf.full_shard("shard"))
+        like: dict[str, Any] = {**params, "step": 0} if name == "own{}" else params
+        mine, how = (folder / second, other) if rank else (folder / first, asked)
+        found[name] = [refused(functools.partial(checkpoint.load, mine, like, **how))]
+        found[name] += [str(sf.unshard(params["a"]).eq(5).all().item())]
+        assert checkpoint.load(folder / first, like, **asked) is not None
+    return found
+
+
+@pytest.mark.world(2)
+def test_ranks_do_not_read_parts_of_different_files(world: World, tmp_path: Path) -> None:
+    for found in world.run(different, tmp_path):
+        for name, (said, untouched) in found.items():
+            assert f"of other {name if '=' in name else 'files'}: rank 0 from {tmp_path}" in said, (name, said)
+            assert untouched == "True"
