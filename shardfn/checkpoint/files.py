@@ -5,11 +5,10 @@ Both are mapped into memory, so that a rank reads what it takes of them, and not
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,14 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import disk, safetensors
-from shardfn.checkpoint.boxes import whole
+from shardfn.checkpoint.boxes import steps, whole
 from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, Scalar, lack
 from shardfn.checkpoint.items import Flaw, checked
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
 
 MODELS = (safetensors.MODEL, safetensors.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-Read = Callable[[str], Any]  # a tensor of this name, or what can be sliced like one
-ByFile = dict[Path, list[LocalBox]]
+STEP = 2**23  # bytes that are copied at a time
 
 
 @dataclass
@@ -69,38 +67,51 @@ class FileReader:
     """Reads boxes of whole tensors; as `Reader` does from a checkpoint.
 
     `share=(i, n)` is for reader number i of n that read together.
+
+    Attributes:
+        source: what there is.
+        tensors: all of them by name, mapped.
     """
 
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
-        self.source, self._share = Files(), share
-        self._torchs: dict[Path, dict[str, Tensor]] = {}
-        self._known: dict[Path, dict[str, int]] = {}
+        self.source, self.tensors, self._share = Files(), dict[str, Tensor](), share
+        self._maps: list[safetensors.Mapped] = []
+        self._torchs: dict[Path, dict[str, int]] = {}  # and the checksums in them
         where = safetensors.index(path) if path.suffix == ".json" else {"": path.name}
         if all(file.endswith(".safetensors") for file in where.values()):
-            self.source.add(_of_safetensors(path))
+            self._map(safetensors.stored_in(path))
             return
         for file in (path.parent / name for name in sorted(set(where.values()))):
-            self._known[file] = _compare(file, values=False)
-            found, self._torchs[file] = _of_torch(file)
+            self._torchs[file] = _compare(file, values=False)
+            found, mapped = _of_torch(file)
             names = [name for name in where if where[name] == file.name]
             lacking = [name for name in names if name and name not in found.places]
             if lacking:
                 raise CheckpointError(f"{file} has no {', '.join(lacking)}, though {path.name} says so")
             self.source.add(found)
+            self.tensors |= mapped
 
     def identity(self) -> str:
         """The same where the files are: by the checksums of all elements in those of torch's, else by some bytes."""
         files = sorted({*self.source.places.values(), *self._torchs})
-        return "; ".join(f"{disk.sampled(file):x} {sorted(self._known.get(file, {}).items())}" for file in files)
+        return "; ".join(f"{disk.sampled(file):x} {sorted(self._torchs.get(file, {}).items())}" for file in files)
 
-    def wanted(self, targets: Iterable[LocalBox]) -> ByFile:
-        """The boxes to fill by file."""
-        found: ByFile = {}
-        for target in targets:
-            found.setdefault(self.source.places[target.name], []).append(target)
-        return found
+    def _map(self, stored: dict[str, safetensors.Stored]) -> None:
+        files = {file: safetensors.Mapped(file) for file in dict.fromkeys(one.file for one in stored.values())}
+        self._maps = list(files.values())
+        for name, one in stored.items():
+            self.source.places[name] = one.file
+            if one.dtype in safetensors.DTYPES:
+                self.tensors[name] = files[one.file].tensor(one)
+                self.source.tensors[name] = Kind(safetensors.DTYPES[one.dtype], one.shape)
+            else:
+                self.source.others[name] = str(one)
 
-    def check(self, wanted: ByFile) -> None:
+    def wanted(self, targets: Iterable[LocalBox]) -> list[LocalBox]:
+        """The boxes to fill."""
+        return [target for target in targets if target.box.numel]
+
+    def check(self, wanted: Sequence[LocalBox] = ()) -> None:
         """Compares the checksums that files of torch's have, of this reader's share of the records in all of them.
 
         Raises:
@@ -110,43 +121,19 @@ class FileReader:
         for file in self._torchs:
             _compare(file, True, self._share)
 
-    def fill(self, wanted: ByFile) -> None:
-        """Fills each box's values, of whatever dtype, from the tensor of its name.
+    def fill(self, wanted: Iterable[LocalBox]) -> None:
+        """Fills each box's values, of whatever dtype, from the tensor of its name."""
+        with torch.no_grad():
+            for target in wanted:
+                x = self.tensors[target.name]
+                for box in steps(target.box, STEP // x.element_size()):
+                    target.values[box.within(target.box)].copy_(x[box.within(whole(x.shape))])
+                    self.forget()
 
-        Raises:
-            CheckpointError: a file is gone or damaged.
-        """
-        for file, some in wanted.items():
-            with self._opened(file) as read, torch.no_grad():
-                for target in some:
-                    if target.box.numel:
-                        self._fill(file, read, target)
-
-    def _fill(self, file: Path, read: Read, target: LocalBox) -> None:
-        shape = self.source.tensors[target.name].shape
-        try:
-            target.values.copy_(read(target.name)[target.box.within(whole(shape))])
-        except Exception as error:  # a damaged file raises almost anything
-            raise CheckpointError(f"{file}: {target.name} cannot be read: {error}") from error
-
-    @contextlib.contextmanager
-    def _opened(self, file: Path) -> Iterator[Read]:
-        if file in self._torchs:
-            yield self._torchs[file].__getitem__
-            return
-        with safetensors.opened(file) as source:
-            yield source.get_slice
-
-
-def _of_safetensors(path: Path) -> Files:
-    found = Files()
-    for name, one in safetensors.stored_in(path).items():
-        found.places[name] = one.file
-        if one.dtype in safetensors.DTYPES:
-            found.tensors[name] = Kind(safetensors.DTYPES[one.dtype], one.shape)
-        else:
-            found.others[name] = str(one)
-    return found
+    def forget(self) -> None:
+        """Gives back the memory of what was read of files of safetensors."""
+        for each in self._maps:
+            each.forget()
 
 
 def _of_torch(file: Path) -> tuple[Files, dict[str, Tensor]]:

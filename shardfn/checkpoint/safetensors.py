@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
+import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -200,14 +202,44 @@ def _header(tensors: dict[str, Kind], ends: list[int], metadata: Mapping[str, st
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file."""
+    """A tensor in a file.
+
+    Attributes:
+        file: which.
+        dtype: as the file calls it.
+        shape: of the tensor.
+        offset: of its first byte.
+    """
 
     file: Path
     dtype: str
     shape: Ints
+    offset: int
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+class Mapped:
+    """A file's bytes, none of which is read before it is used."""
+
+    def __init__(self, file: Path) -> None:
+        with file.open("rb") as opened:
+            # Private to this process, and writable as torch asks of memory; nobody writes.
+            self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """A tensor of the file, which keeps the bytes mapped."""
+        dtype, length = DTYPES[stored.dtype], math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
+        if length == 0:
+            return torch.empty(stored.shape, dtype=dtype)
+        some = torch.frombuffer(self._bytes, dtype=torch.uint8, count=length, offset=stored.offset)
+        return some.view(dtype).view(stored.shape)
+
+    def forget(self) -> None:
+        """Gives back the memory of what was read, which is read again if it is used again."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # where the system takes such advice
+            self._bytes.madvise(mmap.MADV_DONTNEED)
 
 
 def stored_in(path: Path) -> dict[str, Stored]:
@@ -255,17 +287,22 @@ def index(path: Path) -> dict[str, str]:
 
 
 def _inside(path: Path) -> dict[str, Stored]:
-    with opened(path) as source:
-        slices = {name: source.get_slice(name) for name in source.keys()}  # noqa: SIM118  # it is not a dict
-        return {name: Stored(path, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+    _check_whole(path)
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+    return {
+        name: Stored(path, one["dtype"], tuple(one["shape"]), start + one["data_offsets"][0])
+        for name, one in header.items()
+        if name != HEADER
+    }
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """A file, mapped, while the block runs.
+def _check_whole(path: Path) -> None:
+    """Has the package look at a file's header.
 
     Raises:
-        CheckpointError: it cannot be opened, or is not of the length that its header says.
+        CheckpointError: it cannot be read, or is not of the length that its header says.
         ImportError: the package is not installed.
     """
     try:
@@ -273,8 +310,7 @@ def opened(path: Path) -> Iterator[Any]:
     except ImportError as error:
         raise ImportError("reading safetensors needs the package: pip install 'shardfn[huggingface]'") from error
     try:
-        source = safe_open(path, framework="pt")
+        with safe_open(path, framework="pt"):
+            pass
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    with source:
-        yield source

@@ -6,8 +6,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -101,8 +100,9 @@ def load(
     params = agreed(rules, "load", lambda: rules.map_stages(model.tree, rules.cut))
     team, what = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
     reads = source is None or source == rank
-    with ExitStack() as stack, torch.no_grad():
-        plan = team.each(what, lambda: _planned(folder, model, strict, patterns(ignore), stack) if reads else None)
+    share = (team.rank, team.size) if source is None else (0, 1)
+    with torch.no_grad():
+        plan = team.each(what, lambda: _planned(folder, model, strict, patterns(ignore), share) if reads else None)
         notes = team.gathered(None if plan is None else plan.note, what)
         note = next(one for one in notes if one is not None)
         if any(one not in (None, note) for one in notes):
@@ -128,29 +128,39 @@ class _Note(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What parameters and buffers are made of, by the tree's names; tied ones again by other names that are there."""
+    """What parameters and buffers are made of, by the tree's names; tied ones again by other names that are there.
+
+    `forget` gives back the memory of what was read of files.
+    """
 
     values: dict[str, Assembled]
     others: dict[str, dict[str, Assembled]]
     note: _Note
+    forget: Callable[[], None]
 
 
 # --- what is there ---
 
 
-def _planned(folder: Any, model: Functional, strict: bool, ignore: list[re.Pattern[str]], stack: ExitStack) -> _Plan:
+def _planned(
+    folder: Any, model: Functional, strict: bool, ignore: list[re.Pattern[str]], share: tuple[int, int]
+) -> _Plan:
     """What each parameter and buffer is made of.
 
     Raises:
         CheckpointError: something is missing, extra, or does not fit.
     """
-    tensors, stated = tensors_of(folder, stack), model.module.state_dict()
+    (tensors, strange, forget), stated = tensors_of(folder, share), model.module.state_dict()
     buffers = {name: b for name, b in model.buffers.items() if name in stated}
     wanted = {**_named(model.tree), **buffers}
     found = _found(folder, model, {name: lazy(x, name) for name, x in tensors.items()}, {*model.names, *buffers})
     values, others = _by_name(found.values, model.names)
+    wrong = [f"{name} is {what}" for name, what in strange.items() if name in wanted]
+    if wrong:
+        raise CheckpointError(f"not a dense tensor there: {', '.join(wrong[:4])}")
     differ = _compared(values, others, wanted)
-    differ.extra = [name for name in found.extra if not any(rule.fullmatch(name) for rule in ignore)]
+    extra = [*found.extra, *strange]
+    differ.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
     unknown = [name for name, b in model.buffers.items() if b.is_meta and name not in values]
     unknown += [name for name in differ.missing if wanted[name].is_meta and name not in unknown]
     told = _told(differ, model) if strict else Differences(shapes=differ.shapes, kinds=differ.kinds)
@@ -161,7 +171,8 @@ def _planned(folder: Any, model: Functional, strict: bool, ignore: list[re.Patte
     used = set(tensors) - set(found.extra)
     crc = fingerprint(tensors, used, whole=not in_files(folder)), fingerprint(here, here, whole=True)
     note = _Note(tuple(buffers), found.used, "" if strict or not differ else str(differ), crc)
-    return _Plan(values, others, note)
+    forget()
+    return _Plan(values, others, note, forget)
 
 
 def _found(folder: Any, model: Functional, stored: dict[str, Assembled], known: set[str]) -> conversions.Converted:
@@ -280,6 +291,7 @@ def _filled(plan: _Plan, name: str, box: Box, target: Tensor) -> None:
                 f"{name} and {alias} are one parameter of the module, but have different values there: make a module "
                 f"in which they are not tied, such as by tie_word_embeddings=False in its configuration"
             )
+    plan.forget()
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shardfn.checkpoint import safetensors
 from shardfn.checkpoint.contents import memory
+from shardfn.checkpoint.files import MODELS, FileReader, model_in
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.interop.functional import Functional
 from shardfn.interop.placeholder import Placeholder
 from shardfn.mesh.spec import is_dtensor
 from shardfn.shards.replicated import checksum
 
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+INNER = "state_dict."
+T = TypeVar("T")
 FEW = 16  # elements of each tensor of a file that ranks compare
 
 Source = str | os.PathLike[str] | nn.Module | Functional | Mapping[str, Any]
@@ -34,41 +32,63 @@ def in_files(source: Any) -> bool:
     return isinstance(source, (str, os.PathLike))
 
 
-def tensors_of(source: Any, stack: contextlib.ExitStack) -> dict[str, Tensor]:
-    """The tensors of a source, none of which is copied; they are there while the stack is.
+class Tensors(NamedTuple):
+    """What a source has.
+
+    Attributes:
+        values: whole tensors by name, none of which is a copy.
+        others: names of what is not a tensor, and what it is.
+        forget: gives back the memory of what was read from files.
+    """
+
+    values: dict[str, Tensor]
+    others: dict[str, str]
+    forget: Callable[[], None]
+
+
+def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
+    """The tensors of a source.
 
     Args:
         source: the path of a folder or file; a module, or what `functional` made of one; a mapping of names to tensors,
             or to such mappings.
-        stack: what closes the files.
+        share: `(i, n)` for reader number i of n, which share the work of comparing the checksums that files have.
 
     Raises:
         CheckpointError: a file that is gone, damaged, or lacks what the index says.
         TypeError: something else; values that are not dense tensors.
     """
+    if in_files(source):
+        return _in_file(Path(source), share)
     if isinstance(source, Functional):
         stated = source.module.state_dict()
         source = {**source.tree, **{name: b for name, b in source.buffers.items() if name in stated}}
     if isinstance(source, nn.Module):
-        return _checked(source.state_dict())
-    if isinstance(source, Mapping):
-        return _checked(dict(_flat(source)))
-    if not in_files(source):
+        source = source.state_dict()
+    if not isinstance(source, Mapping):
         raise TypeError(
             f"parameters are loaded from the path of a folder or file, a module, or a mapping of names to tensors, not "
             f"from {source!r}" + (": source= names the rank that passes it" if source is None else "")
         )
-    path = Path(source)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist here")
-    if _is_pickled(path):
-        return _checked(_unpickled(path))
-    stored = safetensors.stored_in(path)
-    files = {file: stack.enter_context(safetensors.opened(file)) for file in {one.file for one in stored.values()}}
-    try:
-        return {name: files[one.file].get_slice(name)[...] for name, one in stored.items()}
-    except Exception as error:  # a damaged file raises almost anything
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return Tensors(_checked(dict(_flat(source))), {}, lambda: None)
+
+
+def _in_file(path: Path, share: tuple[int, int]) -> Tensors:
+    found = model_in(path)
+    if found is None:
+        inside = f": it has none of {', '.join(MODELS)}" if path.is_dir() else " does not exist here"
+        raise CheckpointError(f"{path}{inside}")
+    reader = FileReader(found, share)
+    reader.check()
+    others = {**{name: f"the value {x!r}" for name, x in reader.source.numbers.items()}, **reader.source.others}
+    inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers write it, beside much else
+    if inner:
+        return Tensors(_part(reader.tensors), _part(others), reader.forget)
+    return Tensors(reader.tensors, others, reader.forget)
+
+
+def _part(named: dict[str, T]) -> dict[str, T]:
+    return {name.removeprefix(INNER): x for name, x in named.items() if name.startswith(INNER)}
 
 
 def fingerprint(tensors: Mapping[str, Tensor], names: Iterable[str], whole: bool) -> int:
@@ -102,43 +122,3 @@ def _checked(found: Mapping[str, Any]) -> dict[str, Tensor]:
             where = "on the device meta, without values" if x.is_meta else "not dense"
             raise TypeError(f"{name} is {where}")
     return {name: x.detach() for name, x in found.items()}
-
-
-def _is_pickled(path: Path) -> bool:
-    if not path.is_dir():
-        return path.suffix in SUFFIXES or path.name.endswith(PICKLED_INDEX)
-    ours = any((path / name).exists() for name in (safetensors.MODEL, safetensors.INDEX))
-    return not ours and any((path / name).exists() for name in (PICKLED, PICKLED_INDEX))
-
-
-def _unpickled(path: Path) -> dict[str, Any]:
-    """What `torch.save` wrote, of which only tensors and containers are unpickled."""
-    if path.is_dir():
-        path = path / (PICKLED if (path / PICKLED).exists() else PICKLED_INDEX)
-    if path.suffix != ".json":
-        return _inside(path)
-    try:
-        where: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
-        files = sorted(set(where.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    found: dict[str, Any] = {}
-    for file in files:
-        found |= _inside(path.parent / file)
-    lacking = [name for name in where if name not in found]
-    if lacking:
-        raise CheckpointError(f"the files of {path} have no {', '.join(lacking[:4])}, though it says so")
-    return found
-
-
-def _inside(path: Path) -> dict[str, Any]:
-    try:
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # a damaged file raises almost anything
-        said = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path} cannot be read: {said}") from error
-    if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
-        found = found["state_dict"]
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
-    return found

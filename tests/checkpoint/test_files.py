@@ -331,7 +331,8 @@ def test_a_rank_reads_what_it_keeps(tmp_path: Path) -> None:
         for found in ranks.run(peaks, tmp_path):
             for path, (own, read) in found.items():
                 assert own < total / 4, (path, own)
-                assert read < 0.4 * total, (path, read)
+                # What a rank took of files of safetensors is given back as it goes.
+                assert read < (0.4 if path.endswith(".pt") else 0.05) * total, (path, read)
 
 
 Read = tuple[str, str, dict[str, Any], dict[str, Any]]

@@ -538,16 +538,21 @@ def pickled(root: Path) -> list[bool]:
         model = model_of(shell("llama_tied"))
         values = model.state_dict(interop.load(root / path, model, mesh, STRATEGIES["full_shard"]))
         found.append(same(values, {name: state[name] for name in values}))
-    on_first(lambda: (root / "run.ckpt").write_bytes(b"PK and not much more"))
-    model = model_of(shell("llama_tied"))
-    told = refused(lambda: interop.load(root / "run.ckpt", model, mesh, STRATEGIES["full_shard"]))
-    return [*found, "run.ckpt cannot be read" in told]
+    content = (root / "run.ckpt").read_bytes()
+    at = content.index(state["lm_head.weight"].numpy().tobytes())
+    flipped = content[: at + 3] + bytes([content[at + 3] ^ 4]) + content[at + 4 :]
+    for damaged, why in ((b"PK and not much more", "is not what torch.save writes"), (flipped, "is damaged")):
+        on_first(functools.partial((root / "run.ckpt").write_bytes, damaged))
+        model = model_of(shell("llama_tied"))
+        told = refused(functools.partial(interop.load, root / "run.ckpt", model, mesh, STRATEGIES["full_shard"]))
+        found.append(f"run.ckpt {why}" in told)
+    return found
 
 
 @pytest.mark.world(2, "processes")
 def test_files_of_torch_save(world: World, tmp_path: Path) -> None:
     for found in world.run(pickled, tmp_path):
-        assert found == [True] * 5
+        assert found == [True] * 6
 
 
 class Tokenizer:
