@@ -399,7 +399,7 @@ def wrong_saves(folder: Path) -> dict[str, str]:
             lambda: interop.save_pretrained(folder, net, statistics, buffers={**net.buffers, **wider(some)}), ValueError
         ),
         "module": refused(lambda: interop.save_pretrained(folder, net.module, statistics), TypeError),  # type: ignore[arg-type]
-        "bytes": refused(lambda: save(max_shard_bytes="5GB"), TypeError),
+        "bytes": refused(lambda: save(max_shard_bytes="5GB"), TypeError),  # type: ignore[arg-type]
         "no bytes": refused(lambda: save(max_shard_bytes=0), ValueError),
         "tokenizer": refused(lambda: save(tokenizer="gpt2"), TypeError),
         "tokenizer's tensors": refused(lambda: save(tokenizer=zoo.build("bert"))),
