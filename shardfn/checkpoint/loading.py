@@ -129,6 +129,7 @@ class Asked:
         strict: whether everything must be the same on both sides.
         ignore: what is not wanted, as `load` takes it.
         converts: whether dtypes may differ.
+        advice: what to do where only some is missing.
     """
 
     part: str = ""
@@ -136,6 +137,7 @@ class Asked:
     strict: bool = True
     ignore: str | Iterable[str] = ()
     converts: bool = False
+    advice: str = ""
 
 
 def by_rules(rules: Iterable[Rule]) -> Naming:
@@ -310,7 +312,7 @@ def _hint(differ: Differences, names: dict[str, Name], source: Any, asked: Asked
         parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in every))
         return f". There is no part {asked.part!r}: the first keys are {parts}"
     if names or not differ.missing:
-        return ""
+        return asked.advice if differ.missing else ""
     short = [said.partition(" (here ")[0] for said in differ.missing]
     part = part_with(short, every)
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""

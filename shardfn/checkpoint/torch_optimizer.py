@@ -128,10 +128,17 @@ def load_torch_optimizer(
         count = _steps(reader, part, every)
         return {"step": count, "numbers": _numbers(state["numbers"], _groups(reader, part, every), make)}
 
-    asked = Asked(part, called, True, [r"param_groups\..*", r"state\..*\.step"], converts=True)
+    ignore = [r"param_groups\..*", r"state\..*\.step"]
+    asked = Asked(part, called, True, ignore, converts=True, advice=_NO_STATE)
     what = f"load_torch_optimizer {path}"
     moments, more = filled(what, Path(path), {slot: state[slot] for slot in SLOTS}, asked, donate, numbers)
     return {**state, **more, **moments}
+
+
+_NO_STATE = (
+    ". Torch has no state of parameters that never had a gradient, and does not change them: where that is why it is "
+    "missing, freeze them here, too (frozen= of shard)"
+)
 
 
 def _check(state: Any, make: Any) -> None:
@@ -269,6 +276,8 @@ def _numbers(ours: dict[str, Any], groups: dict[str, Group], make: Make) -> dict
 
 
 def _refuse_options(name: str, group: Group, make: Make) -> None:
+    if "amsgrad" not in group:  # as others have the same moments
+        raise CheckpointError(f"the group of {name} is neither of torch.optim.Adam nor of AdamW: it has no amsgrad")
     wrong = next((option for option in ("amsgrad", "maximize") if group.get(option)), None)
     if wrong:
         raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim has not")

@@ -319,6 +319,17 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 }
 
 
+class SharesBuffer(nn.Module):
+    """One buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+        shared = torch.arange(4.0)
+        self.register_buffer("a", shared)
+        self.register_buffer("b", shared)
+
+
 def refusals(root: Path, source: int | None) -> dict[str, str]:
     mesh, first, good = data_mesh(dist.get_world_size()), dist.get_rank() == 0, root / "good"
     module = zoo.build("mixtral")
@@ -351,9 +362,21 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     assert same(found, {name: whole[name] for name in found})
     told["no value"] = refused(lambda: load(root / "missing", strict=False))
     told["source"] = refused(lambda: interop.load(good, model, mesh, plan, source=99), ValueError)
+    told["sources"] = refused(
+        lambda: interop.load(good, model, mesh, plan, source=[None, 0][dist.get_rank()]), ValueError
+    )
+    told["a module"] = refused(lambda: load(good, zoo.build("llama")), TypeError)
+    named = {f"model.{name}": x for name, x in zoo.build("joint").state_dict().items()}
+    told["prefix"] = refused(lambda: load(named, model_of(shell("joint"), "joint")))
+    twice: Any = model_of(SharesBuffer())
+    values = {name: x.clone() for name, x in SharesBuffer().state_dict().items()}
+    del values["b"]
+    load(values, twice)
+    told["buffers"] = refused(lambda: load({**values, "b": values["a"] + 1}, twice))
     if source is None:
         joint, values = model_of(shell("joint"), "joint"), zoo.build("joint").state_dict()
-        values["scale"] = values["scale"] + dist.get_rank()
+        values["head.weight"] = values["head.weight"].clone()
+        values["head.weight"][7, 7] += dist.get_rank()
         told["modules differ"] = refused(lambda: load(values, joint))
         folder = root / str(dist.get_rank())
         folder.mkdir()
@@ -375,6 +398,10 @@ def test_what_cannot_be_loaded_is_an_error_on_every_rank(world: World, tmp_path:
         assert "model.embed_tokens.weight and lm_head.weight are one parameter of the module" in told["tied"]
         assert "the module has no values for model.norm.weight either" in told["no value"]
         assert "source=99 is not a rank of the mesh" in told["source"]
+        assert "rank 0 has source=None; rank 1 has source=0" in told["sources"]
+        assert "pass what functional() made of a module, not a LlamaForCausalLM" in told["a module"]
+        assert "All begin with 'model.' there: load a mapping of names without it" in told["prefix"]
+        assert "a and b are one buffer of the module, but have different values" in told["buffers"]
         for name in ("modules differ", "files differ") if source is None else ():
             assert "what is read differs between ranks" in told[name]
 
@@ -644,6 +671,7 @@ def pickled(root: Path) -> list[bool]:
         values = model.state_dict(interop.load(root / path, model, mesh, STRATEGIES["full_shard"]))
         found.append(same(values, {name: state[name] for name in values}))
     content = (root / "run.ckpt").read_bytes()
+    dist.barrier()  # all have read it before the first writes
     at = content.index(state["lm_head.weight"].numpy().tobytes())
     flipped = content[: at + 3] + bytes([content[at + 3] ^ 4]) + content[at + 4 :]
     for damaged, why in ((b"PK and not much more", "is not what torch.save writes"), (flipped, "is damaged")):
