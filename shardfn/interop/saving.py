@@ -151,6 +151,12 @@ def _planned(
 ) -> tuple[dict[str, Assembled], Plan]:
     """What each tensor of the files is made of, and where it stands."""
     names = {name: model.names.get(name, name) for name in model.module.state_dict()}
+    strange = [name for name, key in names.items() if key not in known.params and key not in known.buffers]
+    if strange:
+        raise CheckpointError(
+            f"{type(model.module).__name__} keeps more than parameters and buffers in its state_dict, {strange[0]}: "
+            f"load model.state_dict(params) into a whole module on one process, and save the state_dict of that"
+        )
     metas = {name: _meta(kind, dtype) for name, kind in known.params.items()}
     metas |= {name: _meta(Kind(b.dtype, tuple(b.shape)), None) for name, b in known.buffers.items()}
     files = {name: lazy(metas[key], key) for name, key in names.items()}

@@ -406,6 +406,21 @@ def test_what_cannot_be_loaded_is_an_error_on_every_rank(world: World, tmp_path:
             assert "what is read differs between ranks" in told[name]
 
 
+class Keeps(nn.Module):
+    """With a state that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(3, 3)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
 def wrong_saves(folder: Path) -> dict[str, str]:
     mesh, plan = data_mesh(dist.get_world_size()), STRATEGIES["full_shard"]
     model = model_of(zoo.build("llama"))
@@ -416,7 +431,7 @@ def wrong_saves(folder: Path) -> dict[str, str]:
     before, config = tensors_in(folder), (folder / "config.json").read_text()
     module: Any = model.module
     module.config.rms_norm_eps = 0.5  # the configuration is another, and away for a moment
-    some = dict(list(net.buffers.items())[:1])
+    some, keeps = dict(list(net.buffers.items())[:1]), model_of(Keeps())
     save = functools.partial(interop.save_pretrained, folder, model, params)
     told = {
         "buffers": refused(lambda: interop.save_pretrained(folder, net, statistics), ValueError),
@@ -426,6 +441,7 @@ def wrong_saves(folder: Path) -> dict[str, str]:
             lambda: interop.save_pretrained(folder, net, statistics, buffers={**net.buffers, **wider(some)}), ValueError
         ),
         "module": refused(lambda: interop.save_pretrained(folder, net.module, statistics), TypeError),  # type: ignore[arg-type]
+        "more": refused(lambda: interop.save_pretrained(folder, keeps, sf.shard(keeps.tree, mesh, plan))),
         "bytes": refused(lambda: save(max_shard_bytes="5GB"), TypeError),  # type: ignore[arg-type]
         "no bytes": refused(lambda: save(max_shard_bytes=0), ValueError),
         "tokenizer": refused(lambda: save(tokenizer="gpt2"), TypeError),
@@ -466,6 +482,7 @@ def test_what_cannot_be_saved_is_an_error_on_every_rank(world: World, tmp_path: 
         assert "the buffer odd, passed with shape [2], is not one of this model" in told["no buffer"]
         assert "passed with shape [16], is of shape [8]" in told["wide buffer"]
         assert "pass what functional() made of a module, not a Normed" in told["module"]
+        assert "Keeps keeps more than parameters and buffers in its state_dict, _extra_state" in told["more"]
         assert "max_shard_bytes='5GB'; pass a whole number of bytes" in told["bytes"]
         assert "max_shard_bytes=0; pass at least 1 byte" in told["no bytes"]
         assert "tokenizer='gpt2' has no save_pretrained(folder)" in told["tokenizer"]
