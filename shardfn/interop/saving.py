@@ -15,11 +15,12 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.checkpoint import folders
 from shardfn.checkpoint.boxes import flaw, runs, whole
 from shardfn.checkpoint.contents import Kind, memory, pieces
 from shardfn.checkpoint.disk import sync, write_at
 from shardfn.checkpoint.huggingface import STEP, refuse_options, turns
-from shardfn.checkpoint.safetensors import OURS, Plan, aside, begin, clear, fill, planned, publish
+from shardfn.checkpoint.safetensors import OURS, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop import conversions
@@ -286,7 +287,7 @@ def _finish(folder: Path, plan: Plan) -> None:
     """Gives all files their names, at no time the tensors of one model together with the configuration of another."""
     new, there = folder / SETTINGS, folder / CONFIG
     files = sorted(_files_in(new), key=lambda file: str(file) == CONFIG)
-    away, before = aside(folder, CONFIG), _tensors_in(folder)
+    away, before = folders.aside(there, "replaced"), _tensors_in(folder)
     hidden = there.exists() and (new / CONFIG).exists() and any(_differ(new / file, folder / file) for file in files)
     if hidden:
         os.replace(there, away)
