@@ -77,6 +77,12 @@ class FileReader:
         self.source, self.tensors, self._share = Files(), dict[str, Tensor](), share
         self._maps: list[safetensors.Mapped] = []
         self._torchs: dict[Path, dict[str, int]] = {}  # and the checksums in them
+        before = _version(path)
+        self._open(path)
+        if _version(path) != before:
+            raise CheckpointError(f"{path} was replaced by another while its tensors were looked up: load it again")
+
+    def _open(self, path: Path) -> None:
         where = safetensors.index(path) if path.suffix == ".json" else {"": path.name}
         if all(file.endswith(".safetensors") for file in where.values()):
             self._map(safetensors.stored_in(path))
@@ -134,6 +140,15 @@ class FileReader:
         """Gives back the memory of what was read of files of safetensors."""
         for each in self._maps:
             each.forget()
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """What tells a file from one that takes its place. Whoever replaces several files replaces their index, too."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _of_torch(file: Path) -> tuple[Files, dict[str, Tensor]]:

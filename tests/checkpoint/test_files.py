@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import shardfn as sf
 from shardfn import P, checkpoint
+from shardfn.checkpoint import safetensors
 from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.team import CheckpointError
@@ -380,3 +382,37 @@ def test_ranks_do_not_read_parts_of_different_files(world: World, tmp_path: Path
         for name, (said, untouched) in found.items():
             assert f"of other {name if '=' in name else 'files'}: rank 0 from {tmp_path}" in said, (name, said)
             assert untouched == "True"
+
+
+def opened(run: Callable[..., Any], number: int, then: Callable[[], Any]) -> Callable[..., Any]:
+    """The function, which does something else as well when it is called for the time of this number."""
+    calls = itertools.count()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            then()
+        return run(*args, **kwargs)
+
+    return called
+
+
+@pytest.mark.parametrize("kind", ["one", "two"])
+def test_a_model_that_is_replaced_while_it_is_opened_is_not_read_in_part(tmp_path: Path, kind: str) -> None:
+    largest, n = {"one": 2**30, "two": 4 * 2**6}[kind], 0
+
+    def write(value: int) -> None:
+        dtype = torch.int64 if value else torch.int32  # so that tensors are in other places of the file, too
+        tree = {name: torch.full((8, 8), 10 * value + ord(name), dtype=dtype) for name in "abc"}
+        checkpoint.export(tmp_path, tree, largest=largest)
+
+    for what, number in itertools.product(("stored_in", "index", "_inside", "Mapped"), range(4)):
+        write(0)
+        with mock.patch.object(safetensors, what, opened(getattr(safetensors, what), number, lambda: write(1))):
+            try:
+                reader = FileReader(tmp_path / (safetensors.MODEL if kind == "one" else safetensors.INDEX))
+            except CheckpointError as error:
+                n += "was replaced by another" in str(error) or "though" in str(error)
+                continue
+        values = {int(x[0, 0]) - ord(name) for name, x in reader.tensors.items()}
+        assert values in ({0}, {10}), (what, number)
+    assert n > 0
