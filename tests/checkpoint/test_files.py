@@ -30,6 +30,7 @@ from shardfn.testing import World
 from shardfn.testing.strategies import dtypes, shapes, tensor_of
 from tests.checkpoint.test_huggingface import peak
 from tests.models import mesh_of
+from tests.refusals import refused
 
 library = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -253,12 +254,6 @@ PARTS: dict[str, tuple[str, Any, str]] = {
     "wide": ("more.pt", {"names": [(r"layers\.(\d)\.w", r"model.h.\1.proj.weight")]},
              "model.h.0.proj.weight (here layers.0.w) is float32 [8, 6] there, float32 [6, 8] in the tree"),
 }  # fmt: skip
-
-
-def refused(call: Callable[[], Any]) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    return str(caught.value)
 
 
 def refusals(folder: Path) -> dict[str, str]:

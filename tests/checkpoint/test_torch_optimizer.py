@@ -31,6 +31,7 @@ import shardfn.optim as so
 from shardfn import checkpoint
 from shardfn.testing import World
 from tests.models import distance, mesh_of
+from tests.refusals import told
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 STEPS = 3
@@ -365,14 +366,6 @@ def test_moments_go_by_torchs_names_from_any_placement_to_any_other(world: World
 
 
 # --- what does not fit ---
-
-
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "it was done"
 
 
 def full(make: Any = torch.optim.AdamW, **options: Any) -> dict[str, Any]:

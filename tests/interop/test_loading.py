@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn import P, interop
-from shardfn.checkpoint import CheckpointError, huggingface
+from shardfn.checkpoint import huggingface
 from shardfn.checkpoint.boxes import Box, flaw, whole
 from shardfn.interop import loading, saving
 from shardfn.interop.assembled import lazy
@@ -34,6 +34,7 @@ from tests.checkpoint.test_huggingface import peak
 from tests.interop import zoo
 from tests.interop.test_functional import data_mesh
 from tests.models import STRATEGIES
+from tests.refusals import refused
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("transformers")
@@ -284,14 +285,6 @@ def test_one_rank_has_it_and_all_get_their_parts(
 
 
 # --- what is refused ---
-
-
-def refused(run: Callable[[], Any], kind: type[Exception] = CheckpointError) -> str:
-    try:
-        run()
-    except kind as error:
-        return str(error)
-    raise AssertionError("it was not refused")
 
 
 def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
