@@ -137,7 +137,7 @@ def import_(
     """
     finish()
     asked = Asked("", by_rules(names), strict, ignore, converts=True)
-    filled(f"import_ {path}", Path(path), like, asked, True, check=lambda held: _only_tensors(like, held))
+    filled(f"import_ {path}", path, like, asked, True, check=lambda held: _only_tensors(like, held))
     return like
 
 

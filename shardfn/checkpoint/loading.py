@@ -112,7 +112,7 @@ def load(
         ``params = load("last.ckpt", params, part="state_dict")``
     """
     finish()
-    return filled(f"load {path}", Path(path), like, Asked(part, by_rules(names), strict, ignore), donate)
+    return filled(f"load {path}", path, like, Asked(part, by_rules(names), strict, ignore), donate)
 
 
 Naming = Callable[[Contents], dict[str, Name]]
@@ -162,7 +162,7 @@ def reader_of(path: Path, team: Team) -> Readers:
 
 def filled(
     what: str,
-    path: Path,
+    source: str | os.PathLike[str],
     like: Any,
     asked: Asked,
     donate: bool,
@@ -170,7 +170,7 @@ def filled(
     check: Callable[[Contents], None] | None = None,
 ) -> Any:
     """The tree with what was read, as `load` says; `then` is run on the reader, too, and `check` before."""
-    tree, held = on_each_rank(lambda: _placed(like, donate))
+    path, (tree, held) = on_each_rank(lambda: (Path(source), _placed(like, donate)))
     team = team_of(held.grids)
 
     def compared() -> tuple[Readers, Any, Differences, dict[str, Name], Any, _Common]:

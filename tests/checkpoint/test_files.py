@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 
 import shardfn as sf
+import shardfn.optim as so
 from shardfn import P, checkpoint
 from shardfn.checkpoint import safetensors
 from shardfn.checkpoint.contents import contents
@@ -30,7 +31,7 @@ from shardfn.testing import World
 from shardfn.testing.strategies import dtypes, shapes, tensor_of
 from tests.checkpoint.test_huggingface import peak
 from tests.models import mesh_of
-from tests.refusals import refused
+from tests.refusals import refused, told
 
 library = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -377,6 +378,37 @@ def test_ranks_do_not_read_parts_of_different_files(world: World, tmp_path: Path
         for name, (said, untouched) in found.items():
             assert f"of other {name if '=' in name else 'files'}: rank 0 from {tmp_path}" in said, (name, said)
             assert untouched == "True"
+
+
+def wrong_on_one(folder: Path) -> dict[str, str]:
+    rank = torch.distributed.get_rank()
+    params = sf.shard({"a": torch.zeros(40, 40)}, mesh_of(shard=2), sf.full_shard("shard"))
+    state = so.adamw(0.1).init(params)
+    checkpoint.export(folder, params)
+    path: Any = None if rank else folder
+    load, moments = checkpoint.load, checkpoint.load_torch_optimizer
+    calls: dict[str, Callable[[], Any]] = {
+        "load's path": lambda: load(path, params),
+        "load's rules": lambda: load(folder, params, names=[3] if rank else []),  # type: ignore[list-item]
+        "import_'s path": lambda: checkpoint.import_(path, params),
+        "export's path": lambda: checkpoint.export(path, params),
+        "export's files": lambda: checkpoint.export(folder, params, largest=1 - rank),
+        "a class": lambda: moments(folder, state, make=(torch.optim.AdamW, torch.optim.SGD)[rank]),  # type: ignore[arg-type]
+        "a state": lambda: moments(folder, state["mean"] if rank else state),
+        "moments' path": lambda: moments(path, state),
+        "save's path": lambda: checkpoint.save(path, params),
+        "how many are kept": lambda: checkpoint.save(folder / "s", params, keep=1 - rank),
+    }
+    return {name: told(call) for name, call in calls.items()}
+
+
+@pytest.mark.world(2)
+def test_what_is_wrong_on_one_rank_is_an_error_on_both(world: World, tmp_path: Path) -> None:
+    first, second = world.within(30).run(wrong_on_one, tmp_path)
+    for name in first:
+        assert "Error: " in second[name], (name, second)
+        assert first[name] != "it was done", (name, first)
+        assert "waits in vain" not in first[name] + second[name], name
 
 
 def opened(run: Callable[..., Any], number: int, then: Callable[[], Any]) -> Callable[..., Any]:
