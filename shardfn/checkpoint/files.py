@@ -76,12 +76,19 @@ class FileReader:
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
         self.source, self.tensors, self._share = Files(), dict[str, Tensor](), share
         self._maps: list[safetensors.Mapped] = []
-        self._torchs: list[Path] = []
+        self._torchs: dict[Path, dict[str, int]] = {}  # and the checksums in them
+        before = _version(path)
+        self._open(path)
+        if _version(path) != before:
+            raise CheckpointError(f"{path} was replaced by another while its tensors were looked up: load it again")
+
+    def _open(self, path: Path) -> None:
         where = safetensors.index(path) if path.suffix == ".json" else {"": path.name}
         if all(file.endswith(".safetensors") for file in where.values()):
             self._map(safetensors.stored_in(path))
             return
         for file in (path.parent / name for name in sorted(set(where.values()))):
+            self._torchs[file] = _compare(file, values=False)
             found, mapped = _of_torch(file)
             names = [name for name in where if where[name] == file.name]
             lacking = [name for name in names if name and name not in found.places]
@@ -89,7 +96,11 @@ class FileReader:
                 raise CheckpointError(f"{file} has no {', '.join(lacking)}, though {path.name} says so")
             self.source.add(found)
             self.tensors |= mapped
-            self._torchs.append(file)
+
+    def identity(self) -> str:
+        """The same where the files are: by the checksums of all elements in those of torch's, else by some bytes."""
+        files = sorted({*self.source.places.values(), *self._torchs})
+        return "; ".join(f"{disk.sampled(file):x} {sorted(self._torchs.get(file, {}).items())}" for file in files)
 
     def _map(self, stored: dict[str, safetensors.Stored]) -> None:
         files = {file: safetensors.Mapped(file) for file in dict.fromkeys(one.file for one in stored.values())}
@@ -131,6 +142,15 @@ class FileReader:
             each.forget()
 
 
+def _version(path: Path) -> tuple[int, ...]:
+    """What tells a file from one that takes its place. Whoever replaces several files replaces their index, too."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
 def _of_torch(file: Path) -> tuple[Files, dict[str, Tensor]]:
     """What `torch.save` wrote, under names as of our trees, and the mapped tensors."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(_unpickled(file))
@@ -152,12 +172,6 @@ def _of_torch(file: Path) -> tuple[Files, dict[str, Tensor]]:
 
 def _unpickled(file: Path) -> Any:
     """Containers, numbers, strings, and tensors whose elements stay in the file."""
-    if not zipfile.is_zipfile(file):
-        raise CheckpointError(
-            f"{file} is not what torch.save writes, or it is cut short; a file of torch before 1.6 is read by "
-            f"torch.load(path, weights_only=True), and torch.save writes it anew"
-        )
-    _compare(file, values=False)
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -172,10 +186,15 @@ def _unpickled(file: Path) -> Any:
         raise CheckpointError(f"{file} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
 
-def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> None:
-    """Compares the checksums in a file of torch's, as `checked` does."""
+def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> dict[str, int]:
+    """Compares the checksums in a file of torch's, as `checked` does, and returns them."""
     with disk.opened(file) as descriptor:
+        if not zipfile.is_zipfile(file):
+            raise CheckpointError(
+                f"{file} is not what torch.save writes, or it is cut short; a file of torch before 1.6 is read by "
+                f"torch.load(path, weights_only=True), and torch.save writes it anew"
+            )
         try:
-            checked(descriptor, 0, file.stat().st_size, values=values, share=share)
+            return checked(descriptor, 0, file.stat().st_size, values=values, share=share)
         except Flaw as error:
             raise CheckpointError(f"{file} is damaged: {error}") from error

@@ -66,18 +66,20 @@ def export(
     Raises:
         CheckpointError: two parameters of one name, a rule that matches nothing, what could not be written. The same
             on every rank.
-        TypeError: the tree holds something other than flat shards and tensors; another dtype.
+        TypeError: the tree holds something other than flat shards and tensors; another dtype, or size of files.
+        ValueError: a size of files below 1.
 
     Example:
         ``export("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
     """
     finish()
-    found = on_each_rank(lambda: contents(params, shared=False))
-    team, folder = team_of(found.grids), Path(path)
-    what = f"export {folder}"
 
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"export: dtype={dtype!r}; it is a floating-point dtype, or None for the parameters' own")
+    def started() -> tuple[Path, Contents]:
+        refuse_options("export", "largest", largest, dtype)
+        return Path(path), contents(params, shared=False)
+
+    folder, found = on_each_rank(started)
+    team, what = team_of(found.grids), f"export {folder}"
 
     def planning() -> tuple[dict[str, _Kept], Plan]:
         _only_tensors(params, found)
@@ -135,8 +137,18 @@ def import_(
     """
     finish()
     asked = Asked("", by_rules(names), strict, ignore, converts=True)
-    filled(f"import_ {path}", Path(path), like, asked, True, check=lambda held: _only_tensors(like, held))
+    filled(f"import_ {path}", path, like, asked, True, check=lambda held: _only_tensors(like, held))
     return like
+
+
+def refuse_options(who: str, name: str, largest: Any, dtype: Any) -> None:
+    """Raises TypeError or ValueError for what is not a number of bytes, as the option `name`, or not a dtype."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{who}: dtype={dtype!r}; pass a floating-point dtype, or None to keep the parameters'")
+    if type(largest) is not int:
+        raise TypeError(f"{who}: {name}={largest!r}; pass a whole number of bytes, such as 5 * 2**30")
+    if largest < 1:
+        raise ValueError(f"{who}: {name}={largest}; pass at least 1 byte")
 
 
 # --- names ---

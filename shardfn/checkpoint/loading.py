@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -100,9 +101,10 @@ def load(
 
     Raises:
         CheckpointError: what is missing, extra, of another shape or dtype, all at once; rules that do not fit; a
-            damaged or foreign file; a pickle of more than tensors, numbers, strings and containers. The same on every
-            rank. Files that are gone or too short are found before anything is overwritten; where only a checksum of a
-            checkpoint shows damage, `like` may have been overwritten in part, and the message says what.
+            damaged or foreign file; a pickle of more than tensors, numbers, strings and containers; files, a part or
+            rules that differ between ranks. The same on every rank. Files that are gone or too short are found before
+            anything is overwritten; where only a checksum of a checkpoint shows damage, `like` may have been
+            overwritten in part, and the message says what.
         TypeError, ValueError: what is in `like` cannot be loaded.
 
     Example:
@@ -110,7 +112,7 @@ def load(
         ``params = load("last.ckpt", params, part="state_dict")``
     """
     finish()
-    return filled(f"load {path}", Path(path), like, Asked(part, by_rules(names), strict, ignore), donate)
+    return filled(f"load {path}", path, like, Asked(part, by_rules(names), strict, ignore), donate)
 
 
 Naming = Callable[[Contents], dict[str, Name]]
@@ -127,6 +129,7 @@ class Asked:
         strict: whether everything must be the same on both sides.
         ignore: what is not wanted, as `load` takes it.
         converts: whether dtypes may differ.
+        advice: what to do where only some is missing.
     """
 
     part: str = ""
@@ -134,6 +137,7 @@ class Asked:
     strict: bool = True
     ignore: str | Iterable[str] = ()
     converts: bool = False
+    advice: str = ""
 
 
 def by_rules(rules: Iterable[Rule]) -> Naming:
@@ -158,7 +162,7 @@ def reader_of(path: Path, team: Team) -> Readers:
 
 def filled(
     what: str,
-    path: Path,
+    source: str | os.PathLike[str],
     like: Any,
     asked: Asked,
     donate: bool,
@@ -166,22 +170,30 @@ def filled(
     check: Callable[[Contents], None] | None = None,
 ) -> Any:
     """The tree with what was read, as `load` says; `then` is run on the reader, too, and `check` before."""
-    tree, held = on_each_rank(lambda: _placed(like, donate))
+    path, (tree, held) = on_each_rank(lambda: (Path(source), _placed(like, donate)))
     team = team_of(held.grids)
 
-    def compared() -> tuple[Readers, Any, Differences, dict[str, Name], Any]:
+    def compared() -> tuple[Readers, Any, Differences, dict[str, Name], Any, _Common]:
         if check is not None:
             check(held)
-        reader = reader_of(path, team)
-        differ, names = _compared(reader.source, held, team, asked)
+        reader, called = reader_of(path, team), asked.naming(held)
+        differ, names = _compared(reader.source, held, team, asked, called)
         if differ.shapes or (asked.strict and differ):
             raise CheckpointError(f"{differ}{_hint(differ, names, reader.source, asked)}")
         every = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
         wanted: Any = reader.wanted(_there(one, names[one.name]) for one in every if one.name in names)
         reader.check(wanted)
-        return reader, wanted, differ, names, None if then is None else then(reader)
+        return (
+            reader,
+            wanted,
+            differ,
+            names,
+            None if then is None else then(reader),
+            _common(path, reader, asked, called),
+        )
 
-    reader, wanted, differ, names, more = team.each(what, compared)
+    reader, wanted, differ, names, more, common = team.each(what, compared)
+    _refuse_different(what, team.gathered(common, what))
     if differ and team.rank == 0:
         _log.warning("%s, not strict: %s", what, differ)
 
@@ -199,6 +211,31 @@ def filled(
     numbers = reader.source.numbers
     made = rebuilt(tree, {name: numbers[one.theirs] for name, one in names.items() if name in held.numbers})
     return made if then is None else (made, more)
+
+
+class _Common(NamedTuple):
+    """What all ranks must have in common, in short, and the path from which a rank has it."""
+
+    files: int
+    part: str
+    names: int
+    path: str
+
+
+def _common(path: Path, reader: Readers, asked: Asked, called: dict[str, Name]) -> _Common:
+    own = sorted((ours, *name) for ours, name in called.items() if name != Name(ours))
+    return _Common(zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(own).encode()), str(path))
+
+
+def _refuse_different(what: str, every: list[_Common]) -> None:
+    """Raises CheckpointError unless all ranks read the same: parts of two checkpoints make up none."""
+    for rank, other in enumerate(every):
+        differ = [key for key, a, b in zip(("files", "part=", "names="), every[0], other, strict=False) if a != b]
+        if differ:
+            raise CheckpointError(
+                f"{what}: ranks were told to read different things, of other {' and '.join(differ)}: rank 0 from "
+                f"{every[0].path}, rank {rank} from {other.path}. Let one rank choose, and send it to the others"
+            )
 
 
 def _there(local: LocalBox, name: Name) -> LocalBox:
@@ -224,10 +261,12 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return found[-1] if found else None
 
 
-def _compared(source: Any, wanted: Contents, team: Team, asked: Asked) -> tuple[Differences, dict[str, Name]]:
+def _compared(
+    source: Any, wanted: Contents, team: Team, asked: Asked, naming: dict[str, Name]
+) -> tuple[Differences, dict[str, Name]]:
     """What differs, and under which names what is wanted is to be found."""
     differ, names = Differences(), {}
-    ignore, naming = patterns(asked.ignore), asked.naming(wanted)
+    ignore = patterns(asked.ignore)
     known: set[str] = set()
     for name in [*wanted.tensors, *wanted.numbers]:
         inside, swap = naming[name]
@@ -273,7 +312,7 @@ def _hint(differ: Differences, names: dict[str, Name], source: Any, asked: Asked
         parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in every))
         return f". There is no part {asked.part!r}: the first keys are {parts}"
     if names or not differ.missing:
-        return ""
+        return asked.advice if differ.missing else ""
     short = [said.partition(" (here ")[0] for said in differ.missing]
     part = part_with(short, every)
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""

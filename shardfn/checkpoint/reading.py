@@ -156,6 +156,10 @@ class Reader:
         self._seen: dict[tuple[str, int], Extent | None] = {}
         self._orders: dict[str, tuple[list[Chunk], list[int], list[int]]] = {}
 
+    def identity(self) -> str:
+        """The same where the checkpoint is: by the checksums of its files, or what torch's description says."""
+        return self.source.identity()
+
     def wanted(self, targets: Iterable[LocalBox]) -> Wanted:
         """The parts from which boxes of tensors, under the checkpoint's names, are filled.
 

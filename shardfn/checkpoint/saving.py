@@ -55,8 +55,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
         ``save(f"runs/1/step-{step:05}", {"params": params, "state": state, "step": step}, keep=3)``
     """
     finish()
-    found = on_each_rank(lambda: contents(state, shared=True))
-    _Save(Path(path), found, keep, overwrite).write()
+    on_each_rank(lambda: _Save(Path(path), contents(state, shared=True), keep, overwrite)).write()
 
 
 class Pending:
@@ -149,8 +148,8 @@ def save_async(
     if busy == "refuse":
         _refuse(Path(path))
     finish()
-    found = on_each_rank(lambda: contents(state, shared=True))
-    begun = _Save(Path(path), found, keep, overwrite)
+    begun = on_each_rank(lambda: _Save(Path(path), contents(state, shared=True), keep, overwrite))
+    found = begun.found
     found.boxes = [replace(one, values=copy) for one, copy in zip(found.boxes, _staged(found.boxes), strict=True)]
     found.plain = {name: x.cpu().clone() for name, x in found.plain.items()}
     pending = Pending(begun, team_of(found.grids, "ask"))

@@ -41,6 +41,11 @@ class Source(Manifest):
         """Names of what is neither tensor, number nor string, and is not read."""
         return [name for name in self.places if name not in self.numbers]
 
+    def identity(self) -> str:
+        """The same for copies of a checkpoint, and for no other."""
+        numbers = sorted(self.numbers.items())
+        return f"{zlib.crc32(metadata_of(self.folder)):x} {numbers}" if self.torchs else f"{sorted(self.files.items())}"
+
     def keys(self) -> dict[str, tuple[Any, ...]]:
         """Names as the keys from the root of the tree, where these are known.
 

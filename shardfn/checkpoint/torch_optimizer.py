@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from shardfn.checkpoint.loading import Asked, Readers, filled
 from shardfn.checkpoint.names import Name, Rule, renamed
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.sources import Source
-from shardfn.checkpoint.team import CheckpointError
+from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
 
@@ -112,8 +111,7 @@ def load_torch_optimizer(
         ``state = load_torch_optimizer("out/optimizer_0", adamw(3e-4).init(params), part="optimizer")``
     """
     finish()
-    _check(state, make)
-    rules = list(names)
+    rules = on_each_rank(lambda: _checked(state, make, names))
 
     def called(held: Contents) -> dict[str, Name]:
         found = {}
@@ -128,10 +126,17 @@ def load_torch_optimizer(
         count = _steps(reader, part, every)
         return {"step": count, "numbers": _numbers(state["numbers"], _groups(reader, part, every), make)}
 
-    asked = Asked(part, called, True, [r"param_groups\..*", r"state\..*\.step"], converts=True)
+    ignore = [r"param_groups\..*", r"state\..*\.step"]
+    asked = Asked(part, called, True, ignore, converts=True, advice=_NO_STATE)
     what = f"load_torch_optimizer {path}"
-    moments, more = filled(what, Path(path), {slot: state[slot] for slot in SLOTS}, asked, donate, numbers)
+    moments, more = filled(what, path, {slot: state[slot] for slot in SLOTS}, asked, donate, numbers)
     return {**state, **more, **moments}
+
+
+_NO_STATE = (
+    ". Torch has no state of parameters that never had a gradient, and does not change them: where that is why it is "
+    "missing, freeze them here, too (frozen= of shard)"
+)
 
 
 def _check(state: Any, make: Any) -> None:
@@ -143,6 +148,11 @@ def _check(state: Any, make: Any) -> None:
             f"this takes the state of shardfn.optim.adam or adamw, not {has}; where one of them is the last of a "
             f"chain, its state is state[-1]"
         )
+
+
+def _checked(state: Any, make: Any, rules: Iterable[Rule]) -> list[Rule]:
+    _check(state, make)
+    return list(rules)
 
 
 def _theirs(state: Any, rules: list[Rule]) -> dict[str, Name]:
@@ -269,6 +279,8 @@ def _numbers(ours: dict[str, Any], groups: dict[str, Group], make: Make) -> dict
 
 
 def _refuse_options(name: str, group: Group, make: Make) -> None:
+    if "amsgrad" not in group:  # as others have the same moments
+        raise CheckpointError(f"the group of {name} is neither of torch.optim.Adam nor of AdamW: it has no amsgrad")
     wrong = next((option for option in ("amsgrad", "maximize") if group.get(option)), None)
     if wrong:
         raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim has not")

@@ -135,17 +135,15 @@ def write_settings(module: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
-    """Without a picture of the progress of writing nothing."""
-    from transformers.utils import logging as theirs
+    """Without a picture of the progress of writing nothing; its public switch would turn off the hub's, too."""
+    from transformers.utils import logging
 
-    logging: Any = theirs
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    theirs: Any = logging
+    shown, theirs._tqdm_active = theirs._tqdm_active, False
     try:
         yield
     finally:
-        if shown:
-            logging.enable_progress_bar()
+        theirs._tqdm_active = shown
 
 
 def _one(x: Any) -> Assembled:

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardfn.checkpoint.boxes import Box, steps, whole
 from shardfn.checkpoint.contents import Kind, LocalBox
 from shardfn.checkpoint.loading import Differences, patterns
+from shardfn.checkpoint.names import part_with
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.compat import process_groups
 from shardfn.interop import conversions
@@ -91,13 +92,20 @@ def load(
         ``params = load("llama-3-8b", model, mesh, sf.full_shard("shard"))``
     """
     grid, rank = grid_of(mesh), process_groups.global_rank()
-    if source is not None and source not in grid.ranks:
-        raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {sorted(grid.ranks)}")
+    if not isinstance(model, Functional):
+        raise TypeError(f"load: pass what functional() made of a module, not a {type(model).__name__}")
     if not hasattr(model, "tree"):
         raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
     chosen = model.frozen if frozen is None else frozen
     rules = Rules(mesh, strategy, None, chosen, specs, "global", filled=False)
-    params = agreed(rules, "load", lambda: rules.map_stages(model.tree, rules.cut))
+
+    def cut() -> Any:
+        if source is not None and (type(source) is not int or source not in grid.ranks):
+            raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {sorted(grid.ranks)}")
+        rules.compared.append(f"source={source}")
+        return rules.map_stages(model.tree, rules.cut)
+
+    params = agreed(rules, "load", cut)
     team, what = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
     reads = source is None or source == rank
     share = (team.rank, team.size) if source is None else (0, 1)
@@ -124,7 +132,7 @@ class _Note(NamedTuple):
     buffers: tuple[str, ...]
     used: tuple[int, ...] | None
     said: str
-    fingerprint: tuple[int, int]
+    fingerprint: tuple[int, int, int]
 
 
 class _Plan(NamedTuple):
@@ -150,27 +158,30 @@ def _planned(
     Raises:
         CheckpointError: something is missing, extra, or does not fit.
     """
-    (tensors, strange, forget), stated = tensors_of(folder, share), model.module.state_dict()
-    buffers = {name: b for name, b in model.buffers.items() if name in stated}
+    (tensors, strange, forget, identity), stated = tensors_of(folder, share), model.module.state_dict()
+    first: dict[int, str] = {}  # name of each buffer, which may have several
+    names = {**model.names, **{name: first.setdefault(id(b), name) for name, b in model.buffers.items()}}
+    buffers = {names[name]: b for name, b in model.buffers.items() if name in stated}
     wanted = {**_named(model.tree), **buffers}
-    found = _found(folder, model, {name: lazy(x, name) for name, x in tensors.items()}, {*model.names, *buffers})
-    values, others = _by_name(found.values, model.names)
+    known = {name for name in names if names[name] in wanted}
+    found = _found(folder, model, {name: lazy(x, name) for name, x in tensors.items()}, known)
+    values, others = _by_name(found.values, names)
     wrong = [f"{name} is {what}" for name, what in strange.items() if name in wanted]
     if wrong:
         raise CheckpointError(f"not a dense tensor there: {', '.join(wrong[:4])}")
     differ = _compared(values, others, wanted)
     extra = [*found.extra, *strange]
     differ.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
-    unknown = [name for name, b in model.buffers.items() if b.is_meta and name not in values]
+    unknown = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
     unknown += [name for name in differ.missing if wanted[name].is_meta and name not in unknown]
     told = _told(differ, model) if strict else Differences(shapes=differ.shapes, kinds=differ.kinds)
     if told or unknown:
-        raise CheckpointError(_complaint(told, unknown))
+        raise CheckpointError(_complaint(told, unknown) + ("" if values else _prefix(told.missing, tensors)))
     here = {name: wanted[name].detach() for name in differ.missing}
     values |= {name: lazy(x, name) for name, x in here.items()}
     used = set(tensors) - set(found.extra)
-    crc = fingerprint(tensors, used, whole=not in_files(folder)), fingerprint(here, here, whole=True)
-    note = _Note(tuple(buffers), found.used, "" if strict or not differ else str(differ), crc)
+    crc = fingerprint(tensors, used, values=not in_files(folder)), fingerprint(here, here)
+    note = _Note(tuple(buffers), found.used, "" if strict or not differ else str(differ), (*crc, identity))
     forget()
     return _Plan(values, others, note, forget)
 
@@ -242,6 +253,12 @@ def _complaint(differ: Differences, unknown: list[str]) -> str:
     return "; ".join(said)
 
 
+def _prefix(missing: list[str], there: Iterable[str]) -> str:
+    """With what all names begin there, if that is why none of them was found."""
+    part = part_with(missing, there)
+    return f". All begin with {part + '.'!r} there: load a mapping of names without it to tensors" if part else ""
+
+
 def _named(tree: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of a model's tree by their whole names."""
     found: dict[str, Tensor] = {}
@@ -288,8 +305,9 @@ def _filled(plan: _Plan, name: str, box: Box, target: Tensor) -> None:
         other.fill(box, again)
         if not torch.equal(_bits(again), _bits(target)):
             raise CheckpointError(
-                f"{name} and {alias} are one parameter of the module, but have different values there: make a module "
-                f"in which they are not tied, such as by tie_word_embeddings=False in its configuration"
+                f"{name} and {alias} are one {'buffer' if name in plan.note.buffers else 'parameter'} of the module, "
+                f"but have different values there: make a module in which they are not tied, such as by "
+                f"tie_word_embeddings=False in its configuration"
             )
     plan.forget()
 
@@ -300,9 +318,10 @@ def _bits(x: Tensor) -> Tensor:
 
 def _buffer(model: Functional, name: str) -> Tensor:
     """A buffer that is to be written; what the model copied of it elsewhere is forgotten."""
-    model._elsewhere = {}
-    if model.buffers[name].is_meta:
-        model.buffers[name] = torch.empty_like(model.buffers[name], device="cpu")
+    model._elsewhere, b = {}, model.buffers[name]
+    if b.is_meta:
+        made = torch.empty_like(b, device="cpu")
+        model.buffers |= {other: made for other, x in model.buffers.items() if x is b}
     return model.buffers[name]
 
 

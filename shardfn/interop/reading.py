@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardfn.checkpoint.contents import memory
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.interop.functional import Functional
@@ -21,7 +20,6 @@ from shardfn.shards.replicated import checksum
 
 INNER = "state_dict."
 T = TypeVar("T")
-FEW = 16  # elements of each tensor of a file that ranks compare
 
 Source = str | os.PathLike[str] | nn.Module | Functional | Mapping[str, Any]
 """Where parameters are: the path of a folder or file, a module, what `functional` made of one, or a mapping by name."""
@@ -39,11 +37,13 @@ class Tensors(NamedTuple):
         values: whole tensors by name, none of which is a copy.
         others: names of what is not a tensor, and what it is.
         forget: gives back the memory of what was read from files.
+        identity: of files, the same for copies of them.
     """
 
     values: dict[str, Tensor]
     others: dict[str, str]
     forget: Callable[[], None]
+    identity: int = 0
 
 
 def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
@@ -82,21 +82,20 @@ def _in_file(path: Path, share: tuple[int, int]) -> Tensors:
     reader.check()
     others = {**{name: f"the value {x!r}" for name, x in reader.source.numbers.items()}, **reader.source.others}
     inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers write it, beside much else
-    if inner:
-        return Tensors(_part(reader.tensors), _part(others), reader.forget)
-    return Tensors(reader.tensors, others, reader.forget)
+    values, others = (_part(reader.tensors), _part(others)) if inner else (reader.tensors, others)
+    return Tensors(values, others, reader.forget, zlib.crc32(reader.identity().encode()))
 
 
 def _part(named: dict[str, T]) -> dict[str, T]:
     return {name.removeprefix(INNER): x for name, x in named.items() if name.startswith(INNER)}
 
 
-def fingerprint(tensors: Mapping[str, Tensor], names: Iterable[str], whole: bool) -> int:
-    """Of some of these tensors: names, kinds, and all of the elements, or the first few."""
+def fingerprint(tensors: Mapping[str, Tensor], names: Iterable[str], values: bool = True) -> int:
+    """Of some of these tensors: names, kinds, and the elements, too, or not."""
     found = 0
     for name in sorted(names):
         x = tensors[name]
-        some = checksum(x) if whole else zlib.crc32(memory(x.reshape(-1)[:FEW]))
+        some = checksum(x) if values else ""
         found = zlib.crc32(f"{name}: {x.dtype} {tuple(x.shape)} {some}".encode(), found)
     return found
 

@@ -15,11 +15,12 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.checkpoint import folders
 from shardfn.checkpoint.boxes import flaw, runs, whole
 from shardfn.checkpoint.contents import Kind, memory, pieces
-from shardfn.checkpoint.disk import write_at
-from shardfn.checkpoint.huggingface import STEP, turns
-from shardfn.checkpoint.safetensors import Plan, begin, clear, fill, planned, publish
+from shardfn.checkpoint.disk import sync, write_at
+from shardfn.checkpoint.huggingface import STEP, refuse_options, turns
+from shardfn.checkpoint.safetensors import OURS, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop import conversions
@@ -29,6 +30,7 @@ from shardfn.mesh import waiting
 from shardfn.shards.layout import is_flat
 
 SETTINGS = ".settings.writing"  # where other files are until all are whole
+CONFIG = "config.json"  # without which `from_pretrained` finds no model
 
 
 @waiting.during("sf.interop.save_pretrained")
@@ -51,9 +53,10 @@ def save_pretrained(
     parameters. Of another module it is `model.safetensors` with all names of its `state_dict`, for
     `module.load_state_dict(safetensors.torch.load_file(...))`.
 
-    In addition to its shards a rank needs memory for one stage and 32 MB. The tensors of an earlier model in the folder
-    stay until the new ones are all on the disk, as with `checkpoint.export`; its other files are replaced just before
-    that, and files of other names are left alone.
+    In addition to its shards a rank needs memory for one stage and 32 MB. An earlier model in the folder stays until
+    the new one is all on the disk, as with `checkpoint.export`, and files of other names are left alone. If the process
+    dies while the one replaces the other, `from_pretrained` finds no model, rather than the tensors of one with the
+    configuration of another: a configuration that changes is away meanwhile, and comes last.
 
     Args:
         folder: which all ranks see, and which is made if necessary.
@@ -74,22 +77,25 @@ def save_pretrained(
         ``save_pretrained("out", model, params, tokenizer=tokenizer)``
     """
     finish()
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(
-            f"save_pretrained: dtype={dtype!r}; pass a floating-point dtype, or None to keep the parameters'"
-        )
-    path, known = Path(folder), on_each_rank(lambda: _known(model, params, buffers))
+
+    def started() -> tuple[Path, _Known]:
+        refuse_options("save_pretrained", "max_shard_bytes", max_shard_bytes, dtype)
+        if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+            raise TypeError(f"save_pretrained: tokenizer={tokenizer!r} has no save_pretrained(folder)")
+        return Path(folder), _known(model, params, buffers)
+
+    path, known = on_each_rank(started)
     grids = [leaf.layout.grid for leaf in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(leaf)]
     team, what = team_of(grids), f"save_pretrained {path}"
     files, plan = team.each(what, lambda: _planned(model, known, dtype, max_shard_bytes, metadata or {}))
     if len(set(team.gathered((str(path), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
         raise CheckpointError(f"{what}: ranks were given different paths or parameters")
     try:
-        team.first(what, lambda: begin(path, plan))
+        team.first(what, lambda: _begin(path, plan, model, tokenizer, files))
         own = known.buffers.items() if team.rank == 0 else ()
         values = itertools.chain(turns(params, known.params, team), own)
         team.each(what, lambda: fill(path, values, _writer(plan, _targets(files))))
-        team.first(what, lambda: _finish(path, plan, model, tokenizer, files))
+        team.first(what, lambda: _finish(path, plan))
     except BaseException:
         if team.rank == 0:
             clear(path)
@@ -105,15 +111,23 @@ class _Known(NamedTuple):
 
 
 def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None) -> _Known:
-    """Raises ValueError for other parameters, or buffers that were forgotten."""
+    """Raises ValueError for other parameters or buffers, or buffers that were forgotten."""
+    if not isinstance(model, Functional):
+        raise TypeError(f"save_pretrained: pass what functional() made of a module, not a {type(model).__name__}")
     model._check(params)
     stated = model.module.state_dict()
     changed = [name for name in model._changing if name in stated]
-    if buffers is None and changed:
+    forgotten = [name for name in changed if name not in (buffers or {})]
+    if forgotten:
         raise ValueError(
-            f"save_pretrained: {type(model.module).__name__} changes buffers while it trains, {', '.join(changed[:3])} "
-            f"and so on: pass buffers=, as the last call of the model returned them, or model.buffers if there was none"
+            f"save_pretrained: {type(model.module).__name__} changes buffers while it trains, among them "
+            f"{', '.join(forgotten[:3])}: pass buffers=, all that the last call of the model returned, or "
+            f"model.buffers if there was none"
         )
+    for name, b in (buffers or {}).items():
+        if name not in model.buffers or b.shape != model.buffers[name].shape:
+            is_ = f"of shape {list(model.buffers[name].shape)}" if name in model.buffers else "not one of this model"
+            raise ValueError(f"save_pretrained: the buffer {name}, passed with shape {list(b.shape)}, is {is_}")
     kinds: dict[str, Kind] = {}
     for accessor, leaf in zip(*optree.tree_flatten_with_accessor(params, is_leaf=is_flat)[:2], strict=True):
         if isinstance(leaf, Tensor):
@@ -138,6 +152,12 @@ def _planned(
 ) -> tuple[dict[str, Assembled], Plan]:
     """What each tensor of the files is made of, and where it stands."""
     names = {name: model.names.get(name, name) for name in model.module.state_dict()}
+    strange = [name for name, key in names.items() if key not in known.params and key not in known.buffers]
+    if strange:
+        raise CheckpointError(
+            f"{type(model.module).__name__} keeps more than parameters and buffers in its state_dict, {strange[0]}: "
+            f"load model.state_dict(params) into a whole module on one process, and save the state_dict of that"
+        )
     metas = {name: _meta(kind, dtype) for name, kind in known.params.items()}
     metas |= {name: _meta(Kind(b.dtype, tuple(b.shape)), None) for name, b in known.buffers.items()}
     files = {name: lazy(metas[key], key) for name, key in names.items()}
@@ -245,22 +265,54 @@ def _write(descriptor: int, offset: int, target: _Target, x: Tensor) -> None:
             write_at(descriptor, one, offset + start * width)
 
 
-def _finish(folder: Path, plan: Plan, model: Functional, tokenizer: Any, files: Mapping[str, Assembled]) -> None:
-    """Puts the other files into the folder, and gives those of tensors their names."""
+def _begin(folder: Path, plan: Plan, model: Functional, tokenizer: Any, files: Mapping[str, Assembled]) -> None:
+    """Files of full length for the tensors, and the other files, none of them under its name yet."""
+    begin(folder, plan)
     new = folder / SETTINGS
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     if conversions.of_transformers(model.module):
         conversions.write_settings(model.module, new)
         floats = [x.dtype for x in files.values() if x.dtype.is_floating_point]
-        _note_dtype(new / "config.json", floats)
+        _note_dtype(new / CONFIG, floats)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(new))
-    for file in sorted(_files_in(new)):
+    for file in _files_in(new):
+        if OURS.fullmatch(str(file)):
+            raise CheckpointError(f"tokenizer= wrote {file}, which is a file of the model's tensors")
+        sync(new / file)
+
+
+def _finish(folder: Path, plan: Plan) -> None:
+    """Gives all files their names, at no time the tensors of one model together with the configuration of another."""
+    new, there = folder / SETTINGS, folder / CONFIG
+    files = sorted(_files_in(new), key=lambda file: str(file) == CONFIG)
+    away, before = folders.aside(there, "replaced"), _tensors_in(folder)
+    hidden = there.exists() and (new / CONFIG).exists() and any(_differ(new / file, folder / file) for file in files)
+    if hidden:
+        os.replace(there, away)
+        sync(folder)
+    try:
+        publish(folder, plan)
+    except BaseException:
+        if hidden and _tensors_in(folder) == before:
+            os.replace(away, there)
+        raise
+    for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(new / file, folder / file)
+    sync(folder)
+    away.unlink(missing_ok=True)
     shutil.rmtree(new)
-    publish(folder, plan)
+
+
+def _tensors_in(folder: Path) -> dict[str, int]:
+    """Which files a model has there: names, and what tells a file of this name from another."""
+    return {path.name: path.stat().st_ino for path in folder.iterdir() if OURS.fullmatch(path.name)}
+
+
+def _differ(one: Path, other: Path) -> bool:
+    return not other.exists() or one.read_bytes() != other.read_bytes()
 
 
 def _note_dtype(config: Path, floats: list[torch.dtype]) -> None:

@@ -43,6 +43,21 @@ def targets(ranks: Any, grids: Iterable[Grid]) -> tuple[int, ...]:
     return tuple(ranks)
 
 
+def device_of(to: Any) -> torch.device:
+    """The device that is meant, which there is.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        device = torch.device(to)
+        torch.empty(0, device=device)
+    except Exception as error:  # each device has its own
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"unshard: to={to!r} is not a device of this process ({said})") from error
+    return device
+
+
 def gathered_to(
     flat: FlatShard, ranks: Sequence[int], numbers: Sequence[int], mesh: DeviceMesh, to: torch.device | None
 ) -> dict[int, Tensor]:

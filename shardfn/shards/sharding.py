@@ -23,7 +23,7 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
 from shardfn.mesh.which import Chosen, Which, chosen
-from shardfn.shards.gathering import gathered_to, targets
+from shardfn.shards.gathering import device_of, gathered_to, targets
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
@@ -107,7 +107,7 @@ def unshard(
 
     Raises:
         ValueError: the mesh is not the one of the shards; `ranks` that are not in it; a pattern that matches nothing;
-            `ranks` or `only` that differ between ranks.
+            `ranks` or `only` that differ between ranks; a device that a rank does not have.
         TypeError: `ranks` that are not integers; something other than patterns or a function.
         NotImplementedError: `ranks` inside a transform.
 
@@ -115,17 +115,16 @@ def unshard(
         ``whole = unshard(params, ranks=[0], to="cpu")``, then ``if mesh.get_rank() == 0: torch.save(whole, path)``;
         or one parameter of all, ``unshard(params, only="head.w")["head"]["w"]``
     """
-    device = None if to is None else torch.device(to)
     if torch.compiler.is_compiling():
         with dynamo.one_graph():
             dynamo.refuse_in_graph(None if ranks is None and only is None else _NOT_IN_A_GRAPH)
-        every = _Asked(None, None)
-        return optree.tree_map(lambda node: _made_whole(node, mesh, device, every), tree, is_leaf=is_stage)
+        every = _Asked(to=None if to is None else torch.device(to))
+        return optree.tree_map(lambda node: _made_whole(node, mesh, every), tree, is_leaf=is_stage)
     with waiting.during("sf.unshard"):
-        asked = _asked(tree, mesh, ranks, only)
+        asked = _asked(tree, mesh, ranks, only, to)
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_stage)
         made = (
-            _made_whole(node, mesh, device, asked) if is_stage(node) or asked.names is None else asked.plain(path, node)
+            _made_whole(node, mesh, asked) if is_stage(node) or asked.names is None else asked.plain(path, node)
             for path, node in zip(map(dotted, accessors), nodes, strict=True)
         )
         return optree.tree_unflatten(spec, list(made))
@@ -444,10 +443,11 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
 
 
 class _Asked(NamedTuple):
-    """What a call of `unshard` gives: which ranks, and which parameters by name; None for all."""
+    """What a call of `unshard` gives: on which device, to which ranks, which parameters by name; None for all."""
 
-    ranks: tuple[int, ...] | None
-    names: frozenset[str] | None
+    to: torch.device | None = None
+    ranks: tuple[int, ...] | None = None
+    names: frozenset[str] | None = None
 
     def numbers(self, layout: Layout) -> list[int]:
         """The parameters of a flat shard that are asked for."""
@@ -464,19 +464,20 @@ _NOT_IN_A_GRAPH = (
 _ARGUMENTS = ("ranks= and only=", "Every rank passes the same")
 
 
-def _asked(tree: Any, mesh: DeviceMesh | None, ranks: Any, only: Which | None) -> _Asked:
-    """What is asked for, on which all ranks agree."""
-    if ranks is None and only is None:
-        return _Asked(None, None)
+def _asked(tree: Any, mesh: DeviceMesh | None, ranks: Any, only: Which | None, to: Any) -> _Asked:
+    """What is asked for, on which all ranks agree, but for the device, which each of them has to have."""
+    if ranks is None and only is None and to is None:
+        return _Asked()
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
     grids = dict.fromkeys(leaf.layout.grid for leaf in leaves if is_flat(leaf))
     meshes = [mesh] * bool(grids) if mesh else [mesh_of(grid, "unshard: the tree") for grid in grids]
     try:
         found = _Asked(
+            None if to is None else device_of(to),
             None if ranks is None else targets(ranks, grids),
             None if only is None else _named(list(map(dotted, accessors)), leaves, chosen(only, "only")),
         )
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # `only` may be a function that raises anything
         for one in meshes:
             agree([str(error)], one, "unshard", mine=error)
         raise
@@ -502,16 +503,16 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozen
     return frozenset(name for name, shape in shapes if which(name, shape))
 
 
-def _made_whole(node: Any, mesh: DeviceMesh | None, to: torch.device | None, asked: _Asked) -> Any:
+def _made_whole(node: Any, mesh: DeviceMesh | None, asked: _Asked) -> Any:
     """A stage's parameters in place of its flat shards."""
     if not is_stage(node):
         return node
     shards = stage_shards(node)
-    return assemble([flat.layout for flat in shards], [_whole(flat, mesh, to, asked) for flat in shards])
+    return assemble([flat.layout for flat in shards], [_whole(flat, mesh, asked) for flat in shards])
 
 
-def _whole(flat: FlatShard, mesh: DeviceMesh | None, to: torch.device | None, asked: _Asked) -> list[Tensor | None]:
-    layout: Layout = flat.layout
+def _whole(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tensor | None]:
+    layout, to = flat.layout, asked.to
     found: list[Tensor | None] = [None] * len(layout.entries)
     numbers = asked.numbers(layout)
     if flat.values is None or not numbers:  # without values: as in a gradient, of what is frozen

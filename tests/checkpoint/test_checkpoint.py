@@ -766,5 +766,5 @@ def test_one_pattern_may_be_by_itself(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "one", like, ignore=["("])
     assert not checkpoint.verify(str(tmp_path / "one")).damage
     for dtype in (torch.int8, "bf16"):
-        with pytest.raises(TypeError, match="it is a floating-point dtype"):
+        with pytest.raises(TypeError, match="pass a floating-point dtype"):
             checkpoint.export(tmp_path / "hf", {"x": torch.ones(3)}, dtype=dtype)  # type: ignore[arg-type]

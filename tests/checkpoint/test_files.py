@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections import OrderedDict
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 
 import shardfn as sf
+import shardfn.optim as so
 from shardfn import P, checkpoint
+from shardfn.checkpoint import safetensors
 from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.team import CheckpointError
@@ -28,6 +31,7 @@ from shardfn.testing import World
 from shardfn.testing.strategies import dtypes, shapes, tensor_of
 from tests.checkpoint.test_huggingface import peak
 from tests.models import mesh_of
+from tests.refusals import refused, told
 
 library = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -253,12 +257,6 @@ PARTS: dict[str, tuple[str, Any, str]] = {
 }  # fmt: skip
 
 
-def refused(call: Callable[[], Any]) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    return str(caught.value)
-
-
 def refusals(folder: Path) -> dict[str, str]:
     like = placed(0, zeros(ours()))
     said = {
@@ -333,3 +331,115 @@ def test_a_rank_reads_what_it_keeps(tmp_path: Path) -> None:
                 assert own < total / 4, (path, own)
                 # What a rank took of files of safetensors is given back as it goes.
                 assert read < (0.4 if path.endswith(".pt") else 0.05) * total, (path, read)
+
+
+Read = tuple[str, str, dict[str, Any], dict[str, Any]]
+
+
+def two_of_each(folder: Path) -> dict[str, Read]:
+    """Files that differ in one element far behind, or as a whole: what rank 0 reads, and rank 1; and what they ask."""
+    rank = torch.distributed.get_rank()
+    for i in range(2):
+        tree: dict[str, Any] = {"a": torch.zeros(40, 40), "step": 0}
+        tree["a"][33, 7] = i
+        checkpoint.save(folder / f"own{i}", tree)
+        state_dict_saver.save({"a": tree["a"]}, checkpoint_id=folder / f"torch{i}")
+        if rank == 0:
+            torch.save({"a": tree["a"]}, folder / f"{i}.pt")
+            library.save_file({"a": tree["a"]}, folder / f"{i}.safetensors")
+    if rank == 0:
+        torch.save({"x": {"a": torch.zeros(40, 40)}, "y": {"a": torch.ones(40, 40)}}, folder / "parts.pt")
+        torch.save({"x": torch.zeros(40, 40), "y": torch.ones(40, 40)}, folder / "names.pt")
+    torch.distributed.barrier()
+    kinds = ("own{}", "torch{}", "{}.pt", "{}.safetensors")
+    files: dict[str, Read] = {name: (name.format(0), name.format(1), {}, {}) for name in kinds}
+    return files | {
+        "part=": ("parts.pt", "parts.pt", {"part": "x", "ignore": ".*"}, {"part": "y", "ignore": ".*"}),
+        "names=": ("names.pt", "names.pt", {"names": [("a", "x")], "ignore": "y"},
+                   {"names": [("a", "y")], "ignore": "x"}),
+    }  # fmt: skip
+
+
+def different(folder: Path) -> dict[str, list[str]]:
+    rank, found = torch.distributed.get_rank(), {}
+    for name, (first, second, asked, other) in two_of_each(folder).items():
+        params = sf.shard({"a": torch.full((40, 40), 5.0)}, mesh_of(shard=2), sf.full_shard("shard"))
+        like: dict[str, Any] = {**params, "step": 0} if name == "own{}" else params
+        mine, how = (folder / second, other) if rank else (folder / first, asked)
+        found[name] = [refused(functools.partial(checkpoint.load, mine, like, **how))]
+        found[name] += [str(sf.unshard(params["a"]).eq(5).all().item())]
+        assert checkpoint.load(folder / first, like, **asked) is not None
+    return found
+
+
+@pytest.mark.world(2)
+def test_ranks_do_not_read_parts_of_different_files(world: World, tmp_path: Path) -> None:
+    for found in world.run(different, tmp_path):
+        for name, (said, untouched) in found.items():
+            assert f"of other {name if '=' in name else 'files'}: rank 0 from {tmp_path}" in said, (name, said)
+            assert untouched == "True"
+
+
+def wrong_on_one(folder: Path) -> dict[str, str]:
+    rank = torch.distributed.get_rank()
+    params = sf.shard({"a": torch.zeros(40, 40)}, mesh_of(shard=2), sf.full_shard("shard"))
+    state = so.adamw(0.1).init(params)
+    checkpoint.export(folder, params)
+    path: Any = None if rank else folder
+    load, moments = checkpoint.load, checkpoint.load_torch_optimizer
+    calls: dict[str, Callable[[], Any]] = {
+        "load's path": lambda: load(path, params),
+        "load's rules": lambda: load(folder, params, names=[3] if rank else []),  # type: ignore[list-item]
+        "import_'s path": lambda: checkpoint.import_(path, params),
+        "export's path": lambda: checkpoint.export(path, params),
+        "export's files": lambda: checkpoint.export(folder, params, largest=1 - rank),
+        "a class": lambda: moments(folder, state, make=(torch.optim.AdamW, torch.optim.SGD)[rank]),  # type: ignore[arg-type]
+        "a state": lambda: moments(folder, state["mean"] if rank else state),
+        "moments' path": lambda: moments(path, state),
+        "save's path": lambda: checkpoint.save(path, params),
+        "how many are kept": lambda: checkpoint.save(folder / "s", params, keep=1 - rank),
+    }
+    return {name: told(call) for name, call in calls.items()}
+
+
+@pytest.mark.world(2)
+def test_what_is_wrong_on_one_rank_is_an_error_on_both(world: World, tmp_path: Path) -> None:
+    first, second = world.within(30).run(wrong_on_one, tmp_path)
+    for name in first:
+        assert "Error: " in second[name], (name, second)
+        assert first[name] != "it was done", (name, first)
+        assert "waits in vain" not in first[name] + second[name], name
+
+
+def opened(run: Callable[..., Any], number: int, then: Callable[[], Any]) -> Callable[..., Any]:
+    """The function, which does something else as well when it is called for the time of this number."""
+    calls = itertools.count()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == number:
+            then()
+        return run(*args, **kwargs)
+
+    return called
+
+
+@pytest.mark.parametrize("kind", ["one", "two"])
+def test_a_model_that_is_replaced_while_it_is_opened_is_not_read_in_part(tmp_path: Path, kind: str) -> None:
+    largest, n = {"one": 2**30, "two": 4 * 2**6}[kind], 0
+
+    def write(value: int) -> None:
+        dtype = torch.int64 if value else torch.int32  # so that tensors are in other places of the file, too
+        tree = {name: torch.full((8, 8), 10 * value + ord(name), dtype=dtype) for name in "abc"}
+        checkpoint.export(tmp_path, tree, largest=largest)
+
+    for what, number in itertools.product(("stored_in", "index", "_inside", "Mapped"), range(4)):
+        write(0)
+        with mock.patch.object(safetensors, what, opened(getattr(safetensors, what), number, lambda: write(1))):
+            try:
+                reader = FileReader(tmp_path / (safetensors.MODEL if kind == "one" else safetensors.INDEX))
+            except CheckpointError as error:
+                n += "was replaced by another" in str(error) or "though" in str(error)
+                continue
+        values = {int(x[0, 0]) - ord(name) for name, x in reader.tensors.items()}
+        assert values in ({0}, {10}), (what, number)
+    assert n > 0

@@ -27,6 +27,7 @@ from shardfn.checkpoint.huggingface import export, import_
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.testing import World
 from tests.models import mesh_of
+from tests.refusals import refused
 
 library = pytest.importorskip("safetensors.torch")
 
@@ -200,12 +201,6 @@ def test_what_fails_leaves_the_earlier_model(world: World, tmp_path: Path, what:
         assert f"rank {failing}: OSError: [Errno 28] No space left" in told
     assert len(os.listdir(tmp_path)) == 3
     assert all(x.eq(1).all() for x in files_of(tmp_path).values())
-
-
-def refused(f: Callable[[], Any], kind: type[Exception] = CheckpointError) -> str:
-    with pytest.raises(kind) as caught:
-        f()
-    return str(caught.value)
 
 
 def wrong_exports(folder: Path) -> dict[str, str]:

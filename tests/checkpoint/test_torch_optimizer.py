@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,6 +31,7 @@ import shardfn.optim as so
 from shardfn import checkpoint
 from shardfn.testing import World
 from tests.models import distance, mesh_of
+from tests.refusals import told
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 STEPS = 3
@@ -59,21 +62,54 @@ def decays(path: str, shape: tuple[int, ...]) -> float:
 # --- torch's side ---
 
 
-def torch_run(seed: int, make: Any = torch.optim.AdamW, groups: bool = False, **numbers: Any) -> tuple[Any, Any]:
-    """A module under FSDP2 and its optimizer."""
+def plain(seed: int) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5)).double()
     tree = initial(seed)
     model.load_state_dict({f"{layer}.{name}": x for layer, own in tree.items() for name, x in own.items()})
+    return model
+
+
+def optimizer_of(model: nn.Module, make: Any = torch.optim.AdamW, groups: bool = False, **numbers: Any) -> Any:
+    n, params = {**NUMBERS, **numbers}, list[Any](model.parameters())
+    if groups:
+        params = [{"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+                  {"params": [p for p in params if p.ndim > 1]}]  # fmt: skip
+    return make(params, lr=n["lr"], betas=(n["b1"], n["b2"]), eps=n["eps"], weight_decay=n["weight_decay"])
+
+
+def torch_run(seed: int, make: Any = torch.optim.AdamW, groups: bool = False, **numbers: Any) -> tuple[Any, Any]:
+    """A module under FSDP2 and its optimizer."""
+    model: Any = plain(seed)
     mesh = mesh_of(shard=-1)
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    n = {**NUMBERS, **numbers}
-    params: Any = list(model.parameters())
-    if groups:
-        params = [{"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
-                  {"params": [p for p in params if p.ndim > 1]}]  # fmt: skip
-    return model, make(params, lr=n["lr"], betas=(n["b1"], n["b2"]), eps=n["eps"], weight_decay=n["weight_decay"])
+    return model, optimizer_of(model, make, groups, **numbers)
+
+
+@contextlib.contextmanager
+def accelerator(state_dict_type: str) -> Iterator[Any]:
+    """Accelerate's own, with FSDP2, which it allows on accelerators alone: it is told of it once it knows its ranks."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    rank, size = str(torch.distributed.get_rank()), str(torch.distributed.get_world_size())
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    states: tuple[Any, ...] = (AcceleratorState, GradientState, PartialState)
+    with mock.patch.dict(os.environ, ranks):
+        made: Any = Accelerator(cpu=True)
+        made.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, state_dict_type=state_dict_type, auto_wrap_policy="size_based_wrap", min_num_params=1,
+            cpu_ram_efficient_loading=False,
+        )  # fmt: skip
+        for state in (made.state, PartialState()):
+            state.distributed_type = DistributedType.FSDP
+        try:
+            yield made
+        finally:
+            for one in states:
+                one._reset_state()
 
 
 def torch_steps(model: Any, optimizer: Any, first: int, n: int = STEPS) -> dict[str, Any]:
@@ -88,48 +124,11 @@ def torch_steps(model: Any, optimizer: Any, first: int, n: int = STEPS) -> dict[
 
 
 def torch_save(model: Any, optimizer: Any, folder: Path) -> None:
-    """In one folder; with flattened optimizer state; as Accelerate's `save_state` does, sharded; and whole."""
+    """In one folder; and with flattened optimizer state."""
     weights, moments = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     state_dict_saver.save({"model": weights, "optim": moments}, checkpoint_id=folder / "nested")
     flat = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     state_dict_saver.save({"model": weights, "optim": flat}, checkpoint_id=folder / "flat")
-    accelerate_save(model, optimizer, folder / "accelerate")
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    full = get_optimizer_state_dict(model, optimizer, options=whole)
-    if torch.distributed.get_rank() == 0:
-        torch.save(full, folder / "optimizer.bin")
-    full_model = get_model_state_dict(model, options=whole)
-    if torch.distributed.get_rank() == 0:
-        torch.save(full_model, folder / "pytorch_model_fsdp.bin")
-    torch.distributed.barrier()
-
-
-def accelerate_save(model: Any, optimizer: Any, folder: Path) -> None:
-    """What `save_fsdp_model`, `save_fsdp_optimizer` and `save_accelerator_state` write, with SHARDED_STATE_DICT."""
-    options = StateDictOptions(full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
-    for name, tree in {
-        "pytorch_model_fsdp_0": {"model": get_model_state_dict(model, options=options)},
-        "optimizer_0": {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)},
-    }.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        writer = filesystem.FileSystemWriter(str(folder / name))
-        state_dict_saver.save(state_dict=tree, storage_writer=writer, planner=DefaultSavePlanner())
-    if torch.distributed.get_rank() == 0:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), lambda step: 0.5**step)
-        torch.save(scheduler.state_dict(), folder / "scheduler.bin")
-
-
-def accelerate_load(model: Any, optimizer: Any, folder: Path) -> None:
-    """What `load_fsdp_model` and `load_fsdp_optimizer` read."""
-    options = StateDictOptions(full_state_dict=False, cpu_offload=False, broadcast_from_rank0=False)
-    weights: Any = {"model": get_model_state_dict(model, options=options)}
-    reader = filesystem.FileSystemReader(str(folder / "pytorch_model_fsdp_0"))
-    state_dict_loader.load(state_dict=weights, storage_reader=reader, planner=DefaultLoadPlanner())
-    set_model_state_dict(model, weights["model"], options=options)
-    moments: Any = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
-    path = folder / "optimizer_0"
-    state_dict_loader.load(moments, checkpoint_id=path, storage_reader=filesystem.FileSystemReader(str(path)))
-    set_optimizer_state_dict(model, optimizer, moments["optimizer"], options=options)
 
 
 def torch_load(model: Any, optimizer: Any, path: Path) -> None:
@@ -189,43 +188,40 @@ def from_torch(folder: Path, groups: bool) -> dict[str, float]:
     torch_steps(model, other, 0)
     torch_save(model, other, folder)
     want = torch_steps(model, other, STEPS)
-    files: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
-        "nested": ("nested", {"part": "model"}, "nested", {"part": "optim"}),
-        "flat": ("flat", {"part": "model"}, "flat", {"part": "optim"}),
-        "accelerate": ("accelerate/pytorch_model_fsdp_0", {"part": "model"}, "accelerate/optimizer_0",
-                       {"part": "optimizer"}),
-        "whole": ("pytorch_model_fsdp.bin", {}, "optimizer.bin", {}),
-    }  # fmt: skip
-    found = {}
-    for name in our_strategies():
-        for kind, (weights, where, moments, inside) in files.items():
-            # with other numbers, as those of the file count
-            optimizer = so.adamw(1.0, b1=0.1, weight_decay=decays if groups else 0.7)
-            params, state = our_run(1, name, optimizer)
-            params = checkpoint.load(folder / weights, params, **where)
-            before = state["mean"]
-            state = checkpoint.load_torch_optimizer(folder / moments, state, **inside)
-            assert state["step"] == STEPS
-            assert optree.tree_all(optree.tree_map(lambda a, b: a is b, before, state["mean"]))
-            assert all(state["numbers"][key] == NUMBERS[key] for key in state["numbers"])
-            params, _ = our_steps(name, params, state, optimizer, STEPS)
-            found[f"{name}, {kind}"] = distance(sf.unshard(params), want)
+    found = {
+        f"{name}, {kind}": goes_on(name, groups, want, (folder / kind, "model"), (folder / kind, "optim"))
+        for name in our_strategies()
+        for kind in ("nested", "flat")
+    }
     kept = so.adamw(1.0, weight_decay=decays if groups else 0.7).init(our_run(1, "full_shard", so.adamw(1.0))[0])
     copy = checkpoint.load_torch_optimizer(folder / "nested", kept, part="optim", donate=False)
     assert kept["step"] == 0
     assert sf.unshard(kept["mean"])["0"]["bias"].eq(0).all()
     assert copy["step"] == STEPS
     assert not sf.unshard(copy["mean"])["0"]["bias"].eq(0).any()
-    scheduler = checkpoint.load(folder / "accelerate/scheduler.bin", {"last_epoch": 5}, ignore=".*")
-    assert scheduler == {"last_epoch": 0}
     return found
+
+
+def goes_on(name: str, groups: bool, want: Any, weights: tuple[Path, str], moments: tuple[Path, str]) -> float:
+    """How far our run that goes on from files, each with the part to read, is from torch's own."""
+    # with other numbers, as those of the file count
+    optimizer = so.adamw(1.0, b1=0.1, weight_decay=decays if groups else 0.7)
+    params, state = our_run(1, name, optimizer)
+    params = checkpoint.load(weights[0], params, part=weights[1])
+    before = state["mean"]
+    state = checkpoint.load_torch_optimizer(moments[0], state, part=moments[1])
+    assert state["step"] == STEPS
+    assert optree.tree_all(optree.tree_map(lambda a, b: a is b, before, state["mean"]))
+    assert all(state["numbers"][key] == NUMBERS[key] for key in state["numbers"])
+    params, _ = our_steps(name, params, state, optimizer, STEPS)
+    return distance(sf.unshard(params), want)
 
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("groups", [False, True], ids=["one group", "two groups"])
 def test_a_run_of_fsdp2_goes_on_here(world: World, groups: bool, tmp_path: Path) -> None:
     for found in world.run(from_torch, tmp_path, groups):
-        assert len(found) == 8
+        assert len(found) == 4
         assert max(found.values()) < 1e-13, found
 
 
@@ -244,21 +240,15 @@ def to_torch(folder: Path, groups: bool) -> dict[str, float]:
                 checkpoint.save_async(folder / name / kind, tree).wait()
             else:
                 checkpoint.save(folder / name / kind, tree)
-        checkpoint.save(folder / name / "pytorch_model_fsdp_0", {"model": params})
-        moments = checkpoint.torch_optimizer(state, torch.optim.AdamW, **more)
-        checkpoint.save(folder / name / "optimizer_0", {"optimizer": moments})
         again = checkpoint.load_torch_optimizer(folder / name / "nested", optimizer.init(params), part="optim")
         assert again["numbers"] == state["numbers"]
         assert again["step"] == STEPS
         assert distance(sf.unshard(again["square"]), sf.unshard(state["square"])) == 0
         params, _ = our_steps(name, params, state, optimizer, STEPS)
         want = sf.unshard(params)
-        for kind in ("nested", "async", "accelerate"):
+        for kind in ("nested", "async"):
             model, other = torch_run(7, groups=groups, lr=0.5, b1=0.1)
-            if kind == "accelerate":
-                accelerate_load(model, other, folder / name)
-            else:
-                torch_load(model, other, folder / name / kind)
+            torch_load(model, other, folder / name / kind)
             assert {group["lr"] for group in other.param_groups} == {NUMBERS["lr"]}
             found[f"{name}, {kind}"] = distance(torch_steps(model, other, STEPS), want)
     return found
@@ -268,7 +258,53 @@ def to_torch(folder: Path, groups: bool) -> dict[str, float]:
 @pytest.mark.parametrize("groups", [False, True], ids=["one group", "two groups"])
 def test_a_run_here_goes_on_with_fsdp2(world: World, groups: bool, tmp_path: Path) -> None:
     for found in world.run(to_torch, tmp_path, groups):
-        assert len(found) == 6
+        assert len(found) == 4
+        assert max(found.values()) < 1e-13, found
+
+
+# --- Accelerate ---
+
+FOLDERS = {
+    "SHARDED_STATE_DICT": (("pytorch_model_fsdp_0", "model"), ("optimizer_0", "optimizer")),
+    "FULL_STATE_DICT": (("pytorch_model_fsdp.bin", ""), ("optimizer.bin", "")),
+}
+
+
+def with_accelerate(folder: Path) -> dict[str, float]:
+    """Its `save_state` to us, and ours to its `load_state`."""
+    found = {}
+    for kind, (weights, moments) in FOLDERS.items():
+        with accelerator(kind) as theirs:
+            model = plain(0)
+            other = optimizer_of(model, groups=True)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1.0)
+            model, other, _ = theirs.prepare(model, other, scheduler)
+            torch_steps(model, other, 0)
+            theirs.save_state(str(folder / kind))
+            want = torch_steps(model, other, STEPS)
+        places: Any = [(folder / kind / name, part) for name, part in (weights, moments)]
+        for name in our_strategies():
+            found[f"{name} from {kind}"] = goes_on(name, True, want, *places)
+        assert checkpoint.load(folder / kind / "scheduler.bin", {"last_epoch": 5}, ignore=".*") == {"last_epoch": 0}
+    optimizer = so.adamw(**{**NUMBERS, "weight_decay": decays})
+    params, state = our_steps("full_shard", *our_run(0, "full_shard", optimizer), optimizer, 0)
+    checkpoint.save(folder / "ours/pytorch_model_fsdp_0", {"model": params})
+    told = checkpoint.torch_optimizer(state, weight_decay=decays)
+    checkpoint.save(folder / "ours/optimizer_0", {"optimizer": told})
+    params, _ = our_steps("full_shard", params, state, optimizer, STEPS)
+    with accelerator("SHARDED_STATE_DICT") as theirs:
+        model = plain(7)
+        model, other = theirs.prepare(model, optimizer_of(model, groups=True, lr=0.5, b1=0.1))
+        theirs.load_state(str(folder / "ours"))
+        found["back"] = distance(torch_steps(model, other, STEPS), sf.unshard(params))
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_a_run_of_accelerate_goes_on_here_and_a_run_here_with_accelerate(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    for found in world.run(with_accelerate, tmp_path):
+        assert len(found) == 5
         assert max(found.values()) < 1e-13, found
 
 
@@ -332,14 +368,6 @@ def test_moments_go_by_torchs_names_from_any_placement_to_any_other(world: World
 # --- what does not fit ---
 
 
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "it was done"
-
-
 def full(make: Any = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
     """A state of torch's by names, of whole tensors, after a step."""
     tree = {f"{layer}.{name}": x.requires_grad_() for layer, own in initial(0).items() for name, x in own.items()}
@@ -364,6 +392,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
               "its parameters have made different numbers of steps, 0.bias 1 and 2.bias 3, and a state here has one"),
     "no step": (lambda: changed(lambda t: t["state"]["2.bias"].pop("step")),
                 "missing in the checkpoint: state.2.bias.step"),
+    "no state": (lambda: changed(lambda t: t["state"].pop("2.bias")),
+                 "Torch has no state of parameters that never had a gradient"),
+    "radam": (lambda: full(torch.optim.RAdam, decoupled_weight_decay=True), "it has no amsgrad"),
     "no moment": (lambda: changed(lambda t: t["state"]["2.bias"].pop("exp_avg_sq")),
                   "missing in the checkpoint: state.2.bias.exp_avg_sq (here square.2.bias)"),
     "more": (lambda: changed(lambda t: t["state"].update(other=t["state"]["0.bias"])),

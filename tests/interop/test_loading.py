@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn import P, interop
-from shardfn.checkpoint import CheckpointError, huggingface
+from shardfn.checkpoint import huggingface
 from shardfn.checkpoint.boxes import Box, flaw, whole
 from shardfn.interop import loading, saving
 from shardfn.interop.assembled import lazy
@@ -32,6 +34,7 @@ from tests.checkpoint.test_huggingface import peak
 from tests.interop import zoo
 from tests.interop.test_functional import data_mesh
 from tests.models import STRATEGIES
+from tests.refusals import refused
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("transformers")
@@ -284,14 +287,6 @@ def test_one_rank_has_it_and_all_get_their_parts(
 # --- what is refused ---
 
 
-def refused(run: Callable[[], Any], kind: type[Exception] = CheckpointError) -> str:
-    try:
-        run()
-    except kind as error:
-        return str(error)
-    raise AssertionError("it was not refused")
-
-
 def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
     """A copy of a folder with other tensors."""
     if dist.get_rank() == 0:
@@ -315,6 +310,17 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
         "model.norm.weight is float8_e4m3fn [32] there",
     ),
 }
+
+
+class SharesBuffer(nn.Module):
+    """One buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+        shared = torch.arange(4.0)
+        self.register_buffer("a", shared)
+        self.register_buffer("b", shared)
 
 
 def refusals(root: Path, source: int | None) -> dict[str, str]:
@@ -349,9 +355,21 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     assert same(found, {name: whole[name] for name in found})
     told["no value"] = refused(lambda: load(root / "missing", strict=False))
     told["source"] = refused(lambda: interop.load(good, model, mesh, plan, source=99), ValueError)
+    told["sources"] = refused(
+        lambda: interop.load(good, model, mesh, plan, source=[None, 0][dist.get_rank()]), ValueError
+    )
+    told["a module"] = refused(lambda: load(good, zoo.build("llama")), TypeError)
+    named = {f"model.{name}": x for name, x in zoo.build("joint").state_dict().items()}
+    told["prefix"] = refused(lambda: load(named, model_of(shell("joint"), "joint")))
+    twice: Any = model_of(SharesBuffer())
+    values = {name: x.clone() for name, x in SharesBuffer().state_dict().items()}
+    del values["b"]
+    load(values, twice)
+    told["buffers"] = refused(lambda: load({**values, "b": values["a"] + 1}, twice))
     if source is None:
         joint, values = model_of(shell("joint"), "joint"), zoo.build("joint").state_dict()
-        values["scale"] = values["scale"] + dist.get_rank()
+        values["head.weight"] = values["head.weight"].clone()
+        values["head.weight"][7, 7] += dist.get_rank()
         told["modules differ"] = refused(lambda: load(values, joint))
         folder = root / str(dist.get_rank())
         folder.mkdir()
@@ -373,8 +391,27 @@ def test_what_cannot_be_loaded_is_an_error_on_every_rank(world: World, tmp_path:
         assert "model.embed_tokens.weight and lm_head.weight are one parameter of the module" in told["tied"]
         assert "the module has no values for model.norm.weight either" in told["no value"]
         assert "source=99 is not a rank of the mesh" in told["source"]
+        assert "rank 0 has source=None; rank 1 has source=0" in told["sources"]
+        assert "pass what functional() made of a module, not a LlamaForCausalLM" in told["a module"]
+        assert "All begin with 'model.' there: load a mapping of names without it" in told["prefix"]
+        assert "a and b are one buffer of the module, but have different values" in told["buffers"]
         for name in ("modules differ", "files differ") if source is None else ():
             assert "what is read differs between ranks" in told[name]
+
+
+class Keeps(nn.Module):
+    """With a state that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(3, 3)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
 
 
 def wrong_saves(folder: Path) -> dict[str, str]:
@@ -384,14 +421,30 @@ def wrong_saves(folder: Path) -> dict[str, str]:
     net = model_of(normed())
     statistics = sf.shard(net.tree, mesh, plan)
     interop.save_pretrained(folder, model, params)
-    before = tensors_in(folder)
+    before, config = tensors_in(folder), (folder / "config.json").read_text()
+    module: Any = model.module
+    module.config.rms_norm_eps = 0.5  # the configuration is another, and away for a moment
+    some, keeps = dict(list(net.buffers.items())[:1]), model_of(Keeps())
+    save = functools.partial(interop.save_pretrained, folder, model, params)
     told = {
         "buffers": refused(lambda: interop.save_pretrained(folder, net, statistics), ValueError),
+        "some buffers": refused(lambda: interop.save_pretrained(folder, net, statistics, buffers=some), ValueError),
+        "no buffer": refused(lambda: save(buffers={"odd": torch.ones(2)}), ValueError),
+        "wide buffer": refused(
+            lambda: interop.save_pretrained(folder, net, statistics, buffers={**net.buffers, **wider(some)}), ValueError
+        ),
+        "module": refused(lambda: interop.save_pretrained(folder, net.module, statistics), TypeError),  # type: ignore[arg-type]
+        "more": refused(lambda: interop.save_pretrained(folder, keeps, sf.shard(keeps.tree, mesh, plan))),
+        "bytes": refused(lambda: save(max_shard_bytes="5GB"), TypeError),  # type: ignore[arg-type]
+        "no bytes": refused(lambda: save(max_shard_bytes=0), ValueError),
+        "tokenizer": refused(lambda: save(tokenizer="gpt2"), TypeError),
+        "tokenizer's tensors": refused(lambda: save(tokenizer=zoo.build("bert"))),
+        "one rank's": refused(lambda: save(max_shard_bytes=dist.get_rank()), Exception),
         "others": refused(lambda: interop.save_pretrained(folder, model, statistics), ValueError),
         "paths": refused(lambda: interop.save_pretrained(folder / str(dist.get_rank()), model, params)),
         "dtype": refused(lambda: interop.save_pretrained(folder, model, params, dtype=torch.int8), TypeError),
     }
-    for where, name in ((1, "_write"), (0, "_finish"), (0, "begin")):
+    for where, name in ((1, "_write"), (0, "_finish"), (0, "begin"), (0, "publish")):
         kept = getattr(saving, name)
         if dist.get_rank() == where:
             setattr(saving, name, full)
@@ -400,8 +453,14 @@ def wrong_saves(folder: Path) -> dict[str, str]:
         finally:
             setattr(saving, name, kept)
         assert same(tensors_in(folder), before)
+        assert (folder / "config.json").read_text() == config
+    dist.barrier()  # the first rank tidies up after the others have learned of it
     told["left"] = " ".join(sorted(os.listdir(folder)))
     return told
+
+
+def wider(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.cat([b.view(-1), b.view(-1)]) for name, b in buffers.items()}
 
 
 def full(*args: Any) -> Any:
@@ -412,6 +471,16 @@ def full(*args: Any) -> Any:
 def test_what_cannot_be_saved_is_an_error_on_every_rank(world: World, tmp_path: Path) -> None:
     for told in world.run(wrong_saves, tmp_path / "a"):
         assert "pass buffers=" in told["buffers"]
+        assert "pass buffers=" in told["some buffers"]
+        assert "the buffer odd, passed with shape [2], is not one of this model" in told["no buffer"]
+        assert "passed with shape [16], is of shape [8]" in told["wide buffer"]
+        assert "pass what functional() made of a module, not a Normed" in told["module"]
+        assert "Keeps keeps more than parameters and buffers in its state_dict, _extra_state" in told["more"]
+        assert "max_shard_bytes='5GB'; pass a whole number of bytes" in told["bytes"]
+        assert "max_shard_bytes=0; pass at least 1 byte" in told["no bytes"]
+        assert "tokenizer='gpt2' has no save_pretrained(folder)" in told["tokenizer"]
+        assert "wrote model.safetensors, which is a file of the model's tensors" in told["tokenizer's tensors"]
+        assert "max_shard_bytes=0; pass at least 1 byte" in told["one rank's"]
         assert "have the structure of `tree`" in told["others"]
         assert "ranks were given different paths" in told["paths"]
         assert "pass a floating-point dtype" in told["dtype"]
@@ -419,6 +488,79 @@ def test_what_cannot_be_saved_is_an_error_on_every_rank(world: World, tmp_path: 
         assert "rank 0: OSError: [Errno 28] No space left" in told["_finish"]
         assert "rank 0: OSError: [Errno 28] No space left" in told["begin"]
         assert told["left"] == "config.json generation_config.json model.safetensors"
+
+
+# --- one model in place of another ---
+
+
+class Watched:
+    """What is in a folder before each change of a name in it, and after the last."""
+
+    def __init__(self, see: Callable[[], Any]) -> None:
+        self.seen, self._see, self._patches = list[Any](), see, contextlib.ExitStack()
+
+    def __enter__(self) -> list[Any]:
+        for name in ("rename", "replace", "unlink"):
+            self._patches.enter_context(mock.patch.object(os, name, self._before(getattr(os, name))))
+        return self.seen
+
+    def __exit__(self, *_: Any) -> None:
+        self._patches.close()
+        self.seen.append(self._see())
+
+    def _before(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def seen_and_run(*args: Any, **kwargs: Any) -> Any:
+            self.seen.append(self._see())
+            return run(*args, **kwargs)
+
+        return seen_and_run
+
+
+def readable(folder: Path) -> tuple[float, ...] | None:
+    """The numbers of the model that `from_pretrained` finds: one of its configuration, and its tensors'."""
+    if not (folder / "config.json").exists():
+        return None
+    files = {"model.safetensors"}
+    if not (folder / "model.safetensors").exists():
+        if not (folder / "model.safetensors.index.json").exists():
+            return None
+        files = set(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values())
+    if not all((folder / file).exists() for file in files):
+        return None
+    eps = json.loads((folder / "config.json").read_text())["rms_norm_eps"]
+    numbers = torch.cat([x.view(-1) for file in files for x in safetensors.load_file(folder / file).values()])
+    return (eps, *sorted({numbers.min().item(), numbers.max().item()}))
+
+
+def in_place_of_another(root: Path) -> dict[str, list[tuple[float, ...] | None]]:
+    mesh, found = data_mesh(1), {}
+    models: Any = [model_of(zoo.build("llama")) for _ in range(2)]
+    trees = [{key: {n: torch.full_like(x, i) for n, x in own.items()} for key, own in models[i].tree.items()}
+             for i in range(2)]  # fmt: skip
+    params = [sf.shard(tree, mesh, STRATEGIES["full_shard"]) for tree in trees]
+    for old, new, eps in itertools.product((2**30, 15_000), (2**30, 15_000), (0.25, 0.5)):
+        folder = root / f"{old} {new} {eps}"
+        for i, (most, number) in enumerate([(old, 0.25), (new, eps)]):
+            models[i].module.config.rms_norm_eps = number
+            with Watched(functools.partial(readable, folder)) as seen:
+                interop.save_pretrained(folder, models[i], params[i], max_shard_bytes=most, tokenizer=Tokenizer())
+        found[folder.name] = seen
+        shutil.rmtree(folder / "words")
+        assert set(os.listdir(folder)) == {
+            "config.json", "generation_config.json", *(name for name in os.listdir(folder) if name.startswith("model")),
+        }  # fmt: skip
+    return found
+
+
+@pytest.mark.world(1, "processes")
+def test_whenever_a_process_dies_there_is_one_model_or_none(world: World, tmp_path: Path) -> None:
+    for name, seen in world.run(in_place_of_another, tmp_path)[0].items():
+        old, new, eps = map(float, name.split())
+        assert seen[0] == (0.25, 0.0)
+        assert seen[-1] == (eps, 1.0)
+        assert set(seen) <= {(0.25, 0.0), (eps, 1.0), None}, name
+        if old == new == 2**30 and eps == 0.25:
+            assert None not in seen
 
 
 # --- conversions ---
@@ -539,6 +681,7 @@ def pickled(root: Path) -> list[bool]:
         values = model.state_dict(interop.load(root / path, model, mesh, STRATEGIES["full_shard"]))
         found.append(same(values, {name: state[name] for name in values}))
     content = (root / "run.ckpt").read_bytes()
+    dist.barrier()  # all have read it before the first writes
     at = content.index(state["lm_head.weight"].numpy().tobytes())
     flipped = content[: at + 3] + bytes([content[at + 3] ^ 4]) + content[at + 4 :]
     for damaged, why in ((b"PK and not much more", "is not what torch.save writes"), (flipped, "is damaged")):

@@ -21,6 +21,7 @@ from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
 from tests.models import STRATEGIES, mesh_of
+from tests.refusals import told
 
 
 def whole() -> dict[str, Any]:
@@ -233,15 +234,8 @@ def test_one_parameter_alone_is_differentiable(world: World) -> None:
     world.run(one_parameter_has_a_gradient)
 
 
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "it was done"
-
-
-def refusals() -> dict[str, str]:
+def refusals() -> dict[str, tuple[str, str]]:
+    """What was said, and what must be in it."""
     mesh, rank = mesh_of(shard=2), dist.get_rank()
     params = sf.shard({"a": torch.ones(4), "b": torch.ones(2)}, mesh, sf.full_shard("shard"))
     everything: Any = functools.partial(sf.unshard, params)
@@ -255,64 +249,79 @@ def refusals() -> dict[str, str]:
     def backward() -> Any:
         return to_rank_0(optree.tree_map(lambda x: x.clone().requires_grad_(), params))
 
-    calls: dict[str, Any] = {
-        "not in the mesh": lambda: everything(ranks=[2]),
-        "negative": lambda: everything(ranks=[-1]),
-        "twice": lambda: everything(ranks=[0, 0]),
-        "none": lambda: everything(ranks=[]),
-        "a number": lambda: everything(ranks=0),
-        "a name": lambda: everything(ranks="0"),
-        "a bool": lambda: everything(ranks=[True]),
-        "wrong on one": lambda: everything(ranks=[0] if rank else [5]),
-        "differ": lambda: everything(ranks=[rank]),
-        "some name none": lambda: everything(ranks=[0], only="a" if rank else "b"),
-        "nothing matches": lambda: everything(only=r"head\..*"),
-        "not a pattern": lambda: everything(only="("),
-        "no device": lambda: everything(to="nowhere"),
-        "grad": lambda: torch.func.grad(lambda ps: (to_rank_0(ps), torch.ones(()))[1])(params),
-        "vmap": lambda: torch.vmap(to_rank_0)(optree.tree_map(lambda x: torch.stack([x, x]), params)),
-        "jvp": lambda: torch.func.jvp(to_rank_0, (params,), (params,)),
-        "value_and_grad": lambda: sf.value_and_grad(lambda ps: (to_rank_0(ps), torch.ones(()))[1])(params),
-        "backward": backward,
-        "a graph": traced,
+    calls: dict[str, tuple[Callable[[], Any], str]] = {
+        "not in the mesh": (
+            lambda: everything(ranks=[2]),
+            "ValueError: unshard: ranks=[2], but rank 2 is not in the mesh (shard=2), whose ranks are 0, 1",
+        ),
+        "twice": (
+            lambda: everything(ranks=[0, 0]),
+            "ValueError: unshard: ranks=[0, 0]; it names at least one rank, and each once",
+        ),
+        "none": (lambda: everything(ranks=[]), "ValueError: unshard: ranks=[]; it names at least one rank"),
+        "a number": (
+            lambda: everything(ranks=0),
+            "TypeError: unshard: ranks=0; it is a list of global ranks, such as [0]",
+        ),
+        "a name": (lambda: everything(ranks="0"), "TypeError: unshard: ranks=['0']; it is a list of global ranks"),
+        "a bool": (lambda: everything(ranks=[True]), "TypeError: unshard: ranks=[True]; it is a list of global ranks"),
+        "wrong on one": (lambda: everything(ranks=[0] if rank else [5]), "ValueError: unshard: "),
+        "differ": (
+            lambda: everything(ranks=[rank]),
+            "ValueError: unshard: ranks= and only= differ between ranks: rank 0 has ranks=(0,)",
+        ),
+        "some name none": (
+            lambda: everything(ranks=[0], only="a" if rank else "b"),
+            "ValueError: unshard: ranks= and only= differ between ranks: rank 0 has only=['b']",
+        ),
+        "nothing matches": (
+            lambda: everything(only=r"head\..*"),
+            "ValueError: unshard: only: nothing matches 'head\\\\..*'; the parameters are a, b",
+        ),
+        "not a pattern": (lambda: everything(only="("), "ValueError: only: '(' is not a regular expression"),
+        "no device": (
+            lambda: everything(to="nowhere"),
+            "ValueError: unshard: to='nowhere' is not a device of this process",
+        ),
+        "a dtype": (
+            lambda: everything(to=torch.float64),
+            "ValueError: unshard: to=torch.float64 is not a device of this process",
+        ),
+        "not here": (
+            lambda: everything(to="xpu", ranks=[0]),
+            "ValueError: unshard: to='xpu' is not a device of this process",
+        ),
+        "not on one": (lambda: everything(to="cpu" if rank else "xpu"), "ValueError: unshard: "),
+        "raised on one": (lambda: everything(only=lambda path, shape: 1 / rank > 0), "Error: "),
+        "grad": (
+            lambda: torch.func.grad(lambda ps: (to_rank_0(ps), torch.ones(()))[1])(params),
+            "NotImplementedError: unshard: with ranks=[0] it has no derivative and no batches, and stage 'a' carries "
+            "a gradient: leave ranks out",
+        ),
+        "vmap": (
+            lambda: torch.vmap(to_rank_0)(optree.tree_map(lambda x: torch.stack([x, x]), params)),
+            "stage 'a' carries a batch",
+        ),
+        "jvp": (lambda: torch.func.jvp(to_rank_0, (params,), (params,)), "stage 'a' carries a tangent"),
+        "value_and_grad": (
+            lambda: sf.value_and_grad(lambda ps: (to_rank_0(ps), torch.ones(()))[1])(params),
+            "stage 'a' carries a gradient",
+        ),
+        "backward": (backward, "stage 'a' carries a gradient"),
+        "a graph": (traced, "unshard: ranks= and only= cannot be in a graph of torch.compile"),
     }
-    said = {name: told(call) for name, call in calls.items()}
+    said = {name: (told(call), text) for name, (call, text) in calls.items()}
     with torch.no_grad():
         backward()
     assert (to_rank_0(params) is None) is (rank != 0)
     return said
 
 
-SAYS = {
-    "not in the mesh": "ValueError: unshard: ranks=[2], but rank 2 is not in the mesh (shard=2), whose ranks are 0, 1",
-    "negative": "ValueError: unshard: ranks=[-1], but rank -1 is not in the mesh (shard=2)",
-    "twice": "ValueError: unshard: ranks=[0, 0]; it names at least one rank, and each once",
-    "none": "ValueError: unshard: ranks=[]; it names at least one rank",
-    "a number": "TypeError: unshard: ranks=0; it is a list of global ranks, such as [0]",
-    "a name": "TypeError: unshard: ranks=['0']; it is a list of global ranks",
-    "a bool": "TypeError: unshard: ranks=[True]; it is a list of global ranks",
-    "wrong on one": "ValueError: unshard: ",
-    "differ": "ValueError: unshard: ranks= and only= differ between ranks: rank 0 has ranks=(0,)",
-    "some name none": "ValueError: unshard: ranks= and only= differ between ranks: rank 0 has only=['b']",
-    "nothing matches": r"ValueError: unshard: only: nothing matches 'head\\..*'; the parameters are a, b",
-    "not a pattern": "ValueError: only: '(' is not a regular expression",
-    "no device": "RuntimeError",
-    "grad": "NotImplementedError: unshard: with ranks=[0] it has no derivative and no batches, and stage 'a' carries a "
-            "gradient: leave ranks out",
-    "vmap": "stage 'a' carries a batch",
-    "jvp": "stage 'a' carries a tangent",
-    "value_and_grad": "stage 'a' carries a gradient",
-    "backward": "stage 'a' carries a gradient",
-    "a graph": "unshard: ranks= and only= cannot be in a graph of torch.compile",
-}  # fmt: skip
-
-
 @pytest.mark.world(2)
 def test_what_cannot_be_gathered_is_refused_on_every_rank(world: World) -> None:
     for said in world.run(refusals):
-        assert said.keys() == SAYS.keys()
-        for name, text in SAYS.items():
-            assert text in said[name], (name, said[name])
+        for name, (words, text) in said.items():
+            assert text in words, (name, words)
 
 
 def test_one_process_is_all_ranks() -> None:
