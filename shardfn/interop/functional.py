@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardfn.compat import functorch
 from shardfn.interop import recorders
-from shardfn.interop.anatomy import Anatomy, Part, placed, taken_apart
+from shardfn.interop.anatomy import Anatomy, Part, disables_checkpointing, placed, taken_apart
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, synchronised
 from shardfn.interop.boundaries import Boundaries
 from shardfn.interop.structures import Forms, is_cache
@@ -203,7 +203,7 @@ class Functional:
                 f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
-        _refuse_checkpointing(self._checkpointing)
+        _refuse_checkpointing(self.module, self._checkpointing)
         if unknown := set(buffers or ()) - set(self.buffers):
             raise ValueError(
                 f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
@@ -506,12 +506,12 @@ def _refuse_kept(part: Part) -> None:
             )
 
 
-def _refuse_checkpointing(modules: Sequence[tuple[str, nn.Module]]) -> None:
+def _refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
     for path, m in modules:
         if getattr(m, "gradient_checkpointing", False) is True and m.training:
             raise TypeError(
                 f"{path or type(m).__name__} checkpoints activations by itself, inside which a stage cannot run: call "
-                f"model.module.gradient_checkpointing_disable(), and pass remat=True to functional"
+                f"model.module.{disables_checkpointing(model)}(), and pass remat=True to functional"
             )
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn.interop import functional
+from shardfn.interop.anatomy import disables_checkpointing
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.test_behaviour import Net, mapped, meshed, seeded
@@ -62,12 +64,30 @@ def twice() -> nn.Module:
     return functional(seeded(Net)).module
 
 
+def with_compiled_layer() -> nn.Module:
+    module = seeded(Net)
+    module.blocks[1].compile(backend="eager")  # type: ignore[index, union-attr]
+    return module
+
+
+DISABLES = f"call {disables_checkpointing(transformers.PreTrainedModel)}()"
 MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = {
     "no module": (dict, {}, ("TypeError", "dict, not a torch.nn.Module")),
     "twice": (twice, {}, ("TypeError", "were taken out before", "as many sets of parameters")),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), {}, ("TypeError", "0 (LazyLinear) has no shape yet", "run the")),
     "accelerate's": (like_hooked, {}, ("TypeError", "blocks.1 (Block) has a hook", "remove_hook_from_module")),
-    "checkpointing": (checkpointing, {}, ("TypeError", "gradient_checkpointing_disable()", "remat=True")),
+    "checkpointing": (checkpointing, {}, ("TypeError", DISABLES, "remat=True")),
+    "compiled": (
+        lambda: torch.compile(seeded(Net), backend="eager"),
+        {"stages": "Block"},
+        ("TypeError", "OptimizedModule is compiled", "stage '_orig_mod.blocks.0'", "compile=True"),
+    ),
+    "a compiled layer": (
+        with_compiled_layer,
+        {"stages": "Block"},
+        ("TypeError", "blocks.1 (Block) is compiled", "stage 'blocks.1'"),
+    ),
+    "scripted": (torch.jit.ScriptModule, {}, ("TypeError", "is a ScriptModule", "that it was made from")),
     "in a tuple": (Lists, {}, ("TypeError", "attribute 'pair'", "read the parameter itself")),
     "option": (Net, {"remot": True}, ("TypeError", "unknown option remot", "remat")),
     "loose": (Net, {"loose": "blocks.9"}, ("ValueError", "loose: nothing matches blocks.9")),
@@ -267,7 +287,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "read": ("RuntimeError", *READ),
 }
 ONCE: dict[str, tuple[str, ...]] = {
-    "checkpointing": ("TypeError", "gradient_checkpointing_disable()", "remat=True"),
+    "checkpointing": ("TypeError", DISABLES.replace("call ", "call model.module."), "remat=True"),
     "checkpointing, off again": ("nothing was said",),
     "structure": ("ValueError", "Missing: 'blocks.1'"),
     "other structure": ("ValueError", "a dict of stages"),
