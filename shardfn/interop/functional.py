@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
@@ -103,6 +102,12 @@ def functional(
     return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
 
 
+def expect_functional(where: str, model: Any) -> None:
+    """Raises TypeError for a module, or an argument in another's place."""
+    if not isinstance(model, Functional):
+        raise TypeError(f"{where}: model is of type {type(model).__name__}, not what interop.functional returns")
+
+
 _STAGE_OPTIONS = {"remat", "reshard", "prefetch", "gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"}
 
 
@@ -136,7 +141,7 @@ class Functional:
         self._loose, self._place = anatomy.loose, anatomy.place
         self._changing = _changing(module, anatomy.buffers, mutable)
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
-        self._running = _Running()
+        self._running = self._place.running
         self._order: tuple[str, ...] = ()
         self._elsewhere: dict[torch.device, dict[str, Tensor]] = {}
         self._instead: dict[nn.Module, Callable[..., Any]] = {
@@ -246,10 +251,30 @@ class Functional:
             whole |= {joined(key, name): x for name, x in values.items()} if isinstance(values, dict) else {key: values}
         return {alias: whole[name] for alias, name in self.names.items()}
 
+    def __repr__(self) -> str:
+        return f"Functional({type(self.module).__name__}, {len(self.stages)} stages)"
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError, and says if the shell has what is not here."""
+            hint = f"; its module has one: model.module.{name}" if hasattr(self.__dict__.get("module"), name) else ""
+            raise AttributeError(f"a Functional has no attribute {name!r}{hint}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"the function of a {type(self.module).__name__} cannot be copied or pickled: it serves as many sets of "
+            f"parameters as you like; copy or save these"
+        )
+
     def _check(self, params: Any) -> None:
-        if not isinstance(params, Mapping) or set(params) != self._keys:
-            missing = sorted(self._keys - set(params)) if isinstance(params, Mapping) else sorted(self._keys)
-            extra = sorted(set(params) - self._keys) if isinstance(params, Mapping) else []
+        if not isinstance(params, Mapping):
+            raise TypeError(
+                f"the parameters of {type(self.module).__name__} are a dict of stages, as `tree` is, not of type "
+                f"{type(params).__name__}; where the model is called they are the first argument, model(params, ...)"
+            )
+        if set(params) != self._keys:
+            missing, extra = sorted(self._keys - set(params)), sorted(map(str, set(params) - self._keys))
             raise ValueError(
                 f"the parameters of {type(self.module).__name__} have the structure of `tree`, a dict of stages, "
                 f"whether they went through shard() or not. Missing: {_some(missing)}; not known: {_some(extra)}"
@@ -278,10 +303,6 @@ class _Run:
         self.params, self.buffers, self.changing = params, buffers, changing
         self.trace: list[str] = []
         self.changed: dict[str, Tensor] = {}
-
-
-class _Running(threading.local):
-    now: _Run | None = None
 
 
 class _Unit:

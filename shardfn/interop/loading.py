@@ -23,7 +23,7 @@ from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.compat import process_groups
 from shardfn.interop import conversions
 from shardfn.interop.assembled import Assembled, lazy
-from shardfn.interop.functional import Functional
+from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes
@@ -91,6 +91,7 @@ def load(
     Example:
         ``params = load("llama-3-8b", model, mesh, sf.full_shard("shard"))``
     """
+    expect_functional("load", model)
     grid, rank = grid_of(mesh), process_groups.global_rank()
     if source is not None and source not in grid.ranks:
         raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {sorted(grid.ranks)}")
@@ -103,7 +104,12 @@ def load(
     reads = source is None or source == rank
     with ExitStack() as stack, torch.no_grad():
         plan = team.each(what, lambda: _planned(folder, model, strict, patterns(ignore), stack) if reads else None)
-        notes = team.gathered(None if plan is None else plan.note, what)
+        sources, notes = zip(*team.gathered((source, None if plan is None else plan.note), what), strict=True)
+        if len(set(sources)) > 1:
+            raise ValueError(
+                f"{what}: ranks name different sources, {list(sources)}: source= is the one rank that has the files, "
+                f"and the same number on every rank"
+            )
         note = next(one for one in notes if one is not None)
         if any(one not in (None, note) for one in notes):
             raise CheckpointError(f"{what}: what is read differs between ranks; source=0 loads what one of them has")

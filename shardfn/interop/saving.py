@@ -24,7 +24,7 @@ from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop import conversions
 from shardfn.interop.assembled import Assembled, Part, lazy
-from shardfn.interop.functional import Functional
+from shardfn.interop.functional import Functional, expect_functional
 from shardfn.mesh import waiting
 from shardfn.shards.layout import is_flat
 
@@ -68,11 +68,14 @@ def save_pretrained(
     Raises:
         CheckpointError: what could not be written, or could not be read back; the same on every rank.
         ValueError: other parameters than the model's; a model that changes buffers, without them.
-        TypeError: another dtype.
+        TypeError: another dtype; a model that is not a function, or a tokenizer that cannot be saved.
 
     Example:
         ``save_pretrained("out", model, params, tokenizer=tokenizer)``
     """
+    expect_functional("save_pretrained", model)
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise TypeError(f"save_pretrained: tokenizer={tokenizer!r} has no save_pretrained: pass the tokenizer itself")
     finish()
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(

@@ -271,6 +271,16 @@ def refused() -> dict[str, str]:
     found["buffers"] = said(lambda: model(params, x, buffers={"mean": x}))
     found["pickled"] = said(lambda: torch.save(model.module, "/dev/null"))
     found["copied"] = said(lambda: copy.deepcopy(model.module).blocks[0].w(x))
+    found["the function, copied"] = said(lambda: copy.deepcopy(model))
+    found["no parameters"] = said(lambda: model(x))
+    found["for torch.optim"] = said(lambda: torch.optim.SGD(model.module.parameters(), 0.1).step())
+    found["clipped"] = said(lambda: nn.utils.clip_grad_norm_(model.module.parameters(), 1.0))
+    found["frozen later"] = said(lambda: model.module.requires_grad_(False))
+    found["frozen as it was"] = said(lambda: model.module.requires_grad_(True))
+    try:
+        model.eval()
+    except AttributeError as error:
+        found["of the module"] = str(error)
     return found
 
 
@@ -290,14 +300,21 @@ ONCE: dict[str, tuple[str, ...]] = {
     "checkpointing": ("TypeError", DISABLES.replace("call ", "call model.module."), "remat=True"),
     "checkpointing, off again": ("nothing was said",),
     "structure": ("ValueError", "Missing: 'blocks.1'"),
-    "other structure": ("ValueError", "a dict of stages"),
+    "other structure": ("TypeError", "a dict of stages", "not of type list"),
     "by itself": ("RuntimeError", "call the function that `functional` returned"),
     "a layer by itself": ("RuntimeError", "blocks.0 is called by itself"),
-    "inside itself": ("RuntimeError", "blocks.0.w.weight is read outside of stage 'blocks.0'"),
+    "inside itself": ("RuntimeError", "blocks.0.w.weight was taken out of this module", "model(params, ...)"),
     "state": ("ValueError", "not known: 'w'"),
     "buffers": ("ValueError", "mean"),
     "pickled": ("TypeError", "save the parameters, not the module"),
-    "copied": ("RuntimeError", "blocks.0.w.weight is read outside of stage 'blocks.0'"),
+    "copied": ("RuntimeError", "blocks.0.w.weight was taken out of this module"),
+    "the function, copied": ("TypeError", "cannot be copied or pickled"),
+    "no parameters": ("TypeError", "a dict of stages", "not of type Tensor", "model(params, ...)"),
+    "for torch.optim": ("RuntimeError", "gets no gradient here", "sf.value_and_grad"),
+    "clipped": ("RuntimeError", "gets no gradient here"),
+    "frozen later": ("RuntimeError", "call requires_grad_ before `functional`"),
+    "frozen as it was": ("nothing was said",),
+    "of the module": ("model.module.eval",),
 }
 
 
