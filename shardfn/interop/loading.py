@@ -157,11 +157,11 @@ def _planned(folder: Any, model: Functional, strict: bool, ignore: list[re.Patte
     values, others = _by_name(found.values, model.names)
     differ = _compared(values, others, wanted)
     differ.extra = [name for name in found.extra if not any(rule.fullmatch(name) for rule in ignore)]
-    unknown = [name for name, b in model.buffers.items() if b.is_meta and name not in values]
-    unknown += [name for name in differ.missing if wanted[name].is_meta and name not in unknown]
+    empty = [name for name, b in model.buffers.items() if b.is_meta and name not in values]
+    unknown = [name for name in differ.missing if wanted[name].is_meta and name not in empty]
     told = _told(differ, model) if strict else Differences(shapes=differ.shapes, kinds=differ.kinds)
-    if told or unknown:
-        raise CheckpointError(_complaint(told, unknown))
+    if told or unknown or empty:
+        raise CheckpointError(_complaint(told, unknown, empty))
     here = {name: wanted[name].detach() for name in differ.missing}
     values |= {name: lazy(x, name) for name, x in here.items()}
     used = set(tensors) - set(found.extra)
@@ -226,15 +226,23 @@ def _told(differ: Differences, model: Functional) -> Differences:
     )
 
 
-def _complaint(differ: Differences, unknown: list[str]) -> str:
+def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str:
     said = [str(differ)] if differ else []
     if unknown:
-        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         said.append(
-            f"the module has no values for {', '.join(unknown[:4])}{more} either, as they are on the device meta: what "
-            f"these files lack has to be built outside of interop.meta(), and is kept with strict=False"
+            f"the module has no values for {_few(unknown)} either, as they are on the device meta: what these files "
+            f"lack has to be built outside of interop.meta(), and is kept with strict=False"
+        )
+    if empty:
+        said.append(
+            f"neither these files nor the module have values for the buffers {_few(empty)}: build the module under "
+            f"interop.meta(), which leaves buffers their values, and not under torch.device('meta')"
         )
     return "; ".join(said)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _named(tree: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +24,11 @@ from shardfn.shards.replicated import checksum
 
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+WHOLE = (safetensors.MODEL, safetensors.INDEX, PICKLED, PICKLED_INDEX)
 FEW = 16  # elements of each tensor of a file that ranks compare
+
+_NAMED = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+_OBJECT = re.compile(r"Unsupported (?:global|class)\W+(?:GLOBAL )?([\w.]+)")  # as torch.load says
 
 Source = str | os.PathLike[str] | nn.Module | Functional | Mapping[str, Any]
 """Where parameters are: the path of a folder or file, a module, what `functional` made of one, or a mapping by name."""
@@ -60,7 +65,10 @@ def tensors_of(source: Any, stack: contextlib.ExitStack) -> dict[str, Tensor]:
         )
     path = Path(source)
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist here")
+        hub = ": of a model on the Hub pass the folder that huggingface_hub.snapshot_download returns"
+        raise CheckpointError(f"{path} does not exist here{hub if _NAMED.fullmatch(str(path)) else ''}")
+    if path.is_dir() and not any((path / name).exists() for name in WHOLE):
+        raise CheckpointError(_without_model(path))
     if _is_pickled(path):
         return _checked(_unpickled(path))
     stored = safetensors.stored_in(path)
@@ -104,6 +112,17 @@ def _checked(found: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in found.items()}
 
 
+def _without_model(folder: Path) -> str:
+    files = sorted(file.name for file in folder.iterdir())
+    if ".metadata" in files:
+        return (
+            f"{folder} is a checkpoint: checkpoint.load(folder, params, part=...) reads it, into parameters that "
+            f"init_sharded or shard made"
+        )
+    some = ", ".join(files[:4]) + (", ..." if len(files) > 4 else "")
+    return f"{folder} has neither {', '.join(WHOLE[:-1])} nor {WHOLE[-1]}, but {some or 'nothing'}"
+
+
 def _is_pickled(path: Path) -> bool:
     if not path.is_dir():
         return path.suffix in SUFFIXES or path.name.endswith(PICKLED_INDEX)
@@ -136,9 +155,20 @@ def _inside(path: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged file raises almost anything
         said = str(error).partition("\n")[0] or type(error).__name__
+        if unread := _OBJECT.search(str(error)):
+            said = (
+                f"it holds a {unread[1]}, and only tensors, numbers and containers of them are read: save the "
+                f"module's state_dict(), or pass what torch.load(path, weights_only=False) returns, if you trust it"
+            )
         raise CheckpointError(f"{path} cannot be read: {said}") from error
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
+    if inner := [str(key) for key, x in found.items() if isinstance(x, Mapping)]:
+        some = ", ".join(map(str, list(found)[:6])) + (", ..." if len(found) > 6 else "")
+        raise CheckpointError(
+            f"{path} holds {some}: pass the part that is the state dict, such as torch.load(path)[{inner[0]!r}], with "
+            f"source= for the one rank that read it"
+        )
     return found

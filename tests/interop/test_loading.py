@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfn as sf
-from shardfn import P, interop
+from shardfn import P, checkpoint, interop
 from shardfn.checkpoint import CheckpointError, huggingface
 from shardfn.checkpoint.boxes import Box, flaw, whole
 from shardfn.interop import loading, saving
@@ -339,6 +339,20 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     told["gone"] = refused(lambda: load(good))
     told["nowhere"] = refused(lambda: load(root / "nothing"))
     told["nothing"] = refused(lambda: load(None))
+    told["on the Hub"] = refused(lambda: interop.load("meta-llama/Llama-3-8B", model, mesh, plan, source=source))
+    for name in ("another", "saved"):
+        on_first((root / name).mkdir)
+    on_first(lambda: (root / "another" / "weights.gguf").touch())
+    told["another"] = refused(lambda: load(root / "another"))
+    checkpoint.save(root / "saved" / "step", {"model": torch.ones(2)})
+    told["a checkpoint"] = refused(lambda: load(root / "saved" / "step"))
+    told["no shell"] = refused(lambda: load(good, zoo.build("llama")), TypeError)
+    told["in another's place"] = refused(lambda: interop.load(good, model, plan, mesh), TypeError)  # type: ignore[arg-type]
+    told["sources"] = refused(lambda: interop.load(root / "one", model, mesh, plan, source=dist.get_rank()), ValueError)
+    with torch.device("meta"):
+        bare = model_of(zoo.build("llama"))
+    on_first(lambda: written(zoo.build("llama"), root / "buffers"))
+    told["bare"] = refused(lambda: load(root / "buffers", bare))
     tied = model_of(shell("llama_tied"))
     on_first(lambda: written(zoo.build("llama"), root / "untied"))
     told["tied"] = refused(lambda: load(root / "untied", tied))
@@ -369,6 +383,15 @@ def test_what_cannot_be_loaded_is_an_error_on_every_rank(world: World, tmp_path:
         assert re.search(r"model-00002-of-\d+.safetensors cannot be read", told["damaged"])
         assert re.search(r"model-00002-of-\d+.safetensors cannot be read: No such file", told["gone"])
         assert "not from None" in told["nothing"]
+        assert "Llama-3-8B does not exist here: of a model on the Hub pass the folder" in told["on the Hub"]
+        assert "another has neither model.safetensors" in told["another"]
+        assert told["another"].endswith("pytorch_model.bin.index.json, but weights.gguf")
+        assert "step is a checkpoint: checkpoint.load(folder, params, part=...)" in told["a checkpoint"]
+        assert "model is of type LlamaForCausalLM, not what interop.functional returns" in told["no shell"]
+        assert "the mesh is of type Placement, not a DeviceMesh" in told["in another's place"]
+        assert "ranks name different sources, [0, 1]: source= is the one rank" in told["sources"]
+        assert "values for the buffers model.rotary_emb.inv_freq" in told["bare"]
+        assert "build the module under interop.meta()" in told["bare"]
         assert "does not exist here" in told["nowhere"]
         assert "model.embed_tokens.weight and lm_head.weight are one parameter of the module" in told["tied"]
         assert "the module has no values for model.norm.weight either" in told["no value"]
@@ -390,6 +413,8 @@ def wrong_saves(folder: Path) -> dict[str, str]:
         "others": refused(lambda: interop.save_pretrained(folder, model, statistics), ValueError),
         "paths": refused(lambda: interop.save_pretrained(folder / str(dist.get_rank()), model, params)),
         "dtype": refused(lambda: interop.save_pretrained(folder, model, params, dtype=torch.int8), TypeError),
+        "swapped": refused(lambda: interop.save_pretrained(folder, params, model), TypeError),
+        "tokenizer": refused(lambda: interop.save_pretrained(folder, model, params, tokenizer="gpt2"), TypeError),
     }
     for where, name in ((1, "_write"), (0, "_finish"), (0, "begin")):
         kept = getattr(saving, name)
@@ -415,6 +440,8 @@ def test_what_cannot_be_saved_is_an_error_on_every_rank(world: World, tmp_path: 
         assert "have the structure of `tree`" in told["others"]
         assert "ranks were given different paths" in told["paths"]
         assert "pass a floating-point dtype" in told["dtype"]
+        assert "model is of type dict, not what interop.functional returns" in told["swapped"]
+        assert "tokenizer='gpt2' has no save_pretrained" in told["tokenizer"]
         assert "rank 1: OSError: [Errno 28] No space left" in told["_write"]
         assert "rank 0: OSError: [Errno 28] No space left" in told["_finish"]
         assert "rank 0: OSError: [Errno 28] No space left" in told["begin"]
@@ -538,16 +565,24 @@ def pickled(root: Path) -> list[bool]:
         model = model_of(shell("llama_tied"))
         values = model.state_dict(interop.load(root / path, model, mesh, STRATEGIES["full_shard"]))
         found.append(same(values, {name: state[name] for name in values}))
+    on_first(lambda: torch.save({"model": state, "epoch": 3}, root / "parts.ckpt"))
+    on_first(lambda: torch.save(nn.Linear(2, 2), root / "module.pt"))
     on_first(lambda: (root / "run.ckpt").write_bytes(b"PK and not much more"))
     model = model_of(shell("llama_tied"))
-    told = refused(lambda: interop.load(root / "run.ckpt", model, mesh, STRATEGIES["full_shard"]))
-    return [*found, "run.ckpt cannot be read" in told]
+    for file, words in (
+        ("parts.ckpt", "holds model, epoch: pass the part that is the state dict"),
+        ("module.pt", "it holds a torch.nn.modules.linear.Linear, and only tensors"),
+        ("run.ckpt", "run.ckpt cannot be read"),
+    ):
+        told = refused(lambda file=file: interop.load(root / file, model, mesh, STRATEGIES["full_shard"]))  # type: ignore[misc]
+        found.append(words in told or told)
+    return found
 
 
 @pytest.mark.world(2, "processes")
 def test_files_of_torch_save(world: World, tmp_path: Path) -> None:
     for found in world.run(pickled, tmp_path):
-        assert found == [True] * 5
+        assert found == [True] * 7
 
 
 class Tokenizer:
