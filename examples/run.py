@@ -320,11 +320,12 @@ def sizes_of(*axes: str) -> Callable[[str], dict[str, int]]:
     """What reads a mesh of these axes, as in `replica=2,shard=2`; an axis that is not named has one rank."""
 
     def read(text: str) -> dict[str, int]:
-        pairs = dict(pair.split("=") for pair in text.split(","))
-        if not set(pairs) <= set(axes):
-            example = ",".join(f"{axis}=2" for axis in axes[:2])
-            raise argparse.ArgumentTypeError(f"axes are {', '.join(axes)}, as in {example}; got {text}")
-        return {name: int(pairs.get(name, 1)) for name in axes}
+        with contextlib.suppress(ValueError):
+            found = {name: int(size) for name, size in (pair.split("=") for pair in text.split(","))}
+            if set(found) <= set(axes):
+                return {name: found.get(name, 1) for name in axes}
+        example = ",".join(f"{axis}=2" for axis in axes[:2])
+        raise argparse.ArgumentTypeError(f"axes are {', '.join(axes)}, as in {example}; got {text}")
 
     return read
 
