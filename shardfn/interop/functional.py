@@ -17,6 +17,7 @@ from shardfn.interop import recorders
 from shardfn.interop.anatomy import Anatomy, Part, disables_checkpointing, placed, taken_apart
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, synchronised
 from shardfn.interop.boundaries import Boundaries
+from shardfn.interop.placeholder import Placeholder
 from shardfn.interop.structures import Forms, is_cache
 from shardfn.interop.tensor_parallel import Following, Region, TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
@@ -24,7 +25,7 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.mesh.spec import P, joined
 from shardfn.mesh.which import Chosen, Which, chosen
-from shardfn.shards.layout import FlatShard, is_flat
+from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.sharding import Specs, unshard
 from shardfn.stages.signature import cast
 from shardfn.stages.stage import layers, stage
@@ -138,6 +139,15 @@ class Functional:
         self.module, self.tree, self.frozen = module, anatomy.tree, anatomy.frozen
         self.buffers, self.names, self.stages = anatomy.buffers, anatomy.names, tuple(anatomy.parts)
         self._keys = frozenset(anatomy.tree)
+        self._shapes = {
+            key: {
+                joined(key, name): tuple(x.shape)
+                for name, x in (part.items() if isinstance(part, dict) else [("", part)])
+            }
+            for key, part in anatomy.tree.items()
+        }
+        self._fitting: dict[int, Layout] = {}
+        self._inspected = False
         self._loose, self._place = anatomy.loose, anatomy.place
         self._changing = _changing(module, anatomy.buffers, mutable)
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
@@ -200,6 +210,9 @@ class Functional:
             TypeError: a cache of keys and values while gradients are recorded.
         """
         self._check(params)
+        if not self._inspected:
+            _refuse_new(self.module)
+            self._inspected = True
         device = _device_of(params)
         changing = self._changes()
         if changing and buffers is None:
@@ -236,6 +249,8 @@ class Functional:
             self._running.now = before
         del ahead
         self._order = tuple(dict.fromkeys(run.trace))
+        if len(self._order) < len(self._units):
+            _refuse_replaced(self.module, self._units, set(self._order))
         return out if buffers is None else (out, {**known, **run.changed, **changed})
 
     def state_dict(self, params: Any) -> dict[str, Tensor]:
@@ -279,6 +294,24 @@ class Functional:
                 f"the parameters of {type(self.module).__name__} have the structure of `tree`, a dict of stages, "
                 f"whether they went through shard() or not. Missing: {_some(missing)}; not known: {_some(extra)}"
             )
+
+        if not torch.compiler.is_compiling():
+            for key, part in params.items():
+                for flat in part.values() if isinstance(part, Mapping) else (part,):
+                    if isinstance(flat, FlatShard) and id(flat.layout) not in self._fitting:
+                        self._compare(key, flat.layout)
+
+    def _compare(self, key: str, layout: Layout) -> None:
+        """Raises ValueError for parameters of other shapes than the module had, which were cut like this."""
+        for number, entry in enumerate(layout.entries):
+            there = layout.whole_shape(number)
+            for name, shape in self._shapes[key].items():
+                if there != shape and (entry.path == name or entry.path.endswith(f".{name}")):
+                    raise ValueError(
+                        f"these are not the parameters of this {type(self.module).__name__}: {name} is {list(there)} "
+                        f"there, and {list(shape)} in the module"
+                    )
+        self._fitting[id(layout)] = layout
 
     def _changes(self) -> set[str]:
         return {name for name, m in self._changing.items() if m is None or m.training}
@@ -488,6 +521,27 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
         if name not in found and is_batch_norm(m):
             found[name] = m
     return found
+
+
+def _refuse_new(module: nn.Module) -> None:
+    """Raises TypeError for parameters that nobody would train: they are not among those of a call."""
+    for name, p in module.named_parameters():
+        if not isinstance(p, Placeholder):
+            raise TypeError(
+                f"{name} came into the {type(module).__name__} after `functional` had taken its parameters out, and is "
+                f"not among those that the model is called with: change the module first"
+            )
+
+
+def _refuse_replaced(module: nn.Module, units: Mapping[str, _Unit], ran: set[str]) -> None:
+    """Raises TypeError for a stage that did not run because another module stands in its place."""
+    for path in units.keys() - ran:
+        with contextlib.suppress(AttributeError):  # it may be gone altogether
+            if module.get_submodule(path) is not units[path].part.module:
+                raise TypeError(
+                    f"{path} of the {type(module).__name__} was replaced after `functional` had taken its parameters "
+                    f"out, and what stands there now has its own, which nothing trains: change the module first"
+                )
 
 
 def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:

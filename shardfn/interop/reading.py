@@ -120,7 +120,7 @@ def _without_model(folder: Path) -> str:
             f"init_sharded or shard made"
         )
     some = ", ".join(files[:4]) + (", ..." if len(files) > 4 else "")
-    return f"{folder} has neither {', '.join(WHOLE[:-1])} nor {WHOLE[-1]}, but {some or 'nothing'}"
+    return f"{folder} holds {some or 'nothing'}, and none of {', '.join(WHOLE)}"
 
 
 def _is_pickled(path: Path) -> bool:

@@ -271,6 +271,15 @@ def refused() -> dict[str, str]:
     found["buffers"] = said(lambda: model(params, x, buffers={"mean": x}))
     found["pickled"] = said(lambda: torch.save(model.module, "/dev/null"))
     found["copied"] = said(lambda: copy.deepcopy(model.module).blocks[0].w(x))
+    wider = {**model.tree, "blocks.0": {name: torch.cat([w, w]) for name, w in model.tree["blocks.0"].items()}}
+    found["of other shapes"] = said(lambda: model(sf.shard(wider, mesh, sf.full_shard("shard")), x))
+    late, params = made(seeded(Net))
+    late.module.blocks[0] = seeded(Net).blocks[0]
+    found["a later layer"] = said(lambda: late(params, x))
+    late, params = made(seeded(Net))
+    found["no later layer"] = said(lambda: late(params, x))
+    late.module.blocks[0] = seeded(Net).blocks[0]
+    found["a layer after a call"] = said(lambda: late(params, x))
     found["the function, copied"] = said(lambda: copy.deepcopy(model))
     found["no parameters"] = said(lambda: model(x))
     found["for torch.optim"] = said(lambda: torch.optim.SGD(model.module.parameters(), 0.1).step())
@@ -308,6 +317,14 @@ ONCE: dict[str, tuple[str, ...]] = {
     "buffers": ("ValueError", "mean"),
     "pickled": ("TypeError", "save the parameters, not the module"),
     "copied": ("RuntimeError", "blocks.0.w.weight was taken out of this module"),
+    "of other shapes": (
+        "ValueError",
+        "not the parameters of this Net",
+        "blocks.0.unused is [6] there, and [3] in the module",
+    ),
+    "a later layer": ("TypeError", "blocks.0.unused came into the Net after `functional`"),
+    "no later layer": ("nothing was said",),
+    "a layer after a call": ("TypeError", "blocks.0 of the Net was replaced after `functional`"),
     "the function, copied": ("TypeError", "cannot be copied or pickled"),
     "no parameters": ("TypeError", "a dict of stages", "not of type Tensor", "model(params, ...)"),
     "for torch.optim": ("RuntimeError", "gets no gradient here", "sf.value_and_grad"),
