@@ -33,6 +33,7 @@ from examples.run import (
     corpus,
     draw,
     fit,
+    folder_of,
     hybrid_options,
     picture,
     silent,
@@ -185,7 +186,7 @@ def write(folder: Path, prompt: str, length: int, seed: int) -> str:
 def main() -> None:
     parser = hybrid_options("Train a causal language model of transformers.", DATA, "runs/finetune_hf", steps=200)
     parser.add_argument("--model", choices=MODELS, default="llama", help="a small one of a family (default: llama)")
-    parser.add_argument("--from", type=Path, dest="folder", help="of a pretrained model; instead of --model")
+    parser.add_argument("--from", type=folder_of, dest="folder", help="of a pretrained model; instead of --model")
     parser.add_argument("--rate", type=float, default=Config.rate, help="of AdamW (default: %(default)s)")
     parser.add_argument("--remat", action="store_true", help="compute layers again in backward, and keep their inputs")
     parser.add_argument("--dtype", type=dtype_of, help="to gather and compute in, such as bfloat16")

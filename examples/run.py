@@ -330,6 +330,13 @@ def sizes_of(*axes: str) -> Callable[[str], dict[str, int]]:
     return read
 
 
+def folder_of(text: str) -> Path:
+    """A folder that there is; `transformers` would take another path for a name on the Hub."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return Path(text)
+
+
 def strategy_of(name: str) -> sf.Placement:
     """A strategy by its name, over `shard` and `replica`."""
     try:

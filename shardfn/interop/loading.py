@@ -228,6 +228,8 @@ def _told(differ: Differences, model: Functional) -> Differences:
 
 def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str:
     said = [str(differ)] if differ else []
+    if differ.extra:
+        said.append("ignore= names, by patterns, what is there and is not wanted")
     if unknown:
         said.append(
             f"the module has no values for {_few(unknown)} either, as they are on the device meta: what these files "

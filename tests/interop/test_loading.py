@@ -306,7 +306,7 @@ def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], Any]) 
 HEAD, EXPERT, NORM = "lm_head.weight", "model.layers.1.block_sparse_moe.experts.2.w1.weight", "model.norm.weight"
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "missing": (lambda x: x.pop(NORM), "missing in the checkpoint: model.norm.weight"),
-    "extra": (lambda x: x.update(odd=torch.ones(2)), "in the checkpoint, but not in the tree: odd"),
+    "extra": (lambda x: x.update(odd=torch.ones(2)), "in the checkpoint, but not in the tree: odd; ignore= names"),
     "shape": (lambda x: x.update({NORM: torch.ones(7)}), "model.norm.weight is float32 [7] there, float64 [32] in"),
     "expert": (lambda x: x.pop(EXPERT), "model.layers.1.mlp.experts.gate_up_proj cannot be made of"),
     "kind": (lambda x: x.update({NORM: torch.ones(32, dtype=torch.int8)}), "model.norm.weight is int8 [32] there"),
