@@ -95,7 +95,7 @@ def functional(
     if not (sync_batch_norm is None or isinstance(sync_batch_norm, (str, tuple))):
         raise TypeError(f"functional: sync_batch_norm={sync_batch_norm!r}; it is the name of a mesh axis, or several")
     rules = chosen(loose, "loose"), chosen(mutable, "mutable")
-    stage(_revealed, **stage_options)  # what is wrong with these is said before the module is touched
+    stage(loose_parameters, **stage_options)  # what is wrong with these is said before the module is touched
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
@@ -176,7 +176,7 @@ class Functional:
                 f"nothing compares them with whole ones: choose stages= that hold them"
             )
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
-        self._reveal = stage(_revealed, **revealing)
+        self._reveal = stage(loose_parameters, **revealing)
 
     def _within(self, module: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
         return {m: self._instead[m] for m in module.modules() if m in self._instead}
@@ -297,8 +297,9 @@ class Functional:
 
         if not torch.compiler.is_compiling():
             for key, part in params.items():
-                for flat in part.values() if isinstance(part, Mapping) else (part,):
-                    if isinstance(flat, FlatShard) and id(flat.layout) not in self._fitting:
+                flats = (part,) if type(part) is FlatShard else part.values() if isinstance(part, dict) else ()
+                for flat in flats:
+                    if type(flat) is FlatShard and id(flat.layout) not in self._fitting:
                         self._compare(key, flat.layout)
 
     def _compare(self, key: str, layout: Layout) -> None:
@@ -450,7 +451,8 @@ def _arguments(params: Any, part: Part) -> tuple[Any, dict[str, Any]]:
     return params.get(part.path, {}), {key: params[key] for key in part.shared_keys()}
 
 
-def _revealed(own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def loose_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The function of their stage, whose name messages show."""
     return {name: x.clone() for name, x in (*own.items(), *shared.items())}
 
 

@@ -18,5 +18,5 @@ def test_a_mesh_is_read_or_refused_in_words(tmp_path: Path) -> None:
         with pytest.raises(ArgumentTypeError, match="axes are replica, shard, as in replica=2,shard=2; got"):
             read(text)
     assert folder_of(str(tmp_path)) == tmp_path
-    with pytest.raises(ArgumentTypeError, match="there is no folder .*nowhere"):
+    with pytest.raises(ArgumentTypeError, match=r"there is no folder .*nowhere"):
         folder_of(str(tmp_path / "nowhere"))

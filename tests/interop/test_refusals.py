@@ -274,11 +274,11 @@ def refused() -> dict[str, str]:
     wider = {**model.tree, "blocks.0": {name: torch.cat([w, w]) for name, w in model.tree["blocks.0"].items()}}
     found["of other shapes"] = said(lambda: model(sf.shard(wider, mesh, sf.full_shard("shard")), x))
     late, params = made(seeded(Net))
-    late.module.blocks[0] = Block()
+    late.module.blocks[0] = Block().double()
     found["a later layer"] = said(lambda: late(params, x))
     late, params = made(seeded(Net))
     found["no later layer"] = said(lambda: late(params, x))
-    late.module.blocks[0] = Block()
+    late.module.blocks[0] = Block().double()
     found["a layer after a call"] = said(lambda: late(params, x))
     found["the function, copied"] = said(lambda: copy.deepcopy(model))
     found["no parameters"] = said(lambda: model(x))
