@@ -6,9 +6,9 @@
 The model's own code runs, untouched, as a function of its parameters: every layer is a stage, whose parameters are one
 flat shard. With `--from` these are the files of a pretrained model, of which each rank reads what it keeps, and the
 text is cut into tokens by the tokenizer in that folder; otherwise a small model of the family `--model` begins with
-random parameters, and a token is a byte. The loss is the model's own, with `num_items_in_batch`: the mean over the
-tokens of all ranks, however many each of them has. At the end `--out`/model holds what `from_pretrained` reads, and a
-model that was read from there writes a text.
+random parameters, which each rank draws one stage after another, and a token is a byte. The loss is the model's own,
+with `num_items_in_batch`: the mean over the tokens of all ranks, however many each of them has. At the end
+`--out`/model holds what `from_pretrained` reads, and a model that was read from there writes a text.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from examples.run import (
     corpus,
     draw,
     fit,
+    folder_of,
     hybrid_options,
     picture,
     silent,
@@ -70,17 +71,17 @@ class Config:
 # --- the model ---
 
 
-def made(name: str, seed: int, dtype: torch.dtype, **sizes: Any) -> tuple[Any, Any]:
-    """A module with random parameters, the same on every rank, and its tokenizer."""
+def made(name: str, dtype: torch.dtype, **sizes: Any) -> tuple[Any, Any]:
+    """A small module of a family, without values, and its tokenizer."""
     tokenizer = bytes_tokenizer()
     special = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    torch.manual_seed(seed)
     config = AutoConfig.for_model(name, **{**SIZES, **MODELS[name], **special, **sizes})
-    return AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer
+    with interop.meta():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype), tokenizer
 
 
 def described(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -90,16 +91,21 @@ def described(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     return module, AutoTokenizer.from_pretrained(folder)
 
 
+def drawn(path: str, like: Tensor, generator: torch.Generator) -> Tensor:
+    """A parameter as most models of `transformers` begin: matrices are random, norms are ones, and biases zeros."""
+    if like.ndim > 1:
+        return 0.02 * torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    return torch.full(like.shape, 0.0 if path.endswith("bias") else 1.0, dtype=like.dtype)
+
+
 def sharded(
-    module: Any, folder: Path | None, mesh: DeviceMesh, strategy: sf.Strategy, **options: Any
+    module: Any, folder: Path | None, mesh: DeviceMesh, strategy: sf.Strategy, seed: int = 0, **options: Any
 ) -> tuple[interop.Functional, Params]:
-    """The module as a function, and its parameters: a folder's, or those that it has."""
+    """The module as a function, and its parameters, which are never whole: a folder's, or random ones."""
     model = interop.functional(module.eval(), **options)  # without dropout, whose masks would depend on the mesh
     if folder is not None:
         return model, interop.load(folder, model, mesh, strategy)
-    params = sf.shard(model.tree, mesh, strategy, frozen=model.frozen)
-    del model.tree  # whole parameters, of which every rank has its part now
-    return model, params
+    return model, sf.init_sharded(model.tree, seed, mesh, strategy, fill=drawn, frozen=model.frozen)
 
 
 # --- the loss ---
@@ -180,16 +186,16 @@ def write(folder: Path, prompt: str, length: int, seed: int) -> str:
 def main() -> None:
     parser = hybrid_options("Train a causal language model of transformers.", DATA, "runs/finetune_hf", steps=200)
     parser.add_argument("--model", choices=MODELS, default="llama", help="a small one of a family (default: llama)")
-    parser.add_argument("--from", type=Path, dest="folder", help="of a pretrained model; instead of --model")
+    parser.add_argument("--from", type=folder_of, dest="folder", help="of a pretrained model; instead of --model")
     parser.add_argument("--rate", type=float, default=Config.rate, help="of AdamW (default: %(default)s)")
     parser.add_argument("--remat", action="store_true", help="compute layers again in backward, and keep their inputs")
     parser.add_argument("--dtype", type=dtype_of, help="to gather and compute in, such as bfloat16")
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, **args.mesh), Config(rate=args.rate)
-    module, tokenizer = (
-        described(args.folder, config.dtype) if args.folder else made(args.model, args.seed, config.dtype)
+    module, tokenizer = described(args.folder, config.dtype) if args.folder else made(args.model, config.dtype)
+    model, params = sharded(
+        module, args.folder, mesh, args.strategy, args.seed, remat=args.remat, gather_dtype=args.dtype
     )
-    model, params = sharded(module, args.folder, mesh, args.strategy, remat=args.remat, gather_dtype=args.dtype)
     with watched(mesh, args.steps, config.batch * config.context, of_bytes=args.folder is None) as report:
         run = train(model, params, tokenizer, config, mesh, corpus(), args.steps, args.seed, report)
     interop.save_pretrained(args.out / "model", model, run.params, tokenizer=tokenizer)

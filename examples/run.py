@@ -320,13 +320,21 @@ def sizes_of(*axes: str) -> Callable[[str], dict[str, int]]:
     """What reads a mesh of these axes, as in `replica=2,shard=2`; an axis that is not named has one rank."""
 
     def read(text: str) -> dict[str, int]:
-        pairs = dict(pair.split("=") for pair in text.split(","))
-        if not set(pairs) <= set(axes):
-            example = ",".join(f"{axis}=2" for axis in axes[:2])
-            raise argparse.ArgumentTypeError(f"axes are {', '.join(axes)}, as in {example}; got {text}")
-        return {name: int(pairs.get(name, 1)) for name in axes}
+        with contextlib.suppress(ValueError):
+            found = {name: int(size) for name, size in (pair.split("=") for pair in text.split(","))}
+            if set(found) <= set(axes):
+                return {name: found.get(name, 1) for name in axes}
+        example = ",".join(f"{axis}=2" for axis in axes[:2])
+        raise argparse.ArgumentTypeError(f"axes are {', '.join(axes)}, as in {example}; got {text}")
 
     return read
+
+
+def folder_of(text: str) -> Path:
+    """A folder that there is; `transformers` would take another path for a name on the Hub."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return Path(text)
 
 
 def strategy_of(name: str) -> sf.Placement:

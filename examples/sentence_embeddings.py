@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import shardfn as sf
-from examples.run import Params, Report, adamw, fit, hybrid_options, picture, silent, sources, watched
+from examples.run import Params, Report, adamw, fit, folder_of, hybrid_options, picture, silent, sources, watched
 from shardfn import P, interop
 
 DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
@@ -124,7 +124,8 @@ def loaded(
     with interop.meta():
         module = AutoModel.from_config(AutoConfig.from_pretrained(folder), dtype=config.dtype)
     module.eval()  # without dropout, whose masks would depend on the mesh
-    module.pooler.requires_grad_(False)  # which embeddings do not use
+    if (pooler := getattr(module, "pooler", None)) is not None:
+        pooler.requires_grad_(False)  # which embeddings do not use
     model = interop.functional(module, **options)
     params = interop.load(folder, model, mesh, strategy)
     return Encoder(model, AutoTokenizer.from_pretrained(folder), config.length, mesh.device_type), params
@@ -249,7 +250,9 @@ def differ(folder: Path, texts: Sequence[str], ours: Tensor) -> float:
 
 def main() -> None:
     parser = hybrid_options("Train a sentence encoder.", DATA, "runs/sentence_embeddings", steps=60)
-    parser.add_argument("--from", type=Path, dest="folder", help="of a BERT and its tokenizer; default: MiniLM")
+    parser.add_argument(
+        "--from", type=folder_of, dest="folder", help="of an encoder and its tokenizer; default: MiniLM"
+    )
     parser.add_argument("--batch", type=int, default=Config.batch, help="pairs, over all ranks (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=Config.rate, help="of AdamW (default: %(default)s)")
     args = parser.parse_args()

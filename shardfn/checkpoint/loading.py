@@ -111,6 +111,8 @@ def load(
         ``tree = load(latest("runs/1"), {"params": params, "state": state, "step": 0})``, and
         ``params = load("last.ckpt", params, part="state_dict")``
     """
+    if path is None:
+        raise TypeError("load: the path is None, which `latest` returns if there is no complete checkpoint")
     finish()
     return filled(f"load {path}", path, like, Asked(part, by_rules(names), strict, ignore), donate)
 

@@ -19,6 +19,11 @@ def constant_when_traced(f: Function) -> Function:
     return f
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `torch.compile` wraps this module, or its `compile()` was called."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
 @constant_when_traced
 def trace_dicts() -> None:
     """From here on torch.compile traces how optree takes dicts of plain numbers apart, as it does for other dicts.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shardfn.compat import dynamo
 from shardfn.interop.boundaries import Boundaries, boundaries
 from shardfn.interop.placeholder import Place, Placeholder, placeholder
 from shardfn.mesh.spec import is_dtensor
@@ -108,6 +109,7 @@ def taken_apart(
         return loose(name, ()) or loose(canonical[name], ())
 
     chosen = boundaries(module, stages, min_num_params, small, is_loose)
+    _refuse_compiled(module, chosen)
     parts = {path: Part(path, m) for path, m in chosen.items()}
     rest = Part(LOOSE, module)
 
@@ -247,6 +249,8 @@ def _refuse(module: nn.Module) -> None:
                     f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
                     f"their inputs"
                 )
+        if isinstance(m, torch.jit.ScriptModule):
+            raise TypeError(f"functional: {where} is a ScriptModule: pass the module that it was made from")
         if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise TypeError(f"functional: {where} shards by itself: pass the module inside it, `.module`")
         if hasattr(m, "_hf_hook"):
@@ -257,5 +261,26 @@ def _refuse(module: nn.Module) -> None:
         if getattr(m, "gradient_checkpointing", False) is True:
             raise TypeError(
                 f"functional: {where} has gradient checkpointing of its own switched on, inside which a stage cannot "
-                f"run: call gradient_checkpointing_disable(), and pass remat=True here"
+                f"run: call {disables_checkpointing(module)}(), and pass remat=True here"
+            )
+
+
+def disables_checkpointing(module: object) -> str:
+    """The method of a model of `transformers` that switches its own checkpointing off; versions have two names."""
+    newer = "activation_checkpointing_disable"
+    return newer if hasattr(module, newer) else "gradient_checkpointing_disable"
+
+
+def _refuse_compiled(module: nn.Module, stages: Mapping[str, nn.Module]) -> None:
+    """Raises TypeError if torch.compile is to trace a stage, with its collectives; inside a stage it may be."""
+    for path, m in module.named_modules():
+        if not dynamo.is_compiled(m):
+            continue
+        held = next((stage for stage in stages if f"{stage}.".startswith(f"{path}." if path else "")), None)
+        if held is not None:
+            where = f"{path} ({type(m).__name__})" if path else type(m).__name__
+            raise TypeError(
+                f"functional: {where} is compiled, and the stage {held!r} cannot run inside: pass the module that "
+                f"torch.compile was given, and compile=True or a dict of its arguments here, for the forward of each "
+                f"stage"
             )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
@@ -15,9 +14,10 @@ from torch import Tensor, nn
 
 from shardfn.compat import functorch
 from shardfn.interop import recorders
-from shardfn.interop.anatomy import Anatomy, Part, placed, taken_apart
+from shardfn.interop.anatomy import Anatomy, Part, disables_checkpointing, placed, taken_apart
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, synchronised
 from shardfn.interop.boundaries import Boundaries
+from shardfn.interop.placeholder import Placeholder
 from shardfn.interop.structures import Forms, is_cache
 from shardfn.interop.tensor_parallel import Following, Region, TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
@@ -25,7 +25,7 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.mesh.spec import P, joined
 from shardfn.mesh.which import Chosen, Which, chosen
-from shardfn.shards.layout import FlatShard, is_flat
+from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.sharding import Specs, unshard
 from shardfn.stages.signature import cast
 from shardfn.stages.stage import layers, stage
@@ -95,12 +95,18 @@ def functional(
     if not (sync_batch_norm is None or isinstance(sync_batch_norm, (str, tuple))):
         raise TypeError(f"functional: sync_batch_norm={sync_batch_norm!r}; it is the name of a mesh axis, or several")
     rules = chosen(loose, "loose"), chosen(mutable, "mutable")
-    stage(_revealed, **stage_options)  # what is wrong with these is said before the module is touched
+    stage(loose_parameters, **stage_options)  # what is wrong with these is said before the module is touched
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
     anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"))
     return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
+
+
+def expect_functional(where: str, model: Any) -> None:
+    """Raises TypeError for a module, or an argument in another's place."""
+    if not isinstance(model, Functional):
+        raise TypeError(f"{where}: model is of type {type(model).__name__}, not what interop.functional returns")
 
 
 _STAGE_OPTIONS = {"remat", "reshard", "prefetch", "gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"}
@@ -133,10 +139,19 @@ class Functional:
         self.module, self.tree, self.frozen = module, anatomy.tree, anatomy.frozen
         self.buffers, self.names, self.stages = anatomy.buffers, anatomy.names, tuple(anatomy.parts)
         self._keys = frozenset(anatomy.tree)
+        self._shapes = {
+            key: {
+                joined(key, name): tuple(x.shape)
+                for name, x in (part.items() if isinstance(part, dict) else [("", part)])
+            }
+            for key, part in anatomy.tree.items()
+        }
+        self._fitting: dict[int, Layout] = {}
+        self._inspected = False
         self._loose, self._place = anatomy.loose, anatomy.place
         self._changing = _changing(module, anatomy.buffers, mutable)
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
-        self._running = _Running()
+        self._running = self._place.running
         self._order: tuple[str, ...] = ()
         self._elsewhere: dict[torch.device, dict[str, Tensor]] = {}
         self._instead: dict[nn.Module, Callable[..., Any]] = {
@@ -161,7 +176,7 @@ class Functional:
                 f"nothing compares them with whole ones: choose stages= that hold them"
             )
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
-        self._reveal = stage(_revealed, **revealing)
+        self._reveal = stage(loose_parameters, **revealing)
 
     def _within(self, module: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
         return {m: self._instead[m] for m in module.modules() if m in self._instead}
@@ -195,6 +210,9 @@ class Functional:
             TypeError: a cache of keys and values while gradients are recorded.
         """
         self._check(params)
+        if not self._inspected:
+            _refuse_new(self.module)
+            self._inspected = True
         device = _device_of(params)
         changing = self._changes()
         if changing and buffers is None:
@@ -203,7 +221,7 @@ class Functional:
                 f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
-        _refuse_checkpointing(self._checkpointing)
+        _refuse_checkpointing(self.module, self._checkpointing)
         if unknown := set(buffers or ()) - set(self.buffers):
             raise ValueError(
                 f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
@@ -231,6 +249,8 @@ class Functional:
             self._running.now = before
         del ahead
         self._order = tuple(dict.fromkeys(run.trace))
+        if len(self._order) < len(self._units):
+            _refuse_replaced(self.module, self._units, set(self._order))
         return out if buffers is None else (out, {**known, **run.changed, **changed})
 
     def state_dict(self, params: Any) -> dict[str, Tensor]:
@@ -246,14 +266,53 @@ class Functional:
             whole |= {joined(key, name): x for name, x in values.items()} if isinstance(values, dict) else {key: values}
         return {alias: whole[name] for alias, name in self.names.items()}
 
+    def __repr__(self) -> str:
+        return f"Functional({type(self.module).__name__}, {len(self.stages)} stages)"
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> Any:
+            """Raises AttributeError, and says if the shell has what is not here."""
+            hint = f"; its module has one: model.module.{name}" if hasattr(self.__dict__.get("module"), name) else ""
+            raise AttributeError(f"a Functional has no attribute {name!r}{hint}")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"the function of a {type(self.module).__name__} cannot be copied or pickled: it serves as many sets of "
+            f"parameters as you like; copy or save these"
+        )
+
     def _check(self, params: Any) -> None:
-        if not isinstance(params, Mapping) or set(params) != self._keys:
-            missing = sorted(self._keys - set(params)) if isinstance(params, Mapping) else sorted(self._keys)
-            extra = sorted(set(params) - self._keys) if isinstance(params, Mapping) else []
+        if not isinstance(params, Mapping):
+            raise TypeError(
+                f"the parameters of {type(self.module).__name__} are a dict of stages, as `tree` is, not of type "
+                f"{type(params).__name__}; where the model is called they are the first argument, model(params, ...)"
+            )
+        if set(params) != self._keys:
+            missing, extra = sorted(self._keys - set(params)), sorted(map(str, set(params) - self._keys))
             raise ValueError(
                 f"the parameters of {type(self.module).__name__} have the structure of `tree`, a dict of stages, "
                 f"whether they went through shard() or not. Missing: {_some(missing)}; not known: {_some(extra)}"
             )
+
+        if not torch.compiler.is_compiling():
+            for key, part in params.items():
+                flats = (part,) if type(part) is FlatShard else part.values() if isinstance(part, dict) else ()
+                for flat in flats:
+                    if type(flat) is FlatShard and id(flat.layout) not in self._fitting:
+                        self._compare(key, flat.layout)
+
+    def _compare(self, key: str, layout: Layout) -> None:
+        """Raises ValueError for parameters of other shapes than the module had, which were cut like this."""
+        for number, entry in enumerate(layout.entries):
+            there = layout.whole_shape(number)
+            for name, shape in self._shapes[key].items():
+                if there != shape and (entry.path == name or entry.path.endswith(f".{name}")):
+                    raise ValueError(
+                        f"these are not the parameters of this {type(self.module).__name__}: {name} is {list(there)} "
+                        f"there, and {list(shape)} in the module"
+                    )
+        self._fitting[id(layout)] = layout
 
     def _changes(self) -> set[str]:
         return {name for name, m in self._changing.items() if m is None or m.training}
@@ -278,10 +337,6 @@ class _Run:
         self.params, self.buffers, self.changing = params, buffers, changing
         self.trace: list[str] = []
         self.changed: dict[str, Tensor] = {}
-
-
-class _Running(threading.local):
-    now: _Run | None = None
 
 
 class _Unit:
@@ -396,7 +451,8 @@ def _arguments(params: Any, part: Part) -> tuple[Any, dict[str, Any]]:
     return params.get(part.path, {}), {key: params[key] for key in part.shared_keys()}
 
 
-def _revealed(own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def loose_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The function of their stage, whose name messages show."""
     return {name: x.clone() for name, x in (*own.items(), *shared.items())}
 
 
@@ -469,6 +525,27 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
     return found
 
 
+def _refuse_new(module: nn.Module) -> None:
+    """Raises TypeError for parameters that nobody would train: they are not among those of a call."""
+    for name, p in module.named_parameters():
+        if not isinstance(p, Placeholder):
+            raise TypeError(
+                f"{name} came into the {type(module).__name__} after `functional` had taken its parameters out, and is "
+                f"not among those that the model is called with: change the module first"
+            )
+
+
+def _refuse_replaced(module: nn.Module, units: Mapping[str, _Unit], ran: set[str]) -> None:
+    """Raises TypeError for a stage that did not run because another module stands in its place."""
+    for path in units.keys() - ran:
+        with contextlib.suppress(AttributeError):  # it may be gone altogether
+            if module.get_submodule(path) is not units[path].part.module:
+                raise TypeError(
+                    f"{path} of the {type(module).__name__} was replaced after `functional` had taken its parameters "
+                    f"out, and what stands there now has its own, which nothing trains: change the module first"
+                )
+
+
 def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
     for x in leaves:
         if is_cache(x):
@@ -506,12 +583,12 @@ def _refuse_kept(part: Part) -> None:
             )
 
 
-def _refuse_checkpointing(modules: Sequence[tuple[str, nn.Module]]) -> None:
+def _refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
     for path, m in modules:
         if getattr(m, "gradient_checkpointing", False) is True and m.training:
             raise TypeError(
                 f"{path or type(m).__name__} checkpoints activations by itself, inside which a stage cannot run: call "
-                f"model.module.gradient_checkpointing_disable(), and pass remat=True to functional"
+                f"model.module.{disables_checkpointing(model)}(), and pass remat=True to functional"
             )
 
 

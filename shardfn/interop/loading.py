@@ -20,10 +20,11 @@ from shardfn.checkpoint.contents import Kind, LocalBox
 from shardfn.checkpoint.loading import Differences, patterns
 from shardfn.checkpoint.names import part_with
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.collectives.agree import agree
 from shardfn.compat import process_groups
 from shardfn.interop import conversions
 from shardfn.interop.assembled import Assembled, lazy
-from shardfn.interop.functional import Functional
+from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes
@@ -36,6 +37,7 @@ from shardfn.shards.sharding import Rules, Specs, agreed
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_SOURCE = ("the sources", "source= is the one rank that has the files, and the same number on every rank")
 STEP = 2**23  # bytes that are read or sent at a time
 _log = logging.getLogger("shardfn")
 
@@ -91,9 +93,8 @@ def load(
     Example:
         ``params = load("llama-3-8b", model, mesh, sf.full_shard("shard"))``
     """
+    expect_functional("load", model)
     grid, rank = grid_of(mesh), process_groups.global_rank()
-    if not isinstance(model, Functional):
-        raise TypeError(f"load: pass what functional() made of a module, not a {type(model).__name__}")
     if not hasattr(model, "tree"):
         raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
     chosen = model.frozen if frozen is None else frozen
@@ -102,9 +103,9 @@ def load(
     def cut() -> Any:
         if source is not None and (type(source) is not int or source not in grid.ranks):
             raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {sorted(grid.ranks)}")
-        rules.compared.append(f"source={source}")
         return rules.map_stages(model.tree, rules.cut)
 
+    agree([f"source={source}"], mesh, "load", subject=_SOURCE)
     params = agreed(rules, "load", cut)
     team, what = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
     reads = source is None or source == rank
@@ -172,11 +173,11 @@ def _planned(
     differ = _compared(values, others, wanted)
     extra = [*found.extra, *strange]
     differ.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
-    unknown = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
-    unknown += [name for name in differ.missing if wanted[name].is_meta and name not in unknown]
+    empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
+    unknown = [name for name in differ.missing if wanted[name].is_meta and name not in empty]
     told = _told(differ, model) if strict else Differences(shapes=differ.shapes, kinds=differ.kinds)
-    if told or unknown:
-        raise CheckpointError(_complaint(told, unknown) + ("" if values else _prefix(told.missing, tensors)))
+    if told or unknown or empty:
+        raise CheckpointError(_complaint(told, unknown, empty) + ("" if values else _prefix(told.missing, tensors)))
     here = {name: wanted[name].detach() for name in differ.missing}
     values |= {name: lazy(x, name) for name, x in here.items()}
     used = set(tensors) - set(found.extra)
@@ -242,15 +243,25 @@ def _told(differ: Differences, model: Functional) -> Differences:
     )
 
 
-def _complaint(differ: Differences, unknown: list[str]) -> str:
+def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str:
     said = [str(differ)] if differ else []
+    if differ.extra:
+        said.append("ignore= names, by patterns, what is there and is not wanted")
     if unknown:
-        more = f" and {len(unknown) - 4} more" if len(unknown) > 4 else ""
         said.append(
-            f"the module has no values for {', '.join(unknown[:4])}{more} either, as they are on the device meta: what "
-            f"these files lack has to be built outside of interop.meta(), and is kept with strict=False"
+            f"the module has no values for {_few(unknown)} either, as they are on the device meta: what these files "
+            f"lack has to be built outside of interop.meta(), and is kept with strict=False"
+        )
+    if empty:
+        said.append(
+            f"neither these files nor the module have values for the buffers {_few(empty)}: build the module under "
+            f"interop.meta(), which leaves buffers their values, and not under torch.device('meta')"
         )
     return "; ".join(said)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _prefix(missing: list[str], there: Iterable[str]) -> str:

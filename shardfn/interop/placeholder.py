@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import optree
@@ -9,21 +10,30 @@ import torch
 from torch import Tensor, nn
 
 _ATTRIBUTES = (
-    "shape", "ndim", "requires_grad", "layout", "is_sparse", "is_nested", "is_quantized", "grad", "is_leaf", "grad_fn",
+    "shape", "ndim", "requires_grad", "layout", "is_sparse", "is_nested", "is_quantized", "is_leaf", "grad_fn",
     "is_meta", "is_cuda", "is_cpu", "itemsize", "nbytes",
 )  # fmt: skip
-_DATA, _DEVICE, _DTYPE = (getattr(Tensor, name).__get__ for name in ("data", "device", "dtype"))
+_DATA, _DEVICE, _DTYPE, _GRADIENT = (getattr(Tensor, name).__get__ for name in ("data", "device", "dtype", "grad"))
 _KNOWN = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.stride, Tensor.is_contiguous, Tensor.requires_grad_, Tensor.__hash__, Tensor.__len__,
 }  # fmt: skip
 
 
+class Running(threading.local):
+    """The call of a shell that this thread is in."""
+
+    now: Any = None
+
+
 class Place:
     """Where the parameters of one shell are, and in which dtype its modules meet them; changes from call to call."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.running = device, dtype, Running()
+
+    def __deepcopy__(self, memo: Any) -> Place:
+        return self
 
 
 class Placeholder(nn.Parameter):
@@ -46,15 +56,35 @@ class Placeholder(nn.Parameter):
                 if func == _DTYPE:
                     own = func(self)
                     return self.place.dtype if self.place.dtype is not None and own.is_floating_point else own
+                if func == _GRADIENT or (func == Tensor.requires_grad_ and _asked(args, kwargs) != self.requires_grad):
+                    raise RuntimeError(self._settled(func))
                 if func in _KNOWN:
                     return func(*args, **(kwargs or {}))
         found = (x for x in optree.tree_leaves((args, kwargs or {})) if isinstance(x, Placeholder))
         self = next(found)
+        by = getattr(func, "__name__", func)
+        if self.place.running.now is None:
+            raise RuntimeError(
+                f"{self.path} was taken out of this module, which has no value for {by}: call the function that "
+                f"`functional` returned, model(params, ...), with method= for other methods than forward; the values "
+                f"are in params, and model.state_dict(params) or interop.save_pretrained give them these names"
+            )
         where = f"stage {self.owner!r}" if self.owner else "the model's call"
         raise RuntimeError(
-            f"{self.path} is read outside of {where}, by {getattr(func, '__name__', func)}: its values are among the "
+            f"{self.path} is read outside of {where}, by {by}: its values are among the "
             f"parameters that the model was called with, not in the module. Add it to loose=[{self.path!r}], or make "
             f"one stage of a module that holds all who read it"
+        )
+
+    def _settled(self, func: Any) -> str:
+        if func == _GRADIENT:
+            return (
+                f"{self.path} was taken out of this module, and gets no gradient here: gradients are what "
+                f"sf.value_and_grad returns, and shardfn's optimizers take them, not those of torch.optim"
+            )
+        return (
+            f"{self.path} was taken out of this module, with requires_grad={self.requires_grad}: call requires_grad_ "
+            f"before `functional`, or pass frozen=[...] to shard"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -65,6 +95,11 @@ class Placeholder(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"{self.path} was taken out of its module: save the parameters, not the module")
+
+
+def _asked(args: Any, kwargs: Any) -> bool:
+    """The argument of `requires_grad_`."""
+    return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
 
 
 def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Placeholder:

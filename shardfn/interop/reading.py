@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
+from shardfn.checkpoint.manifest import METADATA
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.interop.functional import Functional
 from shardfn.interop.placeholder import Placeholder
@@ -20,6 +22,8 @@ from shardfn.shards.replicated import checksum
 
 INNER = "state_dict."
 T = TypeVar("T")
+
+_NAMED = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 
 Source = str | os.PathLike[str] | nn.Module | Functional | Mapping[str, Any]
 """Where parameters are: the path of a folder or file, a module, what `functional` made of one, or a mapping by name."""
@@ -76,8 +80,10 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
 def _in_file(path: Path, share: tuple[int, int]) -> Tensors:
     found = model_in(path)
     if found is None:
-        inside = f": it has none of {', '.join(MODELS)}" if path.is_dir() else " does not exist here"
-        raise CheckpointError(f"{path}{inside}")
+        if path.is_dir():
+            raise CheckpointError(_without_model(path))
+        hub = ": of a model on the Hub pass the folder that huggingface_hub.snapshot_download returns"
+        raise CheckpointError(f"{path} does not exist here{hub if _NAMED.fullmatch(str(path)) else ''}")
     reader = FileReader(found, share)
     reader.check()
     others = {**{name: f"the value {x!r}" for name, x in reader.source.numbers.items()}, **reader.source.others}
@@ -121,3 +127,14 @@ def _checked(found: Mapping[str, Any]) -> dict[str, Tensor]:
             where = "on the device meta, without values" if x.is_meta else "not dense"
             raise TypeError(f"{name} is {where}")
     return {name: x.detach() for name, x in found.items()}
+
+
+def _without_model(folder: Path) -> str:
+    files = sorted(file.name for file in folder.iterdir())
+    if METADATA in files:
+        return (
+            f"{folder} is a checkpoint: checkpoint.load(folder, params, part=...) reads it, into parameters that "
+            f"init_sharded or shard made"
+        )
+    some = ", ".join(files[:4]) + (", ..." if len(files) > 4 else "")
+    return f"{folder} holds {some or 'nothing'}, and none of {', '.join(MODELS)}"

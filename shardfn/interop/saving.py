@@ -25,7 +25,7 @@ from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop import conversions
 from shardfn.interop.assembled import Assembled, Part, lazy
-from shardfn.interop.functional import Functional
+from shardfn.interop.functional import Functional, expect_functional
 from shardfn.mesh import waiting
 from shardfn.shards.layout import is_flat
 
@@ -71,7 +71,7 @@ def save_pretrained(
     Raises:
         CheckpointError: what could not be written, or could not be read back; the same on every rank.
         ValueError: other parameters than the model's; a model that changes buffers, without them.
-        TypeError: another dtype.
+        TypeError: another dtype; a model that is not a function, or a tokenizer that cannot be saved.
 
     Example:
         ``save_pretrained("out", model, params, tokenizer=tokenizer)``
@@ -79,9 +79,12 @@ def save_pretrained(
     finish()
 
     def started() -> tuple[Path, _Known]:
+        expect_functional("save_pretrained", model)
         refuse_options("save_pretrained", "max_shard_bytes", max_shard_bytes, dtype)
-        if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-            raise TypeError(f"save_pretrained: tokenizer={tokenizer!r} has no save_pretrained(folder)")
+        if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+            raise TypeError(
+                f"save_pretrained: tokenizer={tokenizer!r} has no save_pretrained(folder): pass the tokenizer itself"
+            )
         return Path(folder), _known(model, params, buffers)
 
     path, known = on_each_rank(started)
@@ -112,8 +115,6 @@ class _Known(NamedTuple):
 
 def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None) -> _Known:
     """Raises ValueError for other parameters or buffers, or buffers that were forgotten."""
-    if not isinstance(model, Functional):
-        raise TypeError(f"save_pretrained: pass what functional() made of a module, not a {type(model).__name__}")
     model._check(params)
     stated = model.module.state_dict()
     changed = [name for name in model._changing if name in stated]

@@ -44,7 +44,10 @@ def sizes(mesh: DeviceMesh) -> dict[str, int]:
 
     Raises:
         ValueError: a mesh without dim names.
+        TypeError: something else than a mesh.
     """
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise TypeError(f"the mesh is of type {type(mesh).__name__}, not a DeviceMesh, which make_mesh returns")
     if mesh.mesh_dim_names is None:
         raise ValueError(f"{mesh} has no axis names: pass mesh_dim_names=(...) to init_device_mesh, or use make_mesh")
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))

@@ -327,10 +327,10 @@ class Rules:
                 what = (
                     "a DTensor: pass its full_tensor()" if is_dtensor(leaf) else "a FlatShard already: unshard it first"
                 )
-            raise TypeError(
-                f"{name or 'the tree'} is {what}; parameters are plain tensors (what configures a model belongs in its "
-                f"functions, by functools.partial say)"
-            )
+            hint = "what configures a model belongs in its functions, by functools.partial say"
+            if hasattr(leaf, "tree") or isinstance(leaf, torch.nn.Module):
+                hint = "those of a module are interop.functional(module).tree"
+            raise TypeError(f"{name or 'the tree'} is {what}; parameters are plain tensors ({hint})")
         refuse_sparse(name, leaf)
         if leaf.is_meta or leaf.numel() == 0:
             same: Any = id(leaf)

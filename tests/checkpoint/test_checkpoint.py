@@ -346,6 +346,7 @@ def wrong(folder: str) -> dict[str, Any]:
         "nothing": lambda: checkpoint.load(root / "nothing", state),
         "other folder": lambda: checkpoint.load(root / "folder", state),
         "root": lambda: checkpoint.load(root, state),
+        "no latest": lambda: checkpoint.load(checkpoint.latest(root / "empty"), state),  # type: ignore[arg-type]
         "one leaf": lambda: checkpoint.save(root / "x", {**state, **({"f": print} if rank else {})}),
         "one like": lambda: checkpoint.load(root / "there", {**state, **({"f": print} if rank else {})}),
         "busy": lambda: checkpoint.save_async(root / "x", state, busy="perhaps"),  # type: ignore[arg-type]
@@ -373,6 +374,7 @@ WRONG: dict[str, tuple[str | tuple[str, str], list[str]]] = {
     "nothing": ("CheckpointError", ["there is no folder"]),
     "other folder": ("CheckpointError", ["not a checkpoint", "manifest.json"]),
     "root": ("CheckpointError", ["latest()", "there"]),
+    "no latest": ("TypeError", ["the path is None", "no complete checkpoint"]),
     "one leaf": (("CheckpointError", "TypeError"), ["f is builtins.builtin_function_or_method"]),
     "one like": (("CheckpointError", "TypeError"), ["f is builtins.builtin_function_or_method"]),
     "busy": ("ValueError", ["perhaps"]),

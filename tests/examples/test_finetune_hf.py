@@ -55,9 +55,9 @@ def losses_in_float64() -> Iterator[None]:
 
 
 def trained(name: str, mesh: Any, strategy: str, seed: int = 0, **options: Any) -> tuple[Any, ...]:
-    module, tokenizer = example.made(name, seed, TINY.dtype, **MORE[name])
+    module, tokenizer = example.made(name, TINY.dtype, **MORE[name])
     placement = sf.strategy(strategy, shard="shard", replica="replica")
-    model, params = example.sharded(module, None, mesh, placement, **options)
+    model, params = example.sharded(module, None, mesh, placement, seed, **options)
     run = example.train(model, params, tokenizer, TINY, mesh, (text(), text().flip(0)), STEPS, seed)
     return model, tokenizer, run
 
@@ -93,6 +93,8 @@ def test_the_curve_does_not_depend_on_the_mesh(cells: tuple[int, int]) -> None:
 
 def of_uneven_rows() -> tuple[list[int], float, float]:
     """Numbers of tokens of each row; the loss, and the module's own on the whole batch."""
+    from transformers import AutoModelForCausalLM
+
     mesh, data = sf.make_mesh(device="cpu", replica=2, shard=2), ("replica", "shard")
     rows = torch.full((8, 12), ord("a"), dtype=torch.long)
     for i in range(8):
@@ -100,8 +102,8 @@ def of_uneven_rows() -> tuple[list[int], float, float]:
     rows[:, 1] = torch.arange(8) + ord("a")
     batch = example.tokenized(bytes_tokenizer(), rows, 16)
     with losses_in_float64(), norms_in_float64():
-        module, _ = example.made("llama", 0, torch.float64, **MORE["llama"])
-        whole = module(**batch).loss.item()
+        module, _ = example.made("llama", torch.float64, **MORE["llama"])
+        assert all(p.is_meta for p in module.parameters())
         model, params = example.sharded(module, None, mesh, sf.hybrid_shard("shard", "replica"))
 
         def loss(params: Any) -> Tensor:
@@ -109,6 +111,9 @@ def of_uneven_rows() -> tuple[list[int], float, float]:
             return example.loss_fn(params, model, example.tokenized(bytes_tokenizer(), own, 16))
 
         cut = sf.shard_map(loss, mesh=mesh, in_specs=..., out_specs=P())(params)
+        alike = AutoModelForCausalLM.from_config(model.module.config, dtype=torch.float64)
+        alike.load_state_dict(model.state_dict(params))
+        whole = alike(**batch).loss.item()
     return (batch["labels"] != example.IGNORED).sum(1).tolist(), cut.item(), whole
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardfn as sf
-from shardfn import P, interop
+from shardfn import P, checkpoint, interop
 from shardfn.checkpoint import huggingface
 from shardfn.checkpoint.boxes import Box, flaw, whole
 from shardfn.interop import loading, saving
@@ -301,7 +301,7 @@ def changed(folder: Path, to: Path, change: Callable[[dict[str, Tensor]], Any]) 
 HEAD, EXPERT, NORM = "lm_head.weight", "model.layers.1.block_sparse_moe.experts.2.w1.weight", "model.norm.weight"
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "missing": (lambda x: x.pop(NORM), "missing in the checkpoint: model.norm.weight"),
-    "extra": (lambda x: x.update(odd=torch.ones(2)), "in the checkpoint, but not in the tree: odd"),
+    "extra": (lambda x: x.update(odd=torch.ones(2)), "in the checkpoint, but not in the tree: odd; ignore= names"),
     "shape": (lambda x: x.update({NORM: torch.ones(7)}), "model.norm.weight is float32 [7] there, float64 [32] in"),
     "expert": (lambda x: x.pop(EXPERT), "model.layers.1.mlp.experts.gate_up_proj cannot be made of"),
     "kind": (lambda x: x.update({NORM: torch.ones(32, dtype=torch.int8)}), "model.norm.weight is int8 [32] there"),
@@ -345,6 +345,20 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     told["gone"] = refused(lambda: load(good))
     told["nowhere"] = refused(lambda: load(root / "nothing"))
     told["nothing"] = refused(lambda: load(None))
+    told["on the Hub"] = refused(lambda: interop.load("meta-llama/Llama-3-8B", model, mesh, plan, source=source))
+    for name in ("another", "saved"):
+        on_first((root / name).mkdir)
+    on_first(lambda: (root / "another" / "weights.gguf").touch())
+    told["another"] = refused(lambda: load(root / "another"))
+    checkpoint.save(root / "saved" / "step", {"model": torch.ones(2)})
+    told["a checkpoint"] = refused(lambda: load(root / "saved" / "step"))
+    told["no shell"] = refused(lambda: load(good, zoo.build("llama")), TypeError)
+    told["in another's place"] = refused(lambda: interop.load(good, model, plan, mesh), TypeError)  # type: ignore[arg-type]
+    told["sources"] = refused(lambda: interop.load(root / "one", model, mesh, plan, source=dist.get_rank()), ValueError)
+    with torch.device("meta"):
+        bare = model_of(zoo.build("llama"))
+    on_first(lambda: written(zoo.build("llama"), root / "buffers"))
+    told["bare"] = refused(lambda: load(root / "buffers", bare))
     tied = model_of(shell("llama_tied"))
     on_first(lambda: written(zoo.build("llama"), root / "untied"))
     told["tied"] = refused(lambda: load(root / "untied", tied))
@@ -387,12 +401,22 @@ def test_what_cannot_be_loaded_is_an_error_on_every_rank(world: World, tmp_path:
         assert re.search(r"model-00002-of-\d+.safetensors cannot be read", told["damaged"])
         assert re.search(r"model-00002-of-\d+.safetensors cannot be read: No such file", told["gone"])
         assert "not from None" in told["nothing"]
+        assert "Llama-3-8B does not exist here: of a model on the Hub pass the folder" in told["on the Hub"]
+        assert (
+            "another holds weights.gguf, and none of model.safetensors, model.safetensors.index.json" in told["another"]
+        )
+        assert "step is a checkpoint: checkpoint.load(folder, params, part=...)" in told["a checkpoint"]
+        assert "model is of type LlamaForCausalLM, not what interop.functional returns" in told["no shell"]
+        assert "the mesh is of type Placement, not a DeviceMesh" in told["in another's place"]
+        assert "values for the buffers model.rotary_emb.inv_freq" in told["bare"]
+        assert "build the module under interop.meta()" in told["bare"]
         assert "does not exist here" in told["nowhere"]
         assert "model.embed_tokens.weight and lm_head.weight are one parameter of the module" in told["tied"]
         assert "the module has no values for model.norm.weight either" in told["no value"]
         assert "source=99 is not a rank of the mesh" in told["source"]
-        assert "rank 0 has source=None; rank 1 has source=0" in told["sources"]
-        assert "pass what functional() made of a module, not a LlamaForCausalLM" in told["a module"]
+        assert "the sources differ between ranks: rank 0 has source=" in told["sources"]
+        assert "source= is the one rank that has the files" in told["sources"]
+        assert "model is of type LlamaForCausalLM, not what interop.functional returns" in told["a module"]
         assert "All begin with 'model.' there: load a mapping of names without it" in told["prefix"]
         assert "a and b are one buffer of the module, but have different values" in told["buffers"]
         for name in ("modules differ", "files differ") if source is None else ():
@@ -443,6 +467,7 @@ def wrong_saves(folder: Path) -> dict[str, str]:
         "others": refused(lambda: interop.save_pretrained(folder, model, statistics), ValueError),
         "paths": refused(lambda: interop.save_pretrained(folder / str(dist.get_rank()), model, params)),
         "dtype": refused(lambda: interop.save_pretrained(folder, model, params, dtype=torch.int8), TypeError),
+        "swapped": refused(lambda: interop.save_pretrained(folder, params, model), TypeError),
     }
     for where, name in ((1, "_write"), (0, "_finish"), (0, "begin"), (0, "publish")):
         kept = getattr(saving, name)
@@ -474,7 +499,7 @@ def test_what_cannot_be_saved_is_an_error_on_every_rank(world: World, tmp_path: 
         assert "pass buffers=" in told["some buffers"]
         assert "the buffer odd, passed with shape [2], is not one of this model" in told["no buffer"]
         assert "passed with shape [16], is of shape [8]" in told["wide buffer"]
-        assert "pass what functional() made of a module, not a Normed" in told["module"]
+        assert "model is of type Normed, not what interop.functional returns" in told["module"]
         assert "Keeps keeps more than parameters and buffers in its state_dict, _extra_state" in told["more"]
         assert "max_shard_bytes='5GB'; pass a whole number of bytes" in told["bytes"]
         assert "max_shard_bytes=0; pass at least 1 byte" in told["no bytes"]
@@ -484,6 +509,7 @@ def test_what_cannot_be_saved_is_an_error_on_every_rank(world: World, tmp_path: 
         assert "have the structure of `tree`" in told["others"]
         assert "ranks were given different paths" in told["paths"]
         assert "pass a floating-point dtype" in told["dtype"]
+        assert "model is of type dict, not what interop.functional returns" in told["swapped"]
         assert "rank 1: OSError: [Errno 28] No space left" in told["_write"]
         assert "rank 0: OSError: [Errno 28] No space left" in told["_finish"]
         assert "rank 0: OSError: [Errno 28] No space left" in told["begin"]
@@ -658,8 +684,8 @@ def test_conversions_of_every_kind(world: World, tmp_path: Path) -> None:
         assert "is computed of parameters" in found["same name"]
 
 
-def pickled(root: Path) -> list[bool]:
-    mesh, found = data_mesh(dist.get_world_size()), []
+def pickled(root: Path) -> list[bool | str]:
+    mesh, found = data_mesh(dist.get_world_size()), list[bool | str]()
     module = zoo.build("llama_tied")
     state = module.state_dict()
     half = len(state) // 2
@@ -688,14 +714,23 @@ def pickled(root: Path) -> list[bool]:
         on_first(functools.partial((root / "run.ckpt").write_bytes, damaged))
         model = model_of(shell("llama_tied"))
         told = refused(functools.partial(interop.load, root / "run.ckpt", model, mesh, STRATEGIES["full_shard"]))
-        found.append(f"run.ckpt {why}" in told)
+        found.append(f"run.ckpt {why}" in told or told)
+    on_first(lambda: torch.save({"model": state, "epoch": 3}, root / "parts.ckpt"))
+    on_first(lambda: torch.save(nn.Linear(2, 2), root / "module.pt"))
+    for file, words in (
+        ("parts.ckpt", "not in the tree: epoch; ignore= names, by patterns, what is there and is not wanted"),
+        ("module.pt", "save a module's state_dict() instead of the module"),
+    ):
+        model = model_of(shell("llama_tied"))
+        told = refused(functools.partial(interop.load, root / file, model, mesh, STRATEGIES["full_shard"]))
+        found.append(words in told or told)
     return found
 
 
 @pytest.mark.world(2, "processes")
 def test_files_of_torch_save(world: World, tmp_path: Path) -> None:
     for found in world.run(pickled, tmp_path):
-        assert found == [True] * 6
+        assert found == [True] * 8
 
 
 class Tokenizer:

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn.interop import functional
+from shardfn.interop.anatomy import disables_checkpointing
 from shardfn.testing import World
 from tests.interop import zoo
-from tests.interop.test_behaviour import Net, mapped, meshed, seeded
+from tests.interop.test_behaviour import Block, Net, mapped, meshed, seeded
 
 Refused = dict[str, tuple[Callable[[], Any], tuple[str, ...]]]
 
@@ -62,12 +64,30 @@ def twice() -> nn.Module:
     return functional(seeded(Net)).module
 
 
+def with_compiled_layer() -> nn.Module:
+    module = seeded(Net)
+    module.blocks[1].compile(backend="eager")  # type: ignore[index, union-attr]
+    return module
+
+
+DISABLES = f"call {disables_checkpointing(transformers.PreTrainedModel)}()"
 MODULES: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = {
     "no module": (dict, {}, ("TypeError", "dict, not a torch.nn.Module")),
     "twice": (twice, {}, ("TypeError", "were taken out before", "as many sets of parameters")),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), {}, ("TypeError", "0 (LazyLinear) has no shape yet", "run the")),
     "accelerate's": (like_hooked, {}, ("TypeError", "blocks.1 (Block) has a hook", "remove_hook_from_module")),
-    "checkpointing": (checkpointing, {}, ("TypeError", "gradient_checkpointing_disable()", "remat=True")),
+    "checkpointing": (checkpointing, {}, ("TypeError", DISABLES, "remat=True")),
+    "compiled": (
+        lambda: torch.compile(seeded(Net), backend="eager"),
+        {"stages": "Block"},
+        ("TypeError", "OptimizedModule is compiled", "stage '_orig_mod.blocks.0'", "compile=True"),
+    ),
+    "a compiled layer": (
+        with_compiled_layer,
+        {"stages": "Block"},
+        ("TypeError", "blocks.1 (Block) is compiled", "stage 'blocks.1'"),
+    ),
+    "scripted": (torch.jit.ScriptModule, {}, ("TypeError", "is a ScriptModule", "that it was made from")),
     "in a tuple": (Lists, {}, ("TypeError", "attribute 'pair'", "read the parameter itself")),
     "option": (Net, {"remot": True}, ("TypeError", "unknown option remot", "remat")),
     "loose": (Net, {"loose": "blocks.9"}, ("ValueError", "loose: nothing matches blocks.9")),
@@ -251,6 +271,25 @@ def refused() -> dict[str, str]:
     found["buffers"] = said(lambda: model(params, x, buffers={"mean": x}))
     found["pickled"] = said(lambda: torch.save(model.module, "/dev/null"))
     found["copied"] = said(lambda: copy.deepcopy(model.module).blocks[0].w(x))
+    wider = {**model.tree, "blocks.0": {name: torch.cat([w, w]) for name, w in model.tree["blocks.0"].items()}}
+    found["of other shapes"] = said(lambda: model(sf.shard(wider, mesh, sf.full_shard("shard")), x))
+    late, params = made(seeded(Net))
+    late.module.blocks[0] = Block().double()
+    found["a later layer"] = said(lambda: late(params, x))
+    late, params = made(seeded(Net))
+    found["no later layer"] = said(lambda: late(params, x))
+    late.module.blocks[0] = Block().double()
+    found["a layer after a call"] = said(lambda: late(params, x))
+    found["the function, copied"] = said(lambda: copy.deepcopy(model))
+    found["no parameters"] = said(lambda: model(x))
+    found["for torch.optim"] = said(lambda: torch.optim.SGD(model.module.parameters(), 0.1).step())
+    found["clipped"] = said(lambda: nn.utils.clip_grad_norm_(model.module.parameters(), 1.0))
+    found["frozen later"] = said(lambda: model.module.requires_grad_(False))
+    found["frozen as it was"] = said(lambda: model.module.requires_grad_(True))
+    try:
+        model.eval()
+    except AttributeError as error:
+        found["of the module"] = str(error)
     return found
 
 
@@ -267,17 +306,32 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "read": ("RuntimeError", *READ),
 }
 ONCE: dict[str, tuple[str, ...]] = {
-    "checkpointing": ("TypeError", "gradient_checkpointing_disable()", "remat=True"),
+    "checkpointing": ("TypeError", DISABLES.replace("call ", "call model.module."), "remat=True"),
     "checkpointing, off again": ("nothing was said",),
     "structure": ("ValueError", "Missing: 'blocks.1'"),
-    "other structure": ("ValueError", "a dict of stages"),
+    "other structure": ("TypeError", "a dict of stages", "not of type list"),
     "by itself": ("RuntimeError", "call the function that `functional` returned"),
     "a layer by itself": ("RuntimeError", "blocks.0 is called by itself"),
-    "inside itself": ("RuntimeError", "blocks.0.w.weight is read outside of stage 'blocks.0'"),
+    "inside itself": ("RuntimeError", "blocks.0.w.weight was taken out of this module", "model(params, ...)"),
     "state": ("ValueError", "not known: 'w'"),
     "buffers": ("ValueError", "mean"),
     "pickled": ("TypeError", "save the parameters, not the module"),
-    "copied": ("RuntimeError", "blocks.0.w.weight is read outside of stage 'blocks.0'"),
+    "copied": ("RuntimeError", "blocks.0.w.weight was taken out of this module"),
+    "of other shapes": (
+        "ValueError",
+        "not the parameters of this Net",
+        "blocks.0.unused is [6] there, and [3] in the module",
+    ),
+    "a later layer": ("TypeError", "blocks.0.unused came into the Net after `functional`"),
+    "no later layer": ("nothing was said",),
+    "a layer after a call": ("TypeError", "blocks.0 of the Net was replaced after `functional`"),
+    "the function, copied": ("TypeError", "cannot be copied or pickled"),
+    "no parameters": ("TypeError", "a dict of stages", "not of type Tensor", "model(params, ...)"),
+    "for torch.optim": ("RuntimeError", "gets no gradient here", "sf.value_and_grad"),
+    "clipped": ("RuntimeError", "gets no gradient here"),
+    "frozen later": ("RuntimeError", "call requires_grad_ before `functional`"),
+    "frozen as it was": ("nothing was said",),
+    "of the module": ("model.module.eval",),
 }
 
 

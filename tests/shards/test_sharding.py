@@ -283,6 +283,10 @@ def refused(how: str) -> Any:
             return sf.shard({"a": {"w": w, "v": torch.ones(2) if first else 3}}, mesh, full)
         case "axis":
             return sf.shard({"a": w}, mesh, sf.full_shard("sharp"))
+        case "module":
+            return sf.shard(torch.nn.Linear(2, 2), mesh, full)
+        case "mesh":
+            return sf.init_sharded({"a": w}, 0, full, full)  # type: ignore[arg-type]
         case "strategy":
             return sf.shard({"a": w}, mesh, "shard")  # type: ignore[arg-type]
         case "divides":
@@ -328,6 +332,8 @@ def refused(how: str) -> Any:
         ("paths", ValueError, ["a.v", "a.u"]),
         ("one rank fails", (ValueError, TypeError), ["a.v", "int"]),
         ("axis", (ValueError, NameError), ["sharp", "shard"]),
+        ("module", TypeError, ["of type Linear", "interop.functional(module).tree"]),
+        ("mesh", TypeError, ["of type Placement, not a DeviceMesh"]),
         ("strategy", TypeError, ["Placement", "full_shard"]),
         ("divides", ValueError, ["a.v", "3"]),
         ("both", ValueError, ["a.v", "'shard'"]),
