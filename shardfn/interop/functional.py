@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import optree
@@ -13,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfn.compat import functorch
+from shardfn.compat import autograd, functorch
 from shardfn.interop import recorders
-from shardfn.interop.anatomy import Anatomy, Part, placed, taken_apart
+from shardfn.interop.anatomy import Anatomy, Part, Slot, placed, taken_apart
+from shardfn.interop.attributes import Attributes, Before
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, synchronised
 from shardfn.interop.boundaries import Boundaries
+from shardfn.interop.placeholder import Placeholder
+from shardfn.interop.refused import OF_TORCH, tensors_in
 from shardfn.interop.structures import Forms, is_cache
 from shardfn.interop.tensor_parallel import Following, Region, TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
@@ -99,7 +103,8 @@ def functional(
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
-    anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"))
+    refuse = _anything if plan is None else plan.refuse_outside
+    anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"), refuse)
     return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
 
 
@@ -134,11 +139,14 @@ class Functional:
         self.buffers, self.names, self.stages = anatomy.buffers, anatomy.names, tuple(anatomy.parts)
         self._keys = frozenset(anatomy.tree)
         self._loose, self._place = anatomy.loose, anatomy.place
-        self._changing = _changing(module, anatomy.buffers, mutable)
+        self._same, self._places = anatomy.same, _by_key(anatomy.loose.buffers)
+        self._held = {key: slots[0].holder[slots[0].at] for key, slots in self._places.items()}
+        self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
-        self._running = _Running()
+        self._skeleton = [(m, tuple(m._modules.values())) for m in module.modules()]
+        self._running, self._lock = _Running(), threading.RLock()
         self._order: tuple[str, ...] = ()
-        self._elsewhere: dict[torch.device, dict[str, Tensor]] = {}
+        self._elsewhere: dict[str, tuple[Any, Tensor]] = {}
         self._instead: dict[nn.Module, Callable[..., Any]] = {
             m: in_one_dtype(m) for m in module.modules() if is_batch_norm(m) and "gather_dtype" in options
         }
@@ -154,12 +162,6 @@ class Functional:
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
         self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
         self._region = self._region_of("", set(module.modules()) - inside)
-        if self._region is not None and self._region.holders:
-            path = next(iter(self._region.holders.values())).path
-            raise ValueError(
-                f"functional: tensor: layers of {path or 'the module'} are cut by columns and are in no stage, where "
-                f"nothing compares them with whole ones: choose stages= that hold them"
-            )
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
         self._reveal = stage(_revealed, **revealing)
 
@@ -172,6 +174,7 @@ class Functional:
     def __call__(
         self,
         params: Any,
+        /,
         *args: Any,
         buffers: Mapping[str, Tensor] | None = None,
         method: str = "__call__",
@@ -195,6 +198,21 @@ class Functional:
             TypeError: a cache of keys and values while gradients are recorded.
         """
         self._check(params)
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{type(self.module).__name__} is called by two threads at once: a call puts its parameters into the "
+                f"module, so threads need a module and a function of it each, or a lock"
+            )
+        try:
+            return self._called(params, args, kwargs, buffers, method)
+        finally:
+            self._lock.release()
+
+    def _called(
+        self, params: Any, args: Any, kwargs: dict[str, Any], buffers: Mapping[str, Tensor] | None, method: str
+    ) -> Any:
+        if self._running.now is None:
+            self._refuse_altered()
         device = _device_of(params)
         changing = self._changes()
         if changing and buffers is None:
@@ -210,15 +228,15 @@ class Functional:
                 f"{_some(list(self.buffers))}"
             )
         self._place.device = device or self._place.device
-        known = {**self._buffers_on(self._place.device), **(buffers or {})}
-        run = _Run(params, known, frozenset(changing))
+        known = {**self._own_buffers(self._place.device), **self._given(buffers or {}, self._place.device)}
+        run = _Run(params, frozenset(changing))
         loose = self._reveal(*_arguments(params, self._loose)) if self._loose.own or self._loose.shared else {}
         ahead = self._announced(params)
         before, self._running.now = self._running.now, run
         try:
             with (
                 _replaced(self._around),
-                _whole(self._loose, loose, run) as changed,
+                _whole(self._loose, loose, known, run.changing) as changed,
                 _along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
                 if method == "generate" and _all_ranks_run(params):
@@ -231,7 +249,10 @@ class Functional:
             self._running.now = before
         del ahead
         self._order = tuple(dict.fromkeys(run.trace))
-        return out if buffers is None else (out, {**known, **run.changed, **changed})
+        if buffers is None:
+            return out
+        known |= changed
+        return out, {name: known[key] for name, key in self._same.items()}
 
     def state_dict(self, params: Any) -> dict[str, Tensor]:
         """Whole parameters and buffers by the module's own names, aliases too, on every rank.
@@ -255,14 +276,43 @@ class Functional:
                 f"whether they went through shard() or not. Missing: {_some(missing)}; not known: {_some(extra)}"
             )
 
+    def _refuse_altered(self) -> None:
+        """Raises RuntimeError if the shell has got modules or parameters since, which no call would train."""
+        for m, children in self._skeleton:
+            if tuple(m._modules.values()) != children or not all(type(p) in _NO_VALUES for p in m._parameters.values()):
+                path = next(path for path, one in self.module.named_modules() if one is m)
+                raise RuntimeError(
+                    f"{path or type(m).__name__} got other parameters or modules after functional(), which knows "
+                    f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "
+                    f"before it is taken apart"
+                )
+
     def _changes(self) -> set[str]:
         return {name for name, m in self._changing.items() if m is None or m.training}
 
-    def _buffers_on(self, device: torch.device) -> dict[str, Tensor]:
-        if device not in self._elsewhere:
-            moved = {name: b if b.device == device or b.is_meta else b.to(device) for name, b in self.buffers.items()}
-            self._elsewhere = {device: moved}
-        return self._elsewhere[device]
+    def _own_buffers(self, device: torch.device) -> dict[str, Tensor]:
+        """The module's buffers as they are now, where the parameters are."""
+        around = self._running.now
+        for key, (slot, *_) in self._places.items() if around is None else ():
+            there = slot.holder[slot.at]
+            if there is not self._held[key]:  # the module was given another
+                self._held[key] = there
+                self.buffers.update({name: there for name, one in self._same.items() if one == key})
+        return {key: self._moved(key, self.buffers[key], device) for key in self._places}
+
+    def _moved(self, key: str, b: Tensor, device: torch.device) -> Tensor:
+        """On the device of the parameters; moved again when it was written to."""
+        if b.device == device or b.is_meta:
+            return b
+        state = b, None if b.is_inference() else b._version, device
+        if key not in self._elsewhere or not all(map(operator.is_, self._elsewhere[key][0], state)):
+            self._elsewhere[key] = state, b.to(device)
+        return self._elsewhere[key][1]
+
+    def _given(self, buffers: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Those that a call was given; of one with several names, that under the first."""
+        names = sorted(buffers, key=lambda name: self._same[name] == name)
+        return {self._same[name]: b if (b := buffers[name]).device == device else b.to(device) for name in names}
 
     def _announced(self, params: Any) -> Any:
         """The stages in the order of the last call; a stage that comes in another is gathered when it comes."""
@@ -274,14 +324,14 @@ class Functional:
 class _Run:
     """What one call goes by."""
 
-    def __init__(self, params: Any, buffers: Mapping[str, Tensor], changing: frozenset[str]) -> None:
-        self.params, self.buffers, self.changing = params, buffers, changing
+    def __init__(self, params: Any, changing: frozenset[str]) -> None:
+        self.params, self.changing = params, changing
         self.trace: list[str] = []
-        self.changed: dict[str, Tensor] = {}
 
 
 class _Running(threading.local):
     now: _Run | None = None
+    unit: _Unit | None = None
 
 
 class _Unit:
@@ -297,6 +347,7 @@ class _Unit:
     ) -> None:
         self.part, self.model, self.instead, self.forms = part, model, instead, Forms()
         self.region = model._region_of(part.path, part.module.modules())
+        self.attributes = Attributes(part.module.modules())
         self.forward = self.eager = instead.get(part.module, part.module.forward)
         self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
         if compile:
@@ -315,7 +366,10 @@ class _Unit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         now = self.model._running.now
+        if self.model._running.unit is self:  # the module calls itself
+            return self.eager(*args, **kwargs)
         if now is None:
+            _refuse_again(self.part.path)
             raise RuntimeError(
                 f"{self.part.path} is called by itself, and its parameters were taken out: call the function that "
                 f"`functional` returned, model(params, ...)"
@@ -327,15 +381,18 @@ class _Unit:
         if transformed:
             _refuse_hooks(self.part)
         now.trace.append(self.part.path)
-        buffers = {slot.key: now.buffers[slot.key] for slot in self.part.buffers}
+        buffers = {key: holder[at] for holder, at, key in self.part.buffers}
         changing = tuple(key for key in buffers if key in now.changing)
         own, shared = _arguments(now.params, self.part)
-        leaves = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
-        found, outer, changed = self.stage(own, shared, buffers, changing, leaves, form, recorders.wanted())
+        given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
+        before = self.attributes.now()
+        found, outer, changed = self.stage(own, shared, buffers, changing, given, form, recorders.wanted(), before)
         found = [cast(x, self.output_dtype) for x in found] if self.output_dtype else found
-        now.changed.update(changed)
+        for key, value in changed.items():
+            for holder, at, _ in self.model._places[key]:
+                holder[at] = value
         if transformed:
-            _refuse_kept(self.part)
+            _refuse_kept(self.part, leaves)
         out, recorded = self.forms.unflatten(found, outer)
         recorders.hand_on(recorded)
         return out
@@ -349,23 +406,31 @@ class _Unit:
         leaves: Sequence[Any],
         form: int,
         wanted: tuple[str, ...],
+        before: Before,
     ) -> Any:
         args, kwargs = self.forms.unflatten(leaves, form)
         part = self.part
         slots = [*part.own, *part.shared]
         values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
-        with (
-            placed(slots, values),
-            _buffers(part, buffers, changing) as changed,
-            _replaced(self.instead),
-            recorders.recording(wanted) as recorded,
-            _NOTHING
-            if self.region is None
-            else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
-        ):
-            if self.region is not None and self.region.unproved:
-                self.region.prove(part, slots, self.eager, args, kwargs)
-            out = (self.forward if followed is None else self.eager)(*args, **kwargs)
+        around, self.model._running.unit = self.model._running.unit, self
+        try:
+            with (
+                before.again(),
+                placed(slots, values),
+                _buffers(part, buffers, changing) as changed,
+                _replaced(self.instead),
+                recorders.recording(wanted) as recorded,
+                _NOTHING
+                if self.region is None
+                else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
+            ):
+                if self.region is not None and self.region.unproved:
+                    self.region.prove(part, slots, self.eager, args, kwargs)
+                out = (self.forward if followed is None else self.eager)(*args, **kwargs)
+        finally:
+            self.model._running.unit = around
+        if self.forms.writable(form):
+            _refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
         found, outer = self.forms.flatten((out, recorded))
         if followed is not None:
             followed.check(found)
@@ -373,6 +438,7 @@ class _Unit:
 
 
 _NOTHING = contextlib.nullcontext()
+_NO_VALUES = (Placeholder, type(None))
 
 
 @contextlib.contextmanager
@@ -401,19 +467,33 @@ def _revealed(own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[s
 
 
 @contextlib.contextmanager
-def _whole(loose: Part, values: Mapping[str, Tensor], run: _Run) -> Iterator[dict[str, Tensor]]:
-    """What is loose in its places; gives the buffers that changed."""
+def _whole(
+    loose: Part, values: Mapping[str, Tensor], buffers: Mapping[str, Tensor], changing: frozenset[str]
+) -> Iterator[dict[str, Tensor]]:
+    """What is loose in its places, and all buffers; gives the buffers that changed.
+
+    Raises:
+        RuntimeError: a parameter was written to.
+    """
     slots = [*loose.own, *loose.shared]
-    buffers = {slot.key: run.buffers[slot.key] for slot in loose.buffers}
+    versions = {key: x._version for key, x in values.items() if not x.is_inference()}
     with (
         placed(slots, [values[slot.key] for slot in slots]),
-        _buffers(loose, buffers, [key for key in buffers if key in run.changing]) as changed,
+        _buffers(loose, buffers, changing) as changed,
     ):
         yield changed
+        written = (slot for slot in slots if slot.holder[slot.at] is not values[slot.key])
+        stray = next((key for key, x in versions.items() if values[key]._version != x), None)
+        if (slot := next(written, None)) or stray:
+            raise RuntimeError(
+                f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "
+                f"there during a call is a copy. Let forward compute with a new tensor, and change parameters outside "
+                f"of the model, by an optimizer or in the tree"
+            )
 
 
 @contextlib.contextmanager
-def _buffers(part: Part, values: Mapping[str, Tensor], changing: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+def _buffers(part: Part, values: Mapping[str, Tensor], changing: Collection[str]) -> Iterator[dict[str, Tensor]]:
     """Buffers in their places, those that change as copies, which the dict that this gives has at the end.
 
     Raises:
@@ -427,7 +507,8 @@ def _buffers(part: Part, values: Mapping[str, Tensor], changing: Sequence[str]) 
         for holder, at, key in part.buffers:
             now = holder[at]
             if key in changing:
-                changed[key] = now.detach()
+                if key not in changed or now is not given[key]:  # it may have several places
+                    changed[key] = now.detach()
             elif now is not given[key] or now._version != versions.get(key, now._version):
                 raise RuntimeError(
                     f"{part.path or 'the module'} writes into its buffer {key}, which would be lost: pass "
@@ -469,6 +550,36 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
     return found
 
 
+def _by_key(slots: Sequence[Slot]) -> dict[str, list[Slot]]:
+    found: dict[str, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(slot.key, []).append(slot)
+    return found
+
+
+def _anything(chosen: Mapping[str, nn.Module]) -> None:
+    """Whatever is chosen is right."""
+
+
+def _refuse_again(path: str) -> None:
+    """Raises RuntimeError where checkpointing of the module's own runs a stage in backward."""
+    if autograd.inside_backward():
+        raise RuntimeError(
+            f"{path} runs again in backward, outside of a call of the model, as torch.utils.checkpoint does: leave the "
+            f"checkpointing out of the module, and pass remat=True to functional"
+        )
+
+
+def _refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
+    """Raises RuntimeError if a module wrote into a list, dict or dataclass that it was given."""
+    if now[1] != form or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
+        raise RuntimeError(
+            f"{part.path} ({type(part.module).__name__}) writes into a list, dict or dataclass among its arguments. A "
+            f"stage gets a copy, since it may run again in backward, and what it writes would be lost: let its forward "
+            f"return it, or choose stages= so that whoever made it and whoever writes into it are in one stage"
+        )
+
+
 def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
     for x in leaves:
         if is_cache(x):
@@ -481,9 +592,10 @@ def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
 
 def _refuse_hooks(part: Part) -> None:
     """Under torch.func's own transforms nobody sees what a hook kept; `sf.grad` and backward() look for it."""
-    for path, m in part.module.named_modules() if any(m._forward_hooks for m in part.module.modules()) else ():
-        for hook in m._forward_hooks.values() if path else ():  # those of the stage itself run outside of it
-            if getattr(hook, "__module__", "") != recorders.HOOKS:
+    for path, m in part.module.named_modules():
+        hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) if path else ()  # a stage's run outside
+        for hook in hooks:
+            if not getattr(hook, "__module__", "").startswith((recorders.HOOKS, "torch.")):
                 raise RuntimeError(
                     f"{part.path}.{path} has a forward hook, {getattr(hook, '__qualname__', hook)}, inside a stage: "
                     f"under torch.func what it keeps would have no gradient, silently. Put it on the stage's module "
@@ -491,12 +603,11 @@ def _refuse_hooks(part: Part) -> None:
                 )
 
 
-def _refuse_kept(part: Part) -> None:
-    """Likewise for attributes."""
+def _refuse_kept(part: Part, given: Sequence[Any]) -> None:
+    """Likewise for attributes, and for objects that it was given."""
     for path, m in part.module.named_modules():
         for name, held in vars(m).items():
-            some = held if isinstance(held, (list, tuple)) else (held,)
-            if name[0] == "_" or not any(isinstance(x, Tensor) and x.requires_grad for x in some):
+            if name in (*OF_TORCH, *_NOT_KEPT) or not any(map(_computed, tensors_in(held, objects=True))):
                 continue
             if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
                 continue  # a weight that is computed before each forward
@@ -504,6 +615,20 @@ def _refuse_kept(part: Part) -> None:
                 f"{joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
                 f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
             )
+    for x in given:
+        if not isinstance(x, Tensor) and any(map(_computed, tensors_in(x, objects=True))):
+            raise RuntimeError(
+                f"{part.path} is given a {type(x).__name__}, in which there are tensors with a gradient when it has "
+                f"run: under torch.func the gradient of what a stage keeps in an object would be lost, silently. Pass "
+                f"tensors, in tuples, dicts or dataclasses, and return them"
+            )
+
+
+_NOT_KEPT = ("forward", "_flat_weights")
+
+
+def _computed(x: Tensor) -> bool:
+    return x.requires_grad and (not x.is_leaf or functorch.wrapped(x))
 
 
 def _refuse_checkpointing(modules: Sequence[tuple[str, nn.Module]]) -> None:

@@ -8,6 +8,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from shardfn.compat import autograd
+
 _ATTRIBUTES = (
     "shape", "ndim", "requires_grad", "layout", "is_sparse", "is_nested", "is_quantized", "grad", "is_leaf", "grad_fn",
     "is_meta", "is_cuda", "is_cpu", "itemsize", "nbytes",
@@ -50,6 +52,12 @@ class Placeholder(nn.Parameter):
                     return func(*args, **(kwargs or {}))
         found = (x for x in optree.tree_leaves((args, kwargs or {})) if isinstance(x, Placeholder))
         self = next(found)
+        if autograd.inside_backward():
+            raise RuntimeError(
+                f"{self.path} is read in backward by {getattr(func, '__name__', func)}, after its stage has run, as "
+                f"torch.utils.checkpoint inside of it does: leave the checkpointing out of the module, and pass "
+                f"remat=True to functional"
+            )
         where = f"stage {self.owner!r}" if self.owner else "the model's call"
         raise RuntimeError(
             f"{self.path} is read outside of {where}, by {getattr(func, '__name__', func)}: its values are among the "

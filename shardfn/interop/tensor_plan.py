@@ -127,6 +127,16 @@ class TensorPlan:
             raise ValueError(f"specs: the module has no parameter {path!r}; specs are for model.tree as it is")
         return self.specs[path]
 
+    def refuse_outside(self, stages: Mapping[str, nn.Module]) -> None:
+        """Raises ValueError where layers that are cut by columns are in none of these stages."""
+        inside = {m for one in stages.values() for m in one.modules()}
+        for m, holder in self.holders.items():
+            if m not in inside:
+                raise ValueError(
+                    f"functional: tensor: layers of {holder.path or 'the module'} are cut by columns and are in no "
+                    f"stage, where nothing compares them with whole ones: choose stages= that hold them"
+                )
+
 
 def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
     """What a table means for a module.
