@@ -424,8 +424,8 @@ class _Unit:
                 if self.region is None
                 else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
             ):
-                if self.region is not None and self.region.unproved:
-                    self.region.prove(part, slots, self.eager, args, kwargs)
+                if self.region is not None:
+                    self.region.prove(part, slots, self.eager, args, kwargs, followed)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
         finally:
             self.model._running.unit = around
