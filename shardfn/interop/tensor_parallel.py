@@ -362,6 +362,7 @@ class Region:
             followed.paused = True
         with torch.no_grad(), recorders.recording(("_nothing",)), _evaluating(part.module):
             values = [holder[at].detach() for holder, at, _ in slots]
+            moving = [holder[at].requires_grad and level == _GRADIENTS for holder, at, _ in slots]
             at_dim = self._dims_of(slots)
             whole = [
                 v if d is None else all_gather(v, self.axis, dim=0 if v.ndim == 1 else d)
@@ -371,16 +372,22 @@ class Region:
             def run(values: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) -> Results:
                 self.owner.size, self.owner.entrance.last = ranks, None
                 kept = [holder[at].clone() for holder, at, _ in part.buffers]
-                cast = functools.partial(_cast, dtype=dtype, differentiated=level == _GRADIENTS)
-                arguments = _pytree.tree_map(cast, (args, kwargs), is_leaf=is_cache)
+                leaves = [_cast(x, dtype, needs) for x, needs in zip(values, moving, strict=True)]
+                arguments = _pytree.tree_map(
+                    lambda x: _cast(x, dtype, level == _GRADIENTS and getattr(x, "requires_grad", False)),
+                    (args, kwargs),
+                    is_leaf=is_cache,
+                )
+                inputs = [x for x in _tensors(arguments) if x.is_floating_point()]
                 with (
                     torch.set_grad_enabled(level == _GRADIENTS),
-                    placed(slots, leaves := list(map(cast, values))),
+                    placed(slots, leaves),
                     placed(part.buffers, kept),
                     placed(*self.numbers[ranks]),
                 ):
                     outputs = list(_tensors(forward(*arguments[0], **arguments[1])))
-                    return outputs, _slopes(outputs, leaves), _slopes(outputs, list(_tensors(arguments)))
+                    slopes = _slopes(outputs, [*leaves, *inputs])
+                return [y.detach() for y in outputs], slopes[: len(leaves)], slopes[len(leaves) :]
 
             try:
                 try:
@@ -437,14 +444,12 @@ Results = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 def _slopes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of a number that depends on all outputs, in one way on all ranks."""
-    moving = [y for y in outputs if y.requires_grad]
+    """Gradients of a number that depends on all outputs, in one way on all ranks; zeros where none is needed."""
+    ends = [y for y in outputs if y.requires_grad]
     known = [x for x in inputs if x.requires_grad]
-    if not moving or not known:
-        return []
-    along = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in moving]
-    found = iter(torch.autograd.grad(moving, known, along, allow_unused=True, retain_graph=True))
-    each = [next(found) if x.requires_grad else None for x in inputs]
+    along = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in ends]
+    found = iter(torch.autograd.grad(ends, known, along, allow_unused=True) if ends and known else ())
+    each = [next(found, None) if x.requires_grad else None for x in inputs]
     return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, each, strict=True)]
 
 
