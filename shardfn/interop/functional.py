@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -146,7 +145,7 @@ class Functional:
         self._skeleton = [(m, tuple(m._modules.values())) for m in module.modules()]
         self._running, self._lock = _Running(), threading.RLock()
         self._order: tuple[str, ...] = ()
-        self._elsewhere: dict[str, tuple[Any, Tensor]] = {}
+        self._elsewhere: dict[str, _Moved] = {}
         self._instead: dict[nn.Module, Callable[..., Any]] = {
             m: in_one_dtype(m) for m in module.modules() if is_batch_norm(m) and "gather_dtype" in options
         }
@@ -304,10 +303,11 @@ class Functional:
         """On the device of the parameters; moved again when it was written to."""
         if b.device == device or b.is_meta:
             return b
-        state = b, None if b.is_inference() else b._version, device
-        if key not in self._elsewhere or not all(map(operator.is_, self._elsewhere[key][0], state)):
-            self._elsewhere[key] = state, b.to(device)
-        return self._elsewhere[key][1]
+        version = None if b.is_inference() else b._version
+        known = self._elsewhere.get(key)
+        if known is None or known.source is not b or known.state != (version, device):
+            known = self._elsewhere[key] = _Moved(b, (version, device), b.to(device))
+        return known.there
 
     def _given(self, buffers: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """Those that a call was given; of one with several names, that under the first."""
@@ -319,6 +319,14 @@ class Functional:
         if not self._order:
             return None
         return layers([_arguments(params, self._units[path].part) for path in self._order])
+
+
+class _Moved(NamedTuple):
+    """A buffer on another device, as its source was in a state."""
+
+    source: Tensor
+    state: tuple[int | None, torch.device]
+    there: Tensor
 
 
 class _Run:
@@ -425,7 +433,7 @@ class _Unit:
                 else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
             ):
                 if self.region is not None:
-                    self.region.prove(part, slots, self.eager, args, kwargs, followed)
+                    self.region.prove(part, slots, self.eager, args, kwargs)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
         finally:
             self.model._running.unit = around

@@ -41,10 +41,11 @@ class TensorParallel:
         plan: what is cut how.
         forwards: by module.
         size: ranks that have a part each of the parameters of the region that runs; 1 where they came whole.
+        proving: whether a proof runs, whose values nothing follows.
     """
 
     def __init__(self, plan: TensorPlan) -> None:
-        self.plan, self.entrance, self.size = plan, Entrance(plan.axis), 1
+        self.plan, self.entrance, self.size, self.proving = plan, Entrance(plan.axis), 1, False
         made = {m: self._forward(m, cut, m.forward) for m, cut in plan.cuts.items()}
         self.forwards = {m: forward for m, forward in made.items() if forward is not None}
 
@@ -340,9 +341,7 @@ class Region:
             self.numbers[size] = slots, values
         return self.numbers[size]
 
-    def prove(
-        self, part: Part, slots: Sequence[Slot], forward: Forward, args: Any, kwargs: Any, followed: Following | None
-    ) -> None:
+    def prove(self, part: Part, slots: Sequence[Slot], forward: Forward, args: Any, kwargs: Any) -> None:
         """Compares, once, what the stage computes on this rank's part with what it does on whole layers.
 
         Nothing else knows whether the module's code splits, normalises or counts what is cut here. It takes the stage's
@@ -358,8 +357,7 @@ class Region:
         size = self.owner.size
         if self.proved >= level or size == 1 or torch.compiler.is_compiling() or not all(map(plain, given)):
             return
-        if followed is not None:
-            followed.paused = True
+        self.owner.proving = True
         with torch.no_grad(), recorders.recording(("_nothing",)), _evaluating(part.module):
             values = [holder[at].detach() for holder, at, _ in slots]
             moving = [holder[at].requires_grad and level == _GRADIENTS for holder, at, _ in slots]
@@ -395,7 +393,7 @@ class Region:
                 except (RuntimeError, TypeError, NotImplementedError):  # kernels that take no float64
                     got, want = run(values, size, None), run(whole, 1, None)
             finally:
-                self.owner.size, self.owner.entrance.last = size, None
+                self.owner.size, self.owner.entrance.last, self.owner.proving = size, None, False
             here = axis_index(self.axis)
             pieces = [g if d is None else g.chunk(size, 0 if g.ndim == 1 else d)[here] for g, d in zip(
                 want[1], at_dim, strict=True)]  # fmt: skip
@@ -403,8 +401,6 @@ class Region:
         self._refuse_slopes([key for _, _, key in slots], got[1], pieces)
         self._refuse_slopes(["what it is given"] * len(got[2]), got[2], want[2])
         self.proved = level
-        if followed is not None:
-            followed.paused = False
 
     def _dims_of(self, slots: Sequence[Slot]) -> list[int | None]:
         """The dimension along which each parameter came cut."""
@@ -512,7 +508,6 @@ class Following(TorchFunctionMode):
         super().__init__()
         self.region, self.group = region, bound_axis(region.axis, region.path).group
         self.names: dict[int, str] = {}
-        self.paused = False
         pieces = {
             id(m._parameters[name])
             for m, cut in region.cuts.items()
@@ -529,7 +524,7 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.paused:
+        if self.region.owner.proving:
             return out
         known = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
         results = list(_tensors(out)) if known else []
