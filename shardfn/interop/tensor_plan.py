@@ -130,11 +130,11 @@ class TensorPlan:
     def refuse_outside(self, stages: Mapping[str, nn.Module]) -> None:
         """Raises ValueError where layers that are cut by columns are in none of these stages."""
         inside = {m for one in stages.values() for m in one.modules()}
-        for m, holder in self.holders.items():
-            if m not in inside:
+        for m, cut in self.cuts.items():
+            if cut.word in LOCAL and m not in inside:
                 raise ValueError(
-                    f"functional: tensor: layers of {holder.path or 'the module'} are cut by columns and are in no "
-                    f"stage, where nothing compares them with whole ones: choose stages= that hold them"
+                    f"functional: tensor: {cut.path} is said to be {cut.word!r} and is in no stage, where nothing "
+                    f"compares it with the whole layer: choose stages= that hold it"
                 )
 
 
