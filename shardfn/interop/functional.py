@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfn.compat import autograd, functorch
+from shardfn.compat import autograd, functorch, parametrize
 from shardfn.interop import recorders
 from shardfn.interop.anatomy import Anatomy, Part, Slot, placed, taken_apart
 from shardfn.interop.attributes import Attributes, Before
@@ -31,6 +31,7 @@ from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.sharding import Specs, unshard
 from shardfn.stages.signature import cast
+from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage
 
 SMALL = 2**14
@@ -161,6 +162,7 @@ class Functional:
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
         self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
         self._region = self._region_of("", set(module.modules()) - inside)
+        self._fresh = _uncached(module)
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
         self._reveal = stage(_revealed, **revealing)
 
@@ -235,6 +237,7 @@ class Functional:
         try:
             with (
                 _replaced(self._around),
+                self._fresh(),
                 _whole(self._loose, loose, known, run.changing) as changed,
                 _along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
@@ -254,7 +257,7 @@ class Functional:
         return out, {name: known[key] for name, key in self._same.items()}
 
     def state_dict(self, params: Any) -> dict[str, Tensor]:
-        """Whole parameters and buffers by the module's own names, aliases too, on every rank.
+        """Whole parameters by the module's own names, aliases too, on every rank.
 
         Args:
             params: of the structure of `tree`, or gradients of it.
@@ -265,6 +268,12 @@ class Functional:
             values = unshard(part)
             whole |= {joined(key, name): x for name, x in values.items()} if isinstance(values, dict) else {key: values}
         return {alias: whole[name] for alias, name in self.names.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a function of the shell of {type(self.module).__name__} cannot be copied or pickled: it serves as many "
+            f"sets of parameters as you like, so copy or save those"
+        )
 
     def _check(self, params: Any) -> None:
         if not isinstance(params, Mapping) or set(params) != self._keys:
@@ -353,9 +362,10 @@ class _Unit:
         compile: bool | Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        self.part, self.model, self.instead, self.forms = part, model, instead, Forms()
+        self.part, self.model, self.instead, self.forms, self.options = part, model, instead, Forms(), options
         self.region = model._region_of(part.path, part.module.modules())
         self.attributes = Attributes(part.module.modules())
+        self.fresh = _uncached(part.module)
         self.forward = self.eager = instead.get(part.module, part.module.forward)
         self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
         if compile:
@@ -370,7 +380,9 @@ class _Unit:
         self.stage = stage(
             run, **{name: x for name, x in options.items() if name not in ("input_dtype", "output_dtype")}
         )
-        part.module.forward = functools.wraps(part.module.forward)(lambda *a, **k: self(*a, **k))
+        forward: Any = functools.wraps(part.module.forward)(lambda *a, **k: self(*a, **k))
+        forward._shardfn_skip = self.skip
+        part.module.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         now = self.model._running.now
@@ -405,6 +417,17 @@ class _Unit:
         recorders.hand_on(recorded)
         return out
 
+    def skip(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What `shardfn.skip` of the module does."""
+        now = self.model._running.now
+        if now is None:
+            raise RuntimeError(
+                f"skip: {self.part.path} is skipped outside of a call of the model, which has its parameters: skip it "
+                f"in the forward of the module that would call it"
+            )
+        now.trace.append(self.part.path)
+        return skip(self.stage, *_arguments(now.params, self.part), args, kwargs)
+
     def _run(
         self,
         own: Mapping[str, Tensor],
@@ -424,6 +447,7 @@ class _Unit:
         try:
             with (
                 before.again(),
+                self.fresh(),
                 placed(slots, values),
                 _buffers(part, buffers, changing) as changed,
                 _replaced(self.instead),
@@ -435,6 +459,9 @@ class _Unit:
                 if self.region is not None:
                     self.region.prove(part, slots, self.eager, args, kwargs)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
+        except RuntimeError as error:
+            self._refuse_mixed(error, values, leaves, buffers)
+            raise
         finally:
             self.model._running.unit = around
         if self.forms.writable(form):
@@ -443,6 +470,28 @@ class _Unit:
         if followed is not None:
             followed.check(found)
         return found, outer, changed
+
+    def _refuse_mixed(
+        self, error: RuntimeError, parameters: Any, given: Sequence[Any], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Raises TypeError in place of torch's where dtypes met that do not go together."""
+        each = {"parameters": parameters, "arguments": given, "buffers": buffers}
+        kinds = {
+            what: sorted(
+                {str(x.dtype) for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
+            )
+            for what, some in each.items()
+        }
+        if "dtype" not in str(error) or len({kind for some in kinds.values() for kind in some}) < 2:
+            return
+        said = ", ".join(f"{what} of {' and '.join(some)}" for what, some in kinds.items() if some)
+        options = {**self.options, "input_dtype": self.input_dtype}
+        asked = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
+        raise TypeError(
+            f"{self.part.path} ({type(self.part.module).__name__}) mixes dtypes ({error}): it has {said}, "
+            f"with {asked}. gather_dtype is the dtype in which it gets its floating parameters, and input_dtype that "
+            f"of its arguments; buffers keep theirs: cast them, or the module, before functional"
+        ) from error
 
 
 _NOTHING = contextlib.nullcontext()
@@ -556,6 +605,12 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
         if name not in found and is_batch_norm(m):
             found[name] = m
     return found
+
+
+def _uncached(module: nn.Module) -> Callable[[], Any]:
+    """What keeps a parametrised weight from being that of another call: torch's cache knows nothing of several sets."""
+    parametrised = any(isinstance(m, nn.utils.parametrize.ParametrizationList) for m in module.modules())
+    return parametrize.uncached if parametrised else contextlib.nullcontext
 
 
 def _by_key(slots: Sequence[Slot]) -> dict[str, list[Slot]]:

@@ -166,6 +166,15 @@ def refuse_taken(module: nn.Module) -> None:
                 f"{'its gradient is sparse' if m.sparse else 'its forward writes into its weight'}: set it to "
                 f"{'False' if m.sparse else 'None'}, since stages have dense gradients and change no parameters"
             )
+        if isinstance(m, torch.jit.ScriptModule):
+            raise TypeError(
+                f"functional: {where} is TorchScript, of which no part can be exchanged: pass the module itself"
+            )
+        if type(m).__name__ == "OptimizedModule" or getattr(m, "_compiled_call_impl", None) is not None:
+            raise TypeError(
+                f"functional: {where} is compiled by torch.compile, with its parameters inside: pass the module as it "
+                f"was before, and compile=True, which compiles each stage"
+            )
         if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
             raise TypeError(f"functional: {where} shards by itself: pass the module inside it, `.module`")
         if hasattr(m, "_hf_hook"):

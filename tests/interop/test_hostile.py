@@ -148,7 +148,69 @@ def distances() -> dict[str, float]:
     want = of_module(seeded(lambda: Stack(Mode(), Mode())), squares)[1]
     found["another mode in backward"] = off({k: named[k] for k in want}, want)
     found["which stays"] = float(any(m.training for m in model.module.modules()))
+    return {**found, **several()}
+
+
+class Experts(nn.Module):
+    """Of which each rank uses some, and skips the others."""
+
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.experts, self.skips = nn.ModuleList([Layer() for _ in range(4)]), skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, expert in enumerate(self.experts):
+            if i % 2 == dist.get_rank() or i == 3:
+                x = x + expert(x)
+            elif self.skips:
+                x = x + sf.skip(expert, x)
+        return x
+
+
+def several() -> dict[str, float]:
+    """Layers that ranks skip; averages, and parametrised weights of two sets in one cache; roundings."""
+    mesh, found = meshed(), {}
+    strategy = sf.full_shard("shard")
+    want = of_module(seeded(partial(Experts, False)), squares)[1]
+    for remat in (False, True):
+        model = functional(seeded(partial(Experts, True)), small=0, remat=remat)
+        params = sf.shard(model.tree, mesh, strategy)
+        for _ in range(2):
+            named = model.state_dict(mapped(sf.grad(lambda p, m=model: squares(partial(m, p))), mesh)(params))
+        found[f"skipped, remat={remat}"] = off({k: named[k] for k in want}, want)
+
+    model = functional(seeded(lambda: Stack(*[normed() for _ in range(2)])), small=0)
+    params = sf.shard(model.tree, mesh, strategy)
+    average = torch.utils._pytree.tree_map(lambda x: x * 0.5, params)
+    alone = seeded(lambda: Stack(*[normed() for _ in range(2)]))
+    halves = {k: p.detach() / 2 for k, p in alone.named_parameters()}
+    with torch.nn.utils.parametrize.cached():
+        model(params, rows())
+        got = model(average, rows())
+        named = model.state_dict(mapped(sf.grad(lambda p: squares(partial(model, p))), mesh)(params))
+    found["an average, cached"] = apart(got, torch.func.functional_call(alone, halves, (rows(),)))
+    want = of_module(alone, squares)[1]
+    found["its gradient, cached"] = off({k: named[k] for k in want}, want)
+
+    low: dict[str, Any] = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    model = functional(seeded(lambda: Stack(Layer(), Layer())), small=0, **low)
+    params = sf.shard(model.tree, mesh, strategy)
+    value, grads = mapped(sf.value_and_grad(lambda p: squares(partial(model, p)).float()), mesh)(params)
+    rounded = seeded(lambda: Stack(Layer(), Layer())).bfloat16()
+    loss = rounded(rows().bfloat16()).square().sum().float()
+    loss.backward()
+    each = {k: p.grad.float() for k, p in rounded.named_parameters() if p.grad is not None}
+    for g in each.values():
+        dist.all_reduce(g)
+    named = model.state_dict(grads)
+    found["bfloat16, reduced in float32"] = max(
+        abs(float(value - loss.detach())), off({k: named[k] for k in each}, each)
+    )
     return found
+
+
+def normed() -> nn.Module:
+    return torch.nn.utils.parametrizations.weight_norm(linear())
 
 
 def turned(f: Any) -> Any:
@@ -424,6 +486,25 @@ class Checkpoints(nn.Module):
         return found
 
 
+class Mixed(nn.Module):
+    """With a buffer, which keeps its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = linear()
+        self.register_buffer("turn", torch.eye(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn: Any = self.turn
+        found: Tensor = self.w(x) @ turn
+        return found
+
+
+LOW: dict[str, Any] = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16}
+MIXED = (
+    "it has parameters of torch.bfloat16, arguments of torch.bfloat16, buffers of torch.float64, with "
+    "gather_dtype=torch.bfloat16, input_dtype=torch.bfloat16"
+)
 WRITTEN = "writes into a list, dict or dataclass among its arguments"
 LOST = "did not return"
 KEPT = "keeps a tensor that it computed"
@@ -435,6 +516,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, str
     "hook before": (Before, {}, (LOST, "has a forward hook", LOST)),
     "clamped": (partial(Clamps, "in place"), {}, ("writes into its parameter gain",) * 3),
     "replaced": (partial(Clamps, "again"), {}, ("writes into its parameter gain",) * 3),
+    "mixed": (lambda: Stack(Mixed()), LOW, (MIXED,) * 3),
     "checkpoint inside": (lambda: Stack(Checkpoints()), {}, (CHECKPOINT, "", CHECKPOINT)),
     "checkpoint around": (lambda: Stack(Checkpoints()), {"stages": Layer}, (CHECKPOINT, "", CHECKPOINT)),
 }
@@ -500,6 +582,11 @@ def with_buffer() -> nn.Module:
     return Stack(one)
 
 
+def in_place(module: nn.Module) -> nn.Module:
+    module.compile()
+    return module
+
+
 SHARES = "that share memory"
 ELSEWHERE = "keeps a parameter in its attribute 'kept'"
 UNTOUCHED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -517,6 +604,9 @@ UNTOUCHED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a hook": (lambda: hooked("register_hook"), "has a hook on its gradient"),
     "a later hook": (lambda: hooked("register_post_accumulate_grad_hook"), "has a hook on its gradient"),
     "sparse": (lambda: Stack(nn.Embedding(5, WIDTH, sparse=True)), "its gradient is sparse"),
+    "compiled": (lambda: Stack(torch.compile(linear())), "is compiled by torch.compile"),  # type: ignore[arg-type]
+    "compiled in place": (lambda: in_place(Stack(linear())), "is compiled by torch.compile"),
+    "scripted": (lambda: torch.jit.script(linear()), "is TorchScript"),
     "max_norm": (lambda: nn.Embedding(5, WIDTH, max_norm=1.0), "its forward writes into its weight"),
 }
 
