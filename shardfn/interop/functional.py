@@ -17,7 +17,7 @@ from shardfn.compat import autograd, functorch, parametrize
 from shardfn.interop import recorders
 from shardfn.interop.anatomy import Anatomy, Part, Slot, placed, taken_apart
 from shardfn.interop.attributes import Attributes, Before
-from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, synchronised
+from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.boundaries import Boundaries
 from shardfn.interop.placeholder import Placeholder
 from shardfn.interop.refused import OF_TORCH, tensors_in
@@ -449,7 +449,7 @@ class _Unit:
                 before.again(),
                 self.fresh(),
                 placed(slots, values),
-                _buffers(part, buffers, changing) as changed,
+                _buffers(part, self._constant(buffers), changing) as changed,
                 _replaced(self.instead),
                 recorders.recording(wanted) as recorded,
                 _NOTHING
@@ -470,6 +470,11 @@ class _Unit:
         if followed is not None:
             followed.check(found)
         return found, outer, changed
+
+    def _constant(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Without derivatives of statistics, which torch's kernels do not have; transforms ask for those of all."""
+        known = self.model._changing
+        return {key: x.detach() if key in known else x for key, x in buffers.items()}
 
     def _refuse_mixed(
         self, error: RuntimeError, parameters: Any, given: Sequence[Any], buffers: Mapping[str, Tensor]
@@ -602,7 +607,7 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
     found: dict[str, nn.Module | None] = {name: None for name, b in buffers.items() if mutable(name, b.shape)}
     for name in buffers:
         m = module.get_submodule(name.rpartition(".")[0])
-        if name not in found and is_batch_norm(m):
+        if name not in found and keeps_statistics(m):
             found[name] = m
     return found
 

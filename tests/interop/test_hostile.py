@@ -6,12 +6,14 @@ Each is compared with the module as it is on the same rank, whose gradients are 
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +90,27 @@ class Counts(nn.Module):
         return torch.tanh(self.w(x)) * scale
 
 
+class Draws(nn.Module):
+    """What it computes depends on what it keeps, or draws without torch."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.w, self.kind, self._mean = linear(), kind, torch.ones(WIDTH)
+        self.seen: list[int] = []
+        self.counts: dict[str, int] = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.w(x))
+        self.seen.append(1)
+        self.counts["calls"] += 1
+        if self.kind == "in place":
+            self._mean.add_(y.detach().mean(0))
+        elif self.kind == "anew":
+            self._mean = self._mean + y.detach().mean(0)
+        drawn = {"python": random.random, "numpy": np.random.rand}.get(self.kind, float)()
+        return y * (self._mean + len(self.seen) * self.counts["calls"] + drawn)
+
+
 def shared(kind: str) -> nn.Module:
     """Parents that share a layer, which is a stage, or a part of two, or a stage and a part of another."""
     one = Layer()
@@ -110,13 +133,17 @@ class Mode(nn.Module):
 
 
 def squares(call: Call) -> Tensor:
+    random.seed(4)
+    np.random.seed(4)
     out: Tensor = call(rows())
     return out.square().sum()
 
 
+KINDS = ("in place", "anew", "python", "numpy")
 RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "recursive": (lambda: Stack(Recursive(), Recursive()), {}),
     "counting": (lambda: Stack(Counts(), Counts()), {}),
+    **{f"keeping {kind}": (lambda kind=kind: Stack(Draws(kind), Draws(kind)), {}) for kind in KINDS},  # type: ignore[misc]
     "a shared stage": (lambda: shared("a stage"), {"stages": Layer}),
     "shared items": (lambda: shared("a stage"), {}),
     "a shared part": (lambda: shared("a part"), {}),
