@@ -219,6 +219,17 @@ def several() -> dict[str, float]:
     want = of_module(alone, squares)[1]
     found["its gradient, cached"] = off({k: named[k] for k in want}, want)
 
+    for train in (True, False):
+        model, alone = functional(seeded(normalised).train(train), small=0), seeded(normalised).train(train)
+        params = sf.shard(model.tree, mesh, strategy)
+        want = of_module(alone, squares)[1]
+
+        def of_call(p: Any, model: Any = model) -> Tensor:
+            return squares(lambda x: model(p, x, buffers=model.buffers)[0])
+
+        named = model.state_dict(mapped(torch.func.grad(of_call), mesh)(params))
+        found[f"statistics under torch.func, train={train}"] = off({k: named[k] for k in want}, want)
+
     low: dict[str, Any] = {"gather_dtype": torch.bfloat16, "input_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     model = functional(seeded(lambda: Stack(Layer(), Layer())), small=0, **low)
     params = sf.shard(model.tree, mesh, strategy)
@@ -234,6 +245,10 @@ def several() -> dict[str, float]:
         abs(float(value - loss.detach())), off({k: named[k] for k in each}, each)
     )
     return found
+
+
+def normalised() -> nn.Module:
+    return Stack(nn.Sequential(linear(), nn.BatchNorm1d(WIDTH)))
 
 
 def normed() -> nn.Module:
