@@ -13,15 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfn.compat import autograd, functorch, parametrize
+from shardfn.compat import functorch, parametrize
 from shardfn.interop import recorders
 from shardfn.interop.anatomy import Anatomy, Part, Slot, placed, taken_apart
 from shardfn.interop.attributes import Attributes, Before
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.boundaries import Boundaries
 from shardfn.interop.placeholder import Placeholder
-from shardfn.interop.refused import OF_TORCH, tensors_in
-from shardfn.interop.structures import Forms, is_cache
+from shardfn.interop.refused_calls import (
+    refuse_again,
+    refuse_caches,
+    refuse_checkpointing,
+    refuse_hooks,
+    refuse_kept,
+    refuse_written,
+)
+from shardfn.interop.structures import Forms
 from shardfn.interop.tensor_parallel import Following, Region, TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh.grid import AxisName
@@ -222,7 +229,7 @@ class Functional:
                 f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
-        _refuse_checkpointing(self._checkpointing)
+        refuse_checkpointing(self._checkpointing)
         if unknown := set(buffers or ()) - set(self.buffers):
             raise ValueError(
                 f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
@@ -389,17 +396,17 @@ class _Unit:
         if self.model._running.unit is self:  # the module calls itself
             return self.eager(*args, **kwargs)
         if now is None:
-            _refuse_again(self.part.path)
+            refuse_again(self.part.path)
             raise RuntimeError(
                 f"{self.part.path} is called by itself, and its parameters were taken out: call the function that "
                 f"`functional` returned, model(params, ...)"
             )
         leaves, form = self.forms.flatten((args, kwargs))
         if torch.is_grad_enabled():
-            _refuse_caches(self.part, leaves)
+            refuse_caches(self.part, leaves)
         transformed = functorch.inside_transform()
         if transformed:
-            _refuse_hooks(self.part)
+            refuse_hooks(self.part)
         now.trace.append(self.part.path)
         buffers = {key: holder[at] for holder, at, key in self.part.buffers}
         changing = tuple(key for key in buffers if key in now.changing)
@@ -412,7 +419,7 @@ class _Unit:
             for holder, at, _ in self.model._places[key]:
                 holder[at] = value
         if transformed:
-            _refuse_kept(self.part, leaves)
+            refuse_kept(self.part, leaves)
         out, recorded = self.forms.unflatten(found, outer)
         recorders.hand_on(recorded)
         return out
@@ -465,7 +472,7 @@ class _Unit:
         finally:
             self.model._running.unit = around
         if self.forms.writable(form):
-            _refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
+            refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
         found, outer = self.forms.flatten((out, recorded))
         if followed is not None:
             followed.check(found)
@@ -627,85 +634,6 @@ def _by_key(slots: Sequence[Slot]) -> dict[str, list[Slot]]:
 
 def _anything(chosen: Mapping[str, nn.Module]) -> None:
     """Whatever is chosen is right."""
-
-
-def _refuse_again(path: str) -> None:
-    """Raises RuntimeError where checkpointing of the module's own runs a stage in backward."""
-    if autograd.inside_backward():
-        raise RuntimeError(
-            f"{path} runs again in backward, outside of a call of the model, as torch.utils.checkpoint does: leave the "
-            f"checkpointing out of the module, and pass remat=True to functional"
-        )
-
-
-def _refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
-    """Raises RuntimeError if a module wrote into a list, dict or dataclass that it was given."""
-    if now[1] != form or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
-        raise RuntimeError(
-            f"{part.path} ({type(part.module).__name__}) writes into a list, dict or dataclass among its arguments. A "
-            f"stage gets a copy, since it may run again in backward, and what it writes would be lost: let its forward "
-            f"return it, or choose stages= so that whoever made it and whoever writes into it are in one stage"
-        )
-
-
-def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
-    for x in leaves:
-        if is_cache(x):
-            raise TypeError(
-                f"{part.path} is given a {type(x).__name__}, into which it would write activations while gradients are "
-                f"recorded: pass use_cache=False to the model (or set it in its config), or generate under "
-                f"torch.no_grad()"
-            )
-
-
-def _refuse_hooks(part: Part) -> None:
-    """Under torch.func's own transforms nobody sees what a hook kept; `sf.grad` and backward() look for it."""
-    for path, m in part.module.named_modules():
-        hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) if path else ()  # a stage's run outside
-        for hook in hooks:
-            if not getattr(hook, "__module__", "").startswith((recorders.HOOKS, "torch.")):
-                raise RuntimeError(
-                    f"{part.path}.{path} has a forward hook, {getattr(hook, '__qualname__', hook)}, inside a stage: "
-                    f"under torch.func what it keeps would have no gradient, silently. Put it on the stage's module "
-                    f"{part.path}, remove it, or use shardfn.grad, which raises an error if what it kept is used"
-                )
-
-
-def _refuse_kept(part: Part, given: Sequence[Any]) -> None:
-    """Likewise for attributes, and for objects that it was given."""
-    for path, m in part.module.named_modules():
-        for name, held in vars(m).items():
-            if name in (*OF_TORCH, *_NOT_KEPT) or not any(map(_computed, tensors_in(held, objects=True))):
-                continue
-            if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
-                continue  # a weight that is computed before each forward
-            raise RuntimeError(
-                f"{joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
-                f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
-            )
-    for x in given:
-        if not isinstance(x, Tensor) and any(map(_computed, tensors_in(x, objects=True))):
-            raise RuntimeError(
-                f"{part.path} is given a {type(x).__name__}, in which there are tensors with a gradient when it has "
-                f"run: under torch.func the gradient of what a stage keeps in an object would be lost, silently. Pass "
-                f"tensors, in tuples, dicts or dataclasses, and return them"
-            )
-
-
-_NOT_KEPT = ("forward", "_flat_weights")
-
-
-def _computed(x: Tensor) -> bool:
-    return x.requires_grad and (not x.is_leaf or functorch.wrapped(x))
-
-
-def _refuse_checkpointing(modules: Sequence[tuple[str, nn.Module]]) -> None:
-    for path, m in modules:
-        if getattr(m, "gradient_checkpointing", False) is True and m.training:
-            raise TypeError(
-                f"{path or type(m).__name__} checkpoints activations by itself, inside which a stage cannot run: call "
-                f"model.module.gradient_checkpointing_disable(), and pass remat=True to functional"
-            )
 
 
 def _all_ranks_run(params: Any) -> bool:
