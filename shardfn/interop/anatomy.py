@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from shardfn.compat import dynamo
 from shardfn.interop.boundaries import Boundaries, boundaries
 from shardfn.interop.placeholder import Place, Placeholder, placeholder
-from shardfn.mesh.spec import is_dtensor
+from shardfn.interop.refused import aliases, refuse_shared_memory, refuse_taken
 from shardfn.mesh.which import Chosen
 
 LOOSE = ""
@@ -48,7 +47,7 @@ class Part:
         module: that is the stage.
         own: places of parameters that it alone has; keys are names without the path.
         shared: of those that others read, too; keys are whole names.
-        buffers: likewise.
+        buffers: of the stage, and for what is loose of the whole module; keys are whole names.
     """
 
     path: str
@@ -71,6 +70,7 @@ class Anatomy:
         names: every name that the module has for a parameter, aliases too -> the one in the tree.
         frozen: patterns for the parameters that need no gradient.
         buffers: by whole name.
+        same: every name that the module has for a buffer -> the one that the places of it have as their key.
         parts: by path.
         loose: what no stage has.
         place: of the placeholders.
@@ -80,6 +80,7 @@ class Anatomy:
     names: dict[str, str]
     frozen: tuple[str, ...]
     buffers: dict[str, Tensor]
+    same: dict[str, str]
     parts: dict[str, Part]
     loose: Part
     place: Place
@@ -92,15 +93,18 @@ def taken_apart(
     small: int,
     loose: Chosen,
     gather_dtype: torch.dtype | None,
+    refuse: Callable[[Mapping[str, nn.Module]], None],
 ) -> Anatomy:
-    """Takes a module's parameters out of it.
+    """Takes a module's parameters out of it; before that, `refuse` may object to the stages that were chosen.
 
     Raises:
         TypeError: a module whose parameters are elsewhere already, or of which somebody else took charge.
         ValueError: patterns that match nothing.
     """
-    _refuse(module)
+    refuse_taken(module)
     named = list(module.named_parameters(remove_duplicate=False))
+    known = {id(p): p for _, p in named}
+    refuse_shared_memory(module, named)
     canonical = _canonical(module, named)
     if unused := loose.unused([*[name for name, _ in named], *canonical.values()]):
         raise ValueError(f"functional: loose: nothing matches {', '.join(sorted(unused))}")
@@ -109,12 +113,25 @@ def taken_apart(
         return loose(name, ()) or loose(canonical[name], ())
 
     chosen = boundaries(module, stages, min_num_params, small, is_loose)
-    _refuse_compiled(module, chosen)
+    refuse(chosen)
     parts = {path: Part(path, m) for path, m in chosen.items()}
     rest = Part(LOOSE, module)
+    there = dict(module.named_modules(remove_duplicate=False))
+    of_module = {id(part.module): part for part in parts.values()}
 
     def part_of(name: str) -> Part:
-        return next((part for path, part in parts.items() if name.startswith(path + ".")), rest)
+        """The stage that a name goes through; a module may have several names."""
+        words = name.split(".")
+        paths = (".".join(words[:n]) for n in range(1, len(words)))
+        return next((of_module[id(there[path])] for path in paths if id(there[path]) in of_module), rest)
+
+    listed: set[tuple[int, int, Any]] = set()
+
+    def add(slots: list[Slot], slot: Slot) -> None:
+        """A place once, by however many names it is reached."""
+        if (where := (id(slots), id(slot.holder), slot.at)) not in listed:
+            listed.add(where)
+            slots.append(slot)
 
     readers: dict[int, dict[str, None]] = {}
     for name, p in named:
@@ -126,7 +143,10 @@ def taken_apart(
     stand_ins: dict[int, Placeholder] = {}
     devices = {p.device for _, p in named if not p.is_meta}
     place = Place(devices.pop() if len(devices) == 1 else torch.device("cpu"), gather_dtype)
-    slots = _slots(module, {id(p) for _, p in named})
+    slots = _slots(module, set(known))
+    elsewhere: dict[int, list[tuple[Any, Any]]] = {}
+    for holder, at, number in aliases(module, known):
+        elsewhere.setdefault(number, []).append((holder, at))
     for name, p in named:
         key, homes = canonical[name], list(readers[id(p)])
         alone = len(homes) == 1
@@ -139,29 +159,25 @@ def taken_apart(
             tree.setdefault(key, p.detach())
         if id(p) not in stand_ins:
             stand_ins[id(p)] = placeholder(p, key, owner if alone else LOOSE if LOOSE in homes else homes[0], place)
-        where = Slot(*slots[name], short)
         for one in dict.fromkeys((part.path, LOOSE) if is_loose(name) else (part.path,)):
             target = parts.get(one, rest)
-            (target.own if alone else target.shared).append(where)
+            for holder, at in (slots[name], *elsewhere.get(id(p), ())):
+                add(target.own if alone else target.shared, Slot(holder, at, short))
         if not p.requires_grad:
             frozen[re.escape(key)] = None
-    for holder, at, number in _aliases(module, {id(p): p for _, p in named}):
-        name = next(name for name, p in named if id(p) == number)
-        for part in (*parts.values(), rest):
-            for listed in (part.own, part.shared):
-                home, key = slots[name]
-                known = next((slot for slot in listed if slot.holder is home and slot.at == key), None)
-                if known is not None:
-                    listed.append(Slot(holder, at, known.key))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    for name in buffers:
+    first = {id(b): name for name, b in reversed(buffers.items())}
+    same = {name: first[id(b)] for name, b in buffers.items()}
+    for name, key in same.items():
         parent, _, attribute = name.rpartition(".")
-        part_of(name).buffers.append(Slot(module.get_submodule(parent)._buffers, attribute, name))
+        slot = Slot(there[parent]._buffers, attribute, key)
+        for part in (part_of(name), rest):
+            add(part.buffers, slot)
     for part in (*parts.values(), rest):
         for holder, at, _ in (*part.own, *part.shared):
             holder[at] = stand_ins.get(id(holder[at]), holder[at])
     tree = {key: value for key, value in tree.items() if not isinstance(value, dict) or value}
-    return Anatomy(tree, canonical, tuple(frozen), buffers, parts, rest, place)
+    return Anatomy(tree, canonical, tuple(frozen), buffers, same, parts, rest, place)
 
 
 @contextlib.contextmanager
@@ -187,26 +203,6 @@ def _slots(module: nn.Module, known: set[int]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _aliases(module: nn.Module, known: dict[int, Tensor]) -> Iterator[tuple[Any, Any, int]]:
-    """Where else modules keep their parameters: in a list or dict of their own, as recurrent ones do."""
-    for path, m in module.named_modules():
-        for attribute, held in vars(m).items():
-            if attribute in ("_parameters", "_buffers", "_modules"):
-                continue
-            if isinstance(held, (list, dict)):
-                for at, one in enumerate(held) if isinstance(held, list) else held.items():
-                    if isinstance(one, Tensor) and known.get(id(one)) is one:
-                        yield held, at, id(one)
-            elif any(
-                isinstance(one, Tensor) and known.get(id(one)) is one
-                for one in (held if isinstance(held, tuple) else [held])
-            ):
-                raise TypeError(
-                    f"functional: {path or 'the module'} keeps a parameter in its attribute {attribute!r}, where it "
-                    f"would stay when others are used: let its forward read the parameter itself"
-                )
-
-
 def canonical_names(module: nn.Module) -> dict[str, str]:
     """For each name of a parameter, aliases too, the one that stands in the tree."""
     return _canonical(module, list(module.named_parameters(remove_duplicate=False)))
@@ -225,62 +221,3 @@ def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[s
             if here in by_name and by_name.get(there) is by_name[here]:
                 first[id(by_name[here])] = there
     return {name: first[id(p)] for name, p in named}
-
-
-def _refuse(module: nn.Module) -> None:
-    """Raises for a module that cannot be taken apart, and says why."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"functional: the module is of type {type(module).__name__}, not a torch.nn.Module")
-    for path, m in module.named_modules():
-        where = f"{path} ({type(m).__name__})" if path else type(m).__name__
-        for name, p in m._parameters.items():
-            if isinstance(p, Placeholder):
-                raise TypeError(
-                    f"functional: the parameters of {where} were taken out before: one shell serves as many sets of "
-                    f"parameters as you like, so use what `functional` returned then"
-                )
-            if p is not None and is_dtensor(p):
-                raise TypeError(
-                    f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
-                    f"before, and let shardfn.shard cut the parameters"
-                )
-            if isinstance(p, nn.parameter.UninitializedParameter):
-                raise TypeError(
-                    f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
-                    f"their inputs"
-                )
-        if isinstance(m, torch.jit.ScriptModule):
-            raise TypeError(f"functional: {where} is a ScriptModule: pass the module that it was made from")
-        if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
-            raise TypeError(f"functional: {where} shards by itself: pass the module inside it, `.module`")
-        if hasattr(m, "_hf_hook"):
-            raise TypeError(
-                f"functional: {where} has a hook of accelerate's, which moves parameters: call "
-                f"accelerate.hooks.remove_hook_from_module(module, recurse=True), or load it without device_map="
-            )
-        if getattr(m, "gradient_checkpointing", False) is True:
-            raise TypeError(
-                f"functional: {where} has gradient checkpointing of its own switched on, inside which a stage cannot "
-                f"run: call {disables_checkpointing(module)}(), and pass remat=True here"
-            )
-
-
-def disables_checkpointing(module: object) -> str:
-    """The method of a model of `transformers` that switches its own checkpointing off; versions have two names."""
-    newer = "activation_checkpointing_disable"
-    return newer if hasattr(module, newer) else "gradient_checkpointing_disable"
-
-
-def _refuse_compiled(module: nn.Module, stages: Mapping[str, nn.Module]) -> None:
-    """Raises TypeError if torch.compile is to trace a stage, with its collectives; inside a stage it may be."""
-    for path, m in module.named_modules():
-        if not dynamo.is_compiled(m):
-            continue
-        held = next((stage for stage in stages if f"{stage}.".startswith(f"{path}." if path else "")), None)
-        if held is not None:
-            where = f"{path} ({type(m).__name__})" if path else type(m).__name__
-            raise TypeError(
-                f"functional: {where} is compiled, and the stage {held!r} cannot run inside: pass the module that "
-                f"torch.compile was given, and compile=True or a dict of its arguments here, for the forward of each "
-                f"stage"
-            )

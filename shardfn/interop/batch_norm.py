@@ -18,6 +18,11 @@ def is_batch_norm(m: nn.Module) -> bool:
     return isinstance(m, nn.modules.batchnorm._BatchNorm)
 
 
+def keeps_statistics(m: nn.Module) -> bool:
+    """Whether it writes running statistics into its buffers while it trains, as some instance norms do, too."""
+    return isinstance(m, nn.modules.batchnorm._NormBase)
+
+
 def synchronised(m: Any, axis: AxisName) -> Callable[[Tensor], Tensor]:
     """Its forward, by the mean and variance over all ranks along `axis`, each of which has some of the rows.
 

@@ -48,20 +48,30 @@ def boundaries(
         for child_path, child in _children(path, m):
             outermost(child_path, child, chooses)
 
+    above = {""}
+
     def rest(path: str, m: nn.Module) -> None:
         if path in chosen:
             return
-        inside = any(one.startswith(path + ".") for one in chosen) or not path
-        if not inside and eligible(path, m) and _numel(m) >= small:
+        if path not in above and eligible(path, m) and _numel(m) >= small:
             chosen[path] = m
             return
         for child_path, child in _children(path, m):
             rest(child_path, child)
 
     outermost("", module, _policy(module, stages, min_num_params))
+    above |= {path[:i] for path in chosen for i, letter in enumerate(path) if letter == "."}
     rest("", module)
+    chosen = _apart(chosen)
     order = {name: i for i, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
     return dict(sorted(chosen.items(), key=lambda item: order[item[0]]))
+
+
+def _apart(chosen: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Each module once, and none that is also a part of another: one has several paths where its parents share it."""
+    once = {id(m): path for path, m in reversed(chosen.items())}
+    inside = {id(part) for m in chosen.values() for part in m.modules() if part is not m}
+    return {path: m for path, m in chosen.items() if once[id(m)] == path and id(m) not in inside}
 
 
 def _children(path: str, m: nn.Module) -> Iterable[tuple[str, nn.Module]]:

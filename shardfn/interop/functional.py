@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfn.compat import functorch
+from shardfn.compat import functorch, parametrize
 from shardfn.interop import recorders
-from shardfn.interop.anatomy import Anatomy, Part, disables_checkpointing, placed, taken_apart
-from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, synchronised
+from shardfn.interop.anatomy import Anatomy, Part, Slot, placed, taken_apart
+from shardfn.interop.attributes import Attributes, Before
+from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.boundaries import Boundaries
 from shardfn.interop.placeholder import Placeholder
-from shardfn.interop.structures import Forms, is_cache
+from shardfn.interop.refused_calls import (
+    refuse_again,
+    refuse_caches,
+    refuse_checkpointing,
+    refuse_hooks,
+    refuse_kept,
+    refuse_written,
+)
+from shardfn.interop.structures import Forms
 from shardfn.interop.tensor_parallel import Following, Region, TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh.grid import AxisName
@@ -28,6 +38,7 @@ from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.sharding import Specs, unshard
 from shardfn.stages.signature import cast
+from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage
 
 SMALL = 2**14
@@ -99,7 +110,8 @@ def functional(
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
-    anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"))
+    refuse = _anything if plan is None else plan.refuse_outside
+    anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"), refuse)
     return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
 
 
@@ -147,13 +159,15 @@ class Functional:
             for key, part in anatomy.tree.items()
         }
         self._fitting: dict[int, Layout] = {}
-        self._inspected = False
         self._loose, self._place = anatomy.loose, anatomy.place
-        self._changing = _changing(module, anatomy.buffers, mutable)
+        self._same, self._places = anatomy.same, _by_key(anatomy.loose.buffers)
+        self._held = {key: slots[0].holder[slots[0].at] for key, slots in self._places.items()}
+        self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
-        self._running = self._place.running
+        self._skeleton = [(m, tuple(m._modules.values())) for m in module.modules()]
+        self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
-        self._elsewhere: dict[torch.device, dict[str, Tensor]] = {}
+        self._elsewhere: dict[str, _Moved] = {}
         self._instead: dict[nn.Module, Callable[..., Any]] = {
             m: in_one_dtype(m) for m in module.modules() if is_batch_norm(m) and "gather_dtype" in options
         }
@@ -169,12 +183,7 @@ class Functional:
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
         self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
         self._region = self._region_of("", set(module.modules()) - inside)
-        if self._region is not None and self._region.holders:
-            path = next(iter(self._region.holders.values())).path
-            raise ValueError(
-                f"functional: tensor: layers of {path or 'the module'} are cut by columns and are in no stage, where "
-                f"nothing compares them with whole ones: choose stages= that hold them"
-            )
+        self._fresh = _uncached(module)
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
         self._reveal = stage(loose_parameters, **revealing)
 
@@ -187,6 +196,7 @@ class Functional:
     def __call__(
         self,
         params: Any,
+        /,
         *args: Any,
         buffers: Mapping[str, Tensor] | None = None,
         method: str = "__call__",
@@ -210,9 +220,21 @@ class Functional:
             TypeError: a cache of keys and values while gradients are recorded.
         """
         self._check(params)
-        if not self._inspected:
-            _refuse_new(self.module)
-            self._inspected = True
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{type(self.module).__name__} is called by two threads at once: a call puts its parameters into the "
+                f"module, so threads need a module and a function of it each, or a lock"
+            )
+        try:
+            return self._called(params, args, kwargs, buffers, method)
+        finally:
+            self._lock.release()
+
+    def _called(
+        self, params: Any, args: Any, kwargs: dict[str, Any], buffers: Mapping[str, Tensor] | None, method: str
+    ) -> Any:
+        if self._running.now is None:
+            self._refuse_altered()
         device = _device_of(params)
         changing = self._changes()
         if changing and buffers is None:
@@ -221,22 +243,23 @@ class Functional:
                 f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
-        _refuse_checkpointing(self.module, self._checkpointing)
+        refuse_checkpointing(self.module, self._checkpointing)
         if unknown := set(buffers or ()) - set(self.buffers):
             raise ValueError(
                 f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
                 f"{_some(list(self.buffers))}"
             )
         self._place.device = device or self._place.device
-        known = {**self._buffers_on(self._place.device), **(buffers or {})}
-        run = _Run(params, known, frozenset(changing))
+        known = {**self._own_buffers(self._place.device), **self._given(buffers or {}, self._place.device)}
+        run = _Run(params, frozenset(changing))
         loose = self._reveal(*_arguments(params, self._loose)) if self._loose.own or self._loose.shared else {}
         ahead = self._announced(params)
         before, self._running.now = self._running.now, run
         try:
             with (
                 _replaced(self._around),
-                _whole(self._loose, loose, run) as changed,
+                self._fresh(),
+                _whole(self._loose, loose, known, run.changing) as changed,
                 _along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
                 if method == "generate" and _all_ranks_run(params):
@@ -249,12 +272,13 @@ class Functional:
             self._running.now = before
         del ahead
         self._order = tuple(dict.fromkeys(run.trace))
-        if len(self._order) < len(self._units):
-            _refuse_replaced(self.module, self._units, set(self._order))
-        return out if buffers is None else (out, {**known, **run.changed, **changed})
+        if buffers is None:
+            return out
+        known |= changed
+        return out, {name: known[key] for name, key in self._same.items()}
 
     def state_dict(self, params: Any) -> dict[str, Tensor]:
-        """Whole parameters and buffers by the module's own names, aliases too, on every rank.
+        """Whole parameters by the module's own names, aliases too, on every rank.
 
         Args:
             params: of the structure of `tree`, or gradients of it.
@@ -278,8 +302,8 @@ class Functional:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"the function of a {type(self.module).__name__} cannot be copied or pickled: it serves as many sets of "
-            f"parameters as you like; copy or save these"
+            f"a function of the shell of {type(self.module).__name__} cannot be copied or pickled: it serves as many "
+            f"sets of parameters as you like, so copy or save those"
         )
 
     def _check(self, params: Any) -> None:
@@ -294,7 +318,6 @@ class Functional:
                 f"the parameters of {type(self.module).__name__} have the structure of `tree`, a dict of stages, "
                 f"whether they went through shard() or not. Missing: {_some(missing)}; not known: {_some(extra)}"
             )
-
         if not torch.compiler.is_compiling():
             for key, part in params.items():
                 flats = (part,) if type(part) is FlatShard else part.values() if isinstance(part, dict) else ()
@@ -314,14 +337,44 @@ class Functional:
                     )
         self._fitting[id(layout)] = layout
 
+    def _refuse_altered(self) -> None:
+        """Raises RuntimeError if the shell has got modules or parameters since, which no call would train."""
+        for m, children in self._skeleton:
+            if tuple(m._modules.values()) != children or not all(type(p) in _NO_VALUES for p in m._parameters.values()):
+                path = next(path for path, one in self.module.named_modules() if one is m)
+                raise RuntimeError(
+                    f"{path or type(m).__name__} got other parameters or modules after functional(), which knows "
+                    f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "
+                    f"before it is taken apart"
+                )
+
     def _changes(self) -> set[str]:
         return {name for name, m in self._changing.items() if m is None or m.training}
 
-    def _buffers_on(self, device: torch.device) -> dict[str, Tensor]:
-        if device not in self._elsewhere:
-            moved = {name: b if b.device == device or b.is_meta else b.to(device) for name, b in self.buffers.items()}
-            self._elsewhere = {device: moved}
-        return self._elsewhere[device]
+    def _own_buffers(self, device: torch.device) -> dict[str, Tensor]:
+        """The module's buffers as they are now, where the parameters are."""
+        around = self._running.now
+        for key, (slot, *_) in self._places.items() if around is None else ():
+            there = slot.holder[slot.at]
+            if there is not self._held[key]:  # the module was given another
+                self._held[key] = there
+                self.buffers.update({name: there for name, one in self._same.items() if one == key})
+        return {key: self._moved(key, self.buffers[key], device) for key in self._places}
+
+    def _moved(self, key: str, b: Tensor, device: torch.device) -> Tensor:
+        """On the device of the parameters; moved again when it was written to."""
+        if b.device == device or b.is_meta:
+            return b
+        version = None if b.is_inference() else b._version
+        known = self._elsewhere.get(key)
+        if known is None or known.source is not b or known.state != (version, device):
+            known = self._elsewhere[key] = _Moved(b, (version, device), b.to(device))
+        return known.there
+
+    def _given(self, buffers: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Those that a call was given; of one with several names, that under the first."""
+        names = sorted(buffers, key=lambda name: self._same[name] == name)
+        return {self._same[name]: b if (b := buffers[name]).device == device else b.to(device) for name in names}
 
     def _announced(self, params: Any) -> Any:
         """The stages in the order of the last call; a stage that comes in another is gathered when it comes."""
@@ -330,13 +383,20 @@ class Functional:
         return layers([_arguments(params, self._units[path].part) for path in self._order])
 
 
+class _Moved(NamedTuple):
+    """A buffer on another device, as its source was in a state."""
+
+    source: Tensor
+    state: tuple[int | None, torch.device]
+    there: Tensor
+
+
 class _Run:
     """What one call goes by."""
 
-    def __init__(self, params: Any, buffers: Mapping[str, Tensor], changing: frozenset[str]) -> None:
-        self.params, self.buffers, self.changing = params, buffers, changing
+    def __init__(self, params: Any, changing: frozenset[str]) -> None:
+        self.params, self.changing = params, changing
         self.trace: list[str] = []
-        self.changed: dict[str, Tensor] = {}
 
 
 class _Unit:
@@ -350,8 +410,10 @@ class _Unit:
         compile: bool | Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> None:
-        self.part, self.model, self.instead, self.forms = part, model, instead, Forms()
+        self.part, self.model, self.instead, self.forms, self.options = part, model, instead, Forms(), options
         self.region = model._region_of(part.path, part.module.modules())
+        self.attributes = Attributes(part.module.modules())
+        self.fresh = _uncached(part.module)
         self.forward = self.eager = instead.get(part.module, part.module.forward)
         self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
         if compile:
@@ -366,34 +428,53 @@ class _Unit:
         self.stage = stage(
             run, **{name: x for name, x in options.items() if name not in ("input_dtype", "output_dtype")}
         )
-        part.module.forward = functools.wraps(part.module.forward)(lambda *a, **k: self(*a, **k))
+        forward: Any = functools.wraps(part.module.forward)(lambda *a, **k: self(*a, **k))
+        forward._shardfn_skip = self.skip
+        part.module.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         now = self.model._running.now
+        if self.model._running.unit is self:  # the module calls itself
+            return self.eager(*args, **kwargs)
         if now is None:
+            refuse_again(self.part.path)
             raise RuntimeError(
                 f"{self.part.path} is called by itself, and its parameters were taken out: call the function that "
                 f"`functional` returned, model(params, ...)"
             )
         leaves, form = self.forms.flatten((args, kwargs))
         if torch.is_grad_enabled():
-            _refuse_caches(self.part, leaves)
+            refuse_caches(self.part, leaves)
         transformed = functorch.inside_transform()
         if transformed:
-            _refuse_hooks(self.part)
+            refuse_hooks(self.part)
         now.trace.append(self.part.path)
-        buffers = {slot.key: now.buffers[slot.key] for slot in self.part.buffers}
+        buffers = {key: holder[at] for holder, at, key in self.part.buffers}
         changing = tuple(key for key in buffers if key in now.changing)
         own, shared = _arguments(now.params, self.part)
-        leaves = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
-        found, outer, changed = self.stage(own, shared, buffers, changing, leaves, form, recorders.wanted())
+        given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
+        before = self.attributes.now()
+        found, outer, changed = self.stage(own, shared, buffers, changing, given, form, recorders.wanted(), before)
         found = [cast(x, self.output_dtype) for x in found] if self.output_dtype else found
-        now.changed.update(changed)
+        for key, value in changed.items():
+            for holder, at, _ in self.model._places[key]:
+                holder[at] = value
         if transformed:
-            _refuse_kept(self.part)
+            refuse_kept(self.part, leaves)
         out, recorded = self.forms.unflatten(found, outer)
         recorders.hand_on(recorded)
         return out
+
+    def skip(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What `shardfn.skip` of the module does."""
+        now = self.model._running.now
+        if now is None:
+            raise RuntimeError(
+                f"skip: {self.part.path} is skipped outside of a call of the model, which has its parameters: skip it "
+                f"in the forward of the module that would call it"
+            )
+        now.trace.append(self.part.path)
+        return skip(self.stage, *_arguments(now.params, self.part), args, kwargs)
 
     def _run(
         self,
@@ -404,30 +485,70 @@ class _Unit:
         leaves: Sequence[Any],
         form: int,
         wanted: tuple[str, ...],
+        before: Before,
     ) -> Any:
         args, kwargs = self.forms.unflatten(leaves, form)
         part = self.part
         slots = [*part.own, *part.shared]
         values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
-        with (
-            placed(slots, values),
-            _buffers(part, buffers, changing) as changed,
-            _replaced(self.instead),
-            recorders.recording(wanted) as recorded,
-            _NOTHING
-            if self.region is None
-            else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
-        ):
-            if self.region is not None and self.region.unproved:
-                self.region.prove(part, slots, self.eager, args, kwargs)
-            out = (self.forward if followed is None else self.eager)(*args, **kwargs)
+        around, self.model._running.unit = self.model._running.unit, self
+        try:
+            with (
+                before.again(),
+                self.fresh(),
+                placed(slots, values),
+                _buffers(part, self._constant(buffers), changing) as changed,
+                _replaced(self.instead),
+                recorders.recording(wanted) as recorded,
+                _NOTHING
+                if self.region is None
+                else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
+            ):
+                if self.region is not None:
+                    self.region.prove(part, slots, self.eager, args, kwargs)
+                out = (self.forward if followed is None else self.eager)(*args, **kwargs)
+        except RuntimeError as error:
+            self._refuse_mixed(error, values, leaves, buffers)
+            raise
+        finally:
+            self.model._running.unit = around
+        if self.forms.writable(form):
+            refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
         found, outer = self.forms.flatten((out, recorded))
         if followed is not None:
             followed.check(found)
         return found, outer, changed
 
+    def _constant(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Without derivatives of statistics, which torch's kernels do not have; transforms ask for those of all."""
+        known = self.model._changing
+        return {key: x.detach() if key in known else x for key, x in buffers.items()}
+
+    def _refuse_mixed(
+        self, error: RuntimeError, parameters: Any, given: Sequence[Any], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Raises TypeError in place of torch's where dtypes met that do not go together."""
+        each = {"parameters": parameters, "arguments": given, "buffers": buffers}
+        kinds = {
+            what: sorted(
+                {str(x.dtype) for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
+            )
+            for what, some in each.items()
+        }
+        if "dtype" not in str(error) or len({kind for some in kinds.values() for kind in some}) < 2:
+            return
+        said = ", ".join(f"{what} of {' and '.join(some)}" for what, some in kinds.items() if some)
+        options = {**self.options, "input_dtype": self.input_dtype}
+        asked = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
+        raise TypeError(
+            f"{self.part.path} ({type(self.part.module).__name__}) mixes dtypes ({error}): it has {said}, "
+            f"with {asked}. gather_dtype is the dtype in which it gets its floating parameters, and input_dtype that "
+            f"of its arguments; buffers keep theirs: cast them, or the module, before functional"
+        ) from error
+
 
 _NOTHING = contextlib.nullcontext()
+_NO_VALUES = (Placeholder, type(None))
 
 
 @contextlib.contextmanager
@@ -457,19 +578,33 @@ def loose_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) ->
 
 
 @contextlib.contextmanager
-def _whole(loose: Part, values: Mapping[str, Tensor], run: _Run) -> Iterator[dict[str, Tensor]]:
-    """What is loose in its places; gives the buffers that changed."""
+def _whole(
+    loose: Part, values: Mapping[str, Tensor], buffers: Mapping[str, Tensor], changing: frozenset[str]
+) -> Iterator[dict[str, Tensor]]:
+    """What is loose in its places, and all buffers; gives the buffers that changed.
+
+    Raises:
+        RuntimeError: a parameter was written to.
+    """
     slots = [*loose.own, *loose.shared]
-    buffers = {slot.key: run.buffers[slot.key] for slot in loose.buffers}
+    versions = {key: x._version for key, x in values.items() if not x.is_inference()}
     with (
         placed(slots, [values[slot.key] for slot in slots]),
-        _buffers(loose, buffers, [key for key in buffers if key in run.changing]) as changed,
+        _buffers(loose, buffers, changing) as changed,
     ):
         yield changed
+        written = (slot for slot in slots if slot.holder[slot.at] is not values[slot.key])
+        stray = next((key for key, x in versions.items() if values[key]._version != x), None)
+        if (slot := next(written, None)) or stray:
+            raise RuntimeError(
+                f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "
+                f"there during a call is a copy. Let forward compute with a new tensor, and change parameters outside "
+                f"of the model, by an optimizer or in the tree"
+            )
 
 
 @contextlib.contextmanager
-def _buffers(part: Part, values: Mapping[str, Tensor], changing: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+def _buffers(part: Part, values: Mapping[str, Tensor], changing: Collection[str]) -> Iterator[dict[str, Tensor]]:
     """Buffers in their places, those that change as copies, which the dict that this gives has at the end.
 
     Raises:
@@ -483,7 +618,8 @@ def _buffers(part: Part, values: Mapping[str, Tensor], changing: Sequence[str]) 
         for holder, at, key in part.buffers:
             now = holder[at]
             if key in changing:
-                changed[key] = now.detach()
+                if key not in changed or now is not given[key]:  # it may have several places
+                    changed[key] = now.detach()
             elif now is not given[key] or now._version != versions.get(key, now._version):
                 raise RuntimeError(
                     f"{part.path or 'the module'} writes into its buffer {key}, which would be lost: pass "
@@ -520,76 +656,26 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
     found: dict[str, nn.Module | None] = {name: None for name, b in buffers.items() if mutable(name, b.shape)}
     for name in buffers:
         m = module.get_submodule(name.rpartition(".")[0])
-        if name not in found and is_batch_norm(m):
+        if name not in found and keeps_statistics(m):
             found[name] = m
     return found
 
 
-def _refuse_new(module: nn.Module) -> None:
-    """Raises TypeError for parameters that nobody would train: they are not among those of a call."""
-    for name, p in module.named_parameters():
-        if not isinstance(p, Placeholder):
-            raise TypeError(
-                f"{name} came into the {type(module).__name__} after `functional` had taken its parameters out, and is "
-                f"not among those that the model is called with: change the module first"
-            )
+def _uncached(module: nn.Module) -> Callable[[], Any]:
+    """What keeps a parametrised weight from being that of another call: torch's cache knows nothing of several sets."""
+    parametrised = any(isinstance(m, nn.utils.parametrize.ParametrizationList) for m in module.modules())
+    return parametrize.uncached if parametrised else contextlib.nullcontext
 
 
-def _refuse_replaced(module: nn.Module, units: Mapping[str, _Unit], ran: set[str]) -> None:
-    """Raises TypeError for a stage that did not run because another module stands in its place."""
-    for path in units.keys() - ran:
-        with contextlib.suppress(AttributeError):  # it may be gone altogether
-            if module.get_submodule(path) is not units[path].part.module:
-                raise TypeError(
-                    f"{path} of the {type(module).__name__} was replaced after `functional` had taken its parameters "
-                    f"out, and what stands there now has its own, which nothing trains: change the module first"
-                )
+def _by_key(slots: Sequence[Slot]) -> dict[str, list[Slot]]:
+    found: dict[str, list[Slot]] = {}
+    for slot in slots:
+        found.setdefault(slot.key, []).append(slot)
+    return found
 
 
-def _refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
-    for x in leaves:
-        if is_cache(x):
-            raise TypeError(
-                f"{part.path} is given a {type(x).__name__}, into which it would write activations while gradients are "
-                f"recorded: pass use_cache=False to the model (or set it in its config), or generate under "
-                f"torch.no_grad()"
-            )
-
-
-def _refuse_hooks(part: Part) -> None:
-    """Under torch.func's own transforms nobody sees what a hook kept; `sf.grad` and backward() look for it."""
-    for path, m in part.module.named_modules() if any(m._forward_hooks for m in part.module.modules()) else ():
-        for hook in m._forward_hooks.values() if path else ():  # those of the stage itself run outside of it
-            if getattr(hook, "__module__", "") != recorders.HOOKS:
-                raise RuntimeError(
-                    f"{part.path}.{path} has a forward hook, {getattr(hook, '__qualname__', hook)}, inside a stage: "
-                    f"under torch.func what it keeps would have no gradient, silently. Put it on the stage's module "
-                    f"{part.path}, remove it, or use shardfn.grad, which raises an error if what it kept is used"
-                )
-
-
-def _refuse_kept(part: Part) -> None:
-    """Likewise for attributes."""
-    for path, m in part.module.named_modules():
-        for name, held in vars(m).items():
-            some = held if isinstance(held, (list, tuple)) else (held,)
-            if name[0] == "_" or not any(isinstance(x, Tensor) and x.requires_grad for x in some):
-                continue
-            if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
-                continue  # a weight that is computed before each forward
-            raise RuntimeError(
-                f"{joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
-                f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
-            )
-
-
-def _refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
-    for path, m in modules:
-        if getattr(m, "gradient_checkpointing", False) is True and m.training:
-            raise TypeError(
-                f"{path or type(m).__name__} checkpoints activations by itself, inside which a stage cannot run: call "
-                f"model.module.{disables_checkpointing(model)}(), and pass remat=True to functional"
-            )
+def _anything(chosen: Mapping[str, nn.Module]) -> None:
+    """Whatever is chosen is right."""
 
 
 def _all_ranks_run(params: Any) -> bool:

@@ -9,6 +9,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from shardfn.compat import autograd
+
 _ATTRIBUTES = (
     "shape", "ndim", "requires_grad", "layout", "is_sparse", "is_nested", "is_quantized", "is_leaf", "grad_fn",
     "is_meta", "is_cuda", "is_cpu", "itemsize", "nbytes",
@@ -21,9 +23,10 @@ _KNOWN = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {
 
 
 class Running(threading.local):
-    """The call of a shell that this thread is in."""
+    """The call of a shell that this thread is in, and the stage of it that runs."""
 
     now: Any = None
+    unit: Any = None
 
 
 class Place:
@@ -63,6 +66,12 @@ class Placeholder(nn.Parameter):
         found = (x for x in optree.tree_leaves((args, kwargs or {})) if isinstance(x, Placeholder))
         self = next(found)
         by = getattr(func, "__name__", func)
+        if autograd.inside_backward():
+            raise RuntimeError(
+                f"{self.path} is read in backward by {by}, after its stage has run, as "
+                f"torch.utils.checkpoint inside of it does: leave the checkpointing out of the module, and pass "
+                f"remat=True to functional"
+            )
         if self.place.running.now is None:
             raise RuntimeError(
                 f"{self.path} was taken out of this module, which has no value for {by}: call the function that "

@@ -28,10 +28,10 @@ def wanted() -> tuple[str, ...]:
 def recording(keys: tuple[str, ...]) -> Iterator[dict[str, list[Any]]]:
     """Gives what is recorded inside the block, by key."""
     inner: dict[str, list[Any]] = {key: [] for key in keys}
-    if not keys:
+    collector = _collector()
+    if not keys or collector is None:
         yield inner
         return
-    collector = _collector()
     token = collector.set(inner)
     try:
         yield inner

@@ -32,6 +32,7 @@ class Forms:
 
     def __init__(self) -> None:
         self.known: list[Any] = []
+        self._writable: dict[int, bool] = {}
 
     def flatten(self, tree: Any) -> tuple[tuple[Any, ...], int]:
         """The leaves, and the number of what is around them."""
@@ -49,6 +50,12 @@ class Forms:
         """The inverse."""
         tree = _pytree.tree_unflatten(list(leaves), self.known[number])
         return _packed(tree) if _has_fields(self.known[number]) else tree
+
+    def writable(self, number: int) -> bool:
+        """Whether there is something in it that can be written to: a list, say, or a dataclass."""
+        if number not in self._writable:
+            self._writable[number] = any(map(_is_writable, _children(self.known[number])))
+        return self._writable[number]
 
 
 def is_cache(x: Any) -> bool:
@@ -94,6 +101,11 @@ def _packed(tree: Any) -> Any:
 
 def _has_fields(spec: Any) -> bool:
     return spec.type is _Fields or any(map(_has_fields, _children(spec)))
+
+
+def _is_writable(spec: Any) -> bool:
+    fixed = spec.is_leaf() or (isinstance(spec.type, type) and issubclass(spec.type, tuple))
+    return not fixed or any(map(_is_writable, _children(spec)))
 
 
 def _children(spec: Any) -> Any:

@@ -41,10 +41,11 @@ class TensorParallel:
         plan: what is cut how.
         forwards: by module.
         size: ranks that have a part each of the parameters of the region that runs; 1 where they came whole.
+        proving: whether a proof runs, whose values nothing follows.
     """
 
     def __init__(self, plan: TensorPlan) -> None:
-        self.plan, self.entrance, self.size = plan, Entrance(plan.axis), 1
+        self.plan, self.entrance, self.size, self.proving = plan, Entrance(plan.axis), 1, False
         made = {m: self._forward(m, cut, m.forward) for m, cut in plan.cuts.items()}
         self.forwards = {m: forward for m, forward in made.items() if forward is not None}
 
@@ -253,7 +254,8 @@ class Region:
         )
         self.followed: set[Any] = set()
         self.numbers: dict[int, tuple[list[Slot], list[Any]]] = {}
-        self.unproved = bool(holders)
+        proves = holders or any(cut.word == "replicated_with_grad_allreduce" for cut in cuts.values())
+        self.proved = _NOTHING if proves else _GRADIENTS
 
     def size(self) -> int:
         """Ranks that have a part of these parameters each; 1 where they came whole."""
@@ -343,39 +345,47 @@ class Region:
         """Compares, once, what the stage computes on this rank's part with what it does on whole layers.
 
         Nothing else knows whether the module's code splits, normalises or counts what is cut here. It takes the stage's
-        whole parameters and two runs more, in float64 where the module can, without dropout.
+        whole parameters and two runs more, in float64 where the module can, without dropout; where gradients are
+        recorded, two backward passes too, since code that nothing follows, a function of its own say, may have the
+        right values and this rank's part of a gradient.
 
         Raises:
             ValueError: the two differ.
         """
+        level = _GRADIENTS if torch.is_grad_enabled() else _VALUES
         given = list(_tensors((args, kwargs)))
         size = self.owner.size
-        if size == 1 or torch.compiler.is_compiling() or not all(map(plain, given)):
+        if self.proved >= level or size == 1 or torch.compiler.is_compiling() or not all(map(plain, given)):
             return
+        self.owner.proving = True
         with torch.no_grad(), recorders.recording(("_nothing",)), _evaluating(part.module):
-            cut = {
-                id(m._parameters[name]): _dim_of(m, one, name)
-                for m, one in self.cuts.items()
-                for name, p in m._parameters.items()
-                if p is not None and p.shape != one.shapes[name]
-            }
             values = [holder[at].detach() for holder, at, _ in slots]
-            dims_of = [cut.get(id(holder[at])) for holder, at, _ in slots]
+            moving = [holder[at].requires_grad and level == _GRADIENTS for holder, at, _ in slots]
+            at_dim = self._dims_of(slots)
             whole = [
                 v if d is None else all_gather(v, self.axis, dim=0 if v.ndim == 1 else d)
-                for v, d in zip(values, dims_of, strict=True)
+                for v, d in zip(values, at_dim, strict=True)
             ]
 
-            def run(values: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) -> list[Tensor]:
+            def run(values: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) -> Results:
                 self.owner.size, self.owner.entrance.last = ranks, None
                 kept = [holder[at].clone() for holder, at, _ in part.buffers]
-                arguments = _pytree.tree_map(lambda x: _cast(x, dtype), (args, kwargs), is_leaf=is_cache)
+                leaves = [_cast(x, dtype, needs) for x, needs in zip(values, moving, strict=True)]
+                arguments = _pytree.tree_map(
+                    lambda x: _cast(x, dtype, level == _GRADIENTS and getattr(x, "requires_grad", False)),
+                    (args, kwargs),
+                    is_leaf=is_cache,
+                )
+                inputs = [x for x in _tensors(arguments) if x.is_floating_point()]
                 with (
-                    placed(slots, [_cast(x, dtype) for x in values]),
+                    torch.set_grad_enabled(level == _GRADIENTS),
+                    placed(slots, leaves),
                     placed(part.buffers, kept),
                     placed(*self.numbers[ranks]),
                 ):
-                    return list(_tensors(forward(*arguments[0], **arguments[1])))
+                    outputs = list(_tensors(forward(*arguments[0], **arguments[1])))
+                    slopes = _slopes(outputs, [*leaves, *inputs])
+                return [y.detach() for y in outputs], slopes[: len(leaves)], slopes[len(leaves) :]
 
             try:
                 try:
@@ -383,7 +393,26 @@ class Region:
                 except (RuntimeError, TypeError, NotImplementedError):  # kernels that take no float64
                     got, want = run(values, size, None), run(whole, 1, None)
             finally:
-                self.owner.size, self.owner.entrance.last = size, None
+                self.owner.size, self.owner.entrance.last, self.owner.proving = size, None, False
+            here = axis_index(self.axis)
+            pieces = [g if d is None else g.chunk(size, 0 if g.ndim == 1 else d)[here] for g, d in zip(
+                want[1], at_dim, strict=True)]  # fmt: skip
+        self._refuse_differing(got[0], want[0])
+        self._refuse_slopes([key for _, _, key in slots], got[1], pieces)
+        self._refuse_slopes(["what it is given"] * len(got[2]), got[2], want[2])
+        self.proved = level
+
+    def _dims_of(self, slots: Sequence[Slot]) -> list[int | None]:
+        """The dimension along which each parameter came cut."""
+        cut = {
+            id(m._parameters[name]): _dim_of(m, one, name)
+            for m, one in self.cuts.items()
+            for name, p in m._parameters.items()
+            if p is not None and p.shape != one.shapes[name]
+        }
+        return [cut.get(id(holder[at])) for holder, at, _ in slots]
+
+    def _refuse_differing(self, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         for one, other in zip(got, want, strict=True):
             if not _close(one, other):
                 raise ValueError(
@@ -392,7 +421,32 @@ class Region:
                     f"{', '.join(sorted({self.cuts[m].word for m in self.cuts}))}. Say qkv_colwise or packed_colwise "
                     f"of several matrices in one, or colwise_gather_output and rowwise_split_input"
                 )
-        self.unproved = False
+
+    def _refuse_slopes(self, names: Sequence[str], got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+        scale = max((float(g.double().abs().max()) for g in want if g.numel()), default=0.0)
+        for name, one, other in zip(names, got, want, strict=True):
+            if not _within(one, other, scale, _SLOPE):
+                raise ValueError(
+                    f"{self.path}: with layers that are cut over {self.axis!r} the gradient of {name} is another than "
+                    f"with whole ones: it meets what each rank has alone, or is said to and does not. Say in the table "
+                    f'that its module is "replicated_with_grad_allreduce" if it is applied to what is cut, and leave '
+                    f"it out if it is not"
+                )
+
+
+_NOTHING, _VALUES, _GRADIENTS = range(3)
+"""What was compared."""
+Results = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+def _slopes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a number that depends on all outputs, in one way on all ranks; zeros where none is needed."""
+    ends = [y for y in outputs if y.requires_grad]
+    known = [x for x in inputs if x.requires_grad]
+    along = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in ends]
+    found = iter(torch.autograd.grad(ends, known, along, allow_unused=True) if ends and known else ())
+    each = [next(found, None) if x.requires_grad else None for x in inputs]
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, each, strict=True)]
 
 
 @contextlib.contextmanager
@@ -408,25 +462,31 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             m.training = True
 
 
-def _cast(x: Any, dtype: torch.dtype | None) -> Any:
+def _cast(x: Any, dtype: torch.dtype | None, differentiated: bool) -> Any:
     if is_cache(x):
         return copy.deepcopy(x)
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or not x.is_floating_point():
         return x
-    return x.detach().to(dtype) if dtype is not None and x.is_floating_point() else x.detach()
+    return x.detach().to(dtype or x.dtype).requires_grad_(differentiated)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
     if not one.is_floating_point():
-        return bool((one == other).all())
-    away = (one.double() - other.double()).nan_to_num().abs().max() if one.numel() else torch.zeros(())
-    allowed = max(_ROUNDING, 32 * torch.finfo(one.dtype).eps)
-    return bool(away <= allowed * other.double().nan_to_num().abs().max()) if one.numel() else True
+        return one.shape == other.shape and bool((one == other).all())
+    scale = float(other.double().nan_to_num().abs().max()) if other.numel() else 0.0
+    return _within(one, other, scale, _ROUNDING)
+
+
+def _within(one: Tensor, other: Tensor, scale: float, rounding: float) -> bool:
+    """Whether two tensors are equal, but for rounding of numbers of this size."""
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    away = (one.double() - other.double()).nan_to_num().abs().max()
+    return bool(away <= max(rounding, 32 * torch.finfo(one.dtype).eps) * scale)
 
 
 _ROUNDING = 1e-6  # modules compute some things in float32 whatever they are given
+_SLOPE = 1e-4
 
 
 def _dim_of(m: nn.Module, cut: Cut, name: str) -> int:
@@ -464,6 +524,8 @@ class Following(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self.region.owner.proving:
+            return out
         known = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
         results = list(_tensors(out)) if known else []
         if isinstance(func, torch._ops.OpOverload) and func.namespace.startswith("shardfn"):

@@ -127,6 +127,16 @@ class TensorPlan:
             raise ValueError(f"specs: the module has no parameter {path!r}; specs are for model.tree as it is")
         return self.specs[path]
 
+    def refuse_outside(self, stages: Mapping[str, nn.Module]) -> None:
+        """Raises ValueError where layers that are cut by columns are in none of these stages."""
+        inside = {m for one in stages.values() for m in one.modules()}
+        for m, cut in self.cuts.items():
+            if cut.word in LOCAL and m not in inside:
+                raise ValueError(
+                    f"functional: tensor: {cut.path} is said to be {cut.word!r} and is in no stage, where nothing "
+                    f"compares it with the whole layer: choose stages= that hold it"
+                )
+
 
 def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
     """What a table means for a module.

@@ -21,7 +21,8 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
     encoder when its batch has no images, skips it at the place where other ranks call it.
 
     Args:
-        stage: what `shardfn.stage` returned.
+        stage: what `shardfn.stage` returned; or, inside a call of what `interop.functional` returned, a module that is
+            one of its stages, whose parameters that call has.
         *args: the parameters, at the same places among the arguments as in a call. Of other tensors the values are not
             used, only whether they need a gradient: pass on the zero from the layer before, as a call would get that
             layer's result. Where the parameters are frozen, backward comes here only for such a tensor.
@@ -47,6 +48,10 @@ def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
                 "skip: under torch.compile all ranks run the same graph, so none can skip a stage: compile the "
                 "function inside the stage, shardfn.stage(torch.compile(f)), and call skip outside"
             )
+    own = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
+    if own is not None:
+        zero: Tensor = own(*args, **kwargs)
+        return zero
     what: Made | None = getattr(stage, "_shardfn_made", None)
     if what is None or getattr(stage, "__wrapped__", None) is not what.function:
         raise TypeError(

@@ -283,7 +283,9 @@ def behaviours() -> dict[str, Any]:
     inside = {"attention.query_key_value": "qkv_colwise", "attention.dense": "rowwise"}
     refused("by heads", lambda: step(lambda: causal("GPTNeoX"), inside, kind="llama"))
     refused("features", lambda: step(lambda: Stack(Mean), UP))
-    refused("in no stage", lambda: functional(Stack(Normed), stages="Embedding", small=2**20, tensor=UP))
+    whole = Stack(Normed)
+    refused("in no stage", lambda: functional(whole, stages="Embedding", small=2**20, tensor=UP))
+    functional(whole)  # which was not touched
     rank = dist.get_rank() % 2
     mine = {k: x.chunk(2)[rank] for k, x in batch.items()}
     refused("batch", lambda: step(lambda: Stack(Normed), {"embed": "embedding_rowwise", **UP}, mine))
@@ -329,7 +331,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "two in one": ("model.layers.0 computes something else", "packed_colwise of several matrices in one"),
     "by heads": ("gpt_neox.layers.0 computes something else with layers that are cut over 'tensor'",),
     "features": ("layers.0 computes something else",),
-    "in no stage": ("layers of layers.0 are cut by columns and are in no stage",),
+    "in no stage": ("layers.0.up is said to be 'colwise' and is in no stage",),
     "rows": ("lm_head.weight has shape (41, 32)", "pad it to 42"),
     "batch": ("differ between ranks", "cut the batch over other axes"),
     "seeds": ("differs between ranks", "seed these ranks alike"),

@@ -1,0 +1,154 @@
+"""What a layer's forward reads besides its arguments, and may change: attributes of modules, numbers drawn by Python.
+
+A stage may run its function again, for its gradient, after these have changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from shardfn.compat import functorch
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_OF_TORCH = {*vars(nn.Module()), "forward", "_flat_weights", "_flat_weight_refs"}
+
+
+class Place(NamedTuple):
+    """An attribute, by the module's `__dict__` and its name there; whether forward puts another tensor there."""
+
+    own: dict[str, Any]
+    name: str
+    rebound: bool = False
+
+
+class Attributes:
+    """Of the modules of one stage: `training` of all, and what their forwards were seen to change.
+
+    In the first run in each mode all attributes are compared with what they were before.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.owners = [vars(m) for m in modules]
+        self.changed: list[Place] = []
+        self.drawn: list[Source] = []
+        self.looked: set[tuple[bool, ...]] = set()
+
+    def now(self) -> Before:
+        """As they are, for a call of the stage."""
+        training = tuple([own["training"] for own in self.owners])
+        if training in self.looked:
+            return Before(self, training, self.changed, self.drawn)
+        places = [
+            Place(own, name) for own in self.owners for name, x in own.items() if name not in _OF_TORCH and _known(x)
+        ]
+        return Before(self, training, places, _sources())
+
+
+class Before:
+    """As all was when a stage was called; each run of its function begins with it.
+
+    The first run leaves what it changed, later ones leave things as they find them.
+    """
+
+    def __init__(self, of: Attributes, training: tuple[bool, ...], places: list[Place], sources: list[Source]) -> None:
+        self.of, self.training, self.places, self.sources = of, training, places, sources
+        self.values = [_copied(own.get(name), rebound) for own, name, rebound in places]
+        self.states = [source.get() for source in sources]
+        self.marks = [] if training in of.looked else [_mark(own[name]) for own, name, _ in places]
+        self.ran = False
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The block runs the function of the stage."""
+        if not self.ran:
+            self.ran = True
+            yield
+            if self.training not in self.of.looked:
+                self._look()
+            return
+        places = [*(Place(own, "training") for own in self.of.owners), *self.places]
+        kept = [own.get(name) for own, name, _ in places]
+        states = [source.get() for source in self.sources]
+        values = [_copied(x, place.rebound) for place, x in zip(self.places, self.values, strict=True)]
+        _put(places, [*self.training, *values], self.sources, self.states)
+        try:
+            yield
+        finally:
+            _put(places, kept, self.sources, states)
+
+    def _look(self) -> None:
+        """What the first run in this mode changed."""
+        found = [
+            place._replace(rebound=place.own.get(place.name) is not mark[0])
+            for place, mark in zip(self.places, self.marks, strict=True)
+            if _differs(place, mark)
+        ]
+        known = {(id(own), name) for own, name, _ in self.of.changed}
+        self.of.changed = [*self.of.changed, *(one for one in found if (id(one.own), one.name) not in known)]
+        drawn = [s for s, state in zip(self.sources, self.states, strict=True) if str(s.get()) != str(state)]
+        self.of.drawn = [*self.of.drawn, *(s for s in drawn if s not in self.of.drawn)]
+        self.of.looked.add(self.training)
+        self.marks = []
+
+
+class Source(NamedTuple):
+    """Of random numbers that torch does not draw."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+def _sources() -> list[Source]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = [Source(numpy.random.get_state, numpy.random.set_state)] if numpy is not None else []
+    return [Source(random.getstate, random.setstate), *of_numpy]
+
+
+def _known(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return not functorch.wrapped(x) and not x.is_inference()
+    return isinstance(x, _PLAIN) or type(x) in _CONTAINERS
+
+
+def _copied(x: Any, rebound: bool) -> Any:
+    """So that what the module does to the one does not change the other."""
+    if isinstance(x, Tensor) and _known(x):
+        return x.detach() if rebound else x.detach().clone()
+    return copy.copy(x) if type(x) in _CONTAINERS else x
+
+
+def _mark(x: Any) -> Any:
+    """By which a change is seen."""
+    if isinstance(x, Tensor):
+        return x, x._version
+    return (x, copy.copy(x)) if type(x) in _CONTAINERS else (x, None)
+
+
+def _differs(place: Place, mark: Any) -> bool:
+    now, (before, state) = place.own.get(place.name), mark
+    if now is not before:
+        return True
+    if isinstance(now, Tensor):
+        return now._version != state
+    return type(now) in _CONTAINERS and not _same_items(now, state)
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    both = [list(x.items()) if isinstance(x, dict) else [(None, y) for y in x] for x in (one, other)]
+    return len(one) == len(other) and all(a is b for (_, a), (_, b) in zip(*both, strict=True))
+
+
+def _put(places: list[Place], values: list[Any], sources: list[Source], states: list[Any]) -> None:
+    for (own, name, _), value in zip(places, values, strict=True):
+        own[name] = value
+    for source, state in zip(sources, states, strict=True):
+        source.put(state)

@@ -1,0 +1,196 @@
+"""Modules that cannot be taken apart, and why: what would go on using numbers that training leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.compat import dynamo
+from shardfn.compat.autograd import storage_of
+from shardfn.interop.placeholder import Placeholder
+from shardfn.mesh.spec import is_dtensor, joined
+
+OF_TORCH = ("_parameters", "_buffers", "_modules")
+
+
+def aliases(module: nn.Module, known: Mapping[int, Tensor]) -> Iterator[tuple[Any, Any, int]]:
+    """Where else modules keep their parameters: in a list or dict of their own, as recurrent ones do.
+
+    Raises:
+        TypeError: a parameter is kept where no other can be put in its place.
+    """
+    for path, m in module.named_modules():
+        for attribute, value in vars(m).items():
+            if attribute in OF_TORCH:
+                continue
+            deep = [] if isinstance(value, (list, dict)) else [value]
+            for at, one in value.items() if isinstance(value, dict) else enumerate(() if deep else value):
+                if not isinstance(one, Tensor):
+                    deep.append(one)
+                elif known.get(id(one)) is one:
+                    yield value, at, id(one)
+            if any(known.get(id(x)) is x for x in tensors_in(*deep)):
+                raise TypeError(
+                    f"functional: {path or 'the module'} keeps a parameter in its attribute {attribute!r}, where it "
+                    f"would stay when others are used: let its forward read the parameter itself"
+                )
+
+
+_MOST = 10_000
+
+
+def tensors_in(*values: Any, objects: bool = False) -> Iterator[Tensor]:
+    """The tensors that values lead to, through containers, dataclasses and functions, but not into modules.
+
+    Args:
+        values: anything.
+        objects: whether attributes of objects of any class count.
+    """
+    left, seen = list(values), set[int]()
+    while left and len(seen) < _MOST:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, _PLAIN):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            yield one
+        else:
+            left += _held_by(one, objects)
+
+
+_PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, nn.Module)
+
+
+def _held_by(value: Any, objects: bool) -> Sequence[Any]:
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, types.FunctionType):
+        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]  # an empty one has no contents
+        return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ())]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if objects or isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value):
+        return list(getattr(value, "__dict__", {}).values())
+    return ()
+
+
+def refuse_shared_memory(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError where two parameters, or a parameter and a tensor of a module's, have memory in common.
+
+    In the tree each is a tensor of its own: what was one number would become two.
+    """
+    owners: dict[int, list[tuple[str, Tensor]]] = {}
+    parameters = {id(p): name for name, p in reversed(named)}
+    for name, p in named:
+        if parameters[id(p)] == name and p.layout is torch.strided:
+            owners.setdefault(storage_of(p), []).append((name, p))
+    others = list(module.named_buffers())
+    for path, m in module.named_modules():
+        held = {at: x for at, x in vars(m).items() if at not in OF_TORCH}
+        others += [(joined(path, at), t) for at, x in held.items() for t in tensors_in(x) if t.grad_fn is None]
+    for name, x in others:
+        if x.layout is torch.strided and id(x) not in parameters and storage_of(x) in owners:
+            owners[storage_of(x)].append((name, x))
+    for sharing in owners.values():
+        for i, (name, x) in enumerate(sharing):
+            other = next((other for other, y in sharing[:i] if _overlap(x, y)), None)
+            if other is not None:
+                raise ValueError(
+                    f"functional: {other} and {name} are two tensors of shapes {tuple(dict(sharing)[other].shape)} and "
+                    f"{tuple(x.shape)} that share memory, as a view or a slice does; apart from each other they would "
+                    f"get different numbers. Make them one parameter, of which forward takes the view, or clone() one"
+                )
+
+
+def _overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if not x.numel() or not y.numel():
+        return False
+    (low, high), (start, stop) = _extent(x), _extent(y)
+    if high <= start or stop <= low:
+        return False
+    if x.dtype != y.dtype:
+        return True
+    begin, width = min(low, start), x.element_size()
+    taken = torch.zeros((max(high, stop) - begin) // width, dtype=torch.bool)
+    taken.as_strided(x.shape, x.stride(), (low - begin) // width).fill_(True)
+    return bool(taken.as_strided(y.shape, y.stride(), (start - begin) // width).any())
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    """The first byte in its storage, and the end."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    first = x.storage_offset()
+    return int(first) * x.element_size(), int(first + last + 1) * x.element_size()
+
+
+def disables_checkpointing(module: object) -> str:
+    """The method of a model of `transformers` that switches its own checkpointing off; versions have two names."""
+    newer = "activation_checkpointing_disable"
+    return newer if hasattr(module, newer) else "gradient_checkpointing_disable"
+
+
+def refuse_taken(module: nn.Module) -> None:
+    """Raises for a module that cannot be taken apart, and says why."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"functional: the module is of type {type(module).__name__}, not a torch.nn.Module")
+    for path, m in module.named_modules():
+        where = f"{path} ({type(m).__name__})" if path else type(m).__name__
+        for name, p in m._parameters.items():
+            if isinstance(p, Placeholder):
+                raise TypeError(
+                    f"functional: the parameters of {where} were taken out before: one shell serves as many sets of "
+                    f"parameters as you like, so use what `functional` returned then"
+                )
+            if p is not None and is_dtensor(p):
+                raise TypeError(
+                    f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
+                    f"before, and let shardfn.shard cut the parameters"
+                )
+            if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                raise TypeError(
+                    f"functional: {name} of {where} has a hook on its gradient (register_hook or "
+                    f"register_post_accumulate_grad_hook), which would never run: remove it, and do to the gradients "
+                    f"that shardfn.grad returns what it does"
+                )
+            if isinstance(p, nn.parameter.UninitializedParameter):
+                raise TypeError(
+                    f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
+                    f"their inputs"
+                )
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and (m.sparse or m.max_norm is not None):
+            raise TypeError(
+                f"functional: {where} has {'sparse=True' if m.sparse else 'max_norm'}, by which "
+                f"{'its gradient is sparse' if m.sparse else 'its forward writes into its weight'}: set it to "
+                f"{'False' if m.sparse else 'None'}, since stages have dense gradients and change no parameters"
+            )
+        if isinstance(m, torch.jit.ScriptModule):
+            raise TypeError(
+                f"functional: {where} is TorchScript, of which no part can be exchanged: pass the module itself"
+            )
+        if dynamo.is_compiled(m):
+            raise TypeError(
+                f"functional: {where} is compiled by torch.compile, with its parameters inside: pass the module as it "
+                f"was before, and compile=True, which compiles each stage"
+            )
+        if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            raise TypeError(f"functional: {where} shards by itself: pass the module inside it, `.module`")
+        if hasattr(m, "_hf_hook"):
+            raise TypeError(
+                f"functional: {where} has a hook of accelerate's, which moves parameters: call "
+                f"accelerate.hooks.remove_hook_from_module(module, recurse=True), or load it without device_map="
+            )
+        if getattr(m, "gradient_checkpointing", False) is True:
+            raise TypeError(
+                f"functional: {where} has gradient checkpointing of its own switched on, inside which a stage cannot "
+                f"run: call {disables_checkpointing(module)}(), and pass remat=True here"
+            )

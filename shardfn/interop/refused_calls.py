@@ -1,0 +1,96 @@
+"""What a module must not do while it is called, and what is said when it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardfn.compat import autograd, functorch
+from shardfn.interop import recorders
+from shardfn.interop.anatomy import Part
+from shardfn.interop.refused import OF_TORCH, disables_checkpointing, tensors_in
+from shardfn.interop.structures import is_cache
+from shardfn.mesh.spec import joined
+
+
+def refuse_again(path: str) -> None:
+    """Raises RuntimeError where checkpointing of the module's own runs a stage in backward."""
+    if autograd.inside_backward():
+        raise RuntimeError(
+            f"{path} runs again in backward, outside of a call of the model, as torch.utils.checkpoint does: leave the "
+            f"checkpointing out of the module, and pass remat=True to functional"
+        )
+
+
+def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
+    """Raises RuntimeError if a module wrote into a list, dict or dataclass that it was given."""
+    if now[1] != form or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
+        raise RuntimeError(
+            f"{part.path} ({type(part.module).__name__}) writes into a list, dict or dataclass among its arguments. A "
+            f"stage gets a copy, since it may run again in backward, and what it writes would be lost: let its forward "
+            f"return it, or choose stages= so that whoever made it and whoever writes into it are in one stage"
+        )
+
+
+def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
+    """Raises TypeError where a stage is given a cache."""
+    for x in leaves:
+        if is_cache(x):
+            raise TypeError(
+                f"{part.path} is given a {type(x).__name__}, into which it would write activations while gradients are "
+                f"recorded: pass use_cache=False to the model (or set it in its config), or generate under "
+                f"torch.no_grad()"
+            )
+
+
+def refuse_hooks(part: Part) -> None:
+    """Under torch.func's own transforms nobody sees what a hook kept; `sf.grad` and backward() look for it."""
+    for path, m in part.module.named_modules():
+        hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) if path else ()  # a stage's run outside
+        for hook in hooks:
+            if not getattr(hook, "__module__", "").startswith((recorders.HOOKS, "torch.")):
+                raise RuntimeError(
+                    f"{part.path}.{path} has a forward hook, {getattr(hook, '__qualname__', hook)}, inside a stage: "
+                    f"under torch.func what it keeps would have no gradient, silently. Put it on the stage's module "
+                    f"{part.path}, remove it, or use shardfn.grad, which raises an error if what it kept is used"
+                )
+
+
+def refuse_kept(part: Part, given: Sequence[Any]) -> None:
+    """Likewise for attributes, and for objects that it was given."""
+    for path, m in part.module.named_modules():
+        for name, held in vars(m).items():
+            if name in (*OF_TORCH, *_NOT_KEPT) or not any(map(_computed, tensors_in(held, objects=True))):
+                continue
+            if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
+                continue  # a weight that is computed before each forward
+            raise RuntimeError(
+                f"{joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
+                f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
+            )
+    for x in given:
+        if not isinstance(x, Tensor) and any(map(_computed, tensors_in(x, objects=True))):
+            raise RuntimeError(
+                f"{part.path} is given a {type(x).__name__}, in which there are tensors with a gradient when it has "
+                f"run: under torch.func the gradient of what a stage keeps in an object would be lost, silently. Pass "
+                f"tensors, in tuples, dicts or dataclasses, and return them"
+            )
+
+
+_NOT_KEPT = ("forward", "_flat_weights")
+
+
+def _computed(x: Tensor) -> bool:
+    return x.requires_grad and (not x.is_leaf or functorch.wrapped(x))
+
+
+def refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raises TypeError where a model of `transformers` checkpoints by itself."""
+    for path, m in modules:
+        if getattr(m, "gradient_checkpointing", False) is True and m.training:
+            raise TypeError(
+                f"{path or type(m).__name__} checkpoints activations by itself, inside which a stage cannot run: call "
+                f"model.module.{disables_checkpointing(model)}(), and pass remat=True to functional"
+            )
