@@ -111,8 +111,6 @@ def load(
         ``tree = load(latest("runs/1"), {"params": params, "state": state, "step": 0})``, and
         ``params = load("last.ckpt", params, part="state_dict")``
     """
-    if path is None:
-        raise TypeError("load: the path is None, which `latest` returns if there is no complete checkpoint")
     finish()
     return filled(f"load {path}", path, like, Asked(part, by_rules(names), strict, ignore), donate)
 
@@ -162,6 +160,12 @@ def reader_of(path: Path, team: Team) -> Readers:
     return Reader(source_of(path, MODELS))
 
 
+def _path(source: Any) -> Path:
+    if source is None:
+        raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
+    return Path(source)
+
+
 def filled(
     what: str,
     source: str | os.PathLike[str],
@@ -172,7 +176,7 @@ def filled(
     check: Callable[[Contents], None] | None = None,
 ) -> Any:
     """The tree with what was read, as `load` says; `then` is run on the reader, too, and `check` before."""
-    path, (tree, held) = on_each_rank(lambda: (Path(source), _placed(like, donate)))
+    path, (tree, held) = on_each_rank(lambda: (_path(source), _placed(like, donate)))
     team = team_of(held.grids)
 
     def compared() -> tuple[Readers, Any, Differences, dict[str, Name], Any, _Common]:

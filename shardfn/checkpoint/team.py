@@ -115,8 +115,9 @@ def on_each_rank(run: Callable[[], T]) -> T:
     try:
         return run()
     except Exception as error:
-        with contextlib.suppress(CheckpointError):
-            team_of(()).gathered((None, _worded(error)))
+        if waiting.cause(error) is not None:  # nobody comes to hear of a wait that was in vain
+            with contextlib.suppress(CheckpointError):
+                team_of(()).gathered((None, _worded(error)))
         raise
 
 
