@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -37,6 +39,22 @@ def trace_dicts() -> None:
     for name in ("dict_flatten", "dict_unflatten"):
         if hasattr(pytree, name):
             getattr(pytree, name).__torch_dynamo_can_constant_fold_through__ = False
+
+
+def free_graphs() -> None:
+    """Collects what is left of graphs that were compiled since the last time.
+
+    Otherwise whichever thread allocates something next takes them apart, and may wait in there, with Python's lock, for
+    a thread that needs it.
+    """
+    manager = getattr(sys.modules.get("torch._dynamo.utils"), "CleanupManager", None)
+    count = getattr(manager, "count", 0)
+    if count != _graphs[0]:
+        gc.collect()
+        _graphs[0] = getattr(manager, "count", 0)
+
+
+_graphs = [0]
 
 
 def one_graph() -> Any:

@@ -14,7 +14,7 @@ import time
 
 import torch.distributed as dist
 
-from shardfn.compat import process_groups
+from shardfn.compat import dynamo, process_groups
 from shardfn.mesh.groups import forget_world
 from shardfn.testing import serialization, stacks, state
 from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
@@ -36,6 +36,7 @@ class Threads:
             RuntimeError: a thread of an earlier run that hung is still running.
         """
         _wait_for_strays()
+        dynamo.free_graphs()
         with state.borrowed(), process_groups.threaded_groups():
             state.reset()
             return _Run(self._size, call).outcomes(deadline)

@@ -16,7 +16,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from shardfn.compat import process_groups
+from shardfn.compat import dynamo, process_groups
 from shardfn.testing import filters, serialization, stacks, state
 
 
@@ -65,6 +65,7 @@ def _answer(setting: bytes, caller: Connection) -> None:
         answer = serialization.encode(serialization.perform(call))
     caller.send_bytes(pickle.dumps(process_groups.group_count()))
     caller.send_bytes(answer)
+    dynamo.free_graphs()
 
 
 def _die_with_parent() -> None:

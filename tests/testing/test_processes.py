@@ -1,13 +1,17 @@
 """Nothing outlives its world: no process, no file, no warning."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
 
 from shardfn.testing import World
 
@@ -131,3 +135,36 @@ def test_descriptors_do_not_leak():
             local.errors(sys.exit)
             local.run(int)
     assert open_files() == before
+
+
+LEFT: list[Any] = []
+
+
+class Loop:
+    """Garbage, once nobody has it."""
+
+    def __init__(self, held: Any) -> None:
+        self.itself, self.held = self, held
+
+
+def compiles() -> None:
+    gc.disable()  # so that nobody collects it by chance
+    f = torch.compile(lambda x: x + 1, backend="eager")
+    f(torch.ones(1))
+    LEFT.append(weakref.ref(Loop(f)))
+
+
+def alive() -> int:
+    gc.enable()
+    return sum(one() is not None for one in LEFT)
+
+
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_what_a_call_compiled_is_not_left_to_the_threads_of_the_next(kind: Literal["processes", "threads"]) -> None:
+    """They would take it apart in the middle of anything, and wait in there for each other."""
+    try:
+        with World(2, kind=kind) as world:
+            world.run(compiles)
+            assert world.run(alive) == [0, 0]
+    finally:
+        gc.enable()
