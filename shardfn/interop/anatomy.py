@@ -117,22 +117,7 @@ def taken_apart(
     parts = {path: Part(path, m) for path, m in chosen.items()}
     rest = Part(LOOSE, module)
     there = dict(module.named_modules(remove_duplicate=False))
-    of_module = {id(part.module): part for part in parts.values()}
-
-    def part_of(name: str) -> Part:
-        """The stage that a name goes through; a module may have several names."""
-        words = name.split(".")
-        paths = (".".join(words[:n]) for n in range(1, len(words)))
-        return next((of_module[id(there[path])] for path in paths if id(there[path]) in of_module), rest)
-
-    listed: set[tuple[int, int, Any]] = set()
-
-    def add(slots: list[Slot], slot: Slot) -> None:
-        """A place once, by however many names it is reached."""
-        if (where := (id(slots), id(slot.holder), slot.at)) not in listed:
-            listed.add(where)
-            slots.append(slot)
-
+    part_of, add = _by_name(there, parts, rest), _Once()
     readers: dict[int, dict[str, None]] = {}
     for name, p in named:
         readers.setdefault(id(p), {})[part_of(name).path] = None
@@ -170,14 +155,37 @@ def taken_apart(
     same = {name: first[id(b)] for name, b in buffers.items()}
     for name, key in same.items():
         parent, _, attribute = name.rpartition(".")
-        slot = Slot(there[parent]._buffers, attribute, key)
         for part in (part_of(name), rest):
-            add(part.buffers, slot)
+            add(part.buffers, Slot(there[parent]._buffers, attribute, key))
     for part in (*parts.values(), rest):
         for holder, at, _ in (*part.own, *part.shared):
             holder[at] = stand_ins.get(id(holder[at]), holder[at])
     tree = {key: value for key, value in tree.items() if not isinstance(value, dict) or value}
     return Anatomy(tree, canonical, tuple(frozen), buffers, same, parts, rest, place)
+
+
+def _by_name(there: Mapping[str, nn.Module], parts: Mapping[str, Part], rest: Part) -> Callable[[str], Part]:
+    """The stage that a name goes through; a module may have several names."""
+    of_module = {id(part.module): part for part in parts.values()}
+
+    def part_of(name: str) -> Part:
+        words = name.split(".")
+        paths = (".".join(words[:n]) for n in range(1, len(words)))
+        return next((of_module[id(there[path])] for path in paths if id(there[path]) in of_module), rest)
+
+    return part_of
+
+
+class _Once:
+    """Adds a place once, by however many names it is reached."""
+
+    def __init__(self) -> None:
+        self.listed: set[tuple[int, int, Any]] = set()
+
+    def __call__(self, slots: list[Slot], slot: Slot) -> None:
+        if (where := (id(slots), id(slot.holder), slot.at)) not in self.listed:
+            self.listed.add(where)
+            slots.append(slot)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.mesh.spec import P, joined
-from shardfn.mesh.which import Chosen, Which, chosen
+from shardfn.mesh.which import Chosen, Which, chosen, listed
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.sharding import Specs, unshard
 from shardfn.stages.signature import cast
@@ -691,7 +691,5 @@ def _device_of(params: Any) -> torch.device | None:
     return next((x.device for x in optree.tree_leaves(params) if isinstance(x, Tensor)), None)
 
 
-def _some(names: Sequence[str], most: int = 4) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    return listed(map(repr, names), 4) or "nothing"

@@ -29,7 +29,7 @@ from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes
 from shardfn.mesh.spec import P
-from shardfn.mesh.which import Which
+from shardfn.mesh.which import Which, listed
 from shardfn.shards.layout import Layout, is_flat, local_parameters
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs, agreed
@@ -249,19 +249,15 @@ def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str
         said.append("ignore= names, by patterns, what is there and is not wanted")
     if unknown:
         said.append(
-            f"the module has no values for {_few(unknown)} either, as they are on the device meta: what these files "
-            f"lack has to be built outside of interop.meta(), and is kept with strict=False"
+            f"the module has no values for {listed(unknown, 4)} either, as they are on the device meta: what these "
+            f"files lack has to be built outside of interop.meta(), and is kept with strict=False"
         )
     if empty:
         said.append(
-            f"neither these files nor the module have values for the buffers {_few(empty)}: build the module under "
-            f"interop.meta(), which leaves buffers their values, and not under torch.device('meta')"
+            f"neither these files nor the module have values for the buffers {listed(empty, 4)}: build the module "
+            f"under interop.meta(), which leaves buffers their values, and not under torch.device('meta')"
         )
     return "; ".join(said)
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _prefix(missing: list[str], there: Iterable[str]) -> str:

@@ -146,51 +146,60 @@ def refuse_taken(module: nn.Module) -> None:
     for path, m in module.named_modules():
         where = f"{path} ({type(m).__name__})" if path else type(m).__name__
         for name, p in m._parameters.items():
-            if isinstance(p, Placeholder):
-                raise TypeError(
-                    f"functional: the parameters of {where} were taken out before: one shell serves as many sets of "
-                    f"parameters as you like, so use what `functional` returned then"
-                )
-            if p is not None and is_dtensor(p):
-                raise TypeError(
-                    f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
-                    f"before, and let shardfn.shard cut the parameters"
-                )
-            if p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks):
-                raise TypeError(
-                    f"functional: {name} of {where} has a hook on its gradient (register_hook or "
-                    f"register_post_accumulate_grad_hook), which would never run: remove it, and do to the gradients "
-                    f"that shardfn.grad returns what it does"
-                )
-            if isinstance(p, nn.parameter.UninitializedParameter):
-                raise TypeError(
-                    f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
-                    f"their inputs"
-                )
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and (m.sparse or m.max_norm is not None):
-            raise TypeError(
-                f"functional: {where} has {'sparse=True' if m.sparse else 'max_norm'}, by which "
-                f"{'its gradient is sparse' if m.sparse else 'its forward writes into its weight'}: set it to "
-                f"{'False' if m.sparse else 'None'}, since stages have dense gradients and change no parameters"
-            )
-        if isinstance(m, torch.jit.ScriptModule):
-            raise TypeError(
-                f"functional: {where} is TorchScript, of which no part can be exchanged: pass the module itself"
-            )
-        if dynamo.is_compiled(m):
-            raise TypeError(
-                f"functional: {where} is compiled by torch.compile, with its parameters inside: pass the module as it "
-                f"was before, and compile=True, which compiles each stage"
-            )
-        if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
-            raise TypeError(f"functional: {where} shards by itself: pass the module inside it, `.module`")
-        if hasattr(m, "_hf_hook"):
-            raise TypeError(
-                f"functional: {where} has a hook of accelerate's, which moves parameters: call "
-                f"accelerate.hooks.remove_hook_from_module(module, recurse=True), or load it without device_map="
-            )
-        if getattr(m, "gradient_checkpointing", False) is True:
-            raise TypeError(
-                f"functional: {where} has gradient checkpointing of its own switched on, inside which a stage cannot "
-                f"run: call {disables_checkpointing(module)}(), and pass remat=True here"
-            )
+            if p is not None:
+                _refuse_parameter(p, name, where)
+        _refuse_module(m, where, module)
+
+
+def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
+    if isinstance(p, Placeholder):
+        raise TypeError(
+            f"functional: the parameters of {where} were taken out before: one shell serves as many sets of "
+            f"parameters as you like, so use what `functional` returned then"
+        )
+    if is_dtensor(p):
+        raise TypeError(
+            f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
+            f"before, and let shardfn.shard cut the parameters"
+        )
+    if p._backward_hooks or p._post_accumulate_grad_hooks:
+        raise TypeError(
+            f"functional: {name} of {where} has a hook on its gradient (register_hook or "
+            f"register_post_accumulate_grad_hook), which would never run: remove it, and do to the gradients "
+            f"that shardfn.grad returns what it does"
+        )
+    if isinstance(p, nn.parameter.UninitializedParameter):
+        raise TypeError(
+            f"functional: {name} of {where} has no shape yet: run the module once, so that lazy modules know "
+            f"their inputs"
+        )
+
+
+def _refuse_module(m: nn.Module, where: str, module: nn.Module) -> None:
+    if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and (m.sparse or m.max_norm is not None):
+        raise TypeError(
+            f"functional: {where} has {'sparse=True' if m.sparse else 'max_norm'}, by which "
+            f"{'its gradient is sparse' if m.sparse else 'its forward writes into its weight'}: set it to "
+            f"{'False' if m.sparse else 'None'}, since stages have dense gradients and change no parameters"
+        )
+    if isinstance(m, torch.jit.ScriptModule):
+        raise TypeError(
+            f"functional: {where} is TorchScript, of which no part can be exchanged: pass the module itself"
+        )
+    if dynamo.is_compiled(m):
+        raise TypeError(
+            f"functional: {where} is compiled by torch.compile, with its parameters inside: pass the module as it "
+            f"was before, and compile=True, which compiles each stage"
+        )
+    if type(m).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+        raise TypeError(f"functional: {where} shards by itself: pass the module inside it, `.module`")
+    if hasattr(m, "_hf_hook"):
+        raise TypeError(
+            f"functional: {where} has a hook of accelerate's, which moves parameters: call "
+            f"accelerate.hooks.remove_hook_from_module(module, recurse=True), or load it without device_map="
+        )
+    if getattr(m, "gradient_checkpointing", False) is True:
+        raise TypeError(
+            f"functional: {where} has gradient checkpointing of its own switched on, inside which a stage cannot "
+            f"run: call {disables_checkpointing(module)}(), and pass remat=True here"
+        )

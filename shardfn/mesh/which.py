@@ -34,6 +34,12 @@ class Chosen:
         return ", ".join(one.pattern for one in self.patterns) if self.rule is None else f"{self.rule!r}"
 
 
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """The first of some names, and how many more there are; for messages."""
+    found = list(names)
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
 def chosen(which: Which, name: str) -> Chosen:
     """What an argument of this name chooses.
 

@@ -22,7 +22,7 @@ from shardfn.mesh.axes import check_axes, grid_of, per_mesh
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
-from shardfn.mesh.which import Chosen, Which, chosen
+from shardfn.mesh.which import Chosen, Which, chosen, listed
 from shardfn.shards.gathering import device_of, gathered_to, targets
 from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
@@ -170,7 +170,7 @@ def shard_named(
         waiting = dict(rules.places)
         for name, tensor in named:
             if name not in rules.places:
-                raise ValueError(f"{name!r} is not a parameter: the tree has {_some(rules.places)}")
+                raise ValueError(f"{name!r} is not a parameter: the tree has {listed(rules.places)}")
             if name not in waiting:
                 raise ValueError(f"{name!r} came twice")
             if not isinstance(tensor, Tensor):
@@ -184,7 +184,7 @@ def shard_named(
                 )
             rules.fill(flat, number, name, tensor)
         if waiting:
-            raise ValueError(f"no tensor came for {_some(waiting)}")
+            raise ValueError(f"no tensor came for {listed(waiting)}")
         return tree
 
     return agreed(rules, "shard_named", stream)
@@ -431,7 +431,7 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
         if rules.unused:
             raise ValueError(
                 f"{name}: nothing matches {', '.join(map(repr, sorted(rules.unused)))}; the parameters are "
-                f"{_some(rules.places)}"
+                f"{listed(rules.places)}"
             )
     except (ValueError, TypeError) as error:
         agree([str(error)], rules.mesh, name, mine=error)
@@ -498,7 +498,7 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozen
     if unused := which.unused(name for name, _ in shapes):
         raise ValueError(
             f"unshard: only: nothing matches {', '.join(map(repr, sorted(unused)))}; the parameters are "
-            f"{_some([name for name, _ in shapes])}"
+            f"{listed([name for name, _ in shapes])}"
         )
     return frozenset(name for name, shape in shapes if which(name, shape))
 
@@ -564,8 +564,3 @@ def refuse_second(name: str, others: Container[str]) -> None:
             f"two parameters are called {name!r}: a name is the keys to it joined by dots, to which an empty key adds "
             f"nothing; rename one of them"
         )
-
-
-def _some(names: Iterable[str], most: int = 8) -> str:
-    listed: Sequence[str] = list(names)
-    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")

@@ -6,6 +6,7 @@ Each is compared with the module as it is on the same rank, whose gradients are 
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -139,11 +140,15 @@ def squares(call: Call) -> Tensor:
     return out.square().sum()
 
 
+def drawing(kind: str) -> nn.Module:
+    return Stack(Draws(kind), Draws(kind))
+
+
 KINDS = ("in place", "anew", "python", "numpy")
 RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "recursive": (lambda: Stack(Recursive(), Recursive()), {}),
     "counting": (lambda: Stack(Counts(), Counts()), {}),
-    **{f"keeping {kind}": (lambda kind=kind: Stack(Draws(kind), Draws(kind)), {}) for kind in KINDS},  # type: ignore[misc]
+    **{f"keeping {kind}": (functools.partial(drawing, kind), {}) for kind in KINDS},
     "a shared stage": (lambda: shared("a stage"), {"stages": Layer}),
     "shared items": (lambda: shared("a stage"), {}),
     "a shared part": (lambda: shared("a part"), {}),
