@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -26,8 +26,15 @@ from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.which import listed
+from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
+from shardfn.tiers.copying import read
+from shardfn.tiers.placing import brought
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 STEP = 2**23  # bytes that are gathered or written at a time
 
@@ -60,12 +67,13 @@ def export(
             `[in, out]` to the `[out, in]` of `torch.nn.Linear`. The first rule that matches counts; without one, a
             parameter keeps its name.
         largest: bytes of tensors in a file; one tensor may have more.
-        dtype: convert floating-point parameters to this floating-point dtype; None for their own.
+        dtype: convert floating-point parameters to this floating-point dtype, to which those in few bits are decoded;
+            None for their own.
         metadata: further strings for the header of each file.
 
     Raises:
-        CheckpointError: two parameters of one name, a rule that matches nothing, what could not be written. The same
-            on every rank.
+        CheckpointError: two parameters of one name, a rule that matches nothing, parameters in few bits without a
+            dtype, what could not be written. The same on every rank.
         TypeError: the tree holds something other than flat shards and tensors; another dtype, or size of files.
         ValueError: a size of files below 1.
 
@@ -83,7 +91,7 @@ def export(
 
     def planning() -> tuple[dict[str, _Kept], Plan]:
         _only_tensors(params, found)
-        kept = _kept(found.tensors, names, dtype)
+        kept = _kept(found, names, dtype)
         return kept, planned({one.name: one.kind for one in kept.values()}, largest, metadata or {})
 
     kept, plan = team.each(what, planning)
@@ -156,22 +164,42 @@ def refuse_options(who: str, name: str, largest: Any, dtype: Any) -> None:
 
 @dataclass(frozen=True)
 class _Kept:
-    """How a parameter is kept: under which name, as what, and whether its last two dimensions are swapped."""
+    """How a parameter is kept: under which name, as what, and whether its last two dimensions are swapped.
+
+    `packed` is it without its bytes, if it is in few bits here.
+    """
 
     name: str
     kind: Kind
     turned: bool
+    packed: Packed | None
 
 
-def _kept(tensors: dict[str, Kind], rules: Iterable[Rule], dtype: torch.dtype | None) -> dict[str, _Kept]:
-    """How each of our parameters is kept."""
+def _kept(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) -> dict[str, _Kept]:
+    """How each of our parameters is kept.
+
+    Raises:
+        CheckpointError: one in few bits, which these files could not say.
+    """
+    tensors, few = dict[str, Kind](), dict[str, Packed]()
+    for name, kind in contents.tensors.items():
+        packed = contents.packed.get(name)
+        if packed is not None:
+            kind, few[name] = Kind(packed.dtype, packed.shape), packed
+        tensors[name] = kind
+    if few and dtype is None:
+        raise CheckpointError(
+            f"{listed(few, 4)} {'is' if len(few) == 1 else 'are'} in few bits, such as "
+            f"{next(iter(few.values())).format}, of which these files say nothing: pass dtype=, such as "
+            f"torch.bfloat16, to which they are decoded, or write them by interop.save_pretrained"
+        )
     found: dict[str, _Kept] = {}
     for name, (theirs, swap) in renamed(tensors, rules).items():
         kind = tensors[name]
         if swap:
             refuse_flat(name, kind)
         there = dtype if dtype is not None and kind.dtype.is_floating_point else kind.dtype
-        found[name] = _Kept(theirs, Kind(there, turned(kind.shape, swap)), swap)
+        found[name] = _Kept(theirs, Kind(there, turned(kind.shape, swap)), swap, few.get(name))
     return found
 
 
@@ -199,7 +227,7 @@ def turns(params: Any, names: Iterable[str], team: Team) -> Iterator[tuple[str, 
         if isinstance(leaf, Tensor):
             name = next(rest)
             if number % team.size == team.rank:
-                yield name, leaf.detach()
+                yield name, read(leaf.detach())
         elif leaf.values is not None:
             yield from _gathered(leaf, list(itertools.islice(rest, len(leaf.layout.entries))), number)
     assert next(rest, None) is None, "names stand in the order of the leaves"
@@ -213,22 +241,26 @@ def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[
     copies = tuple(name for name, _ in layout.grid.sizes if name not in {*cut, *layout.placement.only_at_axes})
     if not layout.here(rank) or layout.grid.index(rank, copies) != number % layout.grid.size(copies):
         return
-    with scope(mesh_of(layout.grid, f"export: stage {layout.stage!r}")):
-        buffer = _joined(flat.values.detach(), layout.placement.axes, 0, layout.size)
+    mesh = mesh_of(layout.grid, f"export: stage {layout.stage!r}")
+    with scope(mesh):
+        buffer = _joined(flat.values.detach(), layout.placement.axes, 0, layout.size, mesh)
         for turn, (name, entry, view) in enumerate(zip(names, layout.entries, layout.views(buffer), strict=True)):
             for dim, axes in enumerate(entry.spec.by_dim()):
-                view = _joined(view, axes, dim, layout.grid.size(axes))
+                view = _joined(view, axes, dim, layout.grid.size(axes), mesh)
             if layout.grid.index(rank, holders) == (number + turn) % layout.grid.size(holders):
                 yield name, view
 
 
-def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int) -> Tensor:
+def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: DeviceMesh) -> Tensor:
     """As `all_gather`, but little by little: gloo has a second copy of what it gathers at a time."""
     if size == 1:
-        return piece
+        return brought(piece, mesh)
     n = piece.shape[dim]
-    joined = piece.new_empty(*piece.shape[:dim], n * size, *piece.shape[dim + 1 :])
+    joined = torch.empty(
+        *piece.shape[:dim], n * size, *piece.shape[dim + 1 :], dtype=piece.dtype, device=mesh.device_type
+    )
     for box, some in pieces(piece, STEP // size):
+        some = brought(some, mesh)
         for i, part in enumerate(functional.all_gather(some[None], axes, to="invariant")):
             joined.narrow(dim, i * n, n)[box.within(whole(piece.shape))] = part
     return joined
@@ -238,8 +270,10 @@ def _writer(plan: Plan, kept: dict[str, _Kept]) -> Callable[[Callable[[str], int
     """What writes a whole tensor to its place, as `fill` takes it."""
 
     def write(descriptor: Callable[[str], int], name: str, values: Tensor) -> None:
-        file, offset = plan.places[kept[name].name]
-        _write(descriptor(file), offset, values.mT if kept[name].turned else values, kept[name].kind.dtype)
+        one = kept[name]
+        file, offset = plan.places[one.name]
+        x = values if one.packed is None else one.packed.having(values).decoded(one.kind.dtype)
+        _write(descriptor(file), offset, x.mT if one.turned else x, one.kind.dtype)
 
     return write
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.autograd.graph
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def saved_tensors_hooks_allowed() -> bool:
     """Whether saved-tensor hooks work here: torch.func's transforms do not let them."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def saved_tensors_hooks_enabled() -> Iterator[None]:
+    """Saved-tensor hooks work inside, on a graph that no transform of torch.func around it differentiates."""
+    refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    torch._C._autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        if refused is not None:
+            torch._C._autograd._saved_tensors_hooks_disable(refused)
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -36,6 +50,11 @@ def autograd_thread() -> bool:
 def storage_of(x: torch.Tensor) -> int:
     """The same number for tensors that share memory; tensors without data, fake ones say, have one too."""
     return x.untyped_storage()._cdata
+
+
+def weak_storage(x: torch.Tensor) -> Any:
+    """A reference to a tensor's storage that keeps its number, but not its memory."""
+    return StorageWeakRef(x.untyped_storage())
 
 
 _NAMEABLE = ("cpu", "cuda", "xpu")  # where memory goes from library to library by DLPack

@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 DispatchMode = TorchDispatchMode
+
+
+def outside_modes() -> Any:
+    """A context: ops inside make tensors as they are, which no mode, of fake tensors say, has for its own."""
+    return _disable_current_modes()
 
 
 WIRE: Any = torch.ops._c10d_functional

@@ -97,12 +97,22 @@ class Assembled:
 
 
 class Computed(Assembled):
-    """A tensor that is computed whenever some of it is asked for."""
+    """A tensor that is computed whenever some of it is asked for.
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Assembled]) -> None:
+    Attributes:
+        rounded: whether it is made of numbers that were rounded to few bits.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, make: Callable[[], Assembled], rounded: bool = True
+    ) -> None:
         nothing = torch.empty(tuple(shape), dtype=dtype, device="meta")
         super().__init__(shape, dtype, [Part(whole(tuple(shape)), nothing, "")])
-        self._make = make
+        self._make, self.rounded = make, rounded
+
+    def joined(self) -> Tensor:
+        """As of any other."""
+        return self._make().joined()
 
     def cut(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
         """As of any other."""

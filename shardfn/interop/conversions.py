@@ -178,6 +178,10 @@ def _made(
         CheckpointError: they do not fit together.
     """
 
+    def joined() -> dict[str, Assembled]:
+        some = {name: stored[name] for name, _ in sources}
+        return {name: lazy(x.joined(), name) if isinstance(x, Computed) else x for name, x in some.items()}
+
     def run(tensors: Mapping[str, Assembled]) -> dict[str, Assembled]:
         one = copy.deepcopy(converter)
         for name, pattern in sources:
@@ -186,7 +190,8 @@ def _made(
 
     try:
         dry = run({name: lazy(_like(stored[name]), name) for name, _ in sources})
-        if all(part.origin for x in dry.values() for part in x.parts):
+        later = any(isinstance(stored[name], Computed) for name, _ in sources)
+        if not later and all(part.origin for x in dry.values() for part in x.parts):
             return run(stored)
     except Exception as error:
         why = str(error) or type(error).__name__
@@ -194,7 +199,7 @@ def _made(
             f"{target} cannot be made of {sources[0][0]} and {len(sources) - 1} more: {why}"
         ) from error
     return {
-        name: Computed(x.shape, x.dtype, lambda name=name: last.get(target, lambda: run(stored))[name])  # type: ignore[misc]
+        name: Computed(x.shape, x.dtype, lambda name=name: last.get(target, lambda: run(joined()))[name], later)  # type: ignore[misc]
         for name, x in dry.items()
     }
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
@@ -13,32 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardfn.compat import functorch, parametrize
-from shardfn.interop import recorders
-from shardfn.interop.anatomy import Anatomy, Part, Slot, placed, taken_apart
-from shardfn.interop.attributes import Attributes, Before
+from shardfn.interop.adapting import Adapting
+from shardfn.interop.anatomy import Anatomy, Part, Slot, taken_apart
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.boundaries import Boundaries
+from shardfn.interop.in_place import along_tensor, arguments, loose_in_place, loose_parameters, replaced, uncached
 from shardfn.interop.placeholder import Placeholder
 from shardfn.interop.refused_calls import (
-    refuse_again,
-    refuse_caches,
     refuse_checkpointing,
-    refuse_hooks,
-    refuse_kept,
-    refuse_written,
 )
-from shardfn.interop.structures import Forms
-from shardfn.interop.tensor_parallel import Following, Region, TensorParallel
+from shardfn.interop.tensor_parallel import Region, TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
+from shardfn.interop.unit import Run, Shell, Unit
 from shardfn.mesh.grid import AxisName
-from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.mesh.spec import P, joined
 from shardfn.mesh.which import Chosen, Which, chosen, listed
-from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.layout import FlatShard, Layout
 from shardfn.shards.sharding import Specs, unshard
-from shardfn.stages.signature import cast
-from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage
 
 SMALL = 2**14
@@ -121,7 +110,9 @@ def expect_functional(where: str, model: Any) -> None:
         raise TypeError(f"{where}: model is of type {type(model).__name__}, not what interop.functional returns")
 
 
-_STAGE_OPTIONS = {"remat", "reshard", "prefetch", "gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"}
+_STAGE_OPTIONS = {
+    "remat", "reshard", "prefetch", "gather_dtype", "reduce_dtype", "gather", "reduce", "input_dtype", "output_dtype",
+}  # fmt: skip
 
 
 class Functional:
@@ -160,6 +151,7 @@ class Functional:
         }
         self._fitting: dict[int, Layout] = {}
         self._loose, self._place = anatomy.loose, anatomy.place
+        self._adapting = Adapting(self._loose)
         self._same, self._places = anatomy.same, _by_key(anatomy.loose.buffers)
         self._held = {key: slots[0].holder[slots[0].at] for key, slots in self._places.items()}
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
@@ -177,18 +169,19 @@ class Functional:
         self._tensor = None if plan is None else TensorParallel(plan)
         if self._tensor is not None:
             self._instead |= self._tensor.forwards
-        self._units = {
-            path: _Unit(self, part, self._within(part.module), compile, options) for path, part in anatomy.parts.items()
-        }
+        shell = Shell(self._running, self._places, frozenset(self._changing))
+        self._units = {path: self._unit(shell, part, compile, options) for path, part in anatomy.parts.items()}
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
         self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
         self._region = self._region_of("", set(module.modules()) - inside)
-        self._fresh = _uncached(module)
+        self._fresh = uncached(module)
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
         self._reveal = stage(loose_parameters, **revealing)
 
-    def _within(self, module: nn.Module) -> dict[nn.Module, Callable[..., Any]]:
-        return {m: self._instead[m] for m in module.modules() if m in self._instead}
+    def _unit(self, shell: Shell, part: Part, compile: bool | Mapping[str, Any], options: Mapping[str, Any]) -> Unit:
+        inside = list(part.module.modules())
+        instead = {m: self._instead[m] for m in inside if m in self._instead}
+        return Unit(shell, part, self._region_of(part.path, inside), instead, compile, options)
 
     def _region_of(self, path: str, modules: Iterable[nn.Module]) -> Region | None:
         return None if self._tensor is None else self._tensor.region(path, modules)
@@ -199,6 +192,7 @@ class Functional:
         /,
         *args: Any,
         buffers: Mapping[str, Tensor] | None = None,
+        adapters: Mapping[str, Any] | None = None,
         method: str = "__call__",
         **kwargs: Any,
     ) -> Any:
@@ -208,6 +202,7 @@ class Functional:
             params: of the structure of `tree`: flat shards, whole tensors, or both.
             args: of the module, like `kwargs`.
             buffers: values of buffers by name; those that are missing are as the module had them.
+            adapters: what `shardfn.lora` made of this model: flat shards, whole tensors, or both.
             method: which of the module's methods runs, such as `"generate"`.
             kwargs: of the module.
 
@@ -226,13 +221,20 @@ class Functional:
                 f"module, so threads need a module and a function of it each, or a lock"
             )
         try:
-            return self._called(params, args, kwargs, buffers, method)
+            return self._called(params, args, kwargs, buffers, adapters or {}, method)
         finally:
             self._lock.release()
 
     def _called(
-        self, params: Any, args: Any, kwargs: dict[str, Any], buffers: Mapping[str, Tensor] | None, method: str
+        self,
+        params: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        buffers: Mapping[str, Tensor] | None,
+        adapters: Mapping[str, Any],
+        method: str,
     ) -> Any:
+        self._check_adapters(adapters)
         if self._running.now is None:
             self._refuse_altered()
         device = _device_of(params)
@@ -251,16 +253,17 @@ class Functional:
             )
         self._place.device = device or self._place.device
         known = {**self._own_buffers(self._place.device), **self._given(buffers or {}, self._place.device)}
-        run = _Run(params, frozenset(changing))
-        loose = self._reveal(*_arguments(params, self._loose)) if self._loose.own or self._loose.shared else {}
-        ahead = self._announced(params)
+        run = Run(params, frozenset(changing), adapters)
+        given = arguments(params, self._loose, adapters)
+        loose, *more = self._reveal(*given) if self._loose.own or self._loose.shared else ({},)
+        ahead = self._announced(params, adapters)
         before, self._running.now = self._running.now, run
         try:
             with (
-                _replaced(self._around),
+                replaced(self._around),
                 self._fresh(),
-                _whole(self._loose, loose, known, run.changing) as changed,
-                _along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
+                loose_in_place(self._adapting, loose, more, known, run.changing) as changed,
+                along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
                 if method == "generate" and _all_ranks_run(params):
                     kwargs.setdefault("synced_gpus", True)
@@ -328,7 +331,7 @@ class Functional:
     def _compare(self, key: str, layout: Layout) -> None:
         """Raises ValueError for parameters of other shapes than the module had, which were cut like this."""
         for number, entry in enumerate(layout.entries):
-            there = layout.whole_shape(number)
+            there = layout.meant_shape(number)
             for name, shape in self._shapes[key].items():
                 if there != shape and (entry.path == name or entry.path.endswith(f".{name}")):
                     raise ValueError(
@@ -336,6 +339,23 @@ class Functional:
                         f"there, and {list(shape)} in the module"
                     )
         self._fitting[id(layout)] = layout
+
+    def _check_adapters(self, adapters: Mapping[str, Any]) -> None:
+        known = {*self._units, self._loose.path}
+        if not isinstance(adapters, Mapping) or not set(adapters) <= known:
+            extra = sorted(set(adapters) - known) if isinstance(adapters, Mapping) else [type(adapters).__name__]
+            raise ValueError(
+                f"adapters of {type(self.module).__name__} are a dict of its stages, as shardfn.lora makes it of a "
+                f"model with the same stages; not known: {_some(extra)}; its stages are {_some(list(self.stages))}"
+            )
+        if adapters and self._tensor is not None:
+            raise ValueError(
+                f"{type(self.module).__name__} is cut by tensor=, and has adapters, which would be whole: make the "
+                f"model without tensor="
+            )
+        if not torch.compiler.is_compiling():
+            for key, part in adapters.items():
+                (self._units[key].adapting if key in self._units else self._adapting).check(part)
 
     def _refuse_altered(self) -> None:
         """Raises RuntimeError if the shell has got modules or parameters since, which no call would train."""
@@ -376,11 +396,11 @@ class Functional:
         names = sorted(buffers, key=lambda name: self._same[name] == name)
         return {self._same[name]: b if (b := buffers[name]).device == device else b.to(device) for name in names}
 
-    def _announced(self, params: Any) -> Any:
+    def _announced(self, params: Any, adapters: Mapping[str, Any]) -> Any:
         """The stages in the order of the last call; a stage that comes in another is gathered when it comes."""
         if not self._order:
             return None
-        return layers([_arguments(params, self._units[path].part) for path in self._order])
+        return layers([arguments(params, self._units[path].part, adapters) for path in self._order])
 
 
 class _Moved(NamedTuple):
@@ -391,256 +411,7 @@ class _Moved(NamedTuple):
     there: Tensor
 
 
-class _Run:
-    """What one call goes by."""
-
-    def __init__(self, params: Any, changing: frozenset[str]) -> None:
-        self.params, self.changing = params, changing
-        self.trace: list[str] = []
-
-
-class _Unit:
-    """A module that is a stage: its forward goes through here."""
-
-    def __init__(
-        self,
-        model: Functional,
-        part: Part,
-        instead: Mapping[nn.Module, Callable[..., Any]],
-        compile: bool | Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
-        self.part, self.model, self.instead, self.forms, self.options = part, model, instead, Forms(), options
-        self.region = model._region_of(part.path, part.module.modules())
-        self.attributes = Attributes(part.module.modules())
-        self.fresh = _uncached(part.module)
-        self.forward = self.eager = instead.get(part.module, part.module.forward)
-        self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
-        if compile:
-            self.forward = torch.compile(self.forward, **({} if compile is True else compile))
-
-        def run(*arguments: Any) -> Any:
-            return self._run(*arguments)
-
-        run.__name__ = run.__qualname__ = type(part.module).__name__
-        # What the module is given and returns is cast, not its buffers: a stage would cast these as well.
-        self.input_dtype, self.output_dtype = options.get("input_dtype"), options.get("output_dtype")
-        self.stage = stage(
-            run, **{name: x for name, x in options.items() if name not in ("input_dtype", "output_dtype")}
-        )
-        forward: Any = functools.wraps(part.module.forward)(lambda *a, **k: self(*a, **k))
-        forward._shardfn_skip = self.skip
-        part.module.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = self.model._running.now
-        if self.model._running.unit is self:  # the module calls itself
-            return self.eager(*args, **kwargs)
-        if now is None:
-            refuse_again(self.part.path)
-            raise RuntimeError(
-                f"{self.part.path} is called by itself, and its parameters were taken out: call the function that "
-                f"`functional` returned, model(params, ...)"
-            )
-        leaves, form = self.forms.flatten((args, kwargs))
-        if torch.is_grad_enabled():
-            refuse_caches(self.part, leaves)
-        transformed = functorch.inside_transform()
-        if transformed:
-            refuse_hooks(self.part)
-        now.trace.append(self.part.path)
-        buffers = {key: holder[at] for holder, at, key in self.part.buffers}
-        changing = tuple(key for key in buffers if key in now.changing)
-        own, shared = _arguments(now.params, self.part)
-        given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
-        before = self.attributes.now()
-        found, outer, changed = self.stage(own, shared, buffers, changing, given, form, recorders.wanted(), before)
-        found = [cast(x, self.output_dtype) for x in found] if self.output_dtype else found
-        for key, value in changed.items():
-            for holder, at, _ in self.model._places[key]:
-                holder[at] = value
-        if transformed:
-            refuse_kept(self.part, leaves)
-        out, recorded = self.forms.unflatten(found, outer)
-        recorders.hand_on(recorded)
-        return out
-
-    def skip(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What `shardfn.skip` of the module does."""
-        now = self.model._running.now
-        if now is None:
-            raise RuntimeError(
-                f"skip: {self.part.path} is skipped outside of a call of the model, which has its parameters: skip it "
-                f"in the forward of the module that would call it"
-            )
-        now.trace.append(self.part.path)
-        return skip(self.stage, *_arguments(now.params, self.part), args, kwargs)
-
-    def _run(
-        self,
-        own: Mapping[str, Tensor],
-        shared: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        changing: Sequence[str],
-        leaves: Sequence[Any],
-        form: int,
-        wanted: tuple[str, ...],
-        before: Before,
-    ) -> Any:
-        args, kwargs = self.forms.unflatten(leaves, form)
-        part = self.part
-        slots = [*part.own, *part.shared]
-        values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
-        around, self.model._running.unit = self.model._running.unit, self
-        try:
-            with (
-                before.again(),
-                self.fresh(),
-                placed(slots, values),
-                _buffers(part, self._constant(buffers), changing) as changed,
-                _replaced(self.instead),
-                recorders.recording(wanted) as recorded,
-                _NOTHING
-                if self.region is None
-                else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
-            ):
-                if self.region is not None:
-                    self.region.prove(part, slots, self.eager, args, kwargs)
-                out = (self.forward if followed is None else self.eager)(*args, **kwargs)
-        except RuntimeError as error:
-            self._refuse_mixed(error, values, leaves, buffers)
-            raise
-        finally:
-            self.model._running.unit = around
-        if self.forms.writable(form):
-            refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
-        found, outer = self.forms.flatten((out, recorded))
-        if followed is not None:
-            followed.check(found)
-        return found, outer, changed
-
-    def _constant(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Without derivatives of statistics, which torch's kernels do not have; transforms ask for those of all."""
-        known = self.model._changing
-        return {key: x.detach() if key in known else x for key, x in buffers.items()}
-
-    def _refuse_mixed(
-        self, error: RuntimeError, parameters: Any, given: Sequence[Any], buffers: Mapping[str, Tensor]
-    ) -> None:
-        """Raises TypeError in place of torch's where dtypes met that do not go together."""
-        each = {"parameters": parameters, "arguments": given, "buffers": buffers}
-        kinds = {
-            what: sorted(
-                {str(x.dtype) for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
-            )
-            for what, some in each.items()
-        }
-        if "dtype" not in str(error) or len({kind for some in kinds.values() for kind in some}) < 2:
-            return
-        said = ", ".join(f"{what} of {' and '.join(some)}" for what, some in kinds.items() if some)
-        options = {**self.options, "input_dtype": self.input_dtype}
-        asked = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
-        raise TypeError(
-            f"{self.part.path} ({type(self.part.module).__name__}) mixes dtypes ({error}): it has {said}, "
-            f"with {asked}. gather_dtype is the dtype in which it gets its floating parameters, and input_dtype that "
-            f"of its arguments; buffers keep theirs: cast them, or the module, before functional"
-        ) from error
-
-
-_NOTHING = contextlib.nullcontext()
 _NO_VALUES = (Placeholder, type(None))
-
-
-@contextlib.contextmanager
-def _along_tensor(
-    region: Region | None, module: nn.Module, given: Sequence[Any], loose: Part, params: Any
-) -> Iterator[Following | None]:
-    """For what is loose and cut, axis names mean those of the parameters' mesh, as inside stages."""
-    if region is None:
-        yield None
-        return
-    shards = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)] if current_mesh() is None else []
-    with (
-        scope(mesh_of(shards[0].layout.grid, "the model")) if shards else _NOTHING,
-        region.entered(module.training, given, [*loose.own, *loose.shared], again=False) as followed,
-    ):
-        yield followed
-
-
-def _arguments(params: Any, part: Part) -> tuple[Any, dict[str, Any]]:
-    """The parameters of a stage: its own, and those that others have, too."""
-    return params.get(part.path, {}), {key: params[key] for key in part.shared_keys()}
-
-
-def loose_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The function of their stage, whose name messages show."""
-    return {name: x.clone() for name, x in (*own.items(), *shared.items())}
-
-
-@contextlib.contextmanager
-def _whole(
-    loose: Part, values: Mapping[str, Tensor], buffers: Mapping[str, Tensor], changing: frozenset[str]
-) -> Iterator[dict[str, Tensor]]:
-    """What is loose in its places, and all buffers; gives the buffers that changed.
-
-    Raises:
-        RuntimeError: a parameter was written to.
-    """
-    slots = [*loose.own, *loose.shared]
-    versions = {key: x._version for key, x in values.items() if not x.is_inference()}
-    with (
-        placed(slots, [values[slot.key] for slot in slots]),
-        _buffers(loose, buffers, changing) as changed,
-    ):
-        yield changed
-        written = (slot for slot in slots if slot.holder[slot.at] is not values[slot.key])
-        stray = next((key for key, x in versions.items() if values[key]._version != x), None)
-        if (slot := next(written, None)) or stray:
-            raise RuntimeError(
-                f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "
-                f"there during a call is a copy. Let forward compute with a new tensor, and change parameters outside "
-                f"of the model, by an optimizer or in the tree"
-            )
-
-
-@contextlib.contextmanager
-def _buffers(part: Part, values: Mapping[str, Tensor], changing: Collection[str]) -> Iterator[dict[str, Tensor]]:
-    """Buffers in their places, those that change as copies, which the dict that this gives has at the end.
-
-    Raises:
-        RuntimeError: another one was changed.
-    """
-    changed: dict[str, Tensor] = {}
-    given = {key: x.clone() if key in changing else x for key, x in values.items()}
-    versions = {key: x._version for key, x in given.items() if key not in changing and not x.is_inference()}
-    with placed(part.buffers, [given[slot.key] for slot in part.buffers]):
-        yield changed
-        for holder, at, key in part.buffers:
-            now = holder[at]
-            if key in changing:
-                if key not in changed or now is not given[key]:  # it may have several places
-                    changed[key] = now.detach()
-            elif now is not given[key] or now._version != versions.get(key, now._version):
-                raise RuntimeError(
-                    f"{part.path or 'the module'} writes into its buffer {key}, which would be lost: pass "
-                    f"mutable=[{key!r}] to functional, and take the buffers back from each call"
-                )
-
-
-@contextlib.contextmanager
-def _replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules with another forward, while the block runs."""
-    before: dict[nn.Module, Any] = {m: m.__dict__.get("forward") for m in forwards}
-    for m, forward in forwards.items():
-        m.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for m, own in before.items():
-            if own is None:
-                m.__dict__.pop("forward", None)
-            else:
-                m.__dict__["forward"] = own
 
 
 def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen) -> dict[str, nn.Module | None]:
@@ -659,12 +430,6 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
         if name not in found and keeps_statistics(m):
             found[name] = m
     return found
-
-
-def _uncached(module: nn.Module) -> Callable[[], Any]:
-    """What keeps a parametrised weight from being that of another call: torch's cache knows nothing of several sets."""
-    parametrised = any(isinstance(m, nn.utils.parametrize.ParametrizationList) for m in module.modules())
-    return parametrize.uncached if parametrised else contextlib.nullcontext
 
 
 def _by_key(slots: Sequence[Slot]) -> dict[str, list[Slot]]:

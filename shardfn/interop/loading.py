@@ -22,22 +22,27 @@ from shardfn.checkpoint.names import part_with
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.collectives.agree import agree
 from shardfn.compat import process_groups
-from shardfn.interop import conversions
-from shardfn.interop.assembled import Assembled, lazy
+from shardfn.interop import coded, conversions
+from shardfn.interop.assembled import Assembled, Computed, lazy
+from shardfn.interop.coded import Coded
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes
-from shardfn.mesh.spec import P
+from shardfn.mesh.spec import P, dotted
 from shardfn.mesh.which import Which, listed
+from shardfn.quant.formats import Format
+from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.shards.layout import Layout, is_flat, local_parameters
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs, agreed
+from shardfn.tiers import copying
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _SOURCE = ("the sources", "source= is the one rank that has the files, and the same number on every rank")
+_FEW = ("the parameters that model.tree has in few bits", "Every rank quantises the same ones, in the same format")
 STEP = 2**23  # bytes that are read or sent at a time
 _log = logging.getLogger("shardfn")
 
@@ -50,6 +55,7 @@ def load(
     strategy: Strategy,
     *,
     source: int | None = None,
+    as_stored: bool = False,
     frozen: Which | None = None,
     specs: Specs = P(),  # noqa: B008  # immutable
     strict: bool = True,
@@ -63,6 +69,10 @@ def load(
     The files of other modules have the names of their `state_dict`. Of tied parameters the files may have one or
     several, which must be equal. Floating-point numbers are converted to the dtypes of `model.tree`.
 
+    Parameters of which `model.tree` has a `quant.Packed` are encoded as they are read, one at a time. What files have
+    in 4 bits of bitsandbytes is decoded, one parameter at a time, or kept bit for bit where `model.tree` has a `Packed`
+    of this format, and with `as_stored=True`.
+
     Buffers that belong to the `state_dict`, such as the running statistics of batch norms, are written into
     `model.buffers`.
 
@@ -75,6 +85,8 @@ def load(
         strategy: as for `shardfn.shard`.
         source: a global rank, which alone looks at `folder` and sends it to the others, 8 MB at a time: no rank holds
             more than its shards and these, apart from what the source has anyway.
+        as_stored: whether parameters that the files have in few bits stay in them, whatever `model.tree` has: they
+            become `quant.Packed`, and are not trained.
         frozen: as for `shardfn.shard`; default: `model.frozen`.
         specs: as for `shardfn.shard`.
         strict: whether the files must hold exactly what the model has. If not, extra tensors are ignored, missing ones
@@ -87,7 +99,8 @@ def load(
 
     Raises:
         CheckpointError: what is missing, extra or of another shape, all at once; files that are gone, damaged, or
-            different between ranks; tied parameters that differ; what failed on some rank. The same on every rank.
+            different between ranks; tied parameters that differ; numbers that would be rounded to few bits twice; what
+            failed on some rank. The same on every rank.
         ValueError, TypeError: as `shardfn.shard`.
 
     Example:
@@ -95,43 +108,68 @@ def load(
     """
     expect_functional("load", model)
     grid, rank = grid_of(mesh), process_groups.global_rank()
-    if not hasattr(model, "tree"):
-        raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
-    chosen = model.frozen if frozen is None else frozen
-    rules = Rules(mesh, strategy, None, chosen, specs, "global", filled=False)
-
-    def cut() -> Any:
-        if source is not None and (type(source) is not int or source not in grid.ranks):
-            raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {sorted(grid.ranks)}")
-        return rules.map_stages(model.tree, rules.cut)
-
-    agree([f"source={source}"], mesh, "load", subject=_SOURCE)
-    params = agreed(rules, "load", cut)
+    rules = Rules(mesh, strategy, None, model.frozen if frozen is None else frozen, specs, "global", filled=False)
+    _check(model, source, as_stored, mesh, sorted(grid.ranks))
     team, what = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
     reads = source is None or source == rank
     share = (team.rank, team.size) if source is None else (0, 1)
     with torch.no_grad():
-        plan = team.each(what, lambda: _planned(folder, model, strict, patterns(ignore), share) if reads else None)
-        notes = team.gathered(None if plan is None else plan.note, what)
-        note = next(one for one in notes if one is not None)
-        if any(one not in (None, note) for one in notes):
-            raise CheckpointError(f"{what}: what is read differs between ranks; source=0 loads what one of them has")
+        plan = team.each(
+            what, lambda: _planned(folder, model, as_stored, strict, patterns(ignore), share) if reads else None
+        )
+        note = _noted(plan, team, what)
+        tree = _with_packed(model.tree, note.packed)
+        params = agreed(rules, "load", lambda: rules.map_stages(tree, rules.cut))
         if source is not None:
             _send(params, model, note, _Sender(plan, mesh, source, team, what))
         elif plan is not None:
             team.each(what, functools.partial(_read, params, model, plan))
-    if note.said and team.rank == 0:
-        _log.warning("%s, not strict: %s", what, note.said)
     if note.used is not None:
         conversions.loaded_by(model.module, note.used)
     return params
 
 
+def _few(tree: Any) -> list[str]:
+    """What a model's tree has in few bits."""
+    return [f"{name} in {x.meant}" for name, x in _named(tree).items() if is_packed(x)] or ["nothing"]
+
+
+def _check(model: Functional, source: Any, as_stored: Any, mesh: DeviceMesh, ranks: list[int]) -> None:
+    """Raises ValueError or TypeError on all ranks if an argument is wrong on one, or they are not the same."""
+    if not hasattr(model, "tree"):
+        raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
+    error: Exception | None = None
+    if source is not None and (type(source) is not int or source not in ranks):
+        error = ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {ranks}")
+    elif type(as_stored) is not bool:
+        error = TypeError(f"load: as_stored={as_stored!r}; it is True or False")
+    if error is not None:
+        agree([str(error)], mesh, "load", mine=error)
+        raise error
+    agree([f"source={source}"], mesh, "load", subject=_SOURCE)
+    agree(_few(model.tree), mesh, "load", subject=_FEW)
+
+
+def _noted(plan: _Plan | None, team: Team, what: str) -> _Note:
+    """What those who read found, on all ranks.
+
+    Raises:
+        CheckpointError: they found different things.
+    """
+    notes = [note for note in team.gathered(None if plan is None else plan.note, what) if note is not None]
+    if any(note != notes[0] for note in notes):
+        raise CheckpointError(f"{what}: what is read differs between ranks; source=0 loads what one of them has")
+    if notes[0].said and team.rank == 0:
+        _log.warning("%s, not strict: %s", what, notes[0].said)
+    return notes[0]
+
+
 class _Note(NamedTuple):
-    """What all ranks know: buffers that are loaded, rules of `transformers`, what differs, and a fingerprint."""
+    """What all ranks know: buffers, rules of `transformers`, what stays in few bits, what differs, a fingerprint."""
 
     buffers: tuple[str, ...]
     used: tuple[int, ...] | None
+    packed: dict[str, Format]
     said: str
     fingerprint: tuple[int, int, int]
 
@@ -152,7 +190,12 @@ class _Plan(NamedTuple):
 
 
 def _planned(
-    folder: Any, model: Functional, strict: bool, ignore: list[re.Pattern[str]], share: tuple[int, int]
+    folder: Any,
+    model: Functional,
+    as_stored: bool,
+    strict: bool,
+    ignore: list[re.Pattern[str]],
+    share: tuple[int, int],
 ) -> _Plan:
     """What each parameter and buffer is made of.
 
@@ -165,8 +208,8 @@ def _planned(
     buffers = {names[name]: b for name, b in model.buffers.items() if name in stated}
     wanted = {**_named(model.tree), **buffers}
     known = {name for name in names if names[name] in wanted}
-    found = _found(folder, model, {name: lazy(x, name) for name, x in tensors.items()}, known)
-    values, others = _by_name(found.values, names)
+    found = _found(folder, model, coded.stored(tensors), known)
+    values, others = _by_name(coded.upright(found.values, model.module), names)
     wrong = [f"{name} is {what}" for name, what in strange.items() if name in wanted]
     if wrong:
         raise CheckpointError(f"not a dense tensor there: {', '.join(wrong[:4])}")
@@ -175,14 +218,21 @@ def _planned(
     differ.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
     unknown = [name for name in differ.missing if wanted[name].is_meta and name not in empty]
+    kept = coded.kept(values) if as_stored else {}
+    wanted |= _named(_with_packed(model.tree, kept))
+    packed = {name: x for name, x in wanted.items() if isinstance(x, Packed)}
     told = _told(differ, model) if strict else Differences(shapes=differ.shapes, kinds=differ.kinds)
     if told or unknown or empty:
-        raise CheckpointError(_complaint(told, unknown, empty) + ("" if values else _prefix(told.missing, tensors)))
-    here = {name: wanted[name].detach() for name in differ.missing}
+        more = coded.hint(folder) if in_files(folder) else ""
+        said = _complaint(told, unknown, empty) + ("" if values else _prefix(told.missing, tensors))
+        raise CheckpointError(f"{said}. {more}" if more else said)
+    coded.refuse_twice(values, {name: x.format for name, x in packed.items()})
+    values, others = _encoded(values, others, packed)
+    here = {name: packed[name].values if name in packed else wanted[name].detach() for name in differ.missing}
     values |= {name: lazy(x, name) for name, x in here.items()}
     used = set(tensors) - set(found.extra)
     crc = fingerprint(tensors, used, values=not in_files(folder)), fingerprint(here, here)
-    note = _Note(tuple(buffers), found.used, "" if strict or not differ else str(differ), (*crc, identity))
+    note = _Note(tuple(buffers), found.used, kept, "" if strict or not differ else str(differ), (*crc, identity))
     forget()
     return _Plan(values, others, note, forget)
 
@@ -211,7 +261,7 @@ def _by_name(
 
 
 def _compared(
-    values: Mapping[str, Assembled], others: Mapping[str, Mapping[str, Assembled]], wanted: Mapping[str, Tensor]
+    values: Mapping[str, Assembled], others: Mapping[str, Mapping[str, Assembled]], wanted: Mapping[str, Any]
 ) -> Differences:
     differ = Differences(missing=[name for name in wanted if name not in values])
     for key, x in values.items():
@@ -266,13 +316,48 @@ def _prefix(missing: list[str], there: Iterable[str]) -> str:
     return f". All begin with {part + '.'!r} there: load a mapping of names without it to tensors" if part else ""
 
 
-def _named(tree: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a model's tree by their whole names."""
-    found: dict[str, Tensor] = {}
-    for key, part in tree.items():
-        some = part if isinstance(part, Mapping) else {"": part}
-        found |= {".".join(word for word in (key, name) if word): x for name, x in some.items()}
-    return found
+def _encoded(
+    values: dict[str, Assembled], others: dict[str, dict[str, Assembled]], packed: Mapping[str, Packed]
+) -> tuple[dict[str, Assembled], dict[str, dict[str, Assembled]]]:
+    """The same, but bytes of parameters that are kept in few bits, one of which at a time is whole."""
+
+    @functools.lru_cache(maxsize=1)
+    def content(x: Assembled, name: str) -> Assembled:
+        if isinstance(x, Coded):
+            return lazy(x.packed().values, "")
+        try:
+            made = pack(x.joined().to(packed[name].dtype), packed[name].format)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: {error}") from None
+        return lazy(made.values, "")
+
+    def instead(x: Assembled, name: str) -> Assembled:
+        nbytes = packed[name].nbytes
+        return Computed((nbytes,), torch.uint8, functools.partial(content, x, name))
+
+    return (
+        {name: instead(x, name) if name in packed else x for name, x in values.items()},
+        {
+            name: {alias: instead(x, name) for alias, x in some.items()} if name in packed else some
+            for name, some in others.items()
+        },
+    )
+
+
+def _with_packed(tree: Any, formats: Mapping[str, Format]) -> Any:
+    """The tree with a `Packed` without values in place of some parameters, by name."""
+
+    def instead(accessor: Any, x: Any) -> Any:
+        name = dotted(accessor)
+        return pack(x.to("meta"), formats[name]) if name in formats and not is_packed(x) else x
+
+    return optree.tree_map_with_accessor(instead, tree, is_leaf=is_packed)
+
+
+def _named(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a model's tree by their whole names."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_packed)
+    return {dotted(accessor): x for accessor, x in zip(accessors, leaves, strict=True)}
 
 
 # --- from there to here ---
@@ -306,16 +391,17 @@ def _filled(plan: _Plan, name: str, box: Box, target: Tensor) -> None:
     Raises:
         CheckpointError: they are others where it is there under another name.
     """
-    plan.values[name].fill(box, target)
-    for alias, other in plan.others.get(name, {}).items():
-        again = torch.empty_like(target)
-        other.fill(box, again)
-        if not torch.equal(_bits(again), _bits(target)):
-            raise CheckpointError(
-                f"{name} and {alias} are one {'buffer' if name in plan.note.buffers else 'parameter'} of the module, "
-                f"but have different values there: make a module in which they are not tied, such as by "
-                f"tie_word_embeddings=False in its configuration"
-            )
+    with copying.filling(target) as values:
+        plan.values[name].fill(box, values)
+        for alias, other in plan.others.get(name, {}).items():
+            again = torch.empty_like(values)
+            other.fill(box, again)
+            if not torch.equal(_bits(again), _bits(values)):
+                raise CheckpointError(
+                    f"{name} and {alias} are one {'buffer' if name in plan.note.buffers else 'parameter'} of the "
+                    f"module, but have different values there: make a module in which they are not tied, such as by "
+                    f"tie_word_embeddings=False in its configuration"
+                )
     plan.forget()
 
 
@@ -372,7 +458,7 @@ def _send(params: Any, model: Functional, note: _Note, sender: _Sender) -> None:
                 for local in boxes.get(entry.path, ()):
                     both = local.box.common(box)
                     if both is not None:
-                        local.values[both.within(local.box)].copy_(some[both.within(box)])
+                        copying.copy_(local.values[both.within(local.box)], some[both.within(box)])
         sender.compare()
     for name in note.buffers:
         b = _buffer(model, name)

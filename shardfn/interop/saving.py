@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardfn.checkpoint import folders
 from shardfn.checkpoint.boxes import flaw, runs, whole
@@ -23,10 +23,14 @@ from shardfn.checkpoint.huggingface import STEP, refuse_options, turns
 from shardfn.checkpoint.safetensors import OURS, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
-from shardfn.interop import conversions
+from shardfn.interop import coded, conversions
 from shardfn.interop.assembled import Assembled, Part, lazy
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.mesh import waiting
+from shardfn.mesh.spec import dotted
+from shardfn.mesh.which import listed
+from shardfn.quant import bitsandbytes
+from shardfn.quant.packed import Packed, is_packed
 from shardfn.shards.layout import is_flat
 
 SETTINGS = ".settings.writing"  # where other files are until all are whole
@@ -53,6 +57,8 @@ def save_pretrained(
     parameters. Of another module it is `model.safetensors` with all names of its `state_dict`, for
     `module.load_state_dict(safetensors.torch.load_file(...))`.
 
+    Parameters in few bits are written as bitsandbytes has them, and the configuration says so; `dtype` decodes them.
+
     In addition to its shards a rank needs memory for one stage and 32 MB. An earlier model in the folder stays until
     the new one is all on the disk, as with `checkpoint.export`, and files of other names are left alone. If the process
     dies while the one replaces the other, `from_pretrained` finds no model, rather than the tensors of one with the
@@ -64,12 +70,14 @@ def save_pretrained(
         params: of the structure of `model.tree`: flat shards, whole tensors, or both.
         buffers: as the last call of the model returned them; default: `model.buffers`. The first rank's are written.
         tokenizer: whose files belong to the model: anything with a `save_pretrained(folder)`.
-        dtype: convert floating-point parameters to this floating-point dtype; None for their own. Buffers keep theirs.
+        dtype: convert floating-point parameters to this floating-point dtype, and decode those in few bits; None for
+            their own. Buffers keep theirs.
         max_shard_bytes: bytes of tensors in a file; one tensor may have more.
         metadata: further strings for the header of each file.
 
     Raises:
-        CheckpointError: what could not be written, or could not be read back; the same on every rank.
+        CheckpointError: what could not be written, or could not be read back; parameters in few bits of which
+            `transformers` would know nothing; the same on every rank.
         ValueError: other parameters than the model's; a model that changes buffers, without them.
         TypeError: another dtype; a model that is not a function, or a tokenizer that cannot be saved.
 
@@ -90,14 +98,14 @@ def save_pretrained(
     path, known = on_each_rank(started)
     grids = [leaf.layout.grid for leaf in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(leaf)]
     team, what = team_of(grids), f"save_pretrained {path}"
-    files, plan = team.each(what, lambda: _planned(model, known, dtype, max_shard_bytes, metadata or {}))
+    files, few, plan = team.each(what, lambda: _planned(model, known, dtype, max_shard_bytes, metadata or {}))
     if len(set(team.gathered((str(path), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
         raise CheckpointError(f"{what}: ranks were given different paths or parameters")
     try:
-        team.first(what, lambda: _begin(path, plan, model, tokenizer, files))
+        team.first(what, lambda: _begin(path, plan, model, tokenizer, files, few))
         own = known.buffers.items() if team.rank == 0 else ()
         values = itertools.chain(turns(params, known.params, team), own)
-        team.each(what, lambda: fill(path, values, _writer(plan, _targets(files))))
+        team.each(what, lambda: fill(path, values, _writer(plan, _targets(files), few, known.packed, dtype)))
         team.first(what, lambda: _finish(path, plan))
     except BaseException:
         if team.rank == 0:
@@ -107,9 +115,13 @@ def save_pretrained(
 
 
 class _Known(NamedTuple):
-    """What there is to be written: kinds of the parameters by the tree's names, in its order, and buffers."""
+    """What there is to be written: kinds of the parameters by the tree's names, in its order, and buffers.
+
+    Of those in few bits it is the kind that they stand for; `packed` has them without their bytes.
+    """
 
     params: dict[str, Kind]
+    packed: dict[str, Packed]
     buffers: dict[str, Tensor]
 
 
@@ -129,20 +141,28 @@ def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None)
         if name not in model.buffers or b.shape != model.buffers[name].shape:
             is_ = f"of shape {list(model.buffers[name].shape)}" if name in model.buffers else "not one of this model"
             raise ValueError(f"save_pretrained: the buffer {name}, passed with shape {list(b.shape)}, is {is_}")
-    kinds: dict[str, Kind] = {}
-    for accessor, leaf in zip(*optree.tree_flatten_with_accessor(params, is_leaf=is_flat)[:2], strict=True):
-        if isinstance(leaf, Tensor):
-            name = ".".join(str(entry.entry) for entry in accessor if entry.entry != "")
-            kinds[name] = Kind(leaf.dtype, tuple(leaf.shape))
+    kinds, packed = dict[str, Kind](), dict[str, Packed]()
+    for accessor, leaf in zip(*optree.tree_flatten_with_accessor(params, is_leaf=_is_unit)[:2], strict=True):
+        if is_packed(leaf):
+            packed[dotted(accessor)] = leaf
+        if not is_flat(leaf):
+            kinds[dotted(accessor)] = Kind(leaf.dtype, tuple(leaf.shape))
         elif leaf.values is not None:
             for number, entry in enumerate(leaf.layout.entries):
-                kinds[entry.path] = Kind(leaf.values.dtype, leaf.layout.whole_shape(number))
+                if (one := leaf.layout.packed_at(number)) is not None:
+                    packed[entry.path] = one
+                dtype = leaf.values.dtype if one is None else one.dtype
+                kinds[entry.path] = Kind(dtype, leaf.layout.meant_shape(number))
     names = set(model.names.values())
     if set(kinds) != names:
         odd = sorted(names ^ set(kinds))
         raise ValueError(f"save_pretrained: these are not the parameters of this model, which differ in {odd[:4]}")
     every = {**model.buffers, **(buffers or {})}
-    return _Known(kinds, {name: b.detach() for name, b in every.items() if name in stated})
+    return _Known(kinds, packed, {name: b.detach() for name, b in every.items() if name in stated})
+
+
+def _is_unit(x: Any) -> bool:
+    return is_flat(x) or is_packed(x)
 
 
 # --- what is written where ---
@@ -150,8 +170,8 @@ def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None)
 
 def _planned(
     model: Functional, known: _Known, dtype: torch.dtype | None, largest: int, metadata: Mapping[str, str]
-) -> tuple[dict[str, Assembled], Plan]:
-    """What each tensor of the files is made of, and where it stands."""
+) -> tuple[dict[str, Assembled], _Few, Plan]:
+    """What each tensor of the files is made of, which of them are in few bits, and where they stand."""
     names = {name: model.names.get(name, name) for name in model.module.state_dict()}
     strange = [name for name, key in names.items() if key not in known.params and key not in known.buffers]
     if strange:
@@ -164,7 +184,38 @@ def _planned(
     files = {name: lazy(metas[key], key) for name, key in names.items()}
     if conversions.of_transformers(model.module):
         files = _of_transformers(model, {name: x for name, x in files.items() if name in metas}, metas)
-    return files, planned({name: Kind(x.dtype, x.shape) for name, x in files.items()}, largest, metadata)
+    few = _few(model, known, files, metas) if dtype is None and known.packed else _Few({}, {})
+    kinds = {name: Kind(x.dtype, x.shape) for name, x in files.items() if name not in few.formats}
+    for name, packed in few.formats.items():
+        parts = bitsandbytes.tensors(name, packed).items()
+        kinds |= {part: Kind(x.dtype, tuple(x.shape)) for part, x in parts}
+    return files, few, planned(kinds, largest, metadata)
+
+
+class _Few(NamedTuple):
+    """What stays in few bits: tensors of files, without their bytes, and what the configuration says of them."""
+
+    formats: dict[str, Packed]
+    settings: dict[str, Any]
+
+
+def _few(model: Functional, known: _Known, files: Mapping[str, Assembled], metas: Mapping[str, Tensor]) -> _Few:
+    """Raises CheckpointError for parameters of which nothing that reads these files would know."""
+    found = dict[str, Packed]()
+    try:
+        for name, x in files.items():
+            origins = {part.origin for part in x.parts} & set(known.packed)
+            if origins and not (len(x.parts) == 1 and _same(next(iter(origins)), x, metas)):
+                raise ValueError(f"{name}, in which {listed(sorted(origins), 2)} is, is not a whole parameter in files")
+            for origin in origins:
+                packed = known.packed[origin]
+                found[name] = packed.having(torch.empty(packed.nbytes, dtype=torch.uint8, device="meta"))
+                bitsandbytes.tensors(name, found[name])
+    except ValueError as error:
+        raise CheckpointError(f"{error}: pass dtype=, which decodes what is written") from None
+    linear = [name for name, m in model.module.named_modules() if isinstance(m, nn.Linear)]
+    of_transformers = conversions.of_transformers(model.module)
+    return _Few(found, coded.settings(known.packed, linear) if of_transformers else {})
 
 
 def _meta(kind: Kind, dtype: torch.dtype | None) -> Tensor:
@@ -243,13 +294,26 @@ def _targets(files: Mapping[str, Assembled]) -> dict[str, list[_Target]]:
 # --- writing ---
 
 
-def _writer(plan: Plan, targets: Mapping[str, list[_Target]]) -> Callable[[Callable[[str], int], str, Tensor], None]:
+def _writer(
+    plan: Plan,
+    targets: Mapping[str, list[_Target]],
+    few: _Few,
+    packed: Mapping[str, Packed],
+    dtype: torch.dtype | None,
+) -> Callable[[Callable[[str], int], str, Tensor], None]:
     """What writes a parameter to all its places, as `fill` takes it."""
 
     def write(descriptor: Callable[[str], int], name: str, x: Tensor) -> None:
+        if name in packed and dtype is not None:
+            x = packed[name].having(x).decoded(dtype)
         for target in targets.get(name, ()):
-            file, offset = plan.places[target.name]
-            _write(descriptor(file), offset, target, x)
+            if target.name not in few.formats:
+                file, offset = plan.places[target.name]
+                _write(descriptor(file), offset, target, x)
+                continue
+            for part, values in bitsandbytes.tensors(target.name, packed[name].having(x)).items():
+                file, offset = plan.places[part]
+                write_at(descriptor(file), memory(values), offset)
 
     return write
 
@@ -266,7 +330,9 @@ def _write(descriptor: int, offset: int, target: _Target, x: Tensor) -> None:
             write_at(descriptor, one, offset + start * width)
 
 
-def _begin(folder: Path, plan: Plan, model: Functional, tokenizer: Any, files: Mapping[str, Assembled]) -> None:
+def _begin(
+    folder: Path, plan: Plan, model: Functional, tokenizer: Any, files: Mapping[str, Assembled], few: _Few
+) -> None:
     """Files of full length for the tensors, and the other files, none of them under its name yet."""
     begin(folder, plan)
     new = folder / SETTINGS
@@ -275,7 +341,7 @@ def _begin(folder: Path, plan: Plan, model: Functional, tokenizer: Any, files: M
     if conversions.of_transformers(model.module):
         conversions.write_settings(model.module, new)
         floats = [x.dtype for x in files.values() if x.dtype.is_floating_point]
-        _note_dtype(new / CONFIG, floats)
+        _note_dtype(new / CONFIG, floats, few.settings)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(new))
     for file in _files_in(new):
@@ -316,12 +382,15 @@ def _differ(one: Path, other: Path) -> bool:
     return not other.exists() or one.read_bytes() != other.read_bytes()
 
 
-def _note_dtype(config: Path, floats: list[torch.dtype]) -> None:
-    """Says in a configuration in which dtype the tensors are, by which `from_pretrained` goes."""
+def _note_dtype(config: Path, floats: list[torch.dtype], few: dict[str, Any]) -> None:
+    """Says in a configuration in which dtype, or few bits, the tensors are, by which `from_pretrained` goes."""
     said = json.loads(config.read_text())
+    said.pop("quantization_config", None)  # of the files from which the model was loaded
     if floats:
         said["dtype"] = str(floats[0]).removeprefix("torch.")
-        config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+    if few:
+        said["quantization_config"] = few
+    config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

@@ -172,14 +172,14 @@ def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
 
 def dims(m: nn.Module) -> tuple[int, int]:
     """The dimensions of a linear layer's weight that are its outputs and its inputs."""
-    return (1, 0) if _is_conv1d(m) else (0, 1)
+    return (1, 0) if is_conv1d(m) else (0, 1)
 
 
 def _is_linear(m: nn.Module) -> bool:
-    return type(m).forward is nn.Linear.forward or _is_conv1d(m)
+    return type(m).forward is nn.Linear.forward or is_conv1d(m)
 
 
-def _is_conv1d(m: nn.Module) -> bool:
+def is_conv1d(m: nn.Module) -> bool:
     """The transposed linear layer of `transformers`."""
     return type(m).__name__ == "Conv1D" and type(m).__module__ == "transformers.pytorch_utils"
 

@@ -101,7 +101,7 @@ _TEXT = {"vocab_size": VOCABULARY, **_SMALL}
 def llama(tied: bool = False, **more: Any) -> nn.Module:
     tr = _transformers()
     config = tr.LlamaConfig(
-        **_TEXT, num_hidden_layers=3, num_key_value_heads=2, tie_word_embeddings=tied, use_cache=False, **more
+        **(_TEXT | more), num_hidden_layers=3, num_key_value_heads=2, tie_word_embeddings=tied, use_cache=False
     )
     return tr.LlamaForCausalLM(config)
 

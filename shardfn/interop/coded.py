@@ -1,0 +1,149 @@
+"""Parameters that files have in few bits, as bitsandbytes keeps them: decoded, or their bytes as they are."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.checkpoint.team import CheckpointError
+from shardfn.interop.assembled import Assembled, Computed, lazy
+from shardfn.interop.tensor_plan import is_conv1d
+from shardfn.mesh.which import listed
+from shardfn.quant import bitsandbytes
+from shardfn.quant.formats import Format
+from shardfn.quant.packed import Packed
+
+
+class Coded(Computed):
+    """A parameter that is decoded when some of it is asked for.
+
+    Attributes:
+        format: that it has there.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        made = bitsandbytes.described(name, tensors)
+        super().__init__(made.shape, torch.float32, lambda: _decoded(self))
+        self.format, self._name, self._tensors = made.format, name, tensors
+
+    def packed(self) -> Packed:
+        """Its bytes."""
+        return bitsandbytes.packed(self._name, self._tensors)
+
+
+@functools.lru_cache(maxsize=1)
+def _decoded(x: Coded) -> Assembled:
+    return lazy(x.packed().decoded(torch.float32), "")
+
+
+def stored(tensors: Mapping[str, Tensor]) -> dict[str, Assembled]:
+    """The tensors of files by name, where several that make up one parameter are one.
+
+    Raises:
+        CheckpointError: some that do not.
+    """
+    few = bitsandbytes.found(tensors)
+    inner = {name for names in few.values() for name in names}
+    plain = {name: lazy(x, name) for name, x in tensors.items() if name not in inner}
+    try:
+        return plain | {name: Coded(name, {one: tensors[one] for one in names if one in tensors})
+                        for name, names in few.items()}  # fmt: skip
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def upright(values: Mapping[str, Assembled], module: nn.Module) -> dict[str, Assembled]:
+    """Tensors as the module has them: `transformers` transposes the weight of a `Conv1D` before it is quantised."""
+    turned = {f"{path}.weight" for path, m in module.named_modules() if is_conv1d(m)}
+    return {name: _transposed(x) if name in turned and isinstance(x, Coded) else x for name, x in values.items()}
+
+
+def _transposed(x: Coded) -> Computed:
+    return Computed(x.shape[::-1], x.dtype, lambda: lazy(x.joined().T, ""))
+
+
+def kept(values: Mapping[str, Any]) -> dict[str, Format]:
+    """The formats of those of these parameters that files have in few bits.
+
+    Raises:
+        CheckpointError: one that is made of several, or transposed.
+    """
+    few = {name: x for name, x in values.items() if isinstance(x, Computed) and x.rounded}
+    if several := [name for name, x in few.items() if not isinstance(x, Coded)]:
+        raise CheckpointError(
+            f"as_stored: {listed(several, 4)}: made of several tensors that are in few bits there, or of one that is "
+            f"transposed, which a parameter cannot keep as they are. Without as_stored, model.tree says what stays in "
+            f"few bits: a quant.Packed each"
+        )
+    return {name: x.format for name, x in few.items() if isinstance(x, Coded)}
+
+
+def refuse_twice(values: Mapping[str, Any], formats: Mapping[str, Format]) -> None:
+    """Raises CheckpointError where numbers that were rounded to few bits would be rounded once more."""
+    wrong = []
+    for name, format in formats.items():
+        x = values.get(name)
+        if isinstance(x, Computed) and x.rounded:
+            there = x.format if isinstance(x, Coded) else "made of several that are in few bits, or transposed,"
+            wrong += [f"{name} is {there} there, and {format} in model.tree"] if there != format else []
+    if wrong:
+        raise CheckpointError(
+            f"{listed(wrong, 4)}: rounding twice would lose more. Keep what can be kept as it is there, by "
+            f"as_stored=True, or have the parameters in full precision in model.tree, which decodes them"
+        )
+
+
+def hint(folder: Any) -> str:
+    """Who quantised the parameters of a folder, if it was somebody whose files are not read; else ""."""
+    try:
+        said = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
+        method = said["quant_method"]
+        ours = method == "bitsandbytes" and not said.get("load_in_8bit")
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    kind = f"{method}, in 8 bits" if method == "bitsandbytes" else method
+    return "" if ours else (
+        f"config.json there says that they were quantised by {kind}: of numbers in few bits, those in 4 bits of "
+        f"bitsandbytes are read"
+    )  # fmt: skip
+
+
+def settings(packed: Mapping[str, Packed], linear: Sequence[str]) -> dict[str, Any]:
+    """What the configuration of a model of `transformers` says of parameters in few bits.
+
+    Args:
+        packed: by name, all in one format.
+        linear: names of the module's linear layers.
+
+    Raises:
+        CheckpointError: what `from_pretrained` would not find.
+    """
+    layers = {name.removesuffix(".weight"): x for name, x in packed.items()}
+    if odd := [name for name in packed if name.removesuffix(".weight") not in linear]:
+        raise CheckpointError(
+            f"{listed(odd, 4)} {'is' if len(odd) == 1 else 'are'} in few bits, and no weight of a torch.nn.Linear, "
+            f"which is all that transformers has in few bits: pass dtype=, which decodes what is written"
+        )
+    formats = {x.format: x.dtype for x in packed.values()}
+    if len(formats) > 1:
+        raise CheckpointError(
+            f"there are parameters in {' and '.join(map(str, formats))}, and transformers has one format for a model: "
+            f"pass dtype=, which decodes what is written"
+        )
+    ((format, dtype),) = formats.items()
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": format.name,
+        "bnb_4bit_use_double_quant": format.double,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": [name for name in linear if name not in layers],
+    }

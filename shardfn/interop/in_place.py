@@ -1,0 +1,123 @@
+"""What stands in the places of a module while it runs, and is taken back: parameters, buffers, other forwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+from torch import Tensor, nn
+
+from shardfn.compat import parametrize
+from shardfn.interop.adapting import Adapting, cloned
+from shardfn.interop.anatomy import Part, placed
+from shardfn.interop.tensor_parallel import Following, Region
+from shardfn.mesh.scope import current_mesh, mesh_of, scope
+from shardfn.shards.layout import is_flat
+
+
+@contextlib.contextmanager
+def along_tensor(
+    region: Region | None, module: nn.Module, given: Sequence[Any], loose: Part, params: Any
+) -> Iterator[Following | None]:
+    """For what is loose and cut, axis names mean those of the parameters' mesh, as inside stages."""
+    if region is None:
+        yield None
+        return
+    shards = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)] if current_mesh() is None else []
+    with (
+        scope(mesh_of(shards[0].layout.grid, "the model")) if shards else contextlib.nullcontext(),
+        region.entered(module.training, given, [*loose.own, *loose.shared], again=False) as followed,
+    ):
+        yield followed
+
+
+def arguments(params: Any, part: Part, adapters: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The parameters of a stage: its own, those that others have, too, and adapters, if it has some."""
+    found = params.get(part.path, {}), {key: params[key] for key in part.shared_keys()}
+    return (*found, adapters[part.path]) if part.path in adapters else found
+
+
+def loose_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor], *adapters: Any) -> tuple[Any, ...]:
+    """The function of their stage, whose name messages show."""
+    return {name: x.clone() for name, x in (*own.items(), *shared.items())}, *map(cloned, adapters)
+
+
+@contextlib.contextmanager
+def loose_in_place(
+    adapting: Adapting,
+    values: Mapping[str, Tensor],
+    adapters: Sequence[Any],
+    buffers: Mapping[str, Tensor],
+    changing: frozenset[str],
+) -> Iterator[dict[str, Tensor]]:
+    """What is loose in its places, and all buffers; gives the buffers that changed.
+
+    Raises:
+        RuntimeError: a parameter was written to.
+    """
+    loose = adapting.part
+    slots = [*loose.own, *loose.shared]
+    versions = {key: x._version for key, x in values.items() if not x.is_inference()}
+    with (
+        adapting.placed(slots, [values[slot.key] for slot in slots], adapters) as there,
+        buffers_in_place(loose, buffers, changing) as changed,
+    ):
+        yield changed
+        written = (slot for slot, value in there if slot.holder[slot.at] is not value)
+        stray = next((key for key, x in versions.items() if values[key]._version != x), None)
+        if (slot := next(written, None)) or stray:
+            raise RuntimeError(
+                f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "
+                f"there during a call is a copy. Let forward compute with a new tensor, and change parameters outside "
+                f"of the model, by an optimizer or in the tree"
+            )
+
+
+@contextlib.contextmanager
+def buffers_in_place(
+    part: Part, values: Mapping[str, Tensor], changing: Collection[str]
+) -> Iterator[dict[str, Tensor]]:
+    """Buffers in their places, those that change as copies, which the dict that this gives has at the end.
+
+    Raises:
+        RuntimeError: another one was changed.
+    """
+    changed: dict[str, Tensor] = {}
+    given = {key: x.clone() if key in changing else x for key, x in values.items()}
+    versions = {key: x._version for key, x in given.items() if key not in changing and not x.is_inference()}
+    with placed(part.buffers, [given[slot.key] for slot in part.buffers]):
+        yield changed
+        for holder, at, key in part.buffers:
+            now = holder[at]
+            if key in changing:
+                if key not in changed or now is not given[key]:  # it may have several places
+                    changed[key] = now.detach()
+            elif now is not given[key] or now._version != versions.get(key, now._version):
+                raise RuntimeError(
+                    f"{part.path or 'the module'} writes into its buffer {key}, which would be lost: pass "
+                    f"mutable=[{key!r}] to functional, and take the buffers back from each call"
+                )
+
+
+@contextlib.contextmanager
+def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Modules with another forward, while the block runs."""
+    before: dict[nn.Module, Any] = {m: m.__dict__.get("forward") for m in forwards}
+    for m, forward in forwards.items():
+        m.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for m, own in before.items():
+            if own is None:
+                m.__dict__.pop("forward", None)
+            else:
+                m.__dict__["forward"] = own
+
+
+def uncached(module: nn.Module) -> Callable[[], Any]:
+    """What keeps a parametrised weight from being that of another call: torch's cache knows nothing of several sets."""
+    parametrised = any(isinstance(m, nn.utils.parametrize.ParametrizationList) for m in module.modules())
+    return parametrize.uncached if parametrised else contextlib.nullcontext

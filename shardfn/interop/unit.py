@@ -1,0 +1,198 @@
+"""A module that is a stage: its own forward runs in there, on the parameters of the call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from shardfn.compat import functorch
+from shardfn.interop import recorders
+from shardfn.interop.adapting import Adapting
+from shardfn.interop.anatomy import Part, Slot
+from shardfn.interop.attributes import Attributes, Before
+from shardfn.interop.in_place import arguments, buffers_in_place, replaced, uncached
+from shardfn.interop.placeholder import Running
+from shardfn.interop.refused_calls import refuse_again, refuse_caches, refuse_hooks, refuse_kept, refuse_written
+from shardfn.interop.structures import Forms
+from shardfn.interop.tensor_parallel import Region
+from shardfn.stages.signature import cast
+from shardfn.stages.skip import skip
+from shardfn.stages.stage import stage
+
+
+class Run:
+    """What one call goes by."""
+
+    def __init__(self, params: Any, changing: frozenset[str], adapters: Mapping[str, Any]) -> None:
+        self.params, self.changing, self.adapters = params, changing, adapters
+        self.trace: list[str] = []
+
+
+class Shell(NamedTuple):
+    """What the stages of a module have in common.
+
+    Attributes:
+        running: what runs now.
+        places: of buffers, by key.
+        statistics: keys of buffers that may change.
+    """
+
+    running: Running
+    places: Mapping[str, Sequence[Slot]]
+    statistics: Collection[str]
+
+
+class Unit:
+    """A module that is a stage: its forward goes through here."""
+
+    def __init__(
+        self,
+        shell: Shell,
+        part: Part,
+        region: Region | None,
+        instead: Mapping[nn.Module, Callable[..., Any]],
+        compile: bool | Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.shell, self.part, self.region, self.forms, self.options = shell, part, region, Forms(), options
+        self.adapting, self.attributes = Adapting(part), Attributes(part.module.modules())
+        self.fresh = uncached(part.module)
+        self.forward = self.eager = instead.get(part.module, part.module.forward)
+        self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
+        if compile:
+            self.forward = torch.compile(self.forward, **({} if compile is True else compile))
+
+        def run(*each: Any) -> Any:
+            return self._run(*each)
+
+        run.__name__ = run.__qualname__ = type(part.module).__name__
+        # What the module is given and returns is cast, not its buffers: a stage would cast these as well.
+        self.input_dtype, self.output_dtype = options.get("input_dtype"), options.get("output_dtype")
+        self.stage = stage(
+            run, **{name: x for name, x in options.items() if name not in ("input_dtype", "output_dtype")}
+        )
+        forward: Any = functools.wraps(part.module.forward)(lambda *a, **k: self(*a, **k))
+        forward._shardfn_skip = self.skip
+        part.module.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's forward is meanwhile."""
+        now = self.shell.running.now
+        if self.shell.running.unit is self:  # the module calls itself
+            return self.eager(*args, **kwargs)
+        if now is None:
+            refuse_again(self.part.path)
+            raise RuntimeError(
+                f"{self.part.path} is called by itself, and its parameters were taken out: call the function that "
+                f"`functional` returned, model(params, ...)"
+            )
+        leaves, form = self.forms.flatten((args, kwargs))
+        if torch.is_grad_enabled():
+            refuse_caches(self.part, leaves)
+        transformed = functorch.inside_transform()
+        if transformed:
+            refuse_hooks(self.part)
+        now.trace.append(self.part.path)
+        buffers = {key: holder[at] for holder, at, key in self.part.buffers}
+        changing = tuple(key for key in buffers if key in now.changing)
+        own, shared, *adapters = arguments(now.params, self.part, now.adapters)
+        given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
+        before = self.attributes.now()
+        wanted = recorders.wanted()
+        found, outer, changed = self.stage(own, shared, buffers, changing, given, form, wanted, before, *adapters)
+        found = [cast(x, self.output_dtype) for x in found] if self.output_dtype else found
+        for key, value in changed.items():
+            for holder, at, _ in self.shell.places[key]:
+                holder[at] = value
+        if transformed:
+            refuse_kept(self.part, leaves)
+        out, recorded = self.forms.unflatten(found, outer)
+        recorders.hand_on(recorded)
+        return out
+
+    def skip(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What `shardfn.skip` of the module does."""
+        now = self.shell.running.now
+        if now is None:
+            raise RuntimeError(
+                f"skip: {self.part.path} is skipped outside of a call of the model, which has its parameters: skip it "
+                f"in the forward of the module that would call it"
+            )
+        now.trace.append(self.part.path)
+        return skip(self.stage, *arguments(now.params, self.part, now.adapters), args, kwargs)
+
+    def _run(
+        self,
+        own: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        changing: Sequence[str],
+        leaves: Sequence[Any],
+        form: int,
+        wanted: tuple[str, ...],
+        before: Before,
+        *adapters: Any,
+    ) -> Any:
+        args, kwargs = self.forms.unflatten(leaves, form)
+        part = self.part
+        slots = [*part.own, *part.shared]
+        values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
+        around, self.shell.running.unit = self.shell.running.unit, self
+        try:
+            with (
+                before.again(),
+                self.fresh(),
+                self.adapting.placed(slots, values, adapters),
+                buffers_in_place(part, self._constant(buffers), changing) as changed,
+                replaced(self.instead),
+                recorders.recording(wanted) as recorded,
+                contextlib.nullcontext()
+                if self.region is None
+                else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,
+            ):
+                if self.region is not None:
+                    self.region.prove(part, slots, self.eager, args, kwargs)
+                out = (self.forward if followed is None else self.eager)(*args, **kwargs)
+        except RuntimeError as error:
+            self._refuse_mixed(error, values, leaves, buffers)
+            raise
+        finally:
+            self.shell.running.unit = around
+        if self.forms.writable(form):
+            refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
+        found, outer = self.forms.flatten((out, recorded))
+        if followed is not None:
+            followed.check(found)
+        return found, outer, changed
+
+    def _constant(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Without derivatives of statistics, which torch's kernels do not have; transforms ask for those of all."""
+        return {key: x.detach() if key in self.shell.statistics else x for key, x in buffers.items()}
+
+    def _refuse_mixed(
+        self, error: RuntimeError, parameters: Any, given: Sequence[Any], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Raises TypeError in place of torch's where dtypes met that do not go together."""
+        each = {"parameters": parameters, "arguments": given, "buffers": buffers}
+        kinds = {
+            what: sorted(
+                {str(x.dtype) for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
+            )
+            for what, some in each.items()
+        }
+        if "dtype" not in str(error) or len({kind for some in kinds.values() for kind in some}) < 2:
+            return
+        said = ", ".join(f"{what} of {' and '.join(some)}" for what, some in kinds.items() if some)
+        options = {**self.options, "input_dtype": self.input_dtype}
+        asked = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
+        raise TypeError(
+            f"{self.part.path} ({type(self.part.module).__name__}) mixes dtypes ({error}): it has {said}, "
+            f"with {asked}. gather_dtype is the dtype in which it gets its floating parameters, and input_dtype that "
+            f"of its arguments; buffers keep theirs: cast them, or the module, before functional"
+        ) from error

@@ -1,0 +1,232 @@
+"""Codes: numbers between -1 and 1, or within another range, as few bits, and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardfn.compat import dispatch, dynamo, functorch
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)  # by their three bits; the fourth is the sign
+
+
+@dataclass(frozen=True)
+class Code:
+    """A code.
+
+    Attributes:
+        name: what files and messages call it.
+        bits: 4 or 8; of the former two stand in a byte, the first in the upper half.
+        most: the largest number that it has; the smallest is its negative, or 0.
+        encode: float32 numbers `[..., n]` to the nearest codes, bytes, uint8.
+        decode: bytes to the numbers of their codes, float32; of 4 bits, to an even number of them.
+    """
+
+    name: str
+    bits: int
+    most: float
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+
+
+def numbers(code: Code) -> Tensor:
+    """The numbers of all codes, in their order, float32."""
+    with _apart():
+        if code.bits == 8:
+            return code.decode(torch.arange(256).to(torch.uint8))
+        return code.decode(torch.arange(16).to(torch.uint8) << 4)[::2]
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Tensors made inside are on the CPU, and good for whoever comes next, whatever modes and transforms run here."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        functorch.outside_transforms(),
+        dispatch.outside_modes(),
+        torch.device("cpu"),
+    ):
+        yield
+
+
+def _paired(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, two in a byte."""
+    even = codes if codes.shape[-1] % 2 == 0 else F.pad(codes, (0, 1))
+    return even[..., ::2] << 4 | even[..., 1::2]
+
+
+_Known = dict[torch.device, tuple[Tensor, ...]]
+
+
+class _Table:
+    """Numbers on the devices where they were asked for: their codes are their places."""
+
+    def __init__(self, values: Callable[[], Tensor]) -> None:
+        self._values = values
+        self._on: _Known = {}
+        self._bounds: _Known = {}
+        self._jumps: _Known = {}
+
+        @dynamo.constant_when_traced
+        def listed() -> tuple[tuple[float, ...], ...]:
+            with _apart():
+                parts = (values(), *self.bounds(torch.device("cpu")))
+                return tuple(tuple(part.tolist()) for part in parts)
+
+        self.listed = listed  # numbers and bounds
+
+    def on(self, device: torch.device) -> Tensor:
+        """The numbers."""
+        if device not in self._on:
+            with _apart():
+                values = self._values()
+            return _cached(self._on, device, (values,))[0]
+        return self._on[device][0]
+
+    def at(self, codes: Tensor) -> Tensor:
+        """The numbers of these codes."""
+        table = _constants(self.listed()[:1], codes)[0] if _traced() else self.on(codes.device)
+        return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+    def bounds(self, device: torch.device) -> tuple[Tensor, ...]:
+        """What lies in the middle between neighbours; and the codes in order of their numbers, unless they are."""
+        if device not in self._bounds:
+            with _apart():
+                values = self._values()
+                order = torch.argsort(values)
+                between = (values[order[:-1]] + values[order[1:]]) / 2
+                found = (between,) if bool((order.diff() == 1).all()) else (between, order.to(torch.uint8))
+            return _cached(self._bounds, device, found)
+        return self._bounds[device]
+
+    def jumps(self, device: torch.device) -> tuple[Tensor, ...]:
+        """For each upper half of a float32: the least code of such numbers, and the bound that lies among them.
+
+        Codes are sorted here, and so coarse that there is one bound at most.
+        """
+        if device not in self._jumps:
+            with _apart():
+                bounds = self.bounds(torch.device("cpu"))[0]
+                halves = torch.arange(2**16, dtype=torch.int32) << 16
+                ends = (torch.bucketize(x.view(torch.float32), bounds) for x in (halves, halves | 0xFFFF))
+                least, most = torch.stack(tuple(ends)).aminmax(dim=0)
+                bound = bounds[least.clamp(max=len(bounds) - 1)].masked_fill(least == most, torch.inf)
+            return _cached(self._jumps, device, (least.to(torch.uint8), bound))
+        return self._jumps[device]
+
+
+def _cached(known: _Known, device: torch.device, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Tables on a device, there for every stream; not those that a mode has for its own, fake ones say."""
+    if device.type != "cpu":
+        with torch.inference_mode(False), torch.no_grad(), functorch.outside_transforms():
+            tables = tuple(table.to(device) for table in tables)
+    if all(type(table) is Tensor for table in tables):
+        known[device] = tables
+    return tables
+
+
+def _traced() -> bool:
+    """Whether this becomes part of a graph, which holds no tensors of others."""
+    return torch.compiler.is_compiling()
+
+
+def _constants(listed: tuple[tuple[float, ...], ...], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(torch.tensor(one, dtype=torch.float32, device=like.device) for one in listed)
+
+
+def _tabled(name: str, bits: int, values: Callable[[], Tensor]) -> Code:
+    """The code whose numbers are in a table, of which the largest is 1."""
+    table = _Table(values)
+    if bits == 8:
+        return Code(name, 8, 1.0, lambda x: _looked_up(x, table), table.at)
+    return Code(name, 4, 1.0, lambda x: _paired(_compared(x, table)), _of_pairs(values))
+
+
+def _looked_up(x: Tensor, table: _Table) -> Tensor:
+    """Of many codes, whose numbers are sorted."""
+    if _traced():
+        return torch.bucketize(x, _constants(table.listed()[1:2], x)[0]).to(torch.uint8)
+    least, bound = table.jumps(x.device)
+    flat = x.reshape(-1)
+    half = (flat.view(torch.int32) >> 16) & 0xFFFF
+    return (least.index_select(0, half) + (flat > bound.index_select(0, half))).view(x.shape)
+
+
+def _compared(x: Tensor, table: _Table) -> Tensor:
+    """Of few codes, each bound is sooner compared than looked for."""
+    between, *order = _constants(table.listed()[1:], x) if _traced() else table.bounds(x.device)
+    place = (x > between[0]).to(torch.uint8)  # a batch, if x is one
+    for bound in between[1:]:
+        place += x > bound
+    return order[0].to(torch.uint8)[place.int()] if order else place
+
+
+def _of_pairs(values: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What decodes both codes of a byte at once, whose numbers are looked up as if they were one of 64 bits."""
+    few = _Table(values)
+    pairs = _Table(lambda: torch.cartesian_prod(values(), values()).view(torch.float64).view(-1))
+
+    def decode(codes: Tensor) -> Tensor:
+        if _traced():
+            return few.at(torch.stack((codes >> 4, codes & 15), -1)).flatten(-2)
+        return pairs.at(codes).view(torch.float32)
+
+    return decode
+
+
+def _stepped(name: str, bits: int) -> Code:
+    """The whole numbers, as many to either side."""
+    most = float(2 ** (bits - 1) - 1)
+    if bits == 8:
+        return Code(name, 8, most, lambda x: x.round().to(torch.int8).view(torch.uint8), _signed)
+
+    def numbers() -> Tensor:
+        return torch.arange(16).add(8).remainder(16).sub(8).to(torch.float32)
+
+    return Code(name, 4, most, lambda x: _paired(x.round().to(torch.int8).view(torch.uint8) & 15), _of_pairs(numbers))
+
+
+def _signed(codes: Tensor) -> Tensor:
+    return codes.view(torch.int8).float()
+
+
+def _floating(name: str, dtype: torch.dtype) -> Code:
+    """The numbers of a floating-point dtype of 8 bits."""
+    table = _Table(lambda: torch.arange(256).to(torch.uint8).view(dtype).to(torch.float32))
+    return Code(name, 8, torch.finfo(dtype).max, lambda x: x.to(dtype).view(torch.uint8), table.at)
+
+
+def _fp4() -> Tensor:
+    positive = torch.tensor(FP4, dtype=torch.float32)
+    return torch.cat((positive, -positive)) / 12
+
+
+def _dynamic(signed: bool) -> Tensor:
+    """Fractions that are the finer, the larger the number is: the leading bits say how many digits there are."""
+    found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (i + (0 if signed else 1)) + 1, dtype=torch.float32)
+        means = 10 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
+        found += [means, -means] if signed else [means]
+    return torch.cat(found).sort().values
+
+
+nf4 = _tabled("nf4", 4, lambda: torch.tensor(NF4, dtype=torch.float32))
+fp4 = _tabled("fp4", 4, _fp4)
+int4 = _stepped("int4", 4)
+int8 = _stepped("int8", 8)
+fp8_e4m3 = _floating("fp8_e4m3", torch.float8_e4m3fn)
+fp8_e5m2 = _floating("fp8_e5m2", torch.float8_e5m2)
+dynamic = _tabled("dynamic", 8, lambda: _dynamic(True))
+positive = _tabled("positive", 8, lambda: _dynamic(False))

@@ -1,0 +1,217 @@
+"""Parameters in few bits, as nodes of trees: one leaf of bytes, and what these mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import pytrees
+from shardfn.mesh.spec import dotted, is_dtensor, places_itself
+from shardfn.mesh.which import Which, chosen
+from shardfn.quant.formats import Format, check_format
+
+
+class Packed:
+    """A parameter in few bits: a pytree node with one leaf, whose name is the parameter's own.
+
+    `shardfn.shard` cuts its bytes like any others, and a stage's function meets the decoded parameter.
+
+    Attributes:
+        values: `[format.nbytes(numel)]`, uint8.
+        format: of the bytes.
+        shape: of the parameter.
+        dtype: that it had, and has in a stage's function where nothing else is asked for.
+    """
+
+    __slots__ = ("dtype", "format", "shape", "values")
+
+    def __init__(self, values: Any, format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.values, self.format, self.shape, self.dtype = values, format, tuple(shape), dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it has."""
+        return self.format.nbytes(self.numel)
+
+    @property
+    def meant(self) -> str:
+        """What the bytes are, for comparisons and messages."""
+        return f"{self.format} of {list(self.shape)}"
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether its bytes are on the device meta, without values."""
+        return bool(self.values.is_meta)
+
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The parameter, in its own dtype or another.
+
+        Raises:
+            TypeError: what it has are not bytes, but something that was computed from them.
+        """
+        if self.values.dtype is not torch.uint8:
+            raise TypeError(
+                f"{self} has {self.values.dtype} where its bytes were. Bytes are codes, which nothing can be computed "
+                f"from: leave parameters in few bits as they are, with shardfn.partition, say"
+            )
+        return self.format.decode(self.values, self.numel, dtype or self.dtype).view(self.shape)
+
+    def having(self, values: Any) -> Packed:
+        """The same with other bytes."""
+        return Packed(values, self.format, self.shape, self.dtype)
+
+    def __repr__(self) -> str:
+        there = "None, " if self.values is None else ""  # as in a gradient, which it has not
+        return f"Packed({there}{self.format}, {list(self.shape)}, {str(self.dtype).removeprefix('torch.')})"
+
+
+def pack(x: Tensor, format: Format) -> Packed:
+    """A parameter in few bits.
+
+    Args:
+        x: a tensor of floating-point numbers; on the device meta, so are the bytes.
+        format: such as `nf4()`.
+
+    Raises:
+        TypeError: numbers of another kind.
+        ValueError: numbers that are not finite, or are too large for scales in float32.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"{format} is for floating-point numbers, not for {x.dtype}")
+    if x.is_meta:
+        values = torch.empty(format.nbytes(x.numel()), dtype=torch.uint8, device="meta")
+    else:
+        values = format.encode(x.reshape(-1))
+        if not bool(torch.isfinite(format.scales(values, x.numel()) * format.code.most).all()):
+            raise ValueError(
+                "it has numbers that are not finite, or too large for scales in float32, of which few bits would make "
+                "others"
+            )
+    return Packed(values, format, tuple(x.shape), x.dtype)
+
+
+def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
+    """A tree of parameters, some of which are kept in few bits.
+
+    Args:
+        tree: a pytree of tensors.
+        format: such as `nf4(double=True)`.
+        names: which: patterns that match whole paths, or a function of a path and a shape. Default: those of two or
+            more dimensions that are at least as long as a block.
+
+    Returns:
+        The tree with a `Packed` in place of each of them. They have no gradient, as whatever is not a floating-point
+        number.
+
+    Raises:
+        ValueError: a pattern that matches nothing, or nothing to choose; a parameter that is shorter than a block, or
+            has numbers that are not finite.
+        TypeError: a parameter that is not of floating-point numbers, or is a shard; what is not a format; names that
+            are neither patterns nor a function.
+
+    Example:
+        ``params = shard(quantize(tree, nf4()), mesh, full_shard("shard"))``
+    """
+    check_format(format, "quantize: format", optional=False)
+    rule = chosen(names, "names") if names is not None else None
+    paths, leaves, spec = _parameters("quantize", tree, "quantize parameters before they are cut, by shard or load")
+    unused = rule.unused(paths) if rule else set()
+    if unused:
+        raise ValueError(f"quantize: no parameter matches {', '.join(map(repr, sorted(unused)))}")
+    if rule and not any(rule(path, _shape(x)) for path, x in zip(paths, leaves, strict=True)):
+        raise ValueError(f"quantize: {rule.said()} chooses none of the tree's parameters")
+    if not rule and not any(_long(x, format) for x in leaves):
+        raise ValueError(
+            f"quantize: there is no tensor with two or more dimensions and at least {format.block} floating-point "
+            f"numbers, a block: pass a tree of parameters, such as model.tree, or choose others by names="
+        )
+    made: dict[int, Packed] = {}  # one tensor at several places stays one
+    found = [
+        _packed(path, x, format, made) if (rule(path, _shape(x)) if rule else _long(x, format)) else x
+        for path, x in zip(paths, leaves, strict=True)
+    ]
+    return optree.tree_unflatten(spec, found)
+
+
+def dequantize(tree: Any, dtype: torch.dtype | None = None) -> Any:
+    """The tree with decoded parameters in place of those in few bits, in their own dtypes or another.
+
+    Args:
+        tree: whole parameters.
+        dtype: of floating-point numbers; default: each parameter's own.
+
+    Raises:
+        TypeError: shards, of which a rank has only a part; another dtype.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dequantize: dtype={dtype!r}; it is a floating torch.dtype, or None for each parameter's own")
+    _, leaves, spec = _parameters("dequantize", tree, "decode whole parameters, which unshard makes")
+    return optree.tree_unflatten(spec, [x.decoded(dtype) if is_packed(x) else x for x in leaves])
+
+
+def is_packed(x: Any) -> bool:
+    """Whether it is a parameter in few bits."""
+    return type(x) is Packed
+
+
+def _parameters(where: str, tree: Any, instead: str) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
+    """Paths and values, all of which are whole.
+
+    Raises:
+        TypeError: some are not.
+    """
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(
+        tree, is_leaf=lambda x: is_packed(x) or places_itself(x)
+    )
+    paths = [dotted(accessor) for accessor in accessors]
+    for path, x in zip(paths, leaves, strict=True):
+        if places_itself(x) or is_dtensor(x):
+            raise TypeError(f"{where}: {path or 'the tree'} is a {type(x).__name__}, one rank's part: {instead}")
+    return paths, leaves, spec
+
+
+def _packed(path: str, x: Any, format: Format, made: dict[int, Packed]) -> Packed:
+    if is_packed(x):
+        raise TypeError(f"quantize: {path} is in few bits already, {x}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"quantize: {path} is of type {type(x).__name__}, not a tensor")
+    if x.numel() < format.block:
+        raise ValueError(
+            f"quantize: {path} has shape {list(x.shape)}, {x.numel()} numbers, fewer than the {format.block} of a "
+            f"block: leave it as it is"
+        )
+    if id(x) not in made:
+        try:
+            made[id(x)] = pack(x, format)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"quantize: {path}: {error}") from None
+    return made[id(x)]
+
+
+def _long(x: Any, format: Format) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 1 and x.numel() >= format.block
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    return tuple(x.shape) if isinstance(x, (Tensor, Packed)) else None
+
+
+def _flatten(packed: Packed) -> tuple[tuple[Any], Any, tuple[str]]:
+    return (packed.values,), (packed.format, packed.shape, packed.dtype), ("",)
+
+
+def _unflatten(meant: Any, children: Any) -> Packed:
+    (values,) = children
+    return Packed(values, *meant)
+
+
+pytrees.register(Packed, _flatten, _unflatten)

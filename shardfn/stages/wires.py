@@ -1,0 +1,145 @@
+"""Numbers that travel in few bits: encoded where they leave, decoded and summed in float32 where they arrive.
+
+The bytes of a piece are followed by a tag, which says what it belongs to, and is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.into_buffers import (
+    TRANSPORTS,
+    Communicator,
+    Handle,
+    Later,
+    Together,
+    exchanged,
+    sends_pieces,
+)
+from shardfn.collectives.ledger import record, recording
+from shardfn.compat import dispatch
+from shardfn.quant.formats import Format
+
+STEP = 64  # bytes: a piece is a multiple of them
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How pieces of `numel` numbers travel.
+
+    Attributes:
+        format: of their bytes.
+        numel: numbers in a piece.
+        room: bytes of the tag.
+    """
+
+    format: Format
+    numel: int
+    room: int
+
+    def __str__(self) -> str:
+        return str(self.format)
+
+    @property
+    def used(self) -> int:
+        """Bytes of the numbers."""
+        return self.format.nbytes(self.numel)
+
+    @property
+    def length(self) -> int:
+        """Bytes of a piece."""
+        return -(-(self.used + self.room) // STEP) * STEP
+
+    def write(self, x: Tensor, pieces: Tensor) -> None:
+        """Encodes `[..., numel]` into `[..., length]`, but for the tag."""
+        pieces[..., : self.used].copy_(self.format.encode(x))
+
+    def read(self, pieces: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decodes `[..., length]` to `[..., numel]`."""
+        return self.format.decode(pieces[..., : self.used], self.numel, dtype)
+
+    def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What arrives of `[numel]`, in the dtype of `x`; differentiated as if that were `x` itself."""
+        arrived = self.format.decode(self.format.encode(x), self.numel, dtype).to(x.dtype)
+        return arrived.detach() + (x - x.detach())
+
+    def tags(self, pieces: Tensor) -> Tensor:
+        """Where in `[..., length]` the tags are."""
+        return pieces[..., self.length - self.room :]
+
+
+def reduce_scatter(
+    flat: Tensor, out: Tensor, comm: Communicator, format: Format, tag: Tensor, scratch: Callable[[int], Tensor]
+) -> Handle:
+    """Fills `out [n]` with the sum over ranks of their piece of `flat [size * n]` for this rank.
+
+    Each piece is rounded once, but for the one that stays here, and sums are in the dtype of `out`: Quantized Gradient
+    ZeRO (Wang et al. 2023, ZeRO++, section 3.3) by one all-to-all. `scratch(n)` lends `n` bytes until the wait.
+    """
+    size, index = comm.axis.size, comm.axis.index
+    wire = Wire(format, len(flat) // size, len(tag))
+    pieces = flat.view(size, -1)
+    sent, received = scratch(2 * size * wire.length).view(2, size, -1).unbind()
+    wire.write(pieces, sent)
+    wire.tags(sent).copy_(tag)
+    _record("reduce_scatter", wire, comm, size - 1)
+
+    def add() -> None:
+        others = [i for i in range(size) if i != index]
+        _compare(wire, [received[i] for i in others], tag, comm)
+        out.copy_(pieces[index])
+        for i in others:  # one at a time: all of them decoded would be as large as the whole gradient
+            out.add_(wire.read(received[i], out.dtype))
+
+    return Together([_exchange(received, sent, comm)], add)
+
+
+def all_reduce(x: Tensor, comm: Communicator, format: Format, tag: Tensor, scratch: Callable[[int], Tensor]) -> Handle:
+    """Sums `x [n]` over ranks, in place: scattered as by `reduce_scatter`, and the sums gathered, rounded once more."""
+    size, index = comm.axis.size, comm.axis.index
+    n = -(-len(x) // size)
+    padded = torch.cat((x, x.new_zeros(n * size - len(x))))
+    part, wire = torch.empty_like(padded[:n]), Wire(format, n, len(tag))
+    first = reduce_scatter(padded, part, comm, format, tag, scratch)
+
+    def gather() -> Handle:
+        whole = scratch(size * wire.length).view(size, -1)
+        wire.write(part, whole[index])
+        wire.tags(whole[index]).copy_(tag)
+        _record("all_gather", wire, comm, size - 1)
+
+        def take() -> None:
+            _compare(wire, list(whole), tag, comm)
+            x.copy_(wire.read(whole, x.dtype).view(-1)[: len(x)])
+
+        how = comm.overrides.get("all_gather") or comm.chosen["all_gather"]
+        return Together([TRANSPORTS["all_gather"][how](whole.view(-1), comm)], take)
+
+    return Later(first, gather)
+
+
+def _exchange(received: Tensor, sent: Tensor, comm: Communicator) -> Handle:
+    """Row `i` of what is sent goes to rank `i`, from which row `i` comes."""
+    if sends_pieces(comm, "reduce_scatter"):
+        return exchanged([[row] for row in received], [[row] for row in sent], comm)
+    return dist.all_to_all_single(received.view(-1), sent.view(-1), group=comm.reductions, async_op=True)
+
+
+def _record(op: str, wire: Wire, comm: Communicator, pieces: int) -> None:
+    if recording():
+        record(op, comm.axis.group, torch.uint8, pieces * wire.length, str(wire.format), comm.names)
+
+
+def _compare(wire: Wire, pieces: list[Tensor], tag: Tensor, comm: Communicator) -> None:
+    """Whether what came from each rank belongs to what was sent to it."""
+    wrong = "ranks sum the gradients of different stages, or in different formats"
+    for piece in pieces if comm.checks else ():
+        if piece.device.type != "cpu":
+            dispatch.assert_on_device((wire.tags(piece) == tag).all(), wrong)
+        elif not torch.equal(wire.tags(piece), tag):
+            raise RuntimeError(wrong)
