@@ -1,0 +1,421 @@
+"""Adapters, and what they make of a weight: the sum with a product of two thin matrices that is never multiplied out.
+
+An `Adapter` is parameters and what they mean; an `Adapted` is a weight together with one, and stands in its place: in a
+module, or in the tree that a function is given. What is computed with it is what would be computed with the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardfn.compat import pytrees
+from shardfn.mesh.spec import joined
+from shardfn.quant.packed import Packed
+from shardfn.shards.layout import is_stage
+
+Kind = Literal["linear", "conv1d", "embedding"]
+PARTS: dict[str, tuple[str, ...]] = {
+    "linear": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"),
+    "conv1d": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"),
+    "embedding": ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
+}
+"""What peft's files call the parameters of an adapter."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is known of an adapter besides its numbers.
+
+    Attributes:
+        kind: of the weight: "linear", `[outputs, inputs]`; "conv1d" (of GPT-2) and "embedding", `[inputs, outputs]`.
+        rank: of the product.
+        alpha: over `rank`, what it is scaled by.
+        rslora: whether over the square root of it instead (Kalajdzievski 2023).
+        dropout: of what goes through the adapter; an embedding has none.
+    """
+
+    kind: Kind
+    rank: int
+    alpha: float
+    rslora: bool = False
+    dropout: float = 0.0
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+class Adapter:
+    """The parameters that adapt one weight: a pytree node, whose leaves have the names of peft's files.
+
+    Attributes:
+        a: `[rank, inputs]`.
+        b: `[outputs, rank]`.
+        magnitude: `[outputs]`, of DoRA (Liu et al. 2024); None without it.
+        recipe: what they mean.
+    """
+
+    __slots__ = ("a", "b", "magnitude", "recipe")
+
+    def __init__(self, a: Any, b: Any, magnitude: Any, recipe: Recipe) -> None:
+        self.a, self.b, self.magnitude, self.recipe = a, b, magnitude, recipe
+
+    def on(self, weight: Tensor, training: bool) -> Adapted:
+        """What stands in the place of a weight; dropout is applied while `training`."""
+        return Adapted(weight, self, training, self.recipe.kind == "linear")
+
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        sizes = (self.b.shape[0], self.a.shape[1])
+        return sizes if self.recipe.kind == "linear" else (sizes[1], sizes[0])
+
+    def unlike(self, shape: Sequence[int]) -> str:
+        """What is wrong with it for a weight of this shape; nothing, if it fits."""
+        rank, turned = self.recipe.rank, self.recipe.kind != "linear"
+        outputs, inputs = (*shape,)[::-1] if turned and len(shape) == 2 else shape if len(shape) == 2 else (-1, -1)
+        found = [tuple(x.shape) for x in (self.a, self.b, self.magnitude) if x is not None]
+        if found == [(rank, inputs), (outputs, rank), (outputs,)][: len(found)]:
+            return ""
+        if len(found[0]) == len(found[1]) == 2 and self.shape() != tuple(shape):
+            return f"of shape {list(shape)}, and its adapter for {list(self.shape())}"
+        return f"of shape {list(shape)}, and its adapter, of rank {rank}, has parts of {', '.join(map(str, found))}"
+
+    def misfit(self, m: nn.Module) -> str:
+        """What is wrong with it for the weight of a module; nothing, if it fits."""
+        weight, kind = m._parameters.get("weight"), kind_of(m)
+        if weight is not None and kind != self.recipe.kind:
+            return f"a {type(m).__name__}, and its adapter is for weights of kind {self.recipe.kind!r}"
+        return "" if weight is None else self.unlike(weight.shape)
+
+    def __repr__(self) -> str:
+        return f"Adapter({self.recipe}{'' if self.magnitude is None else ', DoRA'})"
+
+
+def kind_of(m: nn.Module) -> Kind | None:
+    """What kind of weight a module has; None for those that have no adapters."""
+    if isinstance(m, nn.Linear):
+        return "linear"
+    if isinstance(m, nn.Embedding):
+        return "embedding"
+    conv1d = any(one.__name__ == "Conv1D" and one.__module__.startswith("transformers.") for one in type(m).__mro__)
+    return "conv1d" if conv1d else None
+
+
+def is_adapter(x: Any) -> bool:
+    """Whether it is an adapter."""
+    return type(x) is Adapter
+
+
+# --- a weight and its adapter, as one ---
+
+_KNOWN = frozenset((
+    "shape", "ndim", "dtype", "device", "size", "dim", "numel", "nelement", "layout", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_nested", "is_quantized", "is_floating_point", "is_complex", "itemsize", "nbytes", "element_size",
+    "requires_grad", "get_device",
+))  # fmt: skip
+
+
+class Adapted:
+    """A weight and its adapter: `@`, `F.linear`, `F.embedding`, `addmm`, indexing and transposing know what to do.
+
+    Everything else raises, since it would leave the adapter out of account, or need a matrix of the weight's shape;
+    `dense()` makes that.
+    """
+
+    __slots__ = ("_adapter", "_outputs_first", "_training", "_weight")
+
+    def __init__(self, weight: Any, adapter: Any, training: bool, outputs_first: bool) -> None:
+        self._weight, self._adapter, self._training, self._outputs_first = weight, adapter, training, outputs_first
+
+    @property
+    def T(self) -> Adapted:
+        """Transposed, like `mT` and `t()`."""
+        return Adapted(self._weight.mT, self._adapter, self._training, not self._outputs_first)
+
+    mT = T
+
+    def t(self) -> Adapted:
+        """Transposed."""
+        return self.T
+
+    def transpose(self, dim0: int, dim1: int) -> Adapted:
+        """Transposed, if these are its two dimensions."""
+        return self if dim0 % 2 == dim1 % 2 else self.T
+
+    def to(self, *args: Any, **kwargs: Any) -> Adapted:
+        """In another dtype, or on another device."""
+        return Adapted(self._weight.to(*args, **kwargs), self._adapter, self._training, self._outputs_first)
+
+    def dense(self) -> Tensor:
+        """One matrix, of the shape and dtype of the weight, without dropout: differentiable, and as large."""
+        a, b, scale = self._adapter.a, self._adapter.b, self._adapter.recipe.scale
+        weight = self._weight if self._outputs_first else self._weight.mT
+        made = weight + (b @ a) * scale
+        if self._adapter.magnitude is not None:
+            made = made * self._ratio()[:, None]
+        made = made.to(self._weight.dtype)
+        return made if self._outputs_first else made.mT
+
+    def __matmul__(self, other: Any) -> Any:
+        return _times_on_left(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _times(other, self)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        if not isinstance(rows, (int, Tensor)) or (isinstance(rows, Tensor) and rows.dtype == torch.bool):
+            raise TypeError(f"{self} is indexed by {type(rows).__name__}: adapters know one index of rows, or {_DENSE}")
+        return _rows(torch.as_tensor(rows, device=self._weight.device), self, self._weight[rows], lambda x: x[rows])
+
+    def __len__(self) -> int:
+        return len(self._weight)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _KNOWN:
+            return getattr(self._weight, name)
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(name)
+        raise AttributeError(f"{self} has no .{name}, which is not among what adapters know: {_FIX}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What a function of torch gives for the sum; TypeError for those that are not known."""
+        known = _FUNCTIONS.get(func)
+        if known is None:
+            found = next(x for x in optree.tree_leaves((args, kwargs or {}), is_leaf=is_adapted) if is_adapted(x))
+            name = getattr(func, "__qualname__", getattr(func, "__name__", str(func)))
+            raise TypeError(f"{found} is given to torch's {name}, which is not among what adapters know: {_FIX}")
+        return known(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:
+        return f"Adapted({list(self._weight.shape)}, rank {self._adapter.recipe.rank})"
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """What `x @ self` multiplies x by, one after the other: `[rows, rank]`, `[rank, columns]`."""
+        a, b = self._adapter.a, self._adapter.b
+        return (b, a) if self._outputs_first else (a.mT, b.mT)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        rate = self._adapter.recipe.dropout
+        return F.dropout(x, rate) if rate and self._training else x
+
+    def _ratio(self) -> Tensor:
+        """Of DoRA: for each output its magnitude over the norm of its row, which is constant for derivatives."""
+        weight = self._weight if self._outputs_first else self._weight.mT
+        a, b = self._adapter.a, self._adapter.b
+        norm = norms(weight.detach(), a.detach(), b.detach(), self._adapter.recipe.scale)
+        ratio: Tensor = self._adapter.magnitude / norm.detach()
+        return ratio
+
+
+_DENSE = "take w.dense(), a matrix of its shape"
+_FIX = f"these are x @ w, F.linear, F.embedding, torch.addmm, w[rows] and w.T; for others {_DENSE}"
+
+
+def is_adapted(x: Any) -> bool:
+    """Whether it is a weight with an adapter."""
+    return type(x) is Adapted
+
+
+def norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """The norm of each row of `weight + scale * b @ a`, `[outputs]`, without that matrix.
+
+    Args:
+        weight: `[outputs, inputs]`.
+        a: `[rank, inputs]`.
+        b: `[outputs, rank]`.
+        scale: of the product.
+    """
+    dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
+    a, b = a.to(dtype), b.to(dtype) * scale
+    own = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
+    mixed = ((weight.to(dtype) @ a.mT) * b).sum(1)
+    return (own + 2 * mixed + ((b @ (a @ a.mT)) * b).sum(1)).clamp_min(0).sqrt()
+
+
+def _added(x: Tensor, w: Adapted, base: Callable[[Tensor], Tensor], bias: Any = None) -> Tensor:
+    """`x @ w + bias`, where `base` gives `x @ weight`."""
+    first, second = w._factors()
+    scale, magnitude = w._adapter.recipe.scale, w._adapter.magnitude
+    if magnitude is not None and w._outputs_first:  # it belongs to what comes in
+        x = x * w._ratio()
+    own, dropped = base(x), w._dropped(x)
+    delta = (dropped.to(first.dtype) @ first * scale) @ second
+    if magnitude is not None and not w._outputs_first:
+        ratio = w._ratio()
+        again = own if dropped is x else base(dropped)
+        found = own + (ratio - 1) * again + ratio * delta
+    else:
+        found = own + delta
+    found = found if bias is None else found + bias
+    return found.to(own.dtype)
+
+
+def _times(x: Any, w: Any) -> Any:
+    """`x @ w`."""
+    if is_adapted(x):
+        return _times_on_left(x, w)
+    return _added(x, w, lambda x: x @ w._weight)
+
+
+def _times_on_left(w: Adapted, x: Any) -> Any:
+    """`w @ x`."""
+    if is_adapted(x):
+        raise TypeError(f"{w} @ {x}: adapters know the product with a tensor; for others {_DENSE}")
+    return _times(x, w.T) if x.ndim == 1 else _times(x.mT, w.T).mT
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> Tensor:
+    if is_adapted(input) or is_adapted(bias):
+        raise TypeError(f"F.linear: adapters know it with {weight} as the weight; for others {_DENSE}")
+    if weight._adapter.magnitude is None:
+        return _added(input, weight.T, lambda x: F.linear(x, weight._weight, bias))
+    return _added(input, weight.T, lambda x: F.linear(x, weight._weight), bias)
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if is_adapted(input) or is_adapted(mat1) or beta != 1 or alpha != 1:
+        raise TypeError(f"torch.addmm: adapters know it with {mat2} as the second matrix; for others {_DENSE}")
+    if mat2._adapter.magnitude is None:
+        return _added(mat1, mat2, lambda x: torch.addmm(input, x, mat2._weight))
+    return _added(mat1, mat2, lambda x: x @ mat2._weight, input)
+
+
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if is_adapted(input) or max_norm is not None:
+        raise TypeError(f"F.embedding: adapters know it with {weight} as the weight, and without max_norm")
+
+    def take(x: Tensor) -> Tensor:
+        return F.embedding(input, x, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
+
+    return _rows(input, weight, take(weight._weight), take)
+
+
+def _rows(at: Tensor, w: Adapted, own: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows of `w`, where `take` takes those of a matrix: what has no gradient there has none in its factor."""
+    first, second = w._factors()
+    found = own + (take(first) * w._adapter.recipe.scale) @ second
+    if w._adapter.magnitude is not None:
+        ratio = w._ratio()
+        found = found * (ratio[at][..., None] if w._outputs_first else ratio)
+    return found.to(own.dtype)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear, F.embedding: _embedding, torch.addmm: _addmm, Tensor.addmm: _addmm, torch.matmul: _times,
+    Tensor.matmul: _times, Tensor.__matmul__: _times, torch.mm: _times, Tensor.mm: _times,
+    Tensor.__rmatmul__: lambda w, x: _times(x, w), torch.transpose: lambda w, i, j: w.transpose(i, j),
+    torch.t: lambda w: w.T,
+}  # fmt: skip
+
+
+# --- trees ---
+
+
+def adapted(base: Any, adapters: Any, *, training: bool = True) -> Any:
+    """A tree of parameters with adapted weights in the places of some, for a function that knows nothing of adapters.
+
+    Args:
+        base: whole parameters, `[...]` of any shapes: a stage's, as its function meets them, or all.
+        adapters: of the same structure, as far as it goes: what `init` made, or the part of it for this stage. A plain
+            tensor replaces the parameter.
+        training: whether adapters drop some of what goes through them, if they have a `dropout`.
+
+    Returns:
+        The tree, with an `Adapted` for each `Adapter`.
+
+    Raises:
+        TypeError: flat shards: call it inside of the stage's function, which meets whole parameters.
+        ValueError: an adapter without a parameter, or of another shape.
+
+    Example:
+        ``block = sf.stage(lambda p, a, x: layer(lora.adapted(p, a), x))``
+    """
+    return _adapted(base, adapters, training, "")
+
+
+def _adapted(base: Any, adapters: Any, training: bool, path: str) -> Any:
+    if is_stage(base) or is_stage(adapters):
+        raise TypeError(
+            f"adapted: {path or 'the tree'} is flat shards: call it inside of the function that shardfn.stage wraps, "
+            f"with its parameters and their adapters, both of which it meets whole"
+        )
+    if is_adapter(adapters):
+        return _on(base, adapters, training, path)
+    if isinstance(adapters, Tensor):
+        if not isinstance(base, Tensor) or base.shape != adapters.shape:
+            raise ValueError(f"adapted: {path} is {_kind(base)}, and what replaces it {_kind(adapters)}")
+        return adapters
+    if isinstance(adapters, Mapping):
+        return _merged(base, adapters, training, path) if adapters else base
+    if isinstance(adapters, (list, tuple)) and isinstance(base, (list, tuple)) and len(adapters) == len(base):
+        return _merged(base, dict(enumerate(adapters)), training, path)
+    raise ValueError(f"adapted: {path or 'the tree'} is {_kind(base)} with adapters of {_kind(adapters)}")
+
+
+def _on(base: Any, adapter: Adapter, training: bool, path: str) -> Adapted:
+    if not isinstance(base, (Tensor, Packed)) or (wrong := adapter.unlike(base.shape)):
+        wrong = wrong if isinstance(base, (Tensor, Packed)) else f"{_kind(base)}, with an adapter"
+        raise ValueError(f"adapted: {path or 'it'} is {wrong}")
+    return adapter.on(base.decoded() if isinstance(base, Packed) else base, training)
+
+
+def _merged(base: Any, adapters: Mapping[Any, Any], training: bool, path: str) -> Any:
+    """A container with other items at some keys."""
+    if isinstance(base, Mapping):
+        made: Any = dict(base)
+    elif isinstance(base, tuple) and hasattr(base, "_fields"):
+        made = dict(zip(base._fields, base, strict=True))
+    elif isinstance(base, (list, tuple)):
+        made = dict(enumerate(base))
+    else:
+        raise ValueError(f"adapted: {path or 'the tree'} is {_kind(base)}, with adapters of {sorted(adapters)}")
+    for key, one in adapters.items():
+        if key not in made:
+            raise ValueError(f"adapted: there is no {joined(path, key)} that an adapter could be of")
+        made[key] = _adapted(made[key], one, training, joined(path, key))
+    if isinstance(base, Mapping):
+        return made
+    return type(base)(**made) if hasattr(base, "_fields") else type(base)(made.values())
+
+
+def _kind(x: Any) -> str:
+    shape = getattr(x, "shape", None)
+    return f"of shape {list(shape)}" if isinstance(shape, Sequence) else f"a {type(x).__name__}"
+
+
+def _flatten(adapter: Adapter) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
+    dora = adapter.magnitude is not None
+    values = (adapter.a, adapter.b, adapter.magnitude) if dora else (adapter.a, adapter.b)
+    return values, (adapter.recipe, dora), PARTS[adapter.recipe.kind][: len(values)]
+
+
+def _unflatten(meant: Any, children: Any) -> Adapter:
+    recipe, dora = meant
+    a, b, *rest = children
+    return Adapter(a, b, rest[0] if dora else None, recipe)
+
+
+pytrees.register(Adapter, _flatten, _unflatten)
+pytrees.register(
+    Adapted,
+    lambda w: ((w._weight, w._adapter), (w._training, w._outputs_first), ("", "")),
+    lambda meant, children: Adapted(*children, *meant),
+)

@@ -1,0 +1,384 @@
+"""Adapters in files, as peft has them: `adapter_config.json`, and `adapter_model.safetensors` with whole tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.checkpoint import folders
+from shardfn.checkpoint.disk import sync, write_whole
+from shardfn.checkpoint.files import FileReader
+from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
+from shardfn.interop.functional import Functional, expect_functional
+from shardfn.lora.adapters import PARTS, Adapter, Kind, Recipe, is_adapter, kind_of
+from shardfn.lora.init import described, values_of
+from shardfn.lora.targets import modules, named, other_names, patterned, refuse_several_homes, stage_of
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import grid_of
+from shardfn.mesh.spec import dotted, joined
+from shardfn.shards.layout import is_flat, is_stage
+from shardfn.shards.placement import Strategy
+from shardfn.shards.sharding import shard, unshard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+_INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base
+_HARMLESS = {
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
+    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+    "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora", "eva_config", "loftq_config",
+}  # fmt: skip
+
+
+@waiting.during("sf.lora.save_pretrained")
+def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters: Any) -> None:
+    """Writes the adapters of a model as peft reads them; all ranks call together.
+
+    `PeftModel.from_pretrained(base, folder)` gives the same logits. The first rank gathers and writes them; no other
+    has more than its part. The adapter that the folder had before is there until the new one is on the disk, and never
+    the configuration of one with the tensors of another.
+
+    Args:
+        folder: which is made if necessary.
+        model: what `interop.functional` made.
+        adapters: of it, flat shards or whole tensors.
+
+    Raises:
+        CheckpointError: what could not be written; the same on every rank.
+        ValueError: adapters that peft cannot have together, such as some with DoRA and some without.
+
+    Example:
+        ``lora.save_pretrained("french", model, adapters)``
+    """
+    path, config = Path(folder), on_each_rank(lambda: _config(model, adapters))
+    grids = [leaf.layout.grid for leaf in optree.tree_leaves(adapters, is_leaf=is_flat) if is_flat(leaf)]
+    team, what = team_of(grids), f"save_pretrained {path}"
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    if len(set(team.gathered((str(path), zlib.crc32(text.encode())), what))) > 1:
+        raise CheckpointError(f"{what}: ranks were given different paths or adapters")
+    first = sorted(grids[0].ranks)[:1] if grids else None
+    whole = unshard(adapters, ranks=first, to="cpu") if first else adapters
+    team.first(what, lambda: _write(path, _tensors(whole), text))
+
+
+def _config(model: Functional, adapters: Any) -> dict[str, Any]:
+    """What peft has to know of some adapters.
+
+    Raises:
+        ValueError: they differ in what peft has once for all.
+    """
+    expect_functional("lora.save_pretrained", model)
+    model._check_adapters(adapters)
+    like = optree.tree_map(described, adapters, is_leaf=is_stage)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(like, is_leaf=is_adapter)
+    found = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
+    own: dict[str, Adapter] = {path: one for path, one in found.items() if is_adapter(one)}
+    if not own:
+        raise ValueError("lora.save_pretrained: there are no adapters")
+    _refuse_several_names(model, own)
+    recipes = {path: one.recipe for path, one in own.items()}
+    rslora = _once("rslora", (one.rslora for one in recipes.values()))
+    dora = _once("dora", (one.magnitude is not None for one in own.values()))
+    dropout = _once("dropout", (one.dropout for one in recipes.values() if one.kind != "embedding"), 0.0)
+    rank, ranks = _patterns({path: one.rank for path, one in recipes.items()})
+    alpha, alphas = _patterns({path: _plain(one.alpha) for path, one in recipes.items()})
+    saved = sorted({path.rpartition(".")[0] for path in found if path not in own})
+    module: Any = model.module
+    return {
+        "peft_type": "LORA",
+        "task_type": _task(type(module).__name__),
+        "base_model_name_or_path": getattr(module, "name_or_path", None) or None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "lora_dropout": dropout,
+        "use_rslora": rslora,
+        "use_dora": dora,
+        "target_modules": _targets(model, set(own), saved),
+        "modules_to_save": saved or None,
+        "fan_in_fan_out": any(one.kind == "conv1d" for one in recipes.values()),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _refuse_several_names(model: Functional, paths: Iterable[str]) -> None:
+    names = other_names(model)
+    for path in paths:
+        if len(there := names(path)) > 1:
+            raise ValueError(
+                f"{path} is one module with {' and '.join(there[:3])}: in peft the first alone has the adapter, here "
+                f"all of them have it"
+            )
+
+
+def _once(name: str, values: Iterable[Any], default: Any = None) -> Any:
+    every = list(dict.fromkeys(values))
+    if len(every) > 1:
+        raise ValueError(f"lora.save_pretrained: adapters with {name}={every[0]} and {name}={every[1]}: peft has one")
+    return every[0] if every else default
+
+
+def _patterns(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What most have, and patterns for the others, of which the first that matches counts."""
+    common = Counter(values.values()).most_common(1)[0][0]
+    others = {re.escape(path): value for path, value in values.items() if value != common}
+    if any(patterned(others, path, common) != value for path, value in values.items()):
+        longest = sorted(values, key=len, reverse=True)
+        others = {re.escape(path): values[path] for path in longest}
+    return common, others
+
+
+def _plain(x: float) -> float:
+    return int(x) if float(x).is_integer() else x
+
+
+def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[str] | str:
+    """Names by which peft finds these modules, and no others: their last words if possible."""
+    every = [path for path, _ in model.module.named_modules() if path]
+    left = [path for path in every if not any(path == one or path.startswith(f"{one}.") for one in saved)]
+    for names in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
+        said = named(names, "targets")
+        if {path for path in left if said.matching(path)} == paths:
+            return names
+    return f"({'|'.join(re.escape(path) for path in sorted(paths))})"
+
+
+def _task(name: str) -> str | None:
+    """What peft calls a model's task, where that changes nothing else."""
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "CAUSAL_LM"
+    return "SEQ_2_SEQ_LM" if name.endswith("ForConditionalGeneration") else None
+
+
+def _tensors(adapters: Any) -> dict[str, Tensor]:
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(adapters)
+    return {
+        PREFIX + dotted(accessor): leaf.detach().cpu().contiguous()
+        for accessor, leaf in zip(accessors, leaves, strict=True)
+    }
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: str) -> None:
+    from safetensors.torch import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    new = {name: folders.aside(folder / name, "writing") for name in (WEIGHTS, CONFIG)}
+    try:
+        write_whole(new[WEIGHTS], save(tensors, {"format": "pt"}))
+        write_whole(new[CONFIG], config.encode())
+        (folder / CONFIG).unlink(missing_ok=True)  # without which nobody takes the tensors for an adapter
+        sync(folder)
+        new[WEIGHTS].rename(folder / WEIGHTS)
+        sync(folder)
+        new[CONFIG].rename(folder / CONFIG)
+        sync(folder)
+    finally:
+        for path in new.values():
+            path.unlink(missing_ok=True)
+
+
+# --- reading ---
+
+
+@waiting.during("sf.lora.load")
+def load(
+    folder: str | os.PathLike[str], model: Functional, mesh: DeviceMesh, strategy: Strategy, *, params: Any = None
+) -> Any:
+    """Adapters from a folder of peft's, cut into shards; all ranks of the mesh call together.
+
+    Args:
+        folder: with `adapter_config.json`, and `adapter_model.safetensors` or `adapter_model.bin`.
+        model: what `interop.functional` made of the base.
+        mesh: as for `shardfn.shard`.
+        strategy: likewise: `sf.ddp("data")`, say.
+        params: of the model, with which base weights in the file are compared, which peft writes beside adapters of an
+            embedding; default: `model.tree`.
+
+    Returns:
+        Adapters as `init` makes them, in float32 or the weights' own dtype if that is wider.
+
+    Raises:
+        CheckpointError: files that are gone or damaged, of another model, or with what is not known here; the same on
+            every rank.
+
+    Example:
+        ``adapters = lora.load("french", model, mesh, sf.ddp("shard"))``
+    """
+    expect_functional("lora.load", model)
+    path, team = Path(folder), team_of([grid_of(mesh)])
+    what = f"load {path}"
+    adapters, base = team.each(what, lambda: _read(path, model))
+    if len(set(team.gathered(tuple(sorted(base)), what))) > 1:
+        raise CheckpointError(f"{what}: ranks see different files")
+    if base:
+        try:
+            there = values_of(model, params, base)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{what}: it has {', '.join(base)} of the base, which have to be those of the model: {error}"
+            ) from None
+        team.each(what, lambda: _compare(base, there))
+    return shard(adapters, mesh, strategy)
+
+
+def _compare(base: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> None:
+    for name, x in base.items():
+        ours = there[name]
+        if ours.shape != x.shape or not torch.equal(ours.cpu().to(x.dtype), x):
+            raise CheckpointError(f"it has another {name} of the base than the model: put this into the model first")
+
+
+def _read(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Adapters, whole, and weights of the base that are in the file as well."""
+    config = _configuration(folder / CONFIG)
+    tensors = _stored(folder)
+    there = {path: m for path, m in model.module.named_modules() if path}
+    found: dict[str, dict[str, Tensor]] = {}
+    copies: dict[str, Tensor] = {}
+    base: dict[str, Tensor] = {}
+    for key, x in tensors.items():
+        name = key.removeprefix(PREFIX)
+        part = next((part for parts in PARTS.values() for part in parts if name.endswith(f".{part}")), None)
+        if part is not None:
+            found.setdefault(name[: -len(part) - 1], {})[part] = x
+        elif name.endswith(".base_layer.weight"):
+            base[name.removesuffix(".base_layer.weight") + ".weight"] = x
+        else:
+            copies[name] = x
+    saved = named(config.get("modules_to_save") or (), "modules_to_save")
+    for name in [name for name in copies if not _inside(saved.matching, name)]:
+        base[name] = copies.pop(name)
+    lost = [name for name in (*copies, *base) if name not in model.names] + [
+        path for path in found if path not in there
+    ]
+    if lost:
+        raise CheckpointError(f"{type(model.module).__name__} has no {', '.join(lost[:4])}: it is of another model")
+    _check_complete(config, model, set(found))
+    try:
+        _refuse_several_names(model, found)
+        refuse_several_homes(model, [*found, *{path.rpartition(".")[0] for path in copies}])
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    find, made = stage_of(model), dict[str, dict[str, Any]]()
+    for path, parts in found.items():
+        stage, name = find(path)
+        made.setdefault(stage, {})[name] = _adapter(config, path, there[path], parts)
+    for path, x in copies.items():
+        stage, name = find(path)
+        own = there[path.rpartition(".")[0]]._parameters[path.rpartition(".")[2]]
+        if own is None or own.shape != x.shape:
+            raise CheckpointError(f"{path} has shape {list(x.shape)}, which the model's has not")
+        made.setdefault(stage, {})[name] = x.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    return made, base
+
+
+def _configuration(file: Path) -> dict[str, Any]:
+    """What `adapter_config.json` says.
+
+    Raises:
+        CheckpointError: it cannot be read, or says what is not known here.
+    """
+    try:
+        config = json.loads(file.read_bytes())
+        kind = config.get("peft_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from None
+    if kind != "LORA":
+        raise CheckpointError(f"{file} is of {kind!r}; there is LORA here")
+    strange = {
+        key: value
+        for key, value in config.items()
+        if key not in _HARMLESS and value and (key, value) != ("bias", "none")
+    }
+    if config.get("init_lora_weights", True) not in _INITS:
+        strange["init_lora_weights"] = config["init_lora_weights"]
+    if strange:
+        said = ", ".join(f"{key}={value!r}" for key, value in strange.items())
+        raise CheckpointError(f"{file} asks for {said}, which is not known here")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), (int, float)):
+            raise CheckpointError(f"{file} says {key}={config.get(key)!r}, which is not a number")
+    return config
+
+
+def _stored(folder: Path) -> dict[str, Tensor]:
+    file = next((folder / name for name in (WEIGHTS, "adapter_model.bin") if (folder / name).exists()), None)
+    if file is None:
+        raise CheckpointError(f"{folder} has no {WEIGHTS}")
+    reader = FileReader(file)
+    reader.check()
+    if strange := {**reader.source.others, **reader.source.numbers}:
+        raise CheckpointError(f"{file} has {', '.join(map(str, strange))}, which is not a tensor")
+    if plain := [name for name in reader.tensors if not name.startswith(PREFIX)]:
+        raise CheckpointError(f"{file} has {plain[0]}; peft's names begin with {PREFIX}")
+    return reader.tensors
+
+
+def _inside(matching: Callable[[str], list[str]], name: str) -> bool:
+    """Whether a module above a parameter is among some."""
+    words = name.split(".")
+    return any(matching(".".join(words[:n])) for n in range(1, len(words)))
+
+
+def _check_complete(config: Mapping[str, Any], model: Functional, there: set[str]) -> None:
+    """Raises CheckpointError if there are no tensors for some of the modules that a configuration names."""
+    targets, every = config.get("target_modules"), [path for path, _ in model.module.named_modules() if path]
+    if not targets or config.get("layers_to_transform") is not None:
+        return
+    saved = named(config.get("modules_to_save") or (), "modules_to_save")
+    without = named(config.get("exclude_modules") or (), "exclude_modules")
+    if targets == "all-linear":
+        said = set(modules(model, targets, config.get("exclude_modules") or (), config.get("modules_to_save") or ()))
+    else:
+        said = {path for path in every if named(targets, "target_modules").matching(path)}
+    said = {path for path in said if not without.matching(path) and not _inside(saved.matching, f"{path}.weight")}
+    if said != there:
+        lost, more = sorted(said - there), sorted(there - said)
+        raise CheckpointError(
+            f"its configuration and its tensors name other modules: {', '.join((lost or more)[:4])} "
+            f"{'has no tensors' if lost else 'is not among its target_modules'}"
+        )
+
+
+def _adapter(config: Mapping[str, Any], path: str, m: Any, parts: Mapping[str, Tensor]) -> Adapter:
+    kind: Kind | None = kind_of(m)
+    if kind is None or m._parameters.get("weight") is None:
+        raise CheckpointError(f"{path} is a {type(m).__name__}, which has no adapters here")
+    dora = bool(config.get("use_dora"))
+    wanted = PARTS[kind] if dora else PARTS[kind][:2]
+    if set(parts) != set(wanted):
+        odd = sorted(set(parts) ^ set(wanted))[0]
+        raise CheckpointError(f"{joined(path, odd)} is {'missing' if odd in wanted else 'there, and should not be'}")
+    rank = patterned(config.get("rank_pattern") or {}, path, config["r"])
+    alpha = patterned(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
+    dropout = 0.0 if kind == "embedding" else config.get("lora_dropout") or 0.0
+    recipe = Recipe(kind, rank, alpha, bool(config.get("use_rslora")), dropout)
+    dtype = torch.promote_types(m.weight.dtype, torch.float32)
+    a, b, *magnitude = (parts[part].to(dtype, copy=True) for part in wanted)
+    made = Adapter(a, b, magnitude[0] if magnitude else None, recipe)
+    outputs = b.shape[0] if b.ndim == 2 else -1
+    if a.shape[:1] != (rank,) or b.shape[1:] != (rank,) or made.shape() != tuple(m.weight.shape):
+        raise CheckpointError(
+            f"{path} has an adapter of shapes {list(a.shape)} and {list(b.shape)}; its weight has "
+            f"{list(m.weight.shape)}, and the rank is {rank}"
+        )
+    if magnitude and tuple(magnitude[0].shape) != (outputs,):
+        raise CheckpointError(f"{path} has {list(magnitude[0].shape)} magnitudes for {outputs} outputs")
+    return made

@@ -1,0 +1,295 @@
+"""New adapters: which weights get them, of which shapes, and with which numbers at first."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from shardfn.interop.adapting import described as described_by
+from shardfn.interop.functional import Functional
+from shardfn.lora.adapters import Adapter, Kind, Recipe, norms
+from shardfn.lora.targets import ALL, Names, modules, named, patterned, saved_modules, stage_of
+from shardfn.mesh.spec import dotted, joined
+from shardfn.quant.packed import Packed, is_packed
+from shardfn.shards.layout import is_stage, stage_shards
+from shardfn.shards.random import int_seed, mixed
+from shardfn.shards.sharding import unshard
+
+
+def init(
+    base: Any,
+    targets: Names,
+    rank: int,
+    *,
+    alpha: float = 8,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    dora: bool = False,
+    exclude: Names = (),
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+    modules_to_save: Names = (),
+    fan_in_fan_out: bool | Names = False,
+    params: Any = None,
+    seed: int = 0,
+) -> Any:
+    """Adapters for the weights of a model, which change nothing yet: one factor of each product is zero.
+
+    They are whole and the same on every rank; `sf.shard(adapters, mesh, sf.ddp("data"))` replicates them, or another
+    strategy cuts them. Take gradients with respect to them, and give them alone to the optimizer: the base is an
+    argument like the data.
+
+    Args:
+        base: what `interop.functional` made of a module; or the parameters of functions of your own, whole or sharded:
+            a tree of dicts, lists and tuples.
+        targets: which modules, or parameters of your own functions: ends of paths, `["q_proj", "mlp.down_proj"]`, one
+            regular expression for whole paths, or "all-linear". As `target_modules` of peft.
+        rank: of the products.
+        alpha: over `rank`, what they are multiplied by.
+        dropout: of what goes through an adapter while it trains.
+        rslora: whether `alpha` is over the square root of `rank`.
+        dora: whether each output gets a magnitude of its own, as in DoRA.
+        exclude: names, as `targets`, of those that get none.
+        rank_pattern: other ranks, by regular expressions for ends of paths.
+        alpha_pattern: other alphas, likewise.
+        modules_to_save: names of modules, or of parameters of your own functions, of which the adapters have trained
+            copies that take their places.
+        fan_in_fan_out: of parameters of your own functions: which are `[inputs, outputs]`, as `x @ w` takes them; all,
+            none, or names. Others are `[outputs, inputs]`, as `F.linear` takes them.
+        params: of `base`, where it is a model and their values are needed, by `dora` and `modules_to_save`; default:
+            `base.tree`.
+        seed: any int; each adapter draws from a generator folded from it and the adapter's path.
+
+    Returns:
+        A dict of the model's stages, or a tree of the structure of the parameters, with an `Adapter` for each weight,
+        in float32 or the weight's own dtype if that is wider. Their paths are the names of peft's files.
+
+    Raises:
+        ValueError: names that match nothing; modules of other kinds, parameters that are not matrices; a rank below 1.
+        TypeError: something other than names, numbers or such a tree.
+
+    Example:
+        ``adapters = lora.init(model, "all-linear", rank=16, alpha=32, dropout=0.05)``, then
+        ``model(params, adapters=adapters, input_ids=tokens)``
+    """
+    if isinstance(base, nn.Module):
+        raise TypeError(
+            f"lora.init: base is a {type(base).__name__}; take it apart first, model = interop.functional(module), and "
+            f"pass that"
+        )
+    make = _Make(rank, alpha, dropout, rslora, dora, rank_pattern or {}, alpha_pattern or {}, seed)
+    if isinstance(base, Functional):
+        if fan_in_fan_out is not False:
+            raise ValueError("lora.init: fan_in_fan_out= is for functions of your own: what modules are is known")
+        return _of_model(base, make, targets, exclude, modules_to_save, params)
+    if params is not None:
+        raise ValueError("lora.init: params= goes with a model; here the tree itself is the parameters")
+    return _of_tree(base, make, targets, exclude, modules_to_save, fan_in_fan_out)
+
+
+class _Make:
+    """Makes adapters as one call of `init` asks for them."""
+
+    def __init__(
+        self,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        rslora: bool,
+        dora: bool,
+        ranks: Mapping[str, int],
+        alphas: Mapping[str, float],
+        seed: int,
+    ) -> None:
+        for argument, patterns in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+            if not isinstance(patterns, Mapping):
+                raise TypeError(f"lora: {argument}={patterns!r}; it is a dict of patterns for the ends of paths")
+            for key in patterns:
+                named(key, argument)
+        for r in (rank, *ranks.values()):
+            if not isinstance(r, int) or isinstance(r, bool) or r < 1:
+                raise ValueError(f"lora: rank={r!r}; it is an int of at least 1")
+        for one in (alpha, *alphas.values()):
+            if not isinstance(one, (int, float)) or isinstance(one, bool) or not math.isfinite(one) or one == 0:
+                raise ValueError(f"lora: alpha={one!r}; it is a number other than 0")
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"lora: dropout={dropout!r}; it is a probability below 1")
+        self.rank, self.alpha, self.dropout, self.rslora = rank, alpha, dropout, rslora
+        self.dora, self.ranks, self.alphas, self.seed = dora, ranks, alphas, int_seed(seed)
+
+    def check(self, paths: Iterable[str]) -> None:
+        """Raises ValueError for a pattern of ranks or alphas that matches none of the targets."""
+        listed = list(paths)
+        for argument, patterns in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas)):
+            for key in patterns:
+                if not any(patterned({key: True}, path, False) for path in listed):
+                    raise ValueError(f"lora: {argument}: nothing that gets an adapter matches {key!r}")
+
+    def adapter(self, path: str, kind: Kind, shape: Iterable[int], dtype: torch.dtype, value: Tensor | None) -> Adapter:
+        """For the weight of a path."""
+        sizes = tuple(shape)
+        if len(sizes) != 2:
+            raise ValueError(f"lora: targets: {path} has shape {list(sizes)}; adapters are for matrices")
+        if not dtype.is_floating_point:
+            raise ValueError(
+                f"lora: targets: {path} is {dtype}: adapters are for floating-point numbers, which "
+                f"quant.quantize keeps in few bits"
+            )
+        rank = patterned(self.ranks, path, self.rank)
+        recipe = Recipe(
+            kind,
+            rank,
+            patterned(self.alphas, path, self.alpha),
+            self.rslora,
+            0.0 if kind == "embedding" else self.dropout,
+        )
+        outputs, inputs = sizes if kind == "linear" else sizes[::-1]
+        dtype = torch.promote_types(dtype, torch.float32)
+        draw = torch.Generator("cpu").manual_seed(mixed(self.seed, path))
+        a, b = (torch.zeros(shape, dtype=dtype, device="cpu") for shape in ((rank, inputs), (outputs, rank)))
+        if kind == "embedding":
+            b.normal_(generator=draw)
+        else:
+            a.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=draw)
+        if not self.dora or value is None:
+            return Adapter(a, b, None, recipe)
+        weight = value.detach().cpu()
+        magnitude = norms(weight if kind == "linear" else weight.mT, a, b, recipe.scale).to(dtype)
+        return Adapter(a, b, magnitude, recipe)
+
+
+# --- of modules ---
+
+
+def _of_model(model: Functional, make: _Make, targets: Names, exclude: Names, saved: Names, params: Any) -> Any:
+    kinds = modules(model, targets, exclude, saved)
+    make.check(kinds)
+    copies = [
+        joined(path, name)
+        for path in saved_modules(model, saved)
+        for name, _ in model.module.get_submodule(path).named_parameters()
+    ]
+    wanted = [*copies, *(joined(path, "weight") for path in kinds if make.dora)]
+    values = values_of(model, params, wanted)
+    find, made = stage_of(model), dict[str, dict[str, Any]]()
+    for path, kind in kinds.items():
+        weight: Any = model.module.get_submodule(path)._parameters["weight"]
+        stage, name = find(path)
+        value = values.get(joined(path, "weight"))
+        made.setdefault(stage, {})[name] = make.adapter(path, kind, weight.shape, weight.dtype, value)
+    for path in copies:
+        stage, name = find(path)
+        made.setdefault(stage, {})[name] = _copy(values[path])
+    return made
+
+
+def values_of(model: Functional, params: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Whole parameters by any of their names, one stage gathered after another."""
+    wanted = list(names)
+    if not wanted:
+        return {}
+    params = getattr(model, "tree", None) if params is None else params
+    if params is None:
+        raise ValueError("lora.init: dora= and modules_to_save= need values of parameters: pass params=")
+    model._check(params)
+    find, found = stage_of(model), dict[str, Tensor]()
+    by_stage: dict[str, dict[str, str]] = {}
+    for canonical in dict.fromkeys(model.names[name] for name in wanted):
+        key, name = (canonical, "") if canonical in params else find(canonical)
+        by_stage.setdefault(key, {})[canonical] = name
+    for key, own in by_stage.items():
+        part = whole_part(params[key], own)
+        for canonical, name in own.items():
+            x = part[name] if name else part
+            if (x.values if is_packed(x) else x).is_meta:
+                raise ValueError(f"lora.init: {canonical} has no values yet: load the model, and pass params=")
+            found[canonical] = x.decoded() if is_packed(x) else x
+    return {name: found[model.names[name]] for name in wanted}
+
+
+def whole_part(part: Any, names: Iterable[str]) -> Any:
+    """A stage's parameters, at least these, as whole tensors; others may be None."""
+    return unshard(part, only=[re.escape(name) for name in names]) if is_stage(part) else part
+
+
+# --- of trees ---
+
+
+def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Names, turned: bool | Names) -> Any:
+    if isinstance(targets, str) and targets.lower() == ALL:
+        raise ValueError(f"lora: targets={ALL!r} is for modules: name the parameters of your own functions")
+    like = optree.tree_map(described, base, is_leaf=is_stage)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(like, is_leaf=is_packed)
+    shapes = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
+    rules = {"targets": targets, "exclude": exclude, "modules_to_save": saved}
+    said = {argument: named(names, argument) for argument, names in rules.items() if names}
+    if isinstance(turned, bool):
+        is_turned: Callable[[str], Any] = lambda path: turned  # noqa: E731
+    else:
+        said["fan_in_fan_out"] = named(turned, "fan_in_fan_out")
+        is_turned = said["fan_in_fan_out"].matching
+    for one in said.values():
+        one.check(shapes, "parameters")
+    chosen: dict[str, list[str]] = {
+        argument: [path for path in shapes if argument in said and said[argument].matching(path)] for argument in rules
+    }
+    copies = chosen["modules_to_save"]
+    paths = [path for path in chosen["targets"] if path not in copies and path not in chosen["exclude"]]
+    if not paths:
+        raise ValueError(f"lora: targets: nothing is left of what {targets!r} matches, or nothing was named")
+    make.check(paths)
+    values = _values_of_tree(base, [*copies, *(paths if make.dora else ())])
+    found: dict[str, Any] = {path: _copy(values[path]) for path in copies}
+    for path in paths:
+        kind: Kind = "conv1d" if is_turned(path) else "linear"
+        found[path] = make.adapter(path, kind, shapes[path].shape, shapes[path].dtype, values.get(path))
+    return _pruned(like, found, "")
+
+
+def described(node: Any) -> Any:
+    """A stage's parameters without values."""
+    return described_by([flat.layout for flat in stage_shards(node)]) if is_stage(node) else node
+
+
+def _values_of_tree(base: Any, paths: list[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(base, is_leaf=lambda x: is_stage(x) or is_packed(x))
+    for accessor, node in zip(accessors, nodes, strict=True):
+        here = dotted(accessor)
+        own = [path for path in paths if path == here or path.startswith(f"{here}.") or not here]
+        if not own:
+            continue
+        part = whole_part(node, own)
+        for inner, x in zip(*optree.tree_flatten_with_accessor(part, is_leaf=is_packed)[:2], strict=True):
+            if (path := joined(here, dotted(inner))) in own:
+                found[path] = x.decoded() if is_packed(x) else x
+    return found
+
+
+def _pruned(node: Any, found: Mapping[str, Any], path: str) -> Any:
+    """A tree with what was found at each path, and nothing else; lists keep their lengths."""
+    if isinstance(node, (Tensor, Packed)):
+        return found.get(path)
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        node = dict(zip(node._fields, node, strict=True))
+    if isinstance(node, Mapping):
+        made = {key: _pruned(one, found, joined(path, key)) for key, one in node.items()}
+        return {key: one for key, one in made.items() if one is not None and one != {}} or None
+    if isinstance(node, (list, tuple)):
+        items = [_pruned(one, found, joined(path, i)) for i, one in enumerate(node)]
+        return [{} if one is None else one for one in items] if any(one is not None for one in items) else None
+    if any(one == path or one.startswith(f"{path}.") for one in found):
+        raise TypeError(
+            f"lora.init: {path or 'the tree'} is a {type(node).__name__}; it can be dicts, lists and tuples"
+        )
+    return None
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True)

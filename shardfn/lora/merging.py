@@ -1,0 +1,278 @@
+"""Adapters into the weights that they adapt, and out again: each rank changes the elements that it holds."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.compat import process_groups
+from shardfn.interop.functional import Functional, expect_functional
+from shardfn.lora.adapters import Adapter, is_adapter
+from shardfn.mesh import waiting
+from shardfn.mesh.scope import mesh_of
+from shardfn.mesh.spec import dotted, joined
+from shardfn.quant.packed import dequantize, is_packed
+from shardfn.shards.layout import FlatShard, Range, is_flat, is_stage, local_parameters, stage_shards
+from shardfn.shards.sharding import Rules, agreed, unshard
+from shardfn.tiers import copying
+from shardfn.tiers.placing import brought
+
+_log = logging.getLogger("shardfn")
+
+
+@waiting.during("sf.lora.merge")
+def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
+    """Parameters that give without adapters what these give with them, to rounding; all ranks call together.
+
+    No weight is whole anywhere, unless it is kept in few bits: such parameters are decoded, all of the tree's, one
+    stage after another, since a sum would have to be rounded to few bits again. The log of `shardfn` says so.
+
+    Args:
+        params: of the base, flat shards, whole tensors, or both.
+        adapters: what `init` or `load` made, sharded or not.
+        model: what `interop.functional` made, if they are of one.
+
+    Returns:
+        New parameters of the same structure.
+
+    Raises:
+        ValueError: adapters of other parameters, or without the model that they belong to; a weight that is tied to
+            another, which would change as well.
+
+    Example:
+        ``interop.save_pretrained("merged", model, lora.merge(params, adapters, model))``
+    """
+    given = _given(adapters, model)
+    _check(params, given)
+    if few := [node for node in _stages(params) if _in_few_bits(node)]:
+        if all(map(_is_first, few)):
+            _log.warning(
+                "lora.merge: parameters that were kept in few bits are in full precision now: merged ones would have "
+                "to be rounded to few bits again"
+            )
+        params = optree.tree_map(_in_full, params, is_leaf=_is_stage_or_packed)
+    ratios = {
+        path: _ratio(params, path, one) for path, one in given.items() if is_adapter(one) and one.magnitude is not None
+    }
+
+    def change(path: str, at: Range, values: Tensor) -> Tensor:
+        one = given[path]
+        if not is_adapter(one):
+            return _elements(one, at)
+        changed = values + _delta(one, at).to(values.device)
+        if path in ratios:
+            column = ratios[path] if one.recipe.kind != "linear" else ratios[path][:, None]
+            changed = changed * _elements(column.expand(one.shape()), at).to(values.device)
+        return changed
+
+    return _changed(params, given, change)
+
+
+@waiting.during("sf.lora.unmerge")
+def unmerge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
+    """The inverse of `merge`, to rounding in the dtype of the parameters.
+
+    Args:
+        params: what `merge` returned.
+        adapters: what was merged.
+        model: as for `merge`.
+
+    Raises:
+        ValueError: as `merge`; adapters that replaced parameters, or scaled them by a norm that is not known any more,
+            as DoRA does: keep the parameters from before.
+    """
+    given = _given(adapters, model)
+    for path, one in given.items():
+        if not is_adapter(one) or one.magnitude is not None:
+            what = "scaled by DoRA" if is_adapter(one) else "replaced"
+            raise ValueError(
+                f"lora.unmerge: {path} was {what}, and what it was before is not in it any more: keep the parameters "
+                f"from before merge"
+            )
+    _check(params, given)
+    if any(map(_in_few_bits, _stages(params))):
+        raise ValueError("lora.unmerge: there are parameters in few bits, into which nothing can have been merged")
+    return _changed(params, given, lambda path, at, values: values - _delta(given[path], at).to(values.device))
+
+
+# --- what there is to merge ---
+
+
+def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
+    """Adapters, and tensors that replace parameters, whole, by the names of these.
+
+    Raises:
+        ValueError: a weight that is tied to others.
+    """
+    whole = unshard(adapters)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(whole, is_leaf=is_adapter)
+    found = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
+    if model is None:
+        return found
+    expect_functional("lora", model)
+    made: dict[str, Any] = {}
+    for path, one in found.items():
+        name = joined(path, "weight") if is_adapter(one) else path
+        if name not in model.names:
+            raise ValueError(f"lora: there is no {name} in {type(model.module).__name__}, which an adapter could be of")
+        canonical = model.names[name]
+        if is_adapter(one) and (wrong := one.misfit(model.module.get_submodule(path))):
+            raise ValueError(f"lora: {path} is {wrong}: are these adapters of another model?")
+        holders = {
+            id(model.module.get_submodule(alias.rpartition(".")[0])): alias for alias in _aliases(model, canonical)
+        }
+        if len(holders) > 1:
+            others = ", ".join(alias for alias in holders.values() if alias != name)
+            raise ValueError(
+                f"lora: {name} is tied to {others}, which would change as well: merge into a model in which they are "
+                f"not tied, such as by tie_word_embeddings=False in its configuration"
+            )
+        made[canonical] = one
+    return made
+
+
+def _check(params: Any, given: Mapping[str, Any]) -> None:
+    """Raises ValueError for adapters of other weights than are there, the same on every rank."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: is_flat(x) or is_packed(x))
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        layout = leaf.layout if is_flat(leaf) else None
+        shapes = {
+            entry.path: layout.meant_shape(number) for number, entry in enumerate(layout.entries)
+        } if layout else {dotted(accessor): tuple(leaf.shape)}  # fmt: skip
+        for path in shapes.keys() & given.keys():
+            one, shape = given[path], shapes[path]
+            wrong = one.unlike(shape) if is_adapter(one) else ""
+            if not is_adapter(one) and tuple(one.shape) != shape:
+                wrong = f"of shape {list(shape)}, and what replaces it {list(one.shape)}"
+            if wrong:
+                raise ValueError(f"lora: {path} is {wrong}: are these adapters of other parameters?")
+
+
+def _aliases(model: Functional, canonical: str) -> list[str]:
+    return [alias for alias, name in model.names.items() if name == canonical]
+
+
+def _ratio(params: Any, path: str, adapter: Adapter) -> Tensor:
+    """Of DoRA: for each output what its weights are multiplied by, from the whole weight."""
+    for accessor, node in zip(*optree.tree_flatten_with_accessor(params, is_leaf=is_stage)[:2], strict=True):
+        here = dotted(accessor)
+        if is_stage(node) and any(path in _names(flat) for flat in stage_shards(node)):
+            part = unshard(node, only=[re.escape(path)])
+            leaves = [x for x in optree.tree_leaves(part) if x is not None]
+            return _ratio_on(leaves[0], adapter)
+        if here == path:
+            return _ratio_on(node, adapter)
+    raise ValueError(_lost([path]))
+
+
+def _ratio_on(weight: Tensor, adapter: Adapter) -> Tensor:
+    """Where the weight is."""
+    there: Adapter = optree.tree_map(lambda x: x.to(weight.device), adapter)
+    return there.on(weight, training=False)._ratio()
+
+
+# --- into the parameters ---
+
+
+def _changed(params: Any, given: Mapping[str, Any], change: Callable[[str, Range, Tensor], Tensor]) -> Any:
+    """Parameters of which the elements that this rank holds are changed."""
+    rank, used = process_groups.global_rank(), set[str]()
+
+    def one(path: str, leaf: Any) -> Any:
+        if is_flat(leaf):
+            used.update(_names(leaf) & set(given))
+            made = FlatShard(copying.clone(leaf.values), leaf.layout)
+            views = local_parameters(made)
+            for at in leaf.layout.ranges(rank):
+                if at.path in given:
+                    now = brought(views[at.path], mesh_of(leaf.layout.grid, f"lora: stage {leaf.layout.stage!r}"))
+                    copying.copy_(views[at.path], change(at.path, at, now))
+            return made
+        if path not in given:
+            return leaf
+        used.add(path)
+        shape = tuple(leaf.shape)
+        at = Range(path, 0, leaf.numel(), shape, (0,) * len(shape))
+        return change(path, at, leaf.reshape(-1)).to(leaf).view(shape)
+
+    with torch.no_grad():
+        accessors, leaves, spec = optree.tree_flatten_with_accessor(params, is_leaf=is_flat)
+        made = [one(dotted(accessor), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
+    if lost := [path for path in given if path not in used]:
+        raise ValueError(_lost(lost))
+    return optree.tree_unflatten(spec, made)
+
+
+def _delta(adapter: Adapter, at: Range) -> Tensor:
+    """Elements of the product, of which only the rows that have them are multiplied out."""
+    first, second = (adapter.b, adapter.a) if adapter.recipe.kind == "linear" else (adapter.a.mT, adapter.b.mT)
+    (top, left), (_, columns) = at.corner, at.shape
+    low, high = at.start // max(columns, 1), -(-at.stop // max(columns, 1))
+    rows = first[top + low : top + high] @ second[:, left : left + columns] * adapter.recipe.scale
+    return rows.reshape(-1)[at.start - low * columns : at.stop - low * columns]
+
+
+def _elements(whole: Tensor, at: Range) -> Tensor:
+    """Those of a parameter that a range has."""
+    for dim, (begin, length) in enumerate(zip(at.corner, at.shape, strict=True)):
+        whole = whole.narrow(dim, begin, length)
+    return whole.reshape(-1)[at.start : at.stop]
+
+
+def _names(flat: FlatShard) -> set[str]:
+    return {entry.path for entry in flat.layout.entries}
+
+
+def _lost(paths: list[str]) -> str:
+    return (
+        f"lora: there is no parameter {', '.join(paths[:4])} that an adapter could be of: are these the "
+        f"parameters that the adapters belong to, and is model= passed, if they are a model's?"
+    )
+
+
+# --- few bits ---
+
+
+def _stages(params: Any) -> list[Any]:
+    return optree.tree_leaves(params, is_leaf=_is_stage_or_packed)
+
+
+def _is_stage_or_packed(x: Any) -> bool:
+    return is_stage(x) or is_packed(x)
+
+
+def _in_few_bits(node: Any) -> bool:
+    return bool(stage_shards(node)[0].layout.packed) if is_stage(node) else is_packed(node)
+
+
+def _is_first(node: Any) -> bool:
+    """Whether this rank is the first of those that have a stage."""
+    return not is_stage(node) or process_groups.global_rank() == min(stage_shards(node)[0].layout.grid.ranks)
+
+
+def _in_full(node: Any) -> Any:
+    """A stage with decoded parameters, placed as they were."""
+    if not _in_few_bits(node):
+        return node
+    if is_packed(node):
+        return node.decoded()
+    flats = stage_shards(node)
+    layouts = [flat.layout for flat in flats]
+    known = {entry.path: (layout, entry) for layout in layouts for entry in layout.entries}
+    mesh = mesh_of(layouts[0].grid, f"lora.merge: stage {layouts[0].stage!r}")
+    rules = Rules(
+        mesh,
+        lambda path, shape: known[path][0].placement,
+        None,
+        lambda path, shape: not known[path][0].trainable,
+        lambda path, shape: known[path][1].spec,
+        "global",
+    )
+    whole = dequantize(unshard(node))
+    return agreed(rules, "lora.merge", lambda: rules.cut(layouts[0].stage, whole))

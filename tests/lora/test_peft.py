@@ -1,0 +1,268 @@
+"""Adapters beside peft's, on the same models: files both ways, and training."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from shardfn import P, interop, lora, quant
+from shardfn.mesh.spec import joined
+from shardfn.quant import bitsandbytes
+from shardfn.testing import World
+from tests.interop import zoo
+from tests.models import distance, mesh_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("peft")
+
+Kind = dict[str, Any]
+CONFIGS: dict[str, tuple[str, Kind]] = {
+    "all-linear": ("llama", {"target_modules": "all-linear", "lora_dropout": 0.1}),
+    "dora": ("llama", {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "use_dora": True}),
+    "patterns": (
+        "gpt2",
+        {
+            "target_modules": r".*\.(c_attn|c_fc)", "use_rslora": True, "rank_pattern": {"h.0.attn.c_attn": 3},
+            "alpha_pattern": {"c_fc": 5}, "exclude_modules": ["1.attn.c_attn"], "modules_to_save": ["ln_f"],
+        },
+    ),
+    "tied": ("llama_tied", {"target_modules": ["embed_tokens", "v_proj"]}),
+    "own": ("joint", {"target_modules": r"blocks\.\d\.0"}),
+}  # fmt: skip
+
+
+def library() -> Any:
+    return quiet(importlib.import_module, "peft")
+
+
+def quiet(f: Any, *args: Any, **kwargs: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return f(*args, **kwargs)
+
+
+def injected(module: Any, config: Kind, **more: Any) -> Any:
+    peft = library()
+    torch.manual_seed(3)
+    made = quiet(peft.get_peft_model, module, peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **config))
+    return made.double().eval()
+
+
+def ours(config: Kind, model: Any) -> Any:
+    names = {
+        "use_dora": "dora", "use_rslora": "rslora", "lora_dropout": "dropout", "exclude_modules": "exclude",
+        "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern", "modules_to_save": "modules_to_save",
+    }  # fmt: skip
+    more = {names[key]: x for key, x in config.items() if key != "target_modules"}
+    return lora.init(model, config["target_modules"], 4, alpha=8, **more)
+
+
+def output(module: Any, batch: Any) -> Tensor:
+    """Of a module, or of what `functional` made."""
+    out = module(**batch)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+def both_ways(name: str, folder: str) -> dict[str, float]:
+    """peft's files are read here, give what they give there, and come back as they were."""
+    kind, config = CONFIGS[name]
+    path, mesh, rank = Path(folder) / name, mesh_of(shard=-1), dist.get_rank()
+    batch = zoo.ZOO[kind].batch()
+    theirs = injected(zoo.build(kind), config)
+    if rank == 0:
+        quiet(theirs.save_pretrained, path / "theirs")
+    dist.barrier()
+    model = interop.functional(zoo.build(kind), small=512)
+    model.module.eval()
+    params = sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen)
+    adapters = lora.load(path / "theirs", model, mesh, sf.ddp("shard"), params=params)
+    want, found = output(theirs, batch), {}
+    found["read"] = distance(_out(model, params, adapters, batch), want)
+    new = ours(config, model)
+    assert {k: sorted(part) for k, part in sf.unshard(adapters).items()} == {k: sorted(part) for k, part in new.items()}
+    assert _recipes(sf.unshard(adapters)) == _recipes(new)
+
+    cut = sf.shard(optree.tree_map(lambda x: x * 1.5, sf.unshard(adapters)), mesh, sf.full_shard("shard"))
+    lora.save_pretrained(path / "ours", model, cut)
+    again = quiet(library().PeftModel.from_pretrained, zoo.build(kind), path / "ours").double().eval()
+    found["written"] = distance(_out(model, params, cut, batch), output(again, batch))
+    back = lora.load(path / "ours", model, mesh, sf.ddp("shard"))
+    found["read again"] = distance(sf.unshard(back), sf.unshard(cut))
+    assert sorted(file.name for file in (path / "ours").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    return found
+
+
+def _out(model: Any, params: Any, adapters: Any, batch: Any) -> Tensor:
+    return output(lambda **batch: model(params, adapters=adapters, **batch), batch).detach()
+
+
+def _recipes(adapters: Any) -> Any:
+    return {
+        joined(stage, name): one.recipe
+        for stage, part in adapters.items()
+        for name, one in part.items()
+        if isinstance(one, lora.Adapter)
+    }
+
+
+@pytest.mark.world(2, "processes")
+def test_adapters_go_to_peft_and_come_from_it(world: World, tmp_path: Path) -> None:
+    for name in CONFIGS:
+        for found in world.run(both_ways, name, str(tmp_path)):
+            assert {key: x for key, x in found.items() if not x < 1e-12} == {}, name
+
+
+# --- a module that peft changed ---
+
+
+def through_functional(config: Kind, folder: str) -> list[float]:
+    mesh = mesh_of(shard=-1)
+    theirs, again = (injected(zoo.build("llama"), config) for _ in range(2))
+    batch = zoo.ZOO["llama"].batch()
+    model = interop.functional(again, small=512, remat=True)
+    strategy = {True: sf.ddp("shard"), False: sf.full_shard("shard")}
+    params = sf.shard(model.tree, mesh, lambda path, shape: strategy["lora_" in path], frozen=model.frozen)
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        total, count = zoo.next_tokens(model(params, **batch), batch)
+        return sf.psum(total, "shard") / sf.psum(count, "shard")
+
+    opt = so.adamw(1e-2, weight_decay=0.0)
+    state = opt.init(params)
+    reference = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P("shard")), out_specs=(..., ..., P()))
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = sf.value_and_grad(loss)(params, batch)
+        return *opt.step(params, grads, state), value
+
+    found = []
+    rows = {k: x.chunk(mesh.size())[mesh.get_rank()] for k, x in batch.items()}
+    for _ in range(3):
+        params, state, value = step(params, state, rows)
+        total, count = zoo.next_tokens(theirs(**batch), batch)
+        (total / count).backward()
+        reference.step()
+        reference.zero_grad()
+        found.append(distance(value, (total / count).detach()))
+    whole = model.state_dict(params)
+    found.append(distance(whole, {name: p.detach() for name, p in theirs.named_parameters()}))
+    kept = quiet(library().get_peft_model_state_dict, again, state_dict=whole)
+    assert set(kept) == set(quiet(library().get_peft_model_state_dict, theirs))
+    assert folder
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_modules_that_peft_changed_are_modules(world: World, tmp_path: Path) -> None:
+    for config in ({"target_modules": ["q_proj", "v_proj"], "use_dora": True}, {"target_modules": "all-linear"}):
+        assert max(max(found) for found in world.run(through_functional, config, str(tmp_path))) < 1e-9
+
+
+# --- the whole recipe, beside transformers, bitsandbytes and peft ---
+
+
+def base_model() -> Any:
+    tr = zoo._transformers()
+    torch.manual_seed(0)
+    config = tr.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return tr.LlamaForCausalLM(config)
+
+
+def mean_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return (
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / tokens[:, 1:].numel()
+    )
+
+
+def tuned_in_four_bits(double: bool, folder: str) -> list[float]:
+    """Five steps of AdamW in fp32, from peft's files; the losses, and adapters at the end, relative."""
+    tr, peft, mesh = zoo._transformers(), library(), mesh_of(shard=-1)
+    path = Path(folder) / str(double)
+    if dist.get_rank() == 0:
+        base_model().save_pretrained(path / "base")
+    dist.barrier()
+    four = quiet(
+        tr.AutoModelForCausalLM.from_pretrained, path / "base", dtype=torch.float32, attn_implementation="eager",
+        device_map="cpu", quantization_config=tr.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32,
+            bnb_4bit_use_double_quant=double,
+        ),
+    )  # fmt: skip
+    torch.manual_seed(5)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    theirs = quiet(peft.get_peft_model, four, config)
+    if dist.get_rank() == 0:
+        quiet(theirs.save_pretrained, path / "adapter")
+    dist.barrier()
+    theirs.train()  # bitsandbytes computes in bfloat16 in eval mode
+    model = interop.functional(base_model(), small=512)
+    there = theirs.get_base_model().state_dict()
+    there = {name.replace("base_layer.", ""): x for name, x in there.items()}
+    tree = {
+        stage: {
+            name: bitsandbytes.packed(joined(stage, name), there) if f"{joined(stage, name)}.absmax" in there else x
+            for name, x in part.items()
+        }
+        for stage, part in model.tree.items()
+    }
+    assert sum(isinstance(x, quant.Packed) for part in tree.values() for x in part.values()) == 14
+    params = sf.shard(tree, mesh, sf.full_shard("shard"))
+    adapters = lora.load(path / "adapter", model, mesh, sf.ddp("shard"))
+    tokens = torch.randint(0, 64, (8, 9), generator=torch.Generator().manual_seed(2))
+    opt = so.adamw(1e-3, weight_decay=0.0)
+    state = opt.init(adapters)
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    reference = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., ..., P("shard")), out_specs=(..., ..., P()))
+    def step(adapters: Any, state: Any, params: Any, tokens: Tensor) -> Any:
+        def loss(adapters: Any) -> Tensor:
+            return sf.pmean(mean_loss(model(params, adapters=adapters, input_ids=tokens).logits, tokens), "shard")
+
+        value, grads = sf.value_and_grad(loss)(adapters)
+        return *opt.step(adapters, grads, state), value
+
+    found = []
+    for _ in range(5):
+        adapters, state, value = step(adapters, state, params, tokens.chunk(mesh.size())[mesh.get_rank()])
+        want = mean_loss(theirs(input_ids=tokens).logits, tokens)
+        want.backward()
+        reference.step()
+        reference.zero_grad()
+        found.append(float((value - want.detach()).abs() / want.detach()))
+    got = {joined(stage, name): one for stage, part in sf.unshard(adapters).items() for name, one in part.items()}
+    named = {re.sub(r"base_model\.model\.|\.default\.weight", "", name): p for name, p in theirs.named_parameters()}
+    for path_, one in got.items():
+        for letter, x in (("A", one.a), ("B", one.b)):
+            want = named[f"{path_}.lora_{letter}"].detach()
+            found.append(float((x - want).norm() / want.norm()))
+    return found
+
+
+@pytest.mark.world(2, "processes")
+def test_four_bits_and_adapters_train_as_bitsandbytes_and_peft_do(world: World, tmp_path: Path) -> None:
+    quiet(pytest.importorskip, "bitsandbytes")
+    for double in (False, True):
+        for found in world.run(tuned_in_four_bits, double, str(tmp_path)):
+            assert max(found) < 1e-5, found
