@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +51,14 @@ class Grid:
 
     def mesh(self) -> DeviceMesh | None:
         """The last of its meshes that is alive."""
+        return next(self.meshes(), None)
+
+    def meshes(self) -> Iterator[DeviceMesh]:
+        """Those of its meshes that are alive, the last one first."""
         for one in self._meshes[::-1]:  # a copy: one may go meanwhile
             found = one()
             if found is not None:
-                return found
-        return None
+                yield found
 
     def size(self, names: AxisName) -> int:
         """Ranks along an axis, or along the product of several."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from shardfn.mesh.axes import grid_of, row
+from shardfn.mesh.axes import grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.start import check_device, claim_device, start_distributed
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
+def make_mesh(*, device: str | None = None, scratch: Any = None, **sizes: int) -> DeviceMesh:
     """A mesh of all processes with the named axes, slowest-varying first.
 
     Starts torch.distributed if nobody has: from torchrun's environment where there is one, as a world of one
@@ -25,6 +26,8 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
 
     Args:
         device: `"cpu"`, `"cuda"`, ...; default: CUDA where there is some, else the CPU.
+        scratch: the path of the folder, on a local disk, for what strategies keep on disk; see `Placement.on`.
+            Default: what the environment's SHARDFN_SCRATCH names. What is there is gone with the process.
         **sizes: axis name -> ranks along it. One may be -1: whatever is left of the world.
 
     Returns:
@@ -44,6 +47,10 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
             raise ValueError(f"make_mesh: axis {name!r} has size {size!r}; a size is a positive integer, or -1 once")
     if not sizes or list(sizes.values()).count(-1) > 1:
         raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {show(sizes)}")
+    if scratch is not None and not isinstance(scratch, (str, os.PathLike)):
+        raise TypeError(f"make_mesh: scratch={scratch!r}; it is the path of a folder, not the size of an axis")
+    if scratch is not None and not os.fspath(scratch):
+        raise ValueError("make_mesh: scratch=''; it is the path of a folder, or None")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     if device == "cuda" and not torch.cuda.is_available():
@@ -65,7 +72,11 @@ def make_mesh(*, device: str | None = None, **sizes: int) -> DeviceMesh:
     from torch.distributed.device_mesh import init_device_mesh
 
     whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh  # it chooses this process's device, too
-    return _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
+    mesh = _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
+    if scratch is not None:
+        folder = os.path.abspath(os.path.expanduser(os.fspath(scratch)))
+        per_mesh(mesh, "scratch", lambda: folder)
+    return mesh
 
 
 def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMesh:

@@ -30,8 +30,14 @@ class Chosen:
         """The patterns that match none of these paths."""
         return {one.pattern for one in self.patterns}.difference(*map(self.matching, paths))
 
+    def said(self) -> str:
+        """What chooses; for messages."""
+        return str(self) or "an empty list"
+
     def __str__(self) -> str:
-        return ", ".join(one.pattern for one in self.patterns) if self.rule is None else f"{self.rule!r}"
+        if self.rule is not None:
+            return f"the function {getattr(self.rule, '__name__', type(self.rule).__name__)}"
+        return ", ".join(one.pattern for one in self.patterns)
 
 
 def listed(names: Iterable[str], most: int = 8) -> str:

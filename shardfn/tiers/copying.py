@@ -1,0 +1,132 @@
+"""Numbers that go between tensors a portion at a time, so that memory does not grow with what is copied."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.tiers import tensors
+from shardfn.tiers.files import ALIGNMENT, File
+from shardfn.tiers.tensors import on_disk, place_of, settle
+from shardfn.tiers.transfers import Reading, reading, writing
+
+PORTION = 2**23  # bytes
+ROOM = PORTION + 2 * ALIGNMENT  # of buffers, which are all as long, so that few are made
+
+
+def arrivals(every: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Tensors in memory, one after another, while the next one is read; what was read is gone with the next.
+
+    Raises:
+        RuntimeError: something cannot be read.
+    """
+    rest = iter(every)
+    coming: deque[tuple[Tensor, Reading | None]] = deque()
+
+    def start() -> None:
+        coming.extend((x, reading(x, ROOM)) for x in islice(rest, 1))
+
+    start()
+    try:
+        while coming:
+            start()
+            x, under_way = coming[0]
+            if under_way is not None:
+                under_way.wait()
+                x = under_way.values
+            yield x
+            _end(coming.popleft()[1])
+    finally:
+        for _, one in coming:
+            _end(one)
+
+
+def _end(one: Reading | None) -> None:
+    if one is not None:
+        one.give_back()
+
+
+def portions(x: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor in order, as vectors in memory; what was read of one is gone with the next."""
+    return arrivals(x.detach().reshape(-1).split(PORTION // x.element_size()))
+
+
+def copy_(into: Tensor, x: Tensor) -> None:
+    """Gives a tensor the numbers of another one of its shape, wherever both are.
+
+    Raises:
+        RuntimeError: something cannot be read or written.
+    """
+    if not on_disk(into) and not on_disk(x):
+        into.copy_(x)
+    elif not into.is_contiguous():
+        into.copy_(x)
+        settle(into)
+        settle(x)
+    elif x.numel():
+        at, flat = 0, into.detach().view(-1)
+        for part in portions(x):
+            _write(flat[at : at + len(part)], part)
+            at += len(part)
+
+
+def _write(into: Tensor, part: Tensor) -> None:
+    if place_of(into) is None:
+        into.copy_(part)
+        return
+    under_way = writing(into, part.to(into.dtype).cpu(), ROOM)
+    under_way.wait()
+    under_way.give_back()
+
+
+def read(x: Tensor) -> Tensor:
+    """A tensor's numbers, in memory of their own if they are on disk."""
+    if not on_disk(x):
+        return x
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    copy_(made, x)
+    return made
+
+
+@contextlib.contextmanager
+def filling(x: Tensor) -> Iterator[Tensor]:
+    """Where the block writes all of a tensor's numbers: itself, or if it is on disk memory, which goes there then."""
+    if place_of(x) is None:
+        yield x
+        settle(x)
+        return
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    yield made
+    copy_(x, made)
+
+
+def clone(x: Tensor, file: File | None = None) -> Tensor:
+    """A tensor's numbers once more, where they are; on disk in another file, if one is given.
+
+    Raises:
+        OSError: the disk has no room.
+        RuntimeError: something cannot be read or written.
+    """
+    place = place_of(x)
+    if place is None:
+        made = x.clone()
+        return made.pin_memory() if torch.cuda.is_available() and x.is_pinned() else made
+    made = tensors.empty(tuple(x.shape), x.dtype, file or place.stretch.file)
+    copy_(made, x)
+    return made
+
+
+def deepcopy(x: Any, memo: dict[int, Any]) -> Any:
+    """As `copy.deepcopy`, but what is on disk stays there."""
+    if not isinstance(x, Tensor) or not x.is_leaf or place_of(x) is None:
+        return copy.deepcopy(x, memo)
+    if id(x) not in memo:
+        memo[id(x)] = clone(x.detach()).requires_grad_(x.requires_grad)
+    return memo[id(x)]

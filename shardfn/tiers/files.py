@@ -1,0 +1,233 @@
+"""Files that hold what has no room in memory: one a rank and kind, without a name, in aligned stretches.
+
+A stretch is preallocated, so that no write can fail for want of room. It is read and written past the page cache where
+the file system lets us, and else the pages are given back at once: the cache neither grows nor makes the speed. The
+file has no name from the moment it is made, so it is gone when the process is, however that ends.
+
+The last block of a file belongs to nobody, and nothing is written to it. Whoever cuts the file off from outside takes
+that block too, and no write brings it back: so each read finds out, and none takes what is missing for zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardfn.tiers import mapping
+
+NAMED = "by make_mesh(..., scratch=folder) or SHARDFN_SCRATCH"
+ALIGNMENT = 4096  # of places in memory and in a file between which a device moves bytes by itself
+_NONE = -1  # in place of a descriptor
+_ZEROS = mmap.mmap(-1, 2**20)  # that nobody writes to
+
+
+# Of files that are gone: descriptors, and addresses. The garbage collector leaves them here: it runs on any thread, in
+# the middle of anything. What is left at the end goes with the process.
+_ended: deque[tuple[int, int, list[tuple[int, int]]]] = deque()
+
+
+def sweep() -> None:
+    """Closes what files that are gone have left."""
+    while _ended:
+        plain, direct, addresses = _ended.popleft()
+        for address, nbytes in addresses:
+            mapping.unmapped(address, nbytes)
+        for one in (plain, direct):
+            if one != _NONE:
+                os.close(one)
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Some bytes of a file, which are mapped into memory too.
+
+    Attributes:
+        file: the file.
+        offset: where they begin in it, a multiple of `ALIGNMENT`.
+        nbytes: how many they are, one as well.
+        address: where they are in memory.
+    """
+
+    file: File
+    offset: int
+    nbytes: int
+    address: int
+
+    def settle(self) -> None:
+        """Until what was written by its address is in the file, and takes no memory."""
+        with self.file.failing("writing", self.nbytes):
+            mapping.written_out(self.address, self.nbytes)
+            os.posix_fadvise(self.file.plain, self.offset, self.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def release(self) -> None:
+        """What was read by its address takes no memory, nor what was written, as soon as it is in the file."""
+        mapping.left(self.address, self.nbytes)
+        os.posix_fadvise(self.file.plain, self.offset, self.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def clear(self) -> None:
+        """Makes zeros of it, past its address: where the file is cut off, that would be the end of the process."""
+        if mapping.zeroed(self.file.plain, self.offset, self.nbytes):
+            return
+        zeros = memoryview(_ZEROS)
+        for at in range(0, self.nbytes, len(zeros)):
+            self.file.write(self.offset + at, zeros[: self.nbytes - at])
+
+
+class File:
+    """One file of a rank.
+
+    Attributes:
+        folder: where it is.
+        kind: what is in it: `"params"`, `"grads"`, `"state"`, ...
+        plain: a descriptor that goes through the page cache.
+        direct: one that does not; negative where the file system has none.
+        nbytes: of its stretches.
+        process: which made it; in one that is forked from that, nothing is written to it.
+    """
+
+    def __init__(self, folder: str, kind: str) -> None:
+        self.folder, self.kind, self.nbytes, self.process = folder, kind, 0, os.getpid()
+        self._free: dict[int, list[Stretch]] = {}
+        self.plain, self.direct = _NONE, _NONE
+        self._addresses: list[tuple[int, int]] = []
+        self._lock = threading.Lock()
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self.plain, path = tempfile.mkstemp(prefix=f"shardfn-{kind}-", dir=folder)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"no file for {kind} can be made in {folder!r}: {error.strerror}; name a folder, {NAMED}"
+            ) from error
+        try:
+            with contextlib.suppress(OSError):
+                self.direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        finally:
+            os.unlink(path)
+
+    def __del__(self) -> None:
+        _ended.append((self.plain, self.direct, self._addresses))
+
+    def room(self) -> int:
+        """How many bytes more the file system has for it."""
+        found = os.fstatvfs(self.plain)
+        return found.f_bavail * found.f_frsize
+
+    def take(self, nbytes: int) -> tuple[Stretch, bool]:
+        """A stretch of so many bytes at least, and whether it is new, and so full of zeros.
+
+        Raises:
+            OSError: the file system has no room for it.
+            RuntimeError: the file is another process's.
+        """
+        self.refuse_fork()
+        sweep()
+        rounded = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            if known := self._free.get(rounded):
+                return known.pop(), False
+            self._refuse_cut("making room for", rounded)
+            offset = self.nbytes
+            with self.failing("making room for", rounded):
+                address = self._extended(rounded)
+            self._addresses.append((address, rounded))
+            self.nbytes += rounded
+            return Stretch(self, offset, rounded, address), True
+
+    def _extended(self, nbytes: int) -> int:
+        """The address of as many bytes more."""
+        try:
+            os.posix_fallocate(self.plain, self.nbytes, nbytes + ALIGNMENT)
+            return mapping.mapped(self.plain, self.nbytes, nbytes)
+        except OSError:
+            os.ftruncate(self.plain, self._length)  # what there was room for is free again
+            raise
+
+    @property
+    def _length(self) -> int:
+        return self.nbytes + ALIGNMENT if self.nbytes else 0
+
+    def refuse_fork(self) -> None:
+        """Raises an error in another process than the one that made it.
+
+        Raises:
+            RuntimeError: it is another.
+        """
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                f"process {os.getpid()} is a fork of {self.process}, whose {self.kind} are in a file in "
+                f"{self.folder!r}: it can read them, but not change them or have more of them there. Start processes "
+                f'by "spawn", or leave what is on disk to the one that made it'
+            )
+
+    def _refuse_cut(self, verb: str, nbytes: int) -> None:
+        had = self._length  # before one looks: it may grow meanwhile
+        found = os.fstat(self.plain).st_size
+        if found < had:
+            raise OSError(
+                errno.EIO,
+                f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: the file ends at "
+                f"{found} bytes and had {had}: something else has cut it off. What it held is lost: start "
+                f"again from the last checkpoint",
+            )
+
+    def give_back(self, stretch: Stretch) -> None:
+        """A stretch is used no more, but for others of its length."""
+        with self._lock:
+            self._free.setdefault(stretch.nbytes, []).append(stretch)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fills memory from a place in the file; both aligned, and the length too.
+
+        Raises:
+            OSError: the file cannot be read, or ends before.
+        """
+        self._move(os.preadv, self.direct, offset, into, "reading")
+        self._refuse_cut("reading", len(into))
+
+    def write(self, offset: int, source: memoryview) -> None:
+        """The other way round; what is not aligned goes through the page cache."""
+        n = len(source)
+        self._refuse_cut("writing", n)
+        first = min(-offset % ALIGNMENT, n)
+        last = first + (n - first) // ALIGNMENT * ALIGNMENT
+        for start, stop, descriptor in ((0, first, _NONE), (first, last, self.direct), (last, n, _NONE)):
+            if start < stop:
+                self._move(os.pwritev, descriptor, offset + start, source[start:stop], "writing")
+
+    def _move(self, call: Any, descriptor: int, offset: int, memory: memoryview, verb: str) -> None:
+        cached, at = descriptor == _NONE, 0
+        while at < len(memory):
+            with self.failing(verb, len(memory)):
+                done = call(self.plain if descriptor == _NONE else descriptor, [memory[at:]], offset + at)
+            if done == 0:
+                self._refuse_cut(verb, len(memory))
+                raise OSError(errno.EIO, f"{verb} {len(memory) / 1e6:.1f} MB of {self.kind} in {self.folder!r} stopped")
+            at += done
+            if at % ALIGNMENT:
+                descriptor = _NONE  # what is left does not begin where a device could
+        if cached and self.direct == _NONE:
+            if verb == "writing":
+                os.fdatasync(self.plain)
+            os.posix_fadvise(self.plain, offset, len(memory), os.POSIX_FADV_DONTNEED)
+
+    @contextlib.contextmanager
+    def failing(self, verb: str, nbytes: int) -> Iterator[None]:
+        """Says of an error of the system inside what was done, and how much room there is."""
+        try:
+            yield
+        except OSError as error:
+            left = ""
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                left = f"; {self.room() / 1e6:,.1f} MB are free there: make room, or name another folder, {NAMED}"
+            raise OSError(
+                error.errno,
+                f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: {error.strerror}{left}",
+            ) from error

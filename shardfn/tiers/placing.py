@@ -1,0 +1,121 @@
+"""Which file a rank's numbers go to, and how new ones come to be where a placement wants them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardfn.compat import functorch
+from shardfn.mesh.axes import grid_of, per_mesh
+from shardfn.tiers import copying, tensors
+from shardfn.tiers.files import File
+from shardfn.tiers.transfers import reading
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+SCRATCH = "SHARDFN_SCRATCH"
+
+
+def file_of(mesh: DeviceMesh, kind: str) -> File:
+    """This rank's file for one kind of values.
+
+    Raises:
+        ValueError: nobody has said where files may be.
+        OSError: there can be none.
+    """
+    return per_mesh(mesh, ("file", kind), lambda: File(_folder(mesh, kind), kind))
+
+
+def _folder(mesh: DeviceMesh, kind: str) -> str:
+    said = (per_mesh(one, "scratch", str) for one in (mesh, *grid_of(mesh).meshes()))  # a mesh may be made again
+    named: str = next(filter(None, said), os.environ.get(SCRATCH, ""))
+    if not named:
+        raise ValueError(
+            f"{kind} are to be on disk, but nobody has said where: pass a folder on a local disk, make_mesh(..., "
+            f"scratch=folder), or set {SCRATCH}"
+        )
+    return os.path.abspath(os.path.expanduser(named))
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
+    """Zeros on a tier.
+
+    Raises:
+        ValueError: it is disk, and nobody has said which.
+        OSError: the disk has no room.
+    """
+    if tier == "disk":
+        return tensors.empty(shape, dtype, file_of(mesh, kind), zeros=True)
+    if tier == "host" and mesh.device_type != "cpu":
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    return torch.zeros(shape, dtype=dtype, device=mesh.device_type)
+
+
+def there(x: Tensor, tier: str, mesh: DeviceMesh) -> bool:
+    """Whether a tensor is on a tier."""
+    if tier == "disk":
+        return x.numel() == 0 or tensors.place_of(x) is not None
+    kind = "cpu" if tier == "host" else mesh.device_type
+    return x.device.type == kind and tensors.place_of(x) is None
+
+
+def put(x: Tensor, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
+    """A tensor's numbers on a tier: itself, if it is there."""
+    if there(x, tier, mesh):
+        return x
+    shape = tuple(x.shape)
+    if tier == "disk":
+        made = tensors.empty(shape, x.dtype, file_of(mesh, kind))
+    else:
+        made = new(shape, x.dtype, tier, kind, mesh)
+    copying.copy_(made, x.detach())
+    return made
+
+
+def plain(x: object) -> bool:
+    """Whether a value is a tensor that has numbers of its own, which nothing follows."""
+    return isinstance(x, Tensor) and x.device.type != "meta" and not functorch.inside_transform()
+
+
+def brought(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A tensor's numbers on the device of a mesh, differentiably; itself, if it is there."""
+    if x.device.type == "meta" or (x.device.type == mesh.device_type and tensors.place_of(x) is None):
+        return x
+    if plain(x) and not (torch.is_grad_enabled() and x.requires_grad):
+        x = copying.read(x)
+    return x.to(mesh.device_type, non_blocking=True) if x.device.type != mesh.device_type else x
+
+
+@contextlib.contextmanager
+def held(x: Tensor) -> Iterator[Tensor]:
+    """A tensor's numbers in memory, while the block runs; itself, if it is there."""
+    under_way = reading(x)
+    if under_way is None:
+        yield x
+        return
+    try:
+        under_way.wait()
+        yield under_way.values
+    finally:
+        under_way.give_back()
+
+
+_intended = WeakTensorKeyDictionary()
+
+
+def intend(x: Tensor, tier: str) -> None:
+    """Says of a tensor without numbers on which tier these would be."""
+    _intended[x] = tier
+
+
+def intended(x: Tensor) -> str | None:
+    """Where a tensor's numbers would be; None where nobody has said so."""
+    found: str | None = _intended.get(x)
+    return found

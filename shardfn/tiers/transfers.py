@@ -1,0 +1,289 @@
+"""Numbers on their way between disk and memory, by a few threads, into and out of a few buffers."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.debugging import debugging
+from shardfn.tiers import mapping
+from shardfn.tiers.files import ALIGNMENT
+from shardfn.tiers.tensors import place_of
+
+THREADS = 4  # that wait for the device; they compute nothing
+AT_ONCE = 4 * 2**20  # bytes that one of them asks for
+UNIT = 2**20  # of which a buffer has a whole number
+
+
+def patience() -> float:
+    """Seconds after which a transfer is given up, by the environment's SHARDFN_DISK_TIMEOUT.
+
+    Raises:
+        ValueError: it is no such number.
+    """
+    said = os.environ.get("SHARDFN_DISK_TIMEOUT", "300")
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(f"SHARDFN_DISK_TIMEOUT={said!r}; it is a number of seconds, greater than 0")
+    return min(seconds, threading.TIMEOUT_MAX)
+
+
+class Buffer:
+    """Memory that a device can fill by itself: aligned, and locked where an accelerator is to read it.
+
+    Attributes:
+        bytes: the memory.
+        busy: an event of the accelerator, after which it may be used again.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        # Where memory is locked it begins at a page, and a little more than a power of two would take twice as much.
+        pinned = torch.cuda.is_available()
+        with torch.inference_mode(False):  # it outlives the block that asks for it first
+            more = 0 if pinned else ALIGNMENT
+            whole = torch.empty(nbytes + more, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            first = -whole.data_ptr() % ALIGNMENT
+            self.bytes = whole[first : first + nbytes]
+        assert len(self.bytes) == nbytes, "locked memory begins at a page"
+        self.busy: Any = None
+
+
+class Buffers:
+    """Those of this process that nobody uses, by length, and how many bytes all of them have."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._spare: dict[int, list[Buffer]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Buffer:
+        """One of so many bytes at least."""
+        rounded = -(-nbytes // UNIT) * UNIT
+        with self._lock:
+            spare = self._spare.get(rounded)
+            found = spare.pop(0) if spare else None  # the one that has been free for longest
+            self.nbytes += 0 if found else rounded
+        if found is None:
+            return Buffer(rounded)
+        if found.busy is not None:
+            found.busy.synchronize()
+            found.busy = None
+        return found
+
+    def give_back(self, buffer: Buffer, busy: Any = None) -> None:
+        """One is used no more, or not after an event. In the debug mode it is full of nan, or -1, then."""
+        if debugging.memory:
+            if busy is not None:
+                busy.synchronize()
+            with torch.inference_mode(False), torch.no_grad():
+                buffer.bytes.fill_(255)
+        buffer.busy = busy
+        with self._lock:
+            self._spare.setdefault(len(buffer.bytes), []).append(buffer)
+
+
+buffers = Buffers()
+Move = Callable[[int, memoryview], None]
+
+
+@dataclass(eq=False)
+class _Task:
+    """One part of a transfer.
+
+    Attributes:
+        future: says when it has ended.
+        move: reads or writes the bytes.
+        offset: where in the file.
+        bytes_: where in memory.
+        keeps: what has the memory, and the place on disk, until it has ended, and not after that.
+        after: an event of an accelerator that comes before it.
+    """
+
+    future: Future[None]
+    move: Move
+    offset: int
+    bytes_: memoryview
+    keeps: Any
+    after: Any
+
+    def run(self) -> None:
+        """Moves the bytes, unless nobody wants that any more."""
+        if not self.future.set_running_or_notify_cancel():
+            self.keeps = None
+            return
+        failed: BaseException | None = None
+        try:
+            if self.after is not None:
+                self.after.synchronize()
+            self.move(self.offset, self.bytes_)
+        except BaseException as error:
+            failed = error
+        self.bytes_, self.keeps = memoryview(b""), None
+        if failed is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(failed)
+
+
+_pools: dict[int, queue.SimpleQueue[_Task]] = {}
+_starting = threading.Lock()
+
+
+def _pool() -> queue.SimpleQueue[_Task]:
+    """What the threads of this process do; they do not live on in a fork."""
+    found = _pools.get(os.getpid())
+    if found is None:
+        with _starting:
+            found = _pools.get(os.getpid())
+            if found is None:
+                found = queue.SimpleQueue()
+                for number in range(THREADS):
+                    # One that a disk never answers must not keep the process from ending.
+                    name = f"shardfn-disk-{number}"
+                    threading.Thread(target=_serve, args=(found,), name=name, daemon=True).start()
+                _pools[os.getpid()] = found
+    return found
+
+
+def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
+    while True:
+        tasks.get().run()
+
+
+def _when_done(parts: Sequence[Future[None]], act: Callable[[], None]) -> None:
+    """Does something as soon as none of these is under way any more: now, or on the thread that ends the last one."""
+    for part in parts:
+        if not part.done():
+            part.add_done_callback(lambda _: _when_done(parts, act))
+            return
+    act()
+
+
+class Transfer:
+    """Bytes on their way. `wait` ends them, or raises what went wrong."""
+
+    __slots__ = ("buffer", "parts", "what")
+
+    def __init__(self, parts: list[Future[None]], buffer: Buffer | None, what: str) -> None:
+        self.parts, self.buffer, self.what = parts, buffer, what
+
+    def wait(self) -> None:
+        """Until they have arrived.
+
+        Raises:
+            RuntimeError: they have not, or not in time.
+        """
+        for part in self.parts:
+            try:
+                part.result(patience())
+            except TimeoutError as error:
+                if part.done():  # the system says so
+                    raise RuntimeError(str(error.strerror or error)) from error
+                raise RuntimeError(
+                    f"{self.what} has taken more than {patience():g} s: the disk is too slow for it, or hangs; "
+                    f"SHARDFN_DISK_TIMEOUT says how long to wait"
+                ) from None
+            except OSError as error:
+                raise RuntimeError(str(error.strerror or error)) from error
+
+    def give_back(self, busy: Any = None) -> None:
+        """Nobody needs the buffer any more, or not after an event; others get it when nothing is under way into it."""
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            _when_done(self.parts, lambda: buffers.give_back(buffer, busy))
+
+    def give_up(self) -> None:
+        """It is wanted no more: what has not begun never will, what has begun ends, and what fails fails in silence.
+
+        A write that came later would be over what is written there next.
+        """
+        begun = [part for part in self.parts if not part.cancel()]
+        futures.wait(begun, timeout=patience())
+        self.give_back()
+
+
+class Reading(Transfer):
+    """A tensor on its way from disk; `values` are its numbers in memory when it has arrived."""
+
+    __slots__ = ("values",)
+
+    values: Tensor
+
+    def give_up(self) -> None:
+        """It is wanted no more, and nobody waits for what has begun."""
+        for part in self.parts:
+            part.cancel()
+        self.give_back()
+
+
+def reading(x: Tensor, room: int = 0, own: Buffer | None = None) -> Reading | None:
+    """Starts to read a tensor, into a buffer of so many bytes at least, or into one's own; None of one in memory."""
+    place = place_of(x)
+    if place is None or place.start == place.stop:
+        return None
+    file, first = place.stretch.file, place.start // ALIGNMENT * ALIGNMENT
+    last = -(-place.stop // ALIGNMENT) * ALIGNMENT
+    buffer = buffers.take(max(last - first, room)) if own is None else None
+    memory = (own or buffer).bytes[: last - first]  # type: ignore[union-attr]
+    parts = _parts(file.read, place.stretch.offset + first, memory, x)
+    made = Reading(parts, buffer, f"reading {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}")
+    made.values = memory[place.start - first : place.stop - first].view(x.dtype).view(x.shape)
+    return made
+
+
+def writing(x: Tensor, source: Tensor, room: int = 0, after: Any = None) -> Transfer:
+    """Starts to write numbers in memory to a tensor on disk; they must not change until that has ended.
+
+    Where they have to go through a buffer, it has so many bytes at least. `after` is an event of an accelerator, by
+    which they will have come.
+
+    Raises:
+        RuntimeError: the tensor is another process's.
+    """
+    place = place_of(x)
+    assert place is not None, "it is on disk"
+    place.stretch.file.refuse_fork()
+    file, buffer, offset = place.stretch.file, None, place.stretch.offset + place.start
+    # What is behind the tensor's end belongs to nobody: so the last block is written whole.
+    padding = -place.stop % ALIGNMENT if place.stop == place.end and place.start % ALIGNMENT == 0 else 0
+    plain = source.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    behind = plain.untyped_storage().nbytes() - plain.storage_offset() - len(plain)
+    if (plain.data_ptr() - offset) % ALIGNMENT or behind < padding:
+        if after is not None:
+            after.synchronize()
+        buffer = buffers.take(max(len(plain) + 2 * ALIGNMENT, room))
+        start = offset % ALIGNMENT
+        own = buffer.bytes[start : start + len(plain)].copy_(plain)
+    else:
+        own = plain
+    memory = own.as_strided((len(plain) + padding,), (1,))
+    what = f"writing {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}"
+    made = Transfer(_parts(file.write, offset, memory, (x, source), after), buffer, what)
+    torch.autograd.graph.increment_version(x)
+    return made
+
+
+def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: Any = None) -> list[Any]:
+    """A transfer in parts, which begin where the file is aligned; they keep what must outlive them."""
+    bytes_ = memoryview(mapping.buffer_at(memory.data_ptr(), len(memory))).cast("B")
+    found, at = [], 0
+    while at < len(memory):
+        stop = min(len(memory), at + AT_ONCE - (offset + at) % ALIGNMENT)
+        future: Future[None] = Future()
+        _pool().put(_Task(future, move, offset + at, bytes_[at:stop], (memory, keeps), after))
+        found.append(future)
+        at = stop
+    return found
