@@ -64,7 +64,7 @@ class Communicator:
     checks: bool
 
 
-class _All:
+class Together:
     """Several works as one; `then` runs when all have arrived."""
 
     __slots__ = ("then", "works")
@@ -73,6 +73,7 @@ class _All:
         self.works, self.then = works, then
 
     def wait(self) -> None:
+        """Until all have, and `then` has run."""
         for work in self.works:
             work.wait()
         if self.then:
@@ -113,7 +114,7 @@ def _wait_for(works: Future[list[Any]]) -> None:
 _left: weakref.WeakKeyDictionary[Any, list[Future[list[Any]]]] = weakref.WeakKeyDictionary()  # by group
 
 
-class _Later:
+class Later:
     """What starts when somebody waits for it."""
 
     __slots__ = ("first", "start")
@@ -122,6 +123,7 @@ class _Later:
         self.first, self.start = first, start
 
     def wait(self) -> None:
+        """Until both have arrived, one after the other."""
         self.first.wait()
         self.start().wait()
 
@@ -242,7 +244,7 @@ def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torc
     if how == "direct":
         return _Launched(_launch(lambda: (first.wait(), [start()])[1]), [])
     if device.type == "cpu":
-        return _Later(first, start)
+        return Later(first, start)
     module = torch.get_device_module(device)
     with module.stream(module.Stream(device=device)):
         first.wait()
@@ -300,7 +302,12 @@ def scatter_pieces(
     if recording():
         sent = numel * dtype.itemsize * (comm.axis.size - 1) // comm.axis.size
         record("reduce_scatter", comm.axis.group, dtype, sent, "direct", comm.names)
-    return _All([_swap(into, parts, comm, comm.reductions, tag=2)], add)
+    return Together([_swap(into, parts, comm, comm.reductions, tag=2)], add)
+
+
+def exchanged(into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator) -> Handle:
+    """Each other rank `i` gets `out[i]`, and `into[i]` comes from there, of gradients; where pieces are sent."""
+    return _swap(into, out, comm, comm.reductions, tag=2)
 
 
 def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
@@ -355,7 +362,7 @@ def _gather_natively(whole: Tensor, comm: Communicator) -> Handle:
 
 def _gather_by_broadcasts(whole: Tensor, comm: Communicator) -> Handle:
     pieces = whole.view(comm.axis.size, -1).unbind()
-    return _All(
+    return Together(
         [dist.broadcast(piece, group=comm.gathers, group_src=i, async_op=True) for i, piece in enumerate(pieces)]
     )
 
@@ -391,7 +398,7 @@ def _scatter_natively(flat: Tensor, out: Tensor, comm: Communicator, scratch: Ca
         return process_groups.start_reduce_scatter(out, flat, comm.reductions)
     narrow = scratch(out.numel())
     work = process_groups.start_reduce_scatter(narrow, flat, comm.reductions)
-    return _All([work], lambda: out.copy_(narrow))
+    return Together([work], lambda: out.copy_(narrow))
 
 
 def _scatter_directly(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
@@ -409,13 +416,13 @@ def _scatter_directly(flat: Tensor, out: Tensor, comm: Communicator, scratch: Ca
             out.copy_(wide)
 
     into = [[piece] for piece in [*received[:index], own, *received[index:]]]
-    return _All([_swap(into, [[piece] for piece in pieces], comm, comm.reductions, tag=2)], add)
+    return Together([_swap(into, [[piece] for piece in pieces], comm, comm.reductions, tag=2)], add)
 
 
 def _scatter_by_exchange(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
     received = scratch(flat.numel())
     work = dist.all_to_all_single(received, flat, group=comm.reductions, async_op=True)
-    return _All([work], lambda: torch.sum(received.view(comm.axis.size, -1), 0, dtype=out.dtype, out=out))
+    return Together([work], lambda: torch.sum(received.view(comm.axis.size, -1), 0, dtype=out.dtype, out=out))
 
 
 def _reduce_natively(x: Tensor, comm: Communicator) -> Handle:

@@ -13,6 +13,7 @@ from shardfn.compat import functorch, process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import scope
 from shardfn.shards.layout import FlatShard, Layout
+from shardfn.tiers.placing import brought
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +73,7 @@ def gathered_to(
     layout, me, found = flat.layout, process_groups.global_rank(), {}
     members, names = layout.grid.ranks, tuple(name for name, _ in layout.grid.sizes)
     with scope(mesh), torch.no_grad():
-        values = flat.values.detach()
+        values = brought(flat.values.detach(), mesh)
         for target in ranks:
             own = parts(layout, numbers, me, target)
             rows = [values[at : at + stop - start] for _, start, stop, at in own]

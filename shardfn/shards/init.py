@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardfn.mesh.spec import P, dotted, joined
 from shardfn.mesh.which import Which
+from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import Drawing, int_seed, mixed
 from shardfn.shards.sharding import Rules, Specs, agreed, refuse_second, refuse_sparse
@@ -32,14 +33,16 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
         seed: any int. Each maker draws from a generator of its own, folded from the seed and the maker's path, also
             where it names none; torch's own generators are left as they are.
         fill: `(path, tensor, generator) -> tensor`, for leaves on the meta device: a tensor of the same shape and
-            dtype, with values.
+            dtype, with values. For a `quant.Packed` it is asked for the parameter, which is then encoded.
 
     Returns:
         The tree with what each maker returned in its place, on whatever devices they chose.
 
     Raises:
         RuntimeError: a maker that seeds torch's own generators.
-        TypeError: a leaf that is neither a tensor nor a function; a seed that is not an int.
+        TypeError: a leaf that is neither a tensor nor a function; a seed that is not an int; what `fill` returned is
+            no tensor, or one of another dtype.
+        ValueError: it is of another shape.
 
     Example:
         >>> import torch
@@ -95,7 +98,7 @@ def init_sharded(
 
 def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
     """The tensors of a tree of makers that stands at `path`."""
-    accessors, leaves, tree = optree.tree_flatten_with_accessor(makers)
+    accessors, leaves, tree = optree.tree_flatten_with_accessor(makers, is_leaf=is_packed)
     made: list[Any] = []
     seen: set[str] = set()
     for accessor, leaf in zip(accessors, leaves, strict=True):
@@ -104,7 +107,9 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
         seen.add(name)
         if isinstance(leaf, Tensor):
             refuse_sparse(name, leaf)
-            made.append(_drawn(functools.partial(fill, name, leaf), name, seed) if fill and leaf.is_meta else leaf)
+            made.append(_filled(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
+        elif is_packed(leaf):
+            made.append(_packed(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
         elif callable(leaf):
             made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
         else:
@@ -113,6 +118,21 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
                 f"that returns tensors, or a tensor"
             )
     return optree.tree_unflatten(tree, made)
+
+
+def _packed(fill: Fill, name: str, like: Packed, seed: int) -> Packed:
+    """A parameter in few bits from the values that `fill` gives it."""
+    return pack(_filled(fill, name, torch.empty(like.shape, dtype=like.dtype, device="meta"), seed), like.format)
+
+
+def _filled(fill: Fill, name: str, like: Tensor, seed: int) -> Tensor:
+    made: Any = _drawn(functools.partial(fill, name, like), name, seed)
+    if not isinstance(made, Tensor) or made.dtype != like.dtype:
+        what = f"of {made.dtype}" if isinstance(made, Tensor) else f"of type {type(made).__name__}"
+        raise TypeError(f"fill returned {what} for {name}, which is a tensor of {like.dtype}")
+    if made.shape != like.shape:
+        raise ValueError(f"fill returned shape {list(made.shape)} for {name}, which has {list(like.shape)}")
+    return made
 
 
 def _drawn(make: Make, path: str, seed: int) -> Any:

@@ -19,8 +19,11 @@ from torch import Tensor
 from shardfn.compat import process_groups, pytrees
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import P
+from shardfn.quant.packed import Packed, is_packed
 from shardfn.shards.buffer import Buffer, Entry, aligned
-from shardfn.shards.placement import Placement
+from shardfn.shards.placement import Placement, Tier
+from shardfn.tiers import copying
+from shardfn.tiers.tensors import on_disk
 
 COARSE = 65536  # bytes a parameter, on average
 
@@ -158,6 +161,20 @@ class Layout(Buffer):
         """The stage's parameters with their numbers, as strings, in place of them: a tree that is plain Python."""
         return optree.tree_unflatten(self.tree, map(str, range(self.tree.num_leaves)))
 
+    @cached_property
+    def packed(self) -> dict[int, Packed]:
+        """Of the stage's parameters those that are kept in few bits, by the numbers of their leaves."""
+        return in_few_bits(self.tree)
+
+    def packed_at(self, number: int) -> Packed | None:
+        """A parameter that is kept in few bits, without them; None of others."""
+        return self.packed.get(self.entries[number].leaves[0])
+
+    def meant_shape(self, number: int) -> tuple[int, ...]:
+        """Of the whole parameter that a function meets, which may be kept in few bits."""
+        packed = self.packed_at(number)
+        return self.whole_shape(number) if packed is None else packed.shape
+
     def ranges(self, rank: int) -> list[Range]:
         """Which elements of which parameters the global rank `rank` holds."""
         if not self.here(rank):
@@ -198,10 +215,19 @@ class Layout(Buffer):
         if self.state_layout is not self:
             more += f", gradients 1/{self.state_layout.size} over {' x '.join(self.placement.gradients)}"
         here = self.piece * self.dtype.itemsize
+        params, *others = self.placement.tiers
+        kept = "".join(
+            f", {kind} {_WHERE[tier]}"
+            for kind, tier in zip(("gradients", "state"), others, strict=True)
+            if tier != "device"
+        )
         return (
             f"{self.stage or 'all'}: {str(self.dtype).removeprefix('torch.')}{'' if self.trainable else ', frozen'}, "
-            f"{spread}{more}, {_bytes(here)} a rank"
+            f"{spread}{more}, {_bytes(here)} a rank{' ' * (params != 'device')}{_WHERE[params]}{kept}"
         )
+
+
+_WHERE: dict[Tier, str] = {"device": "", "host": "on the host", "disk": "on disk"}
 
 
 def _meant(flat: FlatShard) -> str:
@@ -241,6 +267,9 @@ class FlatShard:
     def __reduce__(self) -> Any:
         return FlatShard, (self.values, self.layout)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
+        return FlatShard(copying.deepcopy(self.values, memo), self.layout)
+
     @property
     def spec(self) -> P:
         """The piece as `shard_map` sees it: a vector that is cut over the layout's axes."""
@@ -251,7 +280,10 @@ class FlatShard:
             return f"FlatShard({self.values!r}, {self.layout})"
         lines = [f"  {entry.path or '(itself)'} {list(entry.shape)}" for entry in self.layout.entries]
         cast = self.values.dtype != self.layout.dtype
-        here = f"now {str(self.values.dtype).removeprefix('torch.')}, {_bytes(self.values.nbytes)}; " if cast else ""
+        now = [f"{str(self.values.dtype).removeprefix('torch.')}, {_bytes(self.values.nbytes)}"] * cast
+        if self.values.numel() and on_disk(self.values) is not (self.layout.placement.tiers.params == "disk"):
+            now.append("on disk" if on_disk(self.values) else "in memory")
+        here = f"now {', '.join(now)}; " if now else ""
         return "\n".join([f"FlatShard({here}{self.layout},", *lines, ")"])
 
     __getitem__: Any = _refused("cannot be indexed")
@@ -338,6 +370,12 @@ def stage_shards(value: Any) -> list[FlatShard]:
     return [value] if is_flat(value) else [value[key] for key in sorted(value)]
 
 
+def in_few_bits(tree: optree.PyTreeSpec) -> dict[int, Packed]:
+    """The parameters of a structure that are kept in few bits, by the numbers of their leaves."""
+    found = optree.tree_leaves(tree.unflatten(range(tree.num_leaves)), is_leaf=is_packed)
+    return {one.values: one for one in found if is_packed(one)}
+
+
 def assemble(layouts: Sequence[Layout], views: Sequence[Sequence[Any]]) -> Any:
     """A stage's parameters as the function meets them, from the views of each of its buffers."""
     leaves: list[Any] = [None] * layouts[0].tree.num_leaves
@@ -370,9 +408,4 @@ def _unflatten(layout: Layout, children: Any) -> FlatShard:
     return FlatShard(values, layout)
 
 
-optree.register_pytree_node(
-    FlatShard, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
-)
-pytrees.register_in_torch(
-    FlatShard, lambda flat: ([flat.values], flat.layout), lambda kids, layout: _unflatten(layout, kids)
-)
+pytrees.register(FlatShard, _flatten, _unflatten, optree.GetAttrEntry)

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dynamo, process_groups, pytrees
+from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.placement import Tiers
+from shardfn.tiers import copying, placing
+from shardfn.tiers.streaming import in_place
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class Piece:
         names = ", ".join(self.layout.entries[i].path for i in self.entries)
         return f"Piece({self.values!r}, {self.start}:{self.stop} of {self.layout}, of {names})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+        return Piece(copying.deepcopy(self.values, memo), self.layout, self.entries, self.start, self.stop)
+
 
 def _flat_piece(piece: Piece) -> tuple[tuple[Any], Any, tuple[str]]:
     return (piece.values,), (piece.layout, piece.entries, piece.start, piece.stop), ("values",)
@@ -69,14 +76,7 @@ def _piece(known: Any, children: Any) -> Piece:
     return Piece(values, *known)
 
 
-optree.register_pytree_node(
-    Piece, _flat_piece, _piece, path_entry_type=optree.GetAttrEntry, namespace=optree.registry.__GLOBAL_NAMESPACE
-)
-pytrees.register_in_torch(
-    Piece,
-    lambda piece: ([piece.values], _flat_piece(piece)[1]),
-    lambda children, known: _piece(known, children),
-)
+pytrees.register(Piece, _flat_piece, _piece, optree.GetAttrEntry)
 
 
 class Unit(NamedTuple):
@@ -287,7 +287,43 @@ def refuse_complex(known: Units, name: str) -> None:
 def zeros_like(tree: Any) -> Any:
     """Zeros for every trained parameter, None for the others."""
     known = units(tree)
-    return known.like(zeros(unit.values) if unit.trainable else None for unit in known.each)
+    return known.like(slot(unit) if unit.trainable else None for unit in known.each)
+
+
+def home(unit: Unit) -> torch.device:
+    """Where ranks talk about a unit, which may be kept elsewhere."""
+    if unit.layout is None or unit.layout.placement.tiers == Tiers():
+        return unit.values.device
+    return torch.empty(0, device=mesh_of(unit.layout.grid, "a tree").device_type).device
+
+
+def slot(unit: Unit, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, fill: int = 0) -> Tensor:
+    """What an optimizer remembers of a unit at first: zeros like its elements, or a number, where its state is kept."""
+    x, layout = unit.values, unit.layout
+    if layout is None or torch.compiler.is_compiling() or layout.placement.tiers == Tiers() or not placing.plain(x):
+        simple = shape is None and dtype is None and not fill
+        made = zeros(x) if simple else x.new_full(x.shape if shape is None else shape, fill, dtype=dtype)
+        if layout is not None and x.is_meta and not torch.compiler.is_compiling():
+            placing.intend(made, layout.placement.tiers.state)
+        return made
+    mesh, tier = mesh_of(layout.grid, f"the state of {layout.stage!r}"), layout.placement.tiers.state
+    made = placing.new(tuple(x.shape) if shape is None else shape, dtype or x.dtype, tier, "state", mesh)
+    if fill:
+        in_place([made], lambda x: x.fill_(fill))
+    return made
+
+
+def copied(unit: Unit, dtype: torch.dtype | None = None) -> Tensor:
+    """A unit's elements once more, in a dtype of their own say, where its state is kept."""
+    x, dtype = unit.values, dtype or unit.values.dtype
+    if unit.layout is None or unit.layout.placement.tiers == Tiers() or not placing.plain(x):
+        made = x.detach().to(dtype, copy=True)
+        if unit.layout is not None and x.is_meta and not torch.compiler.is_compiling():
+            placing.intend(made, unit.layout.placement.tiers.state)
+        return made
+    made = slot(unit, dtype=dtype)
+    copying.copy_(made, x.detach())
+    return made
 
 
 def zeros(x: Tensor) -> Tensor:

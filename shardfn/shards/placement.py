@@ -10,12 +10,24 @@ import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.quant.formats import Format, check_format, int4, int8
 
 Reshard = bool | Literal["step"] | tuple[str, ...]
 Keep = bool | Literal["step"] | tuple[str, ...]
+
+
+Tier = Literal["device", "host", "disk"]
+
+
+class Tiers(NamedTuple):
+    """Where the numbers of each kind are: on the device that computes, in the memory of its host, or on disk."""
+
+    params: Tier = "device"
+    grads: Tier = "device"
+    state: Tier = "device"
 
 
 @dataclass(frozen=True, init=False)
@@ -32,6 +44,9 @@ class Placement:
             first, and then some of `replicas`. Default: `axes`.
         hierarchical: axes are gathered one after another, the last, with the slowest links, first.
         only_at: only ranks at these positions of these axes hold anything of it, `(("pipe", 1),)`; see `at`.
+        gather: the few bits in which floating-point parameters travel, such as `quant.int8()`; see `stage`.
+        reduce: the few bits in which their gradients travel.
+        tiers: where parameters, gradients and optimizer state are kept; see `on`.
 
     `keep=` is an older spelling of `reshard=`, with True and False the other way round; `hops=` of `hierarchical=`,
     and `home=` of `only_at=`.
@@ -50,6 +65,9 @@ class Placement:
     gradients: tuple[str, ...]
     hierarchical: bool
     only_at: tuple[tuple[str, int], ...]
+    gather: Format | None
+    reduce: Format | None
+    tiers: Tiers
 
     def __init__(
         self,
@@ -60,6 +78,9 @@ class Placement:
         gradients: AxisName | None = None,
         hierarchical: bool | None = None,
         only_at: tuple[tuple[str, int], ...] | None = None,
+        gather: Format | None = None,
+        reduce: Format | None = None,
+        tiers: Tiers = Tiers(),  # noqa: B008
         keep: Keep | None = None,
         hops: bool | None = None,
         home: tuple[tuple[str, int], ...] | None = None,
@@ -80,18 +101,26 @@ class Placement:
             "gradients": _names("gradients", axes if gradients is None else gradients),
             "hierarchical": bool(hops if hierarchical is None else hierarchical),
             "only_at": tuple((home if only_at is None else only_at) or ()),
+            "gather": gather,
+            "reduce": reduce,
+            "tiers": Tiers(*tiers),
         }.items():
             object.__setattr__(self, name, value)
         self._check()
 
     def _check(self) -> None:
         every = (*self.axes, *self.replicas, *self.only_at_axes)
+        for name in ("gather", "reduce"):
+            check_format(getattr(self, name), f"a strategy's {name}")
         twice = [name for name in every if every.count(name) > 1]
         if twice:
             raise ValueError(
                 f"a strategy names the axis {twice[0]!r} twice: axes={self.axes}, replicas={self.replicas}"
                 + (f", only_at={dict(self.only_at)}" if self.only_at else "")
             )
+        for kind, tier in self.tiers._asdict().items():
+            if tier not in ("device", "host", "disk"):
+                raise ValueError(f'a strategy has {kind}={tier!r}; a tier is "device", "host" or "disk"')
         begin, more = self.gradients[: len(self.axes)], self.gradients[len(self.axes) :]
         if begin != self.axes or not set(more) <= set(self.replicas) or len(set(more)) < len(more):
             raise ValueError(
@@ -123,7 +152,9 @@ class Placement:
         if self.gradients == self.axes:
             return self
         left = tuple(name for name in self.replicas if name not in self.gradients)
-        return Placement(self.gradients, left, only_at=self.only_at)
+        return Placement(
+            self.gradients, left, only_at=self.only_at, gather=self.gather, reduce=self.reduce, tiers=self.tiers
+        )
 
     def at(self, **positions: int) -> Placement:
         """The same, but only on the ranks at these positions: `full_shard("shard").at(pipe=1)`.
@@ -132,6 +163,23 @@ class Placement:
         shapes, and every rank the same tree.
         """
         return replace(self, only_at=(*self.only_at, *positions.items()))
+
+    def on(self, *, params: Tier | None = None, grads: Tier | None = None, state: Tier | None = None) -> Placement:
+        """The same, kept elsewhere than on the device: `full_shard("shard").on(params="host", state="disk")`.
+
+        Args:
+            params: where a rank's pieces of parameters are: `"device"`; `"host"`, the memory of the host; or
+                `"disk"`, a file in the folder that `make_mesh(..., scratch=...)` names. Gathers read them from there.
+            grads: where its gradients go as they come.
+            state: where the optimizer's state is, which a step takes through memory a stretch at a time.
+
+        What is left out stays as it is. On a mesh of CPUs the host is the device, so that `"host"` changes nothing.
+
+        Raises:
+            ValueError: no such tier.
+        """
+        given = {"params": params, "grads": grads, "state": state}
+        return replace(self, tiers=self.tiers._replace(**{k: v for k, v in given.items() if v is not None}))
 
     def without(self, names: Collection[str]) -> Placement:
         """The same, where other ranks along these replicas are left out of account."""
@@ -345,7 +393,7 @@ def hpz(shard: AxisName, replica: AxisName) -> Placement:
 
     Source:
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023: one of its
-        three parts; the others move parameters and gradients in few bits.
+        three parts; `zeropp` is all of them.
 
     Example:
         >>> hpz("shard", "replica").reshard
@@ -353,6 +401,34 @@ def hpz(shard: AxisName, replica: AxisName) -> Placement:
     """
     shard, replica = as_names(shard), as_names(replica)
     return Placement(axes=shard + replica, reshard=shard)
+
+
+def zeropp(
+    shard: AxisName, replica: AxisName, *, gather: Format | None = None, reduce: Format | None = None
+) -> Placement:
+    """As `hpz`, and what travels does so in few bits (ZeRO++): parameters in 8, gradients in 4.
+
+    Parameters are rounded where forward gathers them, and backward computes with the same numbers. Gradients are
+    summed over `shard` first, so that what crosses `replica` is that much less, and rounded before each. What an
+    optimizer updates has all of its bits.
+
+    Args:
+        shard: the axes with fast links.
+        replica: the other axes.
+        gather: of parameters. Default: `quant.int8(256)`, 1.02 bytes each (qwZ).
+        reduce: of gradients. Default: `quant.int4(64)`, 0.56 bytes each (qgZ).
+
+    Returns:
+        The placement, for `shard`.
+
+    Source:
+        Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023.
+
+    Example:
+        >>> zeropp("shard", "replica").reduce
+        Format(name='int4', block=64, double=False)
+    """
+    return replace(hpz(shard, replica), gather=gather or int8(256), reduce=reduce or int4(64))
 
 
 def mics(shard: AxisName, replica: AxisName = ()) -> Placement:
@@ -424,6 +500,7 @@ _NAMES: dict[str, tuple[Callable[..., Placement], str]] = {
     "hybrid_shard_zero2": (hybrid_shard_zero2, "fsdp:5 _HYBRID_SHARD_ZERO2"),
     "hfsdp": (hfsdp, "hybrid_fsdp"),
     "hpz": (hpz, "zero_hpz"),
+    "zeropp": (zeropp, "zero++ zeroplusplus zero_plus_plus"),
     "mics": (mics, ""),
 }
 _OVER_ALL = ("ddp", "zero1", "zero2", "shard_grad_op", "full_shard")
@@ -482,18 +559,13 @@ def _known(name: Any) -> str:
             f"and full sharding to DeepSpeed): write {' or '.join(spelled) or 'a name'}, Accelerate's numbers as "
             f'"fsdp:1" to "fsdp:5" and DeepSpeed\'s as "zero:0" to "zero:3"'
         )
-    if wanted in ("zero++", "zeropp", "zeroplusplus"):
-        raise ValueError(
-            f'strategy {name!r} is three things, of which one is here: "hpz", the copy that backward gathers from '
-            f"(hpZ). Few bits for gathers (qwZ) and for gradients (qgZ) are not"
-        )
     rest = re.sub(r"(cpu|nvme|optimizer|param)?offload(nvme|cpu)?", "", wanted)
     if rest != wanted:
         plain = next((own for own in (rest, rest.removeprefix("fsdpnative")) if _is_name(own)), "full_shard")
         raise ValueError(
-            f"strategy {name!r}: parameters and optimizer state stay on the device that computes; there is no "
-            f'offloading of them yet: write "{_known(plain)}", and stage(f, remat="offload") for activations in the '
-            f"memory of the host"
+            f"strategy {name!r}: what leaves the device is said apart from how it is cut, for each kind: write "
+            f'"{_known(plain)}", and of what that gives .on(params="host", grads="host", state="host"), or "disk"; and '
+            f'stage(f, remat="offload") for activations in the memory of the host'
         )
     lists = {own: f" ({', '.join(others.split())})" * bool(others) for own, (_, others) in _NAMES.items()}
     listed = "; ".join(own + others for own, others in lists.items())

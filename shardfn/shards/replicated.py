@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
 from shardfn.shards.layout import is_flat, local_parameters
+from shardfn.tiers.copying import portions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,15 +97,22 @@ def checksum(value: Tensor) -> int:
     if value.numel() == 0:
         return 0
     data = value.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
     odd = torch.arange(1, 2 * _WORDS, 2, device=data.device)  # so that the order counts
-    words = data[: len(data) // 8 * 8].view(torch.int64)
-    parts = [*words.split(_WORDS), data[len(data) // 8 * 8 :].long()]
     total = 0
-    for part in parts:
+    for part in _parts(data):
         total = (total * 0x9E3779B97F4A7C15 + int((part * odd[: len(part)]).sum())) % 2**63
     return total
+
+
+def _parts(data: Tensor) -> Iterator[Tensor]:
+    """Bytes as numbers."""
+    for some in portions(data):
+        if some.storage_offset() % 8:
+            some = some.clone()
+        end = len(some) // 8 * 8
+        yield from some[:end].view(torch.int64).split(_WORDS)
+        if end < len(some):
+            yield some[end:].long()
 
 
 _WORDS = 2**16  # summed at a time, so that little memory is needed

@@ -23,10 +23,13 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
 from shardfn.mesh.which import Chosen, Which, chosen, listed
+from shardfn.quant.packed import Packed, is_packed
 from shardfn.shards.gathering import device_of, gathered_to, targets
-from shardfn.shards.layout import FlatShard, Layout, assemble, is_flat, is_stage, lay, stage_shards
+from shardfn.shards.layout import FlatShard, Layout, assemble, in_few_bits, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
+from shardfn.tiers import copying, placing
+from shardfn.tiers.placing import brought
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -233,6 +236,7 @@ class Rules:
         self.compared: list[str] = []
         self.places: dict[str, tuple[FlatShard, int, torch.Size]] = {}
         self.owners: dict[Any, tuple[weakref.ref[Tensor], str]] = {}
+        self.rooms: list[Tensor] = []  # on disk, for the gradients, which find it free when this is gone
 
     def map_stages(self, tree: Any, f: Callable[[str, Any], Any], made: Callable[[str, Any], Any] | None = None) -> Any:
         """The tree with `f(path, subtree)` in place of each stage."""
@@ -241,7 +245,7 @@ class Rules:
     def _walk(self, node: Any, path: str, depth: int, f: Any, made: Any) -> Any:
         if node is None:
             return None
-        leaf = is_flat(node) or optree.tree_is_leaf(node)
+        leaf = is_flat(node) or is_packed(node) or optree.tree_is_leaf(node)
         if made and leaf and callable(node) and not isinstance(node, Tensor):
             return self._walk(made(path, node), path, depth, f, made)
         if self._ends(node, path, depth, leaf):
@@ -262,38 +266,54 @@ class Rules:
 
     def _ends(self, node: Any, path: str, depth: int, leaf: bool) -> bool:
         if self.stages is not None:
-            return self._chooses(self.stages, path, tuple(node.shape) if isinstance(node, Tensor) else None)
+            return self._chooses(self.stages, path, tuple(node.shape) if isinstance(node, (Tensor, Packed)) else None)
         return leaf or depth == 2 or (depth == 1 and type(node) not in (list, tuple))
 
     def cut(self, path: str, subtree: Any) -> Any:
         """One stage's parameters as flat shards."""
-        accessors, leaves, tree = optree.tree_flatten_with_accessor(subtree, is_leaf=is_flat)
-        if not leaves:
+        layouts, values = self.laid(path, subtree)
+        if not layouts:
             return subtree
-        names = [joined(path, dotted(accessor)) for accessor in accessors]
-        found: dict[Any, tuple[str, Tensor, list[int]]] = {}
-        for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
-            found.setdefault(self._identity(name, leaf, path), (name, leaf, []))[2].append(number)
-        parameters = [self._parameter(name, leaf, tuple(numbers)) for name, leaf, numbers in found.values()]
-        layouts = plan(path, tree, parameters, self.grid)
-        values = {name: leaf for name, leaf, _ in found.values()}
         made = {key: self._flat(layout, values) for key, layout in layouts.items()}
         per_mesh(self.mesh, "stages", dict[str, list[Layout]])[path] = list(layouts.values())
         return next(iter(made.values())) if len(made) == 1 else made
 
-    def _parameter(self, name: str, leaf: Tensor, leaves: tuple[int, ...]) -> Parameter:
-        """What the rules say of it."""
-        spec = self._spec(name, tuple(leaf.shape))
+    def laid(self, path: str, subtree: Any) -> tuple[dict[str, Layout], dict[str, Tensor]]:
+        """How one stage's parameters are laid out, and these by their names; nothing, if it has none."""
+        accessors, leaves, tree = optree.tree_flatten_with_accessor(subtree, is_leaf=is_flat)
+        names = [joined(path, dotted(accessor)) for accessor in accessors]
+        found: dict[Any, tuple[str, Tensor, list[int]]] = {}
+        for number, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+            found.setdefault(self._identity(name, leaf, path), (name, leaf, []))[2].append(number)
+        packed = in_few_bits(tree)
+        parameters = [
+            self._parameter(name, leaf, tuple(numbers), packed.get(numbers[0]))
+            for name, leaf, numbers in found.values()
+        ]
+        return plan(path, tree, parameters, self.grid), {name: leaf for name, leaf, _ in found.values()}
+
+    def _parameter(self, name: str, leaf: Tensor, leaves: tuple[int, ...], packed: Packed | None) -> Parameter:
+        """What the rules say of it; `packed`: what its bytes are, whose shape is the one that rules know."""
+        spec = self._spec(name, tuple(leaf.shape) if packed is None else packed.shape)
+        if packed is not None and spec.axes:
+            raise ValueError(
+                f"{name} is kept in few bits, as {packed}, of which {spec} would cut the bytes, not the numbers: "
+                f"give it P()"
+            )
         if self.inputs == "global":
             shape, whole = local_shape(leaf.shape, spec, self.mesh, name), tuple(leaf.shape)
         else:
             shape, whole = tuple(leaf.shape), global_shape(leaf.shape, spec, self.mesh, name)
+        whole = whole if packed is None else packed.shape
         trainable = not self._chooses(self.frozen, name, whole) and (leaf.is_floating_point() or leaf.is_complex())
         return Parameter(name, leaves, shape, spec, leaf.dtype, trainable, self._placement(name, whole, spec))
 
     def _flat(self, layout: Layout, values: dict[str, Tensor]) -> FlatShard:
         held = layout.held(self.rank)
-        flat = FlatShard(torch.zeros(held, dtype=layout.dtype, device=self.mesh.device_type), layout)
+        flat = FlatShard(placing.new((held,), layout.dtype, layout.placement.tiers.params, "params", self.mesh), layout)
+        if layout.trainable and layout.placement.tiers.grads == "disk":
+            n = layout.state_layout.held(self.rank)
+            self.rooms.append(placing.new((n,), layout.dtype, "disk", "grads", self.mesh))
         self.compared.append(str(layout))
         for number, entry in enumerate(layout.entries):
             refuse_second(entry.path, self.places)
@@ -318,7 +338,7 @@ class Rules:
         local = sliced(value.detach(), entry.spec, self.mesh) if self.inputs == "global" else value.detach()
         low, high, at = layout.within(number, layout.index(self.rank))
         if low < high:
-            flat.values[at : at + high - low].copy_(local.reshape(-1)[low:high])
+            copying.copy_(flat.values[at : at + high - low], local.reshape(-1)[low:high])
 
     def _identity(self, name: str, leaf: Any, stage: str) -> Any:
         if isinstance(leaf, FlatShard) or not isinstance(leaf, Tensor) or is_dtensor(leaf):
@@ -433,7 +453,7 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
                 f"{name}: nothing matches {', '.join(map(repr, sorted(rules.unused)))}; the parameters are "
                 f"{listed(rules.places)}"
             )
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         agree([str(error)], rules.mesh, name, mine=error)
         raise
     agree(sorted(rules.compared), rules.mesh, name, subject=_PARAMETERS)
@@ -524,7 +544,7 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tens
             for number, value in gathered_to(flat, asked.ranks, numbers, where, to).items():
                 found[number] = value
             return found
-        buffer = flat.values
+        buffer = brought(flat.values, where)
         for name, position in layout.placement.only_at:
             buffer = _spread(buffer, layout, name, position)
         if layout.size > 1:

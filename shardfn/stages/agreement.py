@@ -28,12 +28,12 @@ class Agreed:
     """What the ranks have agreed on in one lane, whichever thread of it runs the stages.
 
     Attributes:
-        compared: stages that run on all of them.
+        compared: stages that run on all of them, and how their gradients are summed.
         inside: who runs a stage.
     """
 
     def __init__(self) -> None:
-        self.compared: set[GatherPlan] = set()
+        self.compared: set[tuple[GatherPlan, str]] = set()
         self.inside: _Alone | None = None
 
 
@@ -82,13 +82,13 @@ def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, agreed: Ag
     Raises:
         RuntimeError: they run different ones.
     """
-    if plan in agreed.compared:
+    if (plan, signature.summed) in agreed.compared:
         return
     described = [
-        f"{signature.name} on {gather.layout}, gathered as {gather.dtype}, layout "
+        f"{signature.name} on {gather.layout}, gathered as {gather.wire or gather.dtype}{signature.summed}, layout "
         f"{bytes(gather.tag[:8].tolist()).hex()}"
         for gather in plan.each
     ]
     with unscheduled():
         agree(described, mesh, "stage", subject=_STAGES, axes=callers(mesh, signature))
-    agreed.compared.add(plan)
+    agreed.compared.add((plan, signature.summed))

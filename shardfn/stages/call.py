@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd, functorch
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, scope
+from shardfn.stages.decoding import Decoding
 from shardfn.stages.refusals import RefuseWrapped, enter, other_result, refuse_mixed, running, writes
 from shardfn.stages.replay import RngAndAutocast
 from shardfn.stages.signature import Signature, cast
@@ -28,6 +30,8 @@ from shardfn.transforms.step import current_step
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from shardfn.stages.saved_tensors import Offloading
 
 _TENSOR: Any = object()
 _DISCRETE = (bool, int, str, bytes, torch.dtype, torch.device)
@@ -94,12 +98,30 @@ class Residuals:
     Attributes:
         parameters: each shard's, leaves of the graph.
         inputs: the other tensors, leaves of the graph.
-        outputs: its ends.
+        outputs: its ends; those that have let go of their numbers are edges, and None where there is no gradient.
+        decoding: of the parameters in few bits, which the graph reads decoded.
     """
 
     parameters: list[list[Tensor]]
     inputs: list[Tensor]
-    outputs: list[Tensor]
+    outputs: list[Any]
+    decoding: Decoding | None = None
+
+    def let_go(self) -> None:
+        """Keeps where the graph ends, and not the numbers there."""
+        self.outputs = [get_gradient_edge(y) if y.requires_grad else None for y in self.outputs]
+
+
+class _Argument(torch.autograd.Function):
+    """An argument whose place at the beginning of the graph another tensor takes: the graph holds that, and not it."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        return cotangents[0], None
 
 
 class Call:
@@ -204,13 +226,21 @@ def evaluate(
     inputs: Sequence[Tensor],
     records: bool,
     saving: Any,
+    decoding: Decoding | None,
+    away: Offloading | None,
 ) -> Residuals:
-    """The function on its arguments; with `records` under autograd, where `saving` is a context for what that saves."""
+    """The function on its arguments; with `records` under autograd, where `saving` is a context for what that saves.
+
+    Of arguments that `away` lets go of, the graph does not hold the numbers.
+    """
     signature, options = call.signature, call.signature.options
     given = call.needs[len(signature.shards) :]
     name = f"{signature.name} ({signature.stage})"
     checked = call.step is not None
-    arguments = [owned(x.detach(), records and need, name, checked) for x, need in zip(inputs, given, strict=True)]
+    arguments = [x.detach() for x in inputs]
+    light = [away is not None and not call.transformed and away.lets_go(x) for x in arguments]
+    begins = [_stand_in(x) if yes else x for x, yes in zip(arguments, light, strict=True)]
+    begins = [owned(x, records and need, name, checked) for x, need in zip(begins, given, strict=True)]
     leaves = list(call.leaves)
     with contextlib.ExitStack() as stack:
         if current_mesh() is not mesh:
@@ -225,10 +255,18 @@ def evaluate(
             stack.enter_context(saving)
         # Gradients are on already where no argument needs one: an output that does shows what was closed over.
         stack.enter_context(torch.set_grad_enabled(records or torch.is_grad_enabled()))
-        for i, x in zip(call.at, arguments, strict=True):
+        for k, i in enumerate(call.at):
+            if light[k] and given[k]:
+                arguments[k] = _Argument.apply(begins[k], arguments[k])  # type: ignore[no-untyped-call]
+            x = arguments[k]
             leaves[i] = cast(x, options.input_dtype)
-        result = _run(signature, leaves, parameters)
-    return Residuals(parameters, arguments, call.outputs(result, arguments))
+        result = _run(signature, leaves, parameters, decoding)
+    return Residuals(parameters, begins, call.outputs(result, arguments), decoding)
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    """A tensor of one number that looks like another one."""
+    return torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device)
 
 
 def _order(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
@@ -244,13 +282,15 @@ def _order(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
     return order
 
 
-def _run(signature: Signature, leaves: Sequence[Any], parameters: Sequence[Sequence[Tensor]]) -> Any:
+def _run(
+    signature: Signature, leaves: Sequence[Any], parameters: Sequence[Sequence[Tensor]], decoding: Decoding | None
+) -> Any:
     enter(signature)
     try:
         with unscheduled():
-            result = signature.call(leaves, parameters)
+            result = signature.call(leaves, parameters, decoding)
     except RuntimeError as error:
-        if "leaf Variable that requires grad" in str(error):
+        if "leaf Variable that requires grad" in str(error) or f"of {_Argument.__name__} is a view" in str(error):
             raise RuntimeError(writes(signature)) from error
         refuse_mixed(signature, error, parameters, leaves)
         raise
@@ -268,7 +308,8 @@ def differentiated(
     found: list[Tensor | None]
     wanted = [p for ps, need in zip(made.parameters, needs[:n], strict=True) if need for p in ps]
     wanted += [x for x, need in zip(made.inputs, needs[n:], strict=True) if need]
-    pairs = [(y, ct) for y, ct in zip(made.outputs, cotangents, strict=True) if ct is not None and y.requires_grad]
+    ends = [y if not isinstance(y, Tensor) or y.requires_grad else None for y in made.outputs]
+    pairs = [(y, ct) for y, ct in zip(ends, cotangents, strict=True) if ct is not None and y is not None]
     asked = [x for x in wanted if x.requires_grad]  # the function may have said that it needs none of some
     found = [None] * len(asked)
     if pairs and asked:

@@ -7,6 +7,7 @@ which backward follows in reverse to gather ahead; nothing outlives the step, so
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Sequence
@@ -25,16 +26,20 @@ from shardfn.mesh.scope import independent_axes, refuse_independent
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
 from shardfn.stages.agreement import agreed, alone, compare
+from shardfn.stages.away import Away
 from shardfn.stages.call import Call, Residuals, differentiated, evaluate, leaving
+from shardfn.stages.decoding import Decoding, Memories
+from shardfn.stages.offloading import Offload
 from shardfn.stages.parameters import Loan, whole_parameters
 from shardfn.stages.prefetch import Prefetch
 from shardfn.stages.reads import Reads
-from shardfn.stages.reduction import Dtypes, Reduction, Reductions, Route
+from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
 from shardfn.stages.refusals import refuse_closure, refuse_opaque, refuse_returned, writes
 from shardfn.stages.residency import Residency
-from shardfn.stages.saved_tensors import saved_tensor_hooks
-from shardfn.stages.signature import Gather, GatherPlan, Signature
+from shardfn.stages.saved_tensors import argument_hooks, offloading, saved_tensor_hooks
+from shardfn.stages.signature import Gather, GatherPlan, Signature, plan_of
 from shardfn.stages.tape import LONGEST, StageRun, Tape, identities, key_of
+from shardfn.tiers.leaving import Leaving
 from shardfn.transforms.step import Step
 
 if TYPE_CHECKING:
@@ -49,12 +54,14 @@ class Engine:
         self.device, self.lane = _device(mesh), lane()
         self.agreed = agreed()
         self.alone = alone(mesh, self.agreed)
-        self.met: set[GatherPlan] = set()
+        self.met: set[tuple[GatherPlan, str]] = set()
         self.tape = Tape(None)
         self.residency = Residency(self.device, self.communicator)
         self.prefetch = Prefetch(self.residency)
+        self.memories = Memories(self.device)
+        self.away = Away(self.device)
         self.reads = Reads(mesh, lambda: self.mesh)
-        self.reductions = Reductions(self.device)
+        self.reductions = Reductions(self.device, Leaving(lambda: self.mesh))
         self._communicators: dict[tuple[str, ...], Communicator | None] = {}
         self._known_reductions: dict[Any, Reduction] = {}
 
@@ -91,7 +98,21 @@ class Engine:
             if call.tape is not None and isinstance(call.signature.keep, tuple) and (run.reads or not keeps):
                 self.residency.leave(run)
             left: tuple[Tensor, ...] = leaving(made.outputs, storages, inputs, call.transformed)
+            if keeps and isinstance(call.signature.options.remat, Offload):
+                made.let_go()
             return left
+
+    def saving_arguments(self, call: Call, shards: Sequence[Tensor]) -> Any:
+        """A context for what autograd saves of a call as a whole: its arguments, some of which leave the device."""
+        asked = call.signature.options.remat
+        if not isinstance(asked, Offload) or not asked.moves(self.device.type) or call.transformed:
+            return contextlib.nullcontext()
+
+        def leave(x: Tensor) -> Any:
+            away = None if call.run is None else offloading(self.away, lambda: self.mesh, call.run)
+            return None if away is None else away(x)
+
+        return argument_hooks(call.signature, {autograd.storage_of(x) for x in shards}, leave)
 
     def backward(
         self,
@@ -117,6 +138,7 @@ class Engine:
         made, call.residuals = call.residuals, None
         with in_lane(self.lane), self.alone, attributed_to(call.signature.stage, backward=True):
             self._reclaim()
+            self.away.ahead(tape, run)
             if made is None or run.reads:
                 if run.slot is None and run.plan.nbytes:  # it gave its own back, and runs backward again
                     self.residency.take(None, run, call.signature.options.prefetch + 1)
@@ -126,8 +148,11 @@ class Engine:
                 with call.surroundings.again():
                     made, _ = self._run(call, run, inputs, True, again=True)
                 call.refuse_constant(made.outputs)
-            with _in_use(run):
+            with _in_use(run, made.decoding):
+                if made.decoding is not None:
+                    made.decoding.again()
                 gradients = differentiated(made, needs, cotangents)
+            self.away.done()
             of_shards = self._reduced(run, call.step, needs, gradients[0], collect)
             self._done(tape, run)
             return [*of_shards, *gradients[1]]
@@ -153,9 +178,12 @@ class Engine:
 
     def end(self) -> None:
         """A step is over: nothing that it gathered is used again."""
-        self.reductions.drain()
-        self.tape = Tape(None)
-        self.residency.end()
+        try:
+            self.reductions.drain()
+        finally:
+            self.tape = Tape(None)
+            self.residency.end()
+            self.away.end()
 
     # --- a call's place on the tape ---
 
@@ -165,7 +193,7 @@ class Engine:
         for layout in signature.layouts if independent_axes() else ():
             refuse_independent(layout.placement.axes, f"stage {signature.name}: gathering {layout.stage!r}")
         plan = signature.plan(shards)
-        if plan not in self.met:
+        if (plan, signature.summed) not in self.met:
             self._meet(signature, plan)
         tape = call.tape = self._tape(call, plan, shards) if any(call.needs) else None
         keep = self._keep(call)
@@ -220,16 +248,12 @@ class Engine:
     def _meet(self, signature: Signature, plan: GatherPlan) -> None:
         """What runs here for the first time is compared between ranks, and the ring made large enough for its like."""
         expected = per_mesh(self.mesh, "stages", dict[str, list[Layout]])
-        lower = signature.options.gather_dtype
         for layouts in expected.values():
-            nbytes = [
-                one.padded * (lower or one.dtype).itemsize
-                for one in layouts
-                if (one.size > 1 or lower) and one.here(process_groups.global_rank())
-            ]
-            self.residency.ring.reserve(sum(-(-size // 512) * 512 for size in nbytes))
+            here = tuple(one for one in layouts if one.here(process_groups.global_rank()))
+            like = plan_of(signature.options, here, tuple(one.dtype for one in here))
+            self.residency.ring.reserve(like.nbytes)
         compare(self.mesh, signature, plan, self.agreed)
-        self.met.add(plan)
+        self.met.add((plan, signature.summed))
 
     # --- the function, and its gradients ---
 
@@ -249,13 +273,19 @@ class Engine:
         else:
             parameters = lent.parameters
             own.add(lent.storage)
-        saving = saved_tensor_hooks(signature, own, self.device) if records and not again else None
+        records_once = records and not again
+        away = offloading(self.away, lambda: self.mesh, run) if records_once else None
+        saving = saved_tensor_hooks(signature, own, away, call.transformed) if records_once else None
+        decoding = self.memories.take(signature)
+        if decoding is not None:
+            own.add(decoding.storage)
         given = [x for x in (*run.shards, *inputs) if not x.is_inference()]
         given += [] if slot is None else [slot.buffer]
+        given += [] if decoding is None else [decoding.memory.buffer]
         versions = _versions(given, lent)
         try:
-            with _in_use(run):
-                made = evaluate(call, call.mesh, parameters, inputs, records, saving)
+            with _in_use(run, decoding):
+                made = evaluate(call, call.mesh, parameters, inputs, records, saving, decoding, away)
         finally:
             written = _versions(given, lent) != versions
             if written and slot is not None:
@@ -288,7 +318,7 @@ class Engine:
                 continue
             variable = run.collected[k] if collect else None
             summed = run.signature.options.sum_dtype(shard.dtype)
-            reduction = self._reduction(gather, (k, turn), summed, shard.dtype, variable is not None)
+            reduction = self._reduction(run.signature, gather, (k, turn), summed, shard.dtype, variable is not None)
             total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, of_parameters[k], total, defer)
@@ -296,19 +326,41 @@ class Engine:
         return [None if pending is None else self.reductions.wait(pending) for pending in found]
 
     def _reduction(
-        self, gather: Gather, memory: tuple[int, int], summed: torch.dtype, dtype: torch.dtype, divides: bool
+        self,
+        signature: Signature,
+        gather: Gather,
+        memory: tuple[int, int],
+        summed: torch.dtype,
+        dtype: torch.dtype,
+        divides: bool,
     ) -> Reduction:
         """How a buffer's gradient travels; `divides`: to where the optimizer state of its shard is."""
-        key = (gather, memory, summed, dtype, divides)
+        format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
+        key = (gather, memory, summed, dtype, divides, format)
         known = self._known_reductions.get(key)
         if known is None:
             layout = gather.layout
             fine = layout.state_layout if divides else layout
             first = fine if layout.size == 1 else layout  # one that is whole is scattered once, over all
             done, left = first.placement.axes, fine.placement.replicas
-            route = Route(*map(self.communicator, (done, fine.placement.axes[len(done) :], left)))
-            known = self._known_reductions[key] = Reduction(first, route, Dtypes(gather.dtype, summed, dtype), memory)
+            levels = self._levels(done) if format else ()
+            split, replica = map(self.communicator, (fine.placement.axes[len(done) :], left))
+            route = Route(self.communicator(done), split, replica, levels)
+            dtypes = Dtypes(gather.dtype, summed, dtype)
+            known = self._known_reductions[key] = Reduction(first, route, dtypes, memory, format)
         return known
+
+    def _levels(self, axes: tuple[str, ...]) -> tuple[Level, ...]:
+        """A scatter axis by axis, the last of the mesh first: its links are the fastest, and leave that much less."""
+        of = sizes(self.mesh)
+        left, found = [name for name in axes if of[name] > 1], []
+        for name in sorted(left, key=list(of).index, reverse=True):
+            along = self.communicator((name,))
+            assert along is not None, "there are several ranks along it"
+            at = left.index(name)
+            found.append(Level(along, math.prod(of[other] for other in left[:at])))
+            left.remove(name)
+        return tuple(found)
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:
@@ -317,23 +369,27 @@ def engine_of(mesh: DeviceMesh) -> Engine:
 
 
 class _in_use:
-    """A context: a function, or its backward, reads what a run's slot holds."""
+    """A context: a function, or its backward, reads what a run's slot holds, and what is decoded of that."""
 
-    __slots__ = ("before", "showing", "slot")
+    __slots__ = ("around", "before", "slot")
 
-    def __init__(self, run: StageRun) -> None:
+    def __init__(self, run: StageRun, decoding: Decoding | None) -> None:
         self.slot = run.slot
-        self.showing = None if run.saved is None or run.slot is None else run.slot.showing(run.saved)
+        self.around: list[Any] = []
+        if run.saved is not None and run.slot is not None:
+            self.around.append(run.slot.showing(run.saved))
+        if decoding is not None:
+            self.around.append(decoding.memory.lent())
 
     def __enter__(self) -> None:
         if self.slot is not None:
             self.before, self.slot.busy = self.slot.busy, True
-        if self.showing is not None:
-            self.showing.__enter__()
+        for one in self.around:
+            one.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self.showing is not None:
-            self.showing.__exit__(*error)
+        for one in reversed(self.around):
+            one.__exit__(*error)
         if self.slot is not None:
             self.slot.busy = self.before
 

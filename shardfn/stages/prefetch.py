@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -71,10 +72,12 @@ class Prefetch:
         count, found = signature.options.prefetch, None
         for one in reversed(self.orders):
             order = one()
-            found = None if order is None else order.after(run.shards[0], count)
+            found = None if order is None else order.after(run.shards[0], 2 * count)
             if found is not None:
                 break
-        for layouts, shards in found or ():
+        for layouts, shards in (found or ())[count:]:
+            self._announce(layouts, shards)
+        for layouts, shards in (found or ())[:count]:
             last = self.last_gathers.get(layouts)
             if last is not None and last.plan.nbytes and last.taped == (tape is not None):
                 key = key_of(tape, step, last.keep, last.plan, shards)
@@ -82,15 +85,27 @@ class Prefetch:
                 if not self.residency.take(tape, coming, count + 1, busy=run.slot):
                     return
 
+    def _announce(self, layouts: Sequence[Layout], shards: Sequence[Tensor]) -> None:
+        """Starts to read what is going to be gathered after what is gathered now."""
+        for layout, shard in zip(layouts, shards, strict=True):
+            if layout.placement.tiers.params == "disk":
+                self.residency.ahead.announce(shard)
+
     def behind(self, tape: Tape | None, run: StageRun) -> None:
         """Starts the gathers for the calls whose backward comes next."""
         left = run.signature.options.prefetch if tape is not None else 0
+        more = left
         for index in range(run.index - 1, -1, -1):
-            if left == 0:
+            if left == more == 0:
                 return
             assert tape is not None, "something is left to gather"
             other = tape.runs[index]
             if other.done or other.slot is None or other.keep or not other.reads:
+                continue
+            if left == 0:
+                if other.secondary is None and other.slot.holds != other.key:
+                    self._announce(other.signature.layouts, other.shards)
+                more -= 1
                 continue
             if other.slot.alternates(run.slot):
                 return

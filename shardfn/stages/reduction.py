@@ -11,7 +11,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,34 @@ from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import dispatch
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
+from shardfn.quant.formats import Format
 from shardfn.shards.buffer import ALIGNMENT
 from shardfn.shards.layout import Layout
+from shardfn.shards.placement import Tier
+from shardfn.stages import wires
+from shardfn.tiers import placing
+from shardfn.tiers.leaving import Leaving
 from shardfn.transforms.step import Defer, GradientSum, Step
 
 Memory = tuple[int, int]  # which of a stage's buffers, and which of the two scratch memories for it
+
+
+class Level(NamedTuple):
+    """A scatter along one of several axes.
+
+    Attributes:
+        along: the axis.
+        before: how many pieces the axes are there for that stand before it, and are left.
+    """
+
+    along: Communicator
+    before: int
+
+    def ordered(self, flat: Tensor) -> Tensor:
+        """A buffer with what is for one rank in one stretch."""
+        return (
+            flat if self.before == 1 else flat.view(self.before, self.along.axis.size, -1).transpose(0, 1).reshape(-1)
+        )
 
 
 @dataclass(frozen=True)
@@ -44,11 +67,13 @@ class Route:
         shard: scattered first.
         split: each piece scattered again.
         replica: summed.
+        levels: in place of the first scatter, several along one axis each.
     """
 
     shard: Communicator | None
     split: Communicator | None
     replica: Communicator | None
+    levels: tuple[Level, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,24 +92,36 @@ class Reduction:
     Attributes:
         layout: how the first scatter divides the buffer.
         memory: what it takes off from.
+        format: the few bits in which it travels, if it does so.
     """
 
     layout: Layout
     route: Route
     dtypes: Dtypes
     memory: Memory
+    format: Format | None = None
 
     def in_pieces(self) -> bool:
         """Whether gradients are sent from where they are. What decides is the same on every rank."""
         shard, summed = self.route.shard, self.dtypes.sum
         return (
             shard is not None
+            and self.format is None
             and sends_pieces(shard, "reduce_scatter")
             and self.layout.coarse
             and self.dtypes.function == summed == self.dtypes.shard
             and (summed.itemsize >= 4 or shard.axis.size == 2)  # else each addition would round
             and not summed.is_complex
         )
+
+    @property
+    def tier(self) -> Tier:
+        """Where the gradient is kept."""
+        return self.layout.placement.tiers.grads
+
+    def marked(self) -> bool:
+        """Whether the buffer leaves with marks at its end; beside the bytes of few bits there is a tag instead."""
+        return self.route.shard is not None and self.format is None
 
 
 class PendingReduction:
@@ -93,18 +130,23 @@ class PendingReduction:
     Attributes:
         out: what the hop under way sums, or for the first what it fills.
         hops: to begin when what is under way has arrived.
+        levels: the scatters among them that stand for one, and before them the one that is under way.
         lent: whether what is under way reads scratch memory.
         ends: whether the end of the buffer is in `out`.
         marks: what was put there, for the hop under way.
     """
 
-    __slots__ = ("along", "ends", "hops", "into", "lent", "marks", "out", "reduction", "total", "under_way")
+    __slots__ = ("along", "ends", "hops", "into", "lent", "levels", "marks", "out", "reduction", "total", "under_way")
 
-    def __init__(self, reduction: Reduction, out: Tensor, total: GradientSum | None, deferred: bool) -> None:
+    def __init__(
+        self, reduction: Reduction, out: Tensor, total: GradientSum | None, deferred: bool, scattered: bool = False
+    ) -> None:
         route, shard = reduction.route, reduction.route.shard
         self.reduction, self.out, self.total = reduction, out, total
-        hops = [("reduce_scatter", route.split), ("all_reduce", route.replica)]
-        self.hops = [] if deferred else [(op, along) for op, along in hops if along is not None]
+        self.levels = [] if scattered else list(route.levels)
+        hops = [] if deferred else [("reduce_scatter", route.split), ("all_reduce", route.replica)]
+        self.hops = [("reduce_scatter", level.along) for level in self.levels[1:]]
+        self.hops += [(op, along) for op, along in hops if along is not None]
         self.ends = shard is None or shard.axis.index == shard.axis.size - 1
         self.lent = False
         self.under_way: Handle | None = None
@@ -115,7 +157,7 @@ class PendingReduction:
     def scattering(self, handle: Handle, shard: Communicator, marks: Tensor) -> PendingReduction:
         """The first hop is under way, out of scratch memory that has these marks at its end."""
         self.under_way, self.along, self.lent = handle, ("reduce_scatter", shard), True
-        self.into, self.marks = self.out, marks if shard.checks else None
+        self.into, self.marks = self.out, marks if shard.checks and self.reduction.format is None else None
         return self
 
     def begin(self) -> PendingReduction:
@@ -124,6 +166,8 @@ class PendingReduction:
             return self
         op, along = self.along = self.hops.pop(0)
         layout, out = self.reduction.layout, self.out
+        if self.reduction.format is not None:
+            return self._begin_encoded(op, along, self.reduction.format)
         marks = _marks(layout, out.dtype, out.device)
         room = len(marks) * (along.axis.size if op == "reduce_scatter" else 1)
         self.marks = marks if self.ends and along.checks and len(out) >= room else None
@@ -135,6 +179,24 @@ class PendingReduction:
             else:
                 self.into = out.new_empty(len(out) // along.axis.size)
                 self.under_way = reduce_scatter(out, self.into, along, out.new_empty)
+        return self
+
+    def _begin_encoded(self, op: str, along: Communicator, format: Format) -> PendingReduction:
+        """The next hop in few bits, which have a tag of their own."""
+        layout, out = self.reduction.layout, self.out
+        self.marks, tag = None, _tag(layout, format, out.device)
+
+        def room(nbytes: int) -> Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=out.device)
+
+        with attributed_to(layout.stage, backward=True):
+            if op == "all_reduce":
+                self.under_way = wires.all_reduce(out, along, format, tag, room)
+            else:
+                self.levels = self.levels[1:]
+                out = self.levels[0].ordered(out) if self.levels else out
+                self.into = out.new_empty(len(out) // along.axis.size)
+                self.under_way = wires.reduce_scatter(out, self.into, along, format, tag, room)
         return self
 
     def advance(self) -> None:
@@ -186,6 +248,13 @@ def _marks(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([1, *digits[1:]], dtype=dtype, device=device)
 
 
+@functools.lru_cache(maxsize=4096)
+def _tag(layout: Layout, format: Format, device: torch.device) -> Tensor:
+    """What follows a piece that travels in few bits."""
+    what = repr((layout.stage, layout.entries, layout.padded, format)).encode()
+    return torch.tensor(list(hashlib.blake2b(what, digest_size=8).digest()), dtype=torch.uint8, device=device)
+
+
 def _compare(end: Tensor, marks: Tensor, stage: str) -> None:
     """Takes the marks off the end of a buffer, and looks whether all ranks meant the same stage."""
     wrong = "ranks sum the gradients of different stages"
@@ -218,15 +287,18 @@ class Reductions:
         memories: scratch memory, which is kept: fresh pages for every layer cost time, and room.
         spread: the same for gradients, as a layout divides it.
         turns: reductions since all had arrived, of a stage's buffers at once.
+        leaving: gradients that are kept elsewhere than on the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, leaving: Leaving) -> None:
+        self.device, self.leaving = device, leaving
         self.in_flight: list[PendingReduction] = []
         self.moving: dict[Memory, list[PendingReduction]] = {}
         self.memories: dict[Any, Tensor] = {}
         self.spread: dict[Any, Spread] = {}
         self.turns = 0
+
+    UNDER_WAY = 2  # as many as there are scratch memories
 
     def turn(self) -> int:
         """Which of the two scratch memories comes next; the same for the same call at every step."""
@@ -241,6 +313,7 @@ class Reductions:
             self._add_whole(reduction, gradients, total)
             return None
         self._free(reduction.memory)
+        self._let_leave()
         if reduction.in_pieces():
             return self._send_pieces(reduction, gradients, total, defer != "nothing")
         return self._send(reduction, self._flat(reduction, gradients), total, defer != "nothing")
@@ -263,8 +336,7 @@ class Reductions:
     def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients one after another, as their parameters lie in the layout."""
         layout, dtype, memory = reduction.layout, reduction.dtypes.sum, reduction.memory
-        whole = reduction.route.shard is None  # this rank's whole gradient is the piece itself
-        if whole:
+        if reduction.route.shard is None:  # this rank's whole gradient is the piece itself
             flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
         else:
             buffer = self._scratch(("gradient", memory), layout.padded, dtype)
@@ -276,10 +348,10 @@ class Reductions:
         if len(given) < len(gradients):
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
             views = [view for view, g in zip(views, gradients, strict=True) if g is not None]
-        if whole:
-            gaps = [*gaps, tail]
-        else:
+        if reduction.marked():
             views, given = [*views, tail], [*given, _marks(layout, dtype, self.device)]
+        else:
+            gaps = [*gaps, tail]
         torch._foreach_zero_(gaps)
         if views:
             torch._foreach_copy_(views, given)
@@ -288,12 +360,24 @@ class Reductions:
     def _send(self, reduction: Reduction, flat: Tensor, total: GradientSum | None, deferred: bool) -> PendingReduction:
         shard, layout = reduction.route.shard, reduction.layout
         if shard is None:
+            if reduction.format is not None:
+                flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
             return self._sent(PendingReduction(reduction, flat, total, deferred).begin())
-        out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
-        handle = reduce_scatter(
-            flat, out, shard, lambda n: self._scratch(("received", reduction.memory), n, flat.dtype)
-        )
         marks = _marks(layout, flat.dtype, flat.device)
+        name = ("received", reduction.memory)
+        if reduction.format is None:
+            out = torch.empty(layout.piece, dtype=reduction.dtypes.shard, device=self.device)
+            handle = reduce_scatter(flat, out, shard, lambda n: self._scratch(name, n, flat.dtype))
+        else:
+            dtype = torch.promote_types(reduction.dtypes.sum, torch.float32)
+            first = reduction.route.levels[0]
+            flat, shard = first.ordered(flat), first.along
+            out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
+            tag = _tag(layout, reduction.format, flat.device)
+            with attributed_to(layout.stage, backward=True):
+                handle = wires.reduce_scatter(
+                    flat, out, shard, reduction.format, tag, lambda n: self._scratch(name, n, torch.uint8)
+                )
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marks))
 
     def _send_pieces(
@@ -355,6 +439,20 @@ class Reductions:
             self._advance(pending)
         for pending in in_flight:
             pending.wait()
+        self.leaving.settle()
+
+    def added(self, reduction: Reduction, known: Tensor | None, out: Tensor) -> Tensor:
+        """What arrived of a gradient so far, with `out`, where its placement keeps it."""
+        tier = reduction.tier
+        if tier == "device":
+            return out if known is None else known.add_(out)
+        return self.leaving.add(known, out, tier)
+
+    def _let_leave(self) -> None:
+        """Those that are to be kept elsewhere go there, but for the last of them, which are under way."""
+        leaving = [one for one in self.in_flight if one.total is not None and one.reduction.tier != "device"]
+        for pending in leaving[: -self.UNDER_WAY]:
+            self.wait(pending)
 
     def settle(self, step: Step) -> None:
         """Does what the step put off."""
@@ -363,13 +461,15 @@ class Reductions:
             with attributed_to(reduction.layout.stage, backward=True):
                 if step.defer == "everything" and total.whole is not None:
                     whole, total.whole, total.out = total.whole, None, None
-                    *_, tail = _spread(whole, reduction.layout)
-                    tail.copy_(_marks(reduction.layout, whole.dtype, whole.device))
+                    if reduction.marked():
+                        *_, tail = _spread(whole, reduction.layout)
+                        tail.copy_(_marks(reduction.layout, whole.dtype, whole.device))
                     self._free(reduction.memory)
                     self._send(reduction, whole, total, False)
                 elif step.defer == "replicas" and total.out is not None:
-                    out, total.out = total.out, None
-                    self._sent(PendingReduction(reduction, out, total, False).begin())
+                    out, total.out = placing.brought(total.out, self.leaving.mesh()), None
+                    self._let_leave()
+                    self._sent(PendingReduction(reduction, out, total, False, scattered=True).begin())
         self.drain()
 
     def _free(self, memory: Memory) -> None:

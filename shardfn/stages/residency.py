@@ -11,6 +11,7 @@ from shardfn.collectives.ledger import attributed_to, record_buffers, recording
 from shardfn.mesh import waiting
 from shardfn.stages.ring import CommunicatorOf, Key, Ring, Slot
 from shardfn.stages.tape import Claim, Secondary, StageRun, Tape
+from shardfn.tiers.ahead import Ahead
 
 
 class Residency:
@@ -24,6 +25,7 @@ class Residency:
             the middle of anything, where nothing may be waited for or written.
         secondary: pieces that forward left for backward to gather from.
         count: of slots taken from the ring by calls that no backward follows.
+        ahead: what is read from disk.
     """
 
     def __init__(self, device: torch.device, communicator_of: CommunicatorOf) -> None:
@@ -33,6 +35,7 @@ class Residency:
         self.dropped: deque[Claim] = deque()
         self.secondary: weakref.WeakValueDictionary[Key, Secondary] = weakref.WeakValueDictionary()
         self.count = 0
+        self.ahead = Ahead()
 
     def take(self, tape: Tape | None, run: StageRun, slots: int, busy: Slot | None = None) -> bool:
         """Finds the slot that holds what a run needs, or else fills one; False if that one is busy."""
@@ -81,9 +84,9 @@ class Residency:
             record_buffers(self.ring.nbytes() + sum(held.values()))
         with attributed_to(run.plan.stage):
             if run.secondary is None:
-                run.slot.fill(run.key, run.plan, run.shards, self.communicator_of)
+                run.slot.fill(run.key, run.plan, run.shards, self.communicator_of, self.ahead)
             else:
-                run.slot.fill(run.key, run.secondary.plan, run.secondary.shards, self.communicator_of)
+                run.slot.fill(run.key, run.secondary.plan, run.secondary.shards, self.communicator_of, self.ahead)
                 run.slot.sources = run.shards
 
     def leave(self, run: StageRun) -> None:
@@ -126,6 +129,7 @@ class Residency:
 
     def end(self) -> None:
         """A step is over: nothing that it gathered is used again."""
+        self.ahead.give_up()
         self.reclaim(None)
         for slot in self.until_step_end.values():
             self.ring.give_back(slot)

@@ -30,6 +30,8 @@ from shardfn.collectives.into_buffers import (
 from shardfn.compat import dispatch, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.stages.signature import Gather, GatherPlan
+from shardfn.stages.wires import Wire
+from shardfn.tiers.ahead import Ahead
 
 Key = tuple[Any, ...]
 CommunicatorOf = Callable[[tuple[str, ...]], Communicator | None]
@@ -103,7 +105,9 @@ class Slot:
             finally:
                 self.write.copy_(now)
 
-    def fill(self, holds: Key, plan: GatherPlan, shards: tuple[Tensor, ...], communicator_of: CommunicatorOf) -> None:
+    def fill(
+        self, holds: Key, plan: GatherPlan, shards: tuple[Tensor, ...], communicator_of: CommunicatorOf, ahead: Ahead
+    ) -> None:
         """Starts to gather shards into it, once what is under way has arrived."""
         self.give_back()
         lane = self.lane() if self.lane is not None else None
@@ -113,7 +117,8 @@ class Slot:
         together: dict[tuple[str, ...], list[tuple[Gather, Tensor]]] = {}
         for gather, values in zip(plan.each, shards, strict=True):
             if gather.moves:
-                self._start(gather, values.detach(), communicator_of, together)
+                with ahead.arriving(gather.layout.placement.tiers.params, values.detach(), self.buffer.device) as own:
+                    self._start(gather, own, communicator_of, together)
         for axes, gathers in together.items():
             axis = communicator_of(axes)
             assert axis is not None, "pieces go to other ranks"
@@ -123,6 +128,7 @@ class Slot:
             ]
             work = gather_pieces(buffers, axis)
             self.works += [_Arrival(work, axis, part, gather) for part, gather, _ in parts]
+        self.works += ahead.copies()
         self.holds, self.sources = holds, shards
 
     def _start(
@@ -135,32 +141,47 @@ class Slot:
         """Starts one gather, or leaves it to those that start together."""
         part, placement = self.part(gather), gather.layout.placement
         axis = communicator_of(placement.axes)
-        one = values.dtype == gather.dtype and values.is_contiguous() and not gather.whole
+        if gather.wire is not None:
+            self._start_encoded(gather, gather.wire, values, axis, communicator_of)
+            return
+        here = not gather.whole and placement.tiers.params == "device"
+        one = here and values.dtype == gather.dtype and values.is_contiguous()
         part.in_pieces = bool(axis and one and sends_pieces(axis, "all_gather"))
         if axis is None:
-            part.own.copy_(values)
+            part.own.copy_(values, non_blocking=True)
             return
         if part.in_pieces:
+            together.setdefault(placement.axes, []).append((gather, values))
             for start, stop in part.shared:
                 part.own[start:stop].copy_(values[start:stop])
-            together.setdefault(placement.axes, []).append((gather, values))
             return
-        part.own.copy_(values)
+        part.own.copy_(values, non_blocking=True)
         if axis.axis.index == axis.axis.size - 1:
             part.tail.copy_(part.tag)
-        if placement.hierarchical:
-            hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
-            work = gather_by_hops(part.region, axis.axis.index, hops, gather.dtype)
+        self.works.append(_Arrival(_moved(gather, part, axis, gather.dtype, communicator_of), axis, part, gather))
+
+    def _start_encoded(
+        self, gather: Gather, wire: Wire, values: Tensor, axis: Communicator | None, communicator_of: CommunicatorOf
+    ) -> None:
+        """The same in few bits; values are encoded already where an earlier gather left them."""
+        part = self.part(gather)
+        if values.dtype == torch.uint8:
+            part.own.copy_(values, non_blocking=True)
         else:
-            work = all_gather(part.region, axis, gather.dtype)
-        self.works.append(_Arrival(work, axis, part, gather))
+            wire.write(values.to(part.own.device, non_blocking=True), part.own)
+        if axis is None:
+            part.decode(gather)
+            return
+        if axis.axis.index == axis.axis.size - 1:
+            part.tail.copy_(part.tag)
+        self.works.append(_Arrival(_moved(gather, part, axis, torch.uint8, communicator_of), axis, part, gather))
 
     def part(self, gather: Gather) -> SlotPart:
         """The part of it that one gather fills."""
         found = self.parts.get(gather)
         if found is None:
             with ordinary_tensors():
-                found = self.parts[gather] = _slot_part(self.write[gather.start : gather.stop], gather)
+                found = self.parts[gather] = _slot_part(self.write, gather)
         return found
 
     def settle(self) -> None:
@@ -200,13 +221,14 @@ class SlotPart:
     """The bytes of one buffer in a slot.
 
     Attributes:
-        region: all of them.
-        own: this rank's piece, in its dtype.
+        region: all of them that travel.
+        own: this rank's piece of these, in its dtype.
         tail: the end of the last piece.
         tag: what is put there, on the device: a copy at every gather would make the host wait.
         in_pieces: whether this rank's piece stays where it is, but for parameters that are cut.
         shared: where in the piece these are.
         inner: the parameters that are not cut: number, first element in the piece, elements, shape.
+        decoded: where what travels in few bits is decoded to, `[pieces, n]`.
     """
 
     region: Tensor
@@ -216,17 +238,43 @@ class SlotPart:
     shared: list[tuple[int, int]]
     inner: list[tuple[int, int, int, tuple[int, ...]]]
     in_pieces: bool = False
+    decoded: Tensor | None = None
+
+    def decode(self, gather: Gather) -> None:
+        """Makes numbers of what came in few bits."""
+        if gather.wire is None or self.decoded is None:
+            return
+        for piece, into in zip(self.region.view(len(self.decoded), -1), self.decoded, strict=True):
+            into.copy_(gather.wire.read(piece, gather.dtype))
 
 
-def _slot_part(region: Tensor, gather: Gather) -> SlotPart:
-    layout = gather.layout
+def _moved(
+    gather: Gather, part: SlotPart, axis: Communicator, dtype: torch.dtype, communicator_of: CommunicatorOf
+) -> Handle:
+    """A gather under way; this rank's piece is in its place."""
+    placement = gather.layout.placement
+    if not placement.hierarchical:
+        return all_gather(part.region, axis, dtype)
+    hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
+    return gather_by_hops(part.region, axis.axis.index, hops, dtype)
+
+
+def _slot_part(buffer: Tensor, gather: Gather) -> SlotPart:
+    layout, wire = gather.layout, gather.wire
     index = layout.index(process_groups.global_rank())
-    own = region.view(gather.dtype).view(layout.size, -1)[index]
+    numbers = buffer[gather.start : gather.stop].view(gather.dtype)
+    tag = _tag(gather, buffer.device)
+    if wire is not None:
+        decoded = numbers.view(-1, wire.numel)
+        region = buffer[gather.encoded : gather.encoded + len(decoded) * wire.length]
+        own = region.view(layout.size, -1)[index]
+        return SlotPart(region, own, region[len(region) - len(tag) :], tag, [], [], decoded=decoded)
+    region = buffer[gather.start : gather.stop]
+    own = numbers.view(layout.size, -1)[index]
     cuts = layout.cuts[index]
     whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]
     shared = [(at, at + stop - start) for k, start, stop, at in cuts if stop - start < layout.entries[k].numel]
     inner = [(k, at, length, layout.entries[k].shape) for k, at, length in whole]
-    tag = _tag(gather, region.device)
     return SlotPart(region, own, region[len(region) - len(tag) :], tag, shared, inner)
 
 
@@ -246,8 +294,11 @@ class _Arrival:
 
     def wait(self) -> None:
         arrived(self.work, "all_gather", self.group, self.gather.layout.stage)
-        if not self.checks:
-            return
+        if self.checks:
+            self._compare()
+        self.part.decode(self.gather)
+
+    def _compare(self) -> None:
         tail, tag, layout = self.part.tail, self.part.tag, self.gather.layout
         if tail.device.type != "cpu":
             dispatch.assert_on_device((tail == tag).all(), "ranks run different stages")

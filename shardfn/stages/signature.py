@@ -18,9 +18,13 @@ from torch import Tensor
 
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
+from shardfn.quant.formats import Format
+from shardfn.quant.packed import Packed, is_packed
 from shardfn.shards.buffer import ALIGNMENT
 from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
+from shardfn.stages.offloading import Offload
+from shardfn.stages.wires import Wire
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Options:
     prefetch: int = 1
     gather_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    gather: Format | None = None
+    reduce: Format | None = None
     input_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
 
@@ -52,6 +58,8 @@ class Gather:
         moves: whether it needs the slot at all: on one rank, in its own dtype, the shard is the parameters.
         tag: the end of its last piece, where no parameter is: says what is gathered.
         whole: whether this rank's own piece has to be in the slot too.
+        wire: the few bits in which it travels, if it does so.
+        encoded: first byte in the slot of what travels so.
     """
 
     layout: Layout
@@ -61,6 +69,8 @@ class Gather:
     moves: bool
     tag: Tensor
     whole: bool = False
+    wire: Wire | None = None
+    encoded: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +104,7 @@ class Signature:
         outer: the arguments' structure, each stage's parameters one leaf.
         sources: for each of those leaves the numbers of the flat leaves that it is made of.
         layouts: of the flat shards, in order of leaves; `shards` has their numbers.
+        wholes: parameters in few bits that are not cut, by the numbers of their leaves.
         known: plans by the dtypes of the shards.
         shares_memory: whether outputs were seen to share memory, of which transforms cannot know.
         writable: whether there are lists and dicts among the arguments.
@@ -107,6 +118,7 @@ class Signature:
     sources: tuple[tuple[int, ...], ...]
     shards: tuple[int, ...]
     layouts: tuple[Layout, ...]
+    wholes: dict[int, Packed] = field(default_factory=dict)
     known: dict[Any, GatherPlan] = field(default_factory=dict)
     shares_memory: bool = False
     writable: bool = False
@@ -123,6 +135,12 @@ class Signature:
         return getattr(inspect.unwrap(self.function), "__code__", self.name)
 
     @functools.cached_property
+    def summed(self) -> str:
+        """How gradients travel, where the layouts do not say it."""
+        asked = {"reduce_dtype": self.options.reduce_dtype, "reduce": self.options.reduce}
+        return "".join(f", {name}={value}" for name, value in asked.items() if value is not None)
+
+    @functools.cached_property
     def keep(self) -> Keep:
         """What calls keep from forward to backward: the most that any of their layouts asks for."""
         if self.options.reshard is not None:
@@ -133,7 +151,7 @@ class Signature:
     @functools.cached_property
     def keeps_graph(self) -> bool:
         """Whether what autograd saved in forward stays for backward; otherwise the function runs again."""
-        return self.options.remat in (False, "offload")
+        return self.options.remat is False or isinstance(self.options.remat, Offload)
 
     @functools.cached_property
     def only_at_axes(self) -> tuple[str, ...]:
@@ -160,24 +178,38 @@ class Signature:
         dtypes = tuple([shard.dtype for shard in shards])
         found = self.known.get(dtypes)
         if found is None:
-            found = self.known[dtypes] = plan_of(self.options.gather_dtype, self.layouts, dtypes)
+            found = self.known[dtypes] = plan_of(self.options, self.layouts, dtypes)
         return found
 
-    def call(self, leaves: Sequence[Any], views: Sequence[Sequence[Any]]) -> Any:
-        """The function on these leaves, but whole parameters in place of shards."""
+    @functools.cached_property
+    def packed(self) -> list[Packed]:
+        """The parameters that are kept in few bits; what they hold is the number of a leaf."""
+        return [layout.packed[leaf] for layout in self.layouts for e in layout.entries for leaf in e.leaves
+                if leaf in layout.packed]  # fmt: skip
+
+    def call(
+        self, leaves: Sequence[Any], views: Sequence[Sequence[Any]], decode: Callable[[Packed], Tensor] | None = None
+    ) -> Any:
+        """The function on these leaves, but whole parameters in place of shards; `decode` for those in few bits."""
         outer, at = [], 0
         for source in self.sources:
             if source[0] in self.shards:
                 n = len(source)
-                outer.append(assemble(self.layouts[at : at + n], views[at : at + n]))
+                made = assemble(self.layouts[at : at + n], views[at : at + n])
+                outer.append(decoded(made, decode or self.decode) if self.packed else made)
                 at += n
             else:
-                outer.append(leaves[source[0]])
+                x, whole = leaves[source[0]], self.wholes.get(source[0])
+                outer.append(x if whole is None else whole.having(x).decoded())
         args, kwargs = optree.tree_unflatten(self.outer, outer)
         result = self.function(*args, **kwargs)
         if self.writable:
             self._refuse_written((args, kwargs), outer)
         return result
+
+    def decode(self, packed: Packed) -> Tensor:
+        """A parameter in few bits, in the dtype that the stage asks for."""
+        return packed.decoded(self.options.gather_dtype)
 
     def _refuse_written(self, arguments: Any, before: Sequence[Any]) -> None:
         """Raises RuntimeError if the function wrote into a list or a dict, of which it had a copy."""
@@ -222,7 +254,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     Raises:
         ValueError: shards of different meshes.
     """
-    nodes, outer = optree.tree_flatten((args, kwargs), is_leaf=is_stage)
+    nodes, outer = optree.tree_flatten((args, kwargs), is_leaf=lambda x: is_packed(x) or is_stage(x))
+    wholes: dict[int, Packed] = {}
     sources: list[tuple[int, ...]] = []
     shards: list[int] = []
     layouts: list[Layout] = []
@@ -234,6 +267,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
             n = len(flats)
             shards += range(at, at + n)
             layouts += [flat.layout for flat in flats]
+        elif is_packed(node):
+            wholes[at] = node.having(None)
         sources.append(tuple(range(at, at + n)))
         at += n
     for layout in layouts:
@@ -251,15 +286,14 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     values = (args, tuple(kwargs.values()))
     containers = optree.tree_leaves(values, is_leaf=lambda x: is_stage(x) or isinstance(x, (list, dict, deque)))
     writable = any(isinstance(x, (list, dict, deque)) and not is_stage(x) for x in containers)
-    return Signature(name, function, options, outer, tuple(sources), tuple(shards), tuple(layouts), writable=writable)
+    known = outer, tuple(sources), tuple(shards), tuple(layouts), wholes
+    return Signature(name, function, options, *known, writable=writable)
 
 
-def plan_of(
-    gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
-) -> GatherPlan:
+def plan_of(options: Options, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> GatherPlan:
     """How shards with these layouts, of these dtypes, travel; one object for all time."""
     with _lock:  # ranks may be threads
-        return _plan_of(gather_dtype, layouts, dtypes)
+        return _plan_of(options.gather_dtype, options.gather, layouts, dtypes)
 
 
 _lock = threading.Lock()
@@ -267,33 +301,57 @@ _lock = threading.Lock()
 
 @functools.cache
 def _plan_of(
-    gather_dtype: torch.dtype | None, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]
+    gather_dtype: torch.dtype | None,
+    format: Format | None,
+    layouts: tuple[Layout, ...],
+    dtypes: tuple[torch.dtype, ...],
 ) -> GatherPlan:
     made, at = [], 0
     for layout, own in zip(layouts, dtypes, strict=True):
         dtype = gather_dtype if gather_dtype and own.is_floating_point else own
-        moves = layout.size > 1 or dtype != own
+        moves = layout.size > 1 or dtype != own or layout.placement.tiers.params != "device"
+        wire = wire_of(layout, own, format)
         stop = at + layout.padded * dtype.itemsize * moves
         tail = min(layout.padded - layout.total, layout.piece) * dtype.itemsize
         whole = layout.secondary is not None or layout.placement.hierarchical
-        made.append(Gather(layout, dtype, at, stop, moves, _tag(layout, dtype, min(tail, ALIGNMENT)), whole))
-        at = -(-stop // 512) * 512
+        tag = _tag(layout, dtype if wire is None else wire, min(tail, ALIGNMENT) if wire is None else ALIGNMENT)
+        encoded = up(stop)
+        made.append(Gather(layout, dtype, at, stop, moves, tag, whole, wire, encoded))
+        at = encoded if wire is None else up(encoded + layout.size * wire.length)
     return GatherPlan(tuple(made), at)
+
+
+def up(nbytes: int) -> int:
+    """Where in a slot the next buffer may begin."""
+    return -(-nbytes // 512) * 512
+
+
+def wire_of(layout: Layout, dtype: torch.dtype, format: Format | None) -> Wire | None:
+    """How a shard's pieces travel in few bits; None if they travel as they are, or not at all."""
+    chosen = format or layout.placement.gather
+    if chosen is None or not dtype.is_floating_point or layout.size == 1:
+        return None
+    return Wire(chosen, layout.piece, ALIGNMENT)
 
 
 def _secondary(gather: Gather) -> Gather:
     layout = gather.layout.secondary
     if layout is None:
         return gather
-    tag = _tag(layout, gather.dtype, len(gather.tag))
+    tag = _tag(layout, gather.wire or gather.dtype, len(gather.tag))
     return replace(gather, layout=layout, tag=tag, whole=True)
 
 
-def _tag(layout: Layout, dtype: torch.dtype, length: int) -> Tensor:
-    what = repr((layout.stage, layout.entries, layout.placement, layout.padded, dtype))
+def _tag(layout: Layout, travels: torch.dtype | Wire, length: int) -> Tensor:
+    what = repr((layout.stage, layout.entries, layout.placement, layout.padded, travels))
     digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
     named = (digest + repr(layout.stage).encode())[:length]
     return torch.tensor(list(named.ljust(length, b" ")), dtype=torch.uint8)
+
+
+def decoded(tree: Any, decode: Callable[[Packed], Tensor]) -> Any:
+    """A stage's parameters with tensors in place of those in few bits."""
+    return optree.tree_map(lambda x: decode(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
 def cast(x: Any, dtype: torch.dtype | None) -> Any:

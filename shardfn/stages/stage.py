@@ -22,14 +22,16 @@ from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import dynamo, functorch
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
+from shardfn.quant.formats import Format, check_format
 from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.shards.partition import with_leaves
 from shardfn.stages import traced
 from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.engine import Engine, engine_of
+from shardfn.stages.offloading import Offload, offload
 from shardfn.stages.prefetch import PrefetchOrder
 from shardfn.stages.refusals import enter, refuse_inside, refuse_mixed, refuse_reentrant, running
-from shardfn.stages.signature import Options, Signature, cast, signature_of
+from shardfn.stages.signature import Options, Signature, cast, signature_of, wire_of
 from shardfn.transforms import custom_vjp
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-Remat = bool | Literal["offload"] | Callable[..., Any] | Sequence[Any]
+Remat = bool | Literal["offload"] | Offload | Callable[..., Any] | Sequence[Any]
 
 
 @overload
@@ -50,6 +52,8 @@ def stage(
     prefetch: int = 1,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    gather: Format | None = None,
+    reduce: Format | None = None,
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> F: ...
@@ -63,6 +67,8 @@ def stage(
     prefetch: int = 1,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    gather: Format | None = None,
+    reduce: Format | None = None,
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Callable[[F], F]: ...
@@ -77,6 +83,8 @@ def stage(
     prefetch: int = 1,
     gather_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    gather: Format | None = None,
+    reduce: Format | None = None,
     input_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Any:
@@ -88,15 +96,21 @@ def stage(
 
     Args:
         fn: pure: its result depends on its arguments (any pytrees), which it does not change.
-        remat: False keeps activations for backward; True computes them again; "offload" keeps them in the memory of the
-            host; a policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it, or a list of
-            ops, says which results to keep. Random numbers are drawn again as they were.
+        remat: False keeps activations for backward; True computes them again; `offload(to, above)` moves the large
+            ones to the memory of the host, or to disk, until backward, and "offload" is `offload()`; a policy as
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it, or a list of ops, says which results
+            to keep. Random numbers are drawn again as they were.
         reshard: when the gathered parameters are given back: True, after forward, and backward gathers them again;
             False, after backward; "step", after the whole step. Default: as `Placement.reshard` says.
         prefetch: how many gathers run ahead: of the layers that `layers` announces, and in backward. Each
             takes a buffer of the size of the largest stage, in addition to the one in use.
         gather_dtype: of floating parameters on the wire and in the function; default: the shard's own.
         reduce_dtype: of their gradients on the wire; default: the shard's own.
+        gather: the few bits in which floating parameters travel, such as `quant.int8()`: each rank encodes its piece,
+            and all compute with what the bytes stand for. The gradient passes as if nothing had been rounded.
+            Default: as `Placement.gather` says.
+        reduce: the few bits in which their gradients travel: each is rounded where it leaves, by one all-to-all for
+            each axis, and sums are in float32. Default: as `Placement.reduce` says.
         input_dtype: floating tensors among the other arguments are cast to it.
         output_dtype: floating results are cast to it.
 
@@ -114,7 +128,9 @@ def stage(
     Example:
         ``block = stage(block, remat=True)``, then ``for p in layers(params["blocks"]): x = block(p, x)``
     """
-    options = Options(_policy(remat), reshard, prefetch, gather_dtype, reduce_dtype, input_dtype, output_dtype)
+    options = Options(
+        _policy(remat), reshard, prefetch, gather_dtype, reduce_dtype, gather, reduce, input_dtype, output_dtype
+    )
     _check_options(options)
     if fn is None:
         return functools.partial(stage, **{**vars(options), "remat": remat})
@@ -148,7 +164,7 @@ def made(name: str, function: Callable[..., Any], options: Options, computes: bo
             signature = known[key] = signature_of(name, function, options, args, kwargs)
             signature.computes = computes
         if not signature.shards:
-            return function(*args, **kwargs)
+            return signature.call(leaves, ()) if signature.wholes else function(*args, **kwargs)
         return _called(signature, leaves)
 
     staged._shardfn_made = Made(name, function, options)  # type: ignore[attr-defined]
@@ -244,7 +260,9 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     variables = call.step.variables if call.step is not None else {}
     call.collected = [shard if id(shard) in variables else None for shard in shards]
     try:
-        return call.rebuilt(custom_vjp.call(_Staged(engine, call), *shards, *inputs), inputs)
+        with engine.saving_arguments(call, shards):
+            outputs = custom_vjp.call(_Staged(engine, call), *shards, *inputs)
+        return call.rebuilt(outputs, inputs)
     except SharedMemory:
         signature.shares_memory = True
         with call.surroundings.again():
@@ -317,6 +335,9 @@ def _shards(signature: Signature) -> Iterator[tuple[int, Layout]]:
 def _whole(values: Tensor, layout: Layout, options: Options) -> list[Tensor]:
     """The parameters of a shard, differentiably. Gradients are summed in the wider of the dtypes asked for."""
     lower = (options.gather_dtype or values.dtype) if values.dtype.is_floating_point else values.dtype
+    wire = wire_of(layout, values.dtype, options.gather)
+    if wire is not None:
+        values = wire.rounded(values, lower)
     if lower != values.dtype:
         values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
     if layout.grid.size(layout.placement.replicas) > 1:
@@ -363,11 +384,15 @@ def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _policy(remat: Remat) -> Any:
-    if isinstance(remat, bool) or remat == "offload":
+    if isinstance(remat, (bool, Offload)):
         return remat
+    if isinstance(remat, str) and remat == "offload":
+        return offload()
+    if remat is offload:
+        raise TypeError("stage: remat=offload is the function that makes a value: remat=offload(), or offload('disk')")
     if callable(remat) or (isinstance(remat, (list, tuple)) and remat):
         return functools.partial(create_selective_checkpoint_contexts, remat if callable(remat) else list(remat))
-    raise TypeError(f'stage: remat={remat!r}; it is True, False, "offload", a policy or a list of ops')
+    raise TypeError(f'stage: remat={remat!r}; it is True, False, offload(...), "offload", a policy or a list of ops')
 
 
 def _check_options(options: Options) -> None:
@@ -377,6 +402,8 @@ def _check_options(options: Options) -> None:
         raise ValueError(
             f'stage: reshard={options.reshard!r}; it is True, False, "step", or None, as the strategy says'
         )
+    for name in ("gather", "reduce"):
+        check_format(getattr(options, name), f"stage: {name}")
     for name in ("gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"):
         dtype = getattr(options, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -384,5 +411,8 @@ def _check_options(options: Options) -> None:
         if dtype is not None and dtype.itemsize == 1:
             raise ValueError(
                 f"stage: {name}={dtype}: numbers of 8 bits need a scale, without which they are off by a tenth or "
+                f"overflow: use torch.bfloat16, or {name.removesuffix('_dtype')}=shardfn.quant.fp8_e4m3()"
+                if name in ("gather_dtype", "reduce_dtype")
+                else f"stage: {name}={dtype}: numbers of 8 bits need a scale, without which they are off by a tenth or "
                 f"overflow: use torch.bfloat16, or scale and cast inside the stage's function"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,7 @@ class StageRun:
         collected: the shards whose gradient its step takes from it, None for the others.
         trains: whether any of the shards gets a gradient.
         done: whether its backward has run.
+        away: activations of it that have left the device, as long as its graph needs them.
     """
 
     signature: Signature
@@ -50,6 +51,7 @@ class StageRun:
     collected: Sequence[Tensor | None] = ()
     trains: bool = False
     done: bool = False
+    away: list[weakref.ref[Any]] = field(default_factory=list)
 
     @property
     def kind(self) -> Any:

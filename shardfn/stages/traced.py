@@ -18,16 +18,19 @@ from shardfn.collectives import functional
 from shardfn.compat import dynamo
 from shardfn.mesh.axes import known_axes, mesh_numbered
 from shardfn.mesh.scope import current_axes, mesh_of, scope
+from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, Layout, is_stage
-from shardfn.stages.signature import Options, cast, signature_of
+from shardfn.stages.signature import Options, cast, decoded, signature_of
 
 
 def called(name: str, function: Callable[..., Any], options: Options, args: Any, kwargs: Any) -> Any:
     """The function on whole parameters in place of the shards among its arguments."""
     dynamo.trace_dicts()
-    nodes, tree = optree.tree_flatten((args, kwargs), is_leaf=_is_stage)
+    nodes, tree = optree.tree_flatten((args, kwargs), is_leaf=lambda x: type(x) is Packed or _is_stage(x))
+    nodes = [node.decoded() if type(node) is Packed else node for node in nodes]
     layouts = [flat.layout for node in nodes if _is_stage(node) for flat in _flats(node)]
     if not layouts:
+        args, kwargs = optree.tree_unflatten(tree, nodes)
         return function(*args, **kwargs)
     axes = current_axes()
     _check(None if axes is None else axes.number, name, *layouts)
@@ -98,6 +101,11 @@ def _whole(name: str, node: Any, options: Options) -> Any:
             dynamo.refuse_in_graph(
                 f"stage {name}: a flat shard does not hold a tensor of its piece's shape, ({piece},)"
             )
+        if _travels(flat.layout, values.dtype, options.gather is not None or options.reduce is not None):
+            dynamo.refuse_in_graph(
+                f"stage {name}: its parameters or gradients travel in few bits, which torch.compile cannot follow "
+                f"around a stage: compile the stage's function instead, shardfn.stage(torch.compile(f), gather=...)"
+            )
         lower = (options.gather_dtype or values.dtype) if values.dtype.is_floating_point else values.dtype
         if lower != values.dtype:
             values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
@@ -109,7 +117,22 @@ def _whole(name: str, node: Any, options: Options) -> Any:
         for i, (shape, numbers) in zip(chosen, entries, strict=True):
             for number in numbers:
                 leaves[number] = parts[i].view(shape)
-    return optree.tree_map(lambda number: leaves[number], flats[0].layout.skeleton)
+    made = optree.tree_map(lambda number: leaves[number], flats[0].layout.skeleton)
+    return decoded(made, lambda packed: packed.decoded(options.gather_dtype)) if _packs(flats[0].layout) else made
+
+
+@dynamo.constant_when_traced
+def _travels(layout: Layout, dtype: torch.dtype, asked: bool) -> bool:
+    """Whether a shard, or its gradient, travels in few bits."""
+    placement = layout.placement
+    asked = asked or placement.gather is not None or placement.reduce is not None
+    return asked and dtype.is_floating_point and (layout.size > 1 or layout.grid.size(placement.replicas) > 1)
+
+
+@dynamo.constant_when_traced
+def _packs(layout: Layout) -> bool:
+    """Whether some of the stage's parameters are in few bits."""
+    return bool(layout.packed)
 
 
 def _cast(node: Any, dtype: torch.dtype | None) -> Any:

@@ -32,7 +32,7 @@ class GradientSum:
     Attributes:
         reduction: how it travels.
         reductions: who sums it.
-        out: `[piece]`, in the shard's dtype.
+        out: `[piece]`, in the shard's dtype, where the placement keeps gradients.
         whole: `[padded]`, this rank's own, where all reduction is put off.
     """
 
@@ -45,7 +45,7 @@ class GradientSum:
 
     def add(self, out: Tensor) -> None:
         """Takes `out`, which nobody else has."""
-        self.out = out if self.out is None else self.out.add_(out)
+        self.out = self.reductions.added(self.reduction, self.out, out)
 
 
 class Step:
@@ -135,6 +135,9 @@ class Step:
 
 class Collector(Protocol):
     """What sums gradients over ranks."""
+
+    def added(self, reduction: Any, known: Tensor | None, out: Tensor) -> Tensor:
+        """What arrived of a gradient so far, with `out`, which nobody else has."""
 
     def drain(self) -> None:
         """Until every gradient has arrived."""

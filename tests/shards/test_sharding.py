@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import shardfn as sf
-from shardfn import P
+from shardfn import P, quant
 from shardfn.testing import World
 from shardfn.testing import strategies as draws
 from shardfn.testing import world as shared_world
@@ -544,6 +544,53 @@ def test_meta_tensors_are_filled_by_path(world: World) -> None:
     for error in world.errors(from_meta):
         assert isinstance(error, ValueError)
         assert "a.b is on the meta device" in str(error)
+
+
+def filled_in_few_bits() -> Any:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    like = {
+        "a": {"w": torch.empty(3, 64, device="meta"), "b": torch.empty(4, device="meta")},
+        "c": lambda g: {"d": torch.empty(65, 2, device="meta", dtype=torch.float64)},
+        "e": torch.empty(64, 2, device="meta"),
+    }
+    asked = []
+
+    def fill(path: str, x: Tensor, g: torch.Generator) -> Tensor:
+        asked.append((path, tuple(x.shape), x.dtype))
+        return torch.randn(x.shape, generator=g, dtype=x.dtype)
+
+    few = {**like, "c": like["c"](None)}  # type: ignore[operator]
+    few = quant.quantize(few, quant.nf4(double=True), ["a.w", "c.d", "e"])
+    flat = sf.init_sharded(few, 3, mesh, sf.full_shard("shard"), fill=fill)
+    want = quant.quantize(sf.init(like, 3, fill=fill), quant.nf4(double=True), ["a.w", "c.d", "e"])
+    assert asked[:4] == asked[4:]
+    assert same(sf.unshard(flat), want)
+    assert same(sf.init(few, 3, fill=fill), want)
+    assert sf.unshard(flat)["c"]["d"].dtype == torch.float64
+
+
+@pytest.mark.world(2)
+def test_what_is_kept_in_few_bits_is_filled_with_the_parameter(world: World) -> None:
+    world.run(filled_in_few_bits)
+
+
+@pytest.mark.parametrize(
+    ("fill", "kind", "told"),
+    [
+        (
+            lambda path, x, g: torch.ones(3, 64, dtype=torch.float64),
+            TypeError,
+            "of torch.float64 for a.w",
+        ),
+        (lambda path, x, g: torch.ones(2, 2), ValueError, r"shape \[2, 2\] for a.w, which has \[3, 64\]"),
+        (lambda path, x, g: None, TypeError, "of type NoneType for a.w, which is a tensor of torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("few", [False, True])
+def test_what_fill_returns_is_what_it_was_asked_for(fill: Any, kind: type[Exception], told: str, few: bool) -> None:
+    like: Any = {"a": {"w": torch.empty(3, 64, device="meta")}}
+    with pytest.raises(kind, match=told):
+        sf.init(quant.quantize(like, quant.nf4()) if few else like, 0, fill=fill)
 
 
 # --- streamed ---

@@ -398,7 +398,6 @@ def test_names_of_other_libraries_mean_what_they_mean_there() -> None:
     ("name", "says"),
     [
         *(("3", '"fsdp:3" or "zero:3"'), (3, '"fsdp:3" or "zero:3"'), ("0", 'write "zero:0"'), ("5", 'write "fsdp:5"')),
-        ("zero++", '"hpz"'),
         ("deepspeed_stage_3_offload", 'write "full_shard"'),
         ("deepspeed_stage_3_offload_nvme", 'write "full_shard"'),
         ("deepspeed_stage_2_offload", 'write "zero2"'),

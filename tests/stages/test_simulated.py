@@ -33,7 +33,7 @@ Step = Callable[[], Any]
 STAGES: dict[str, dict[str, Any]] = {
     "kept activations": {},
     "remat": {"remat": True},
-    "offload": {"remat": "offload"},
+    "offload": {"remat": sf.offload(above=0)},
     "reshard": {"reshard": True},
     "no reshard": {"reshard": False},
 }
@@ -288,9 +288,10 @@ def unsharded(mesh: Any) -> Step:
 def staging(mesh: Any) -> Step:
     """What a save in the background copies before it returns."""
     saving: Any = importlib.import_module("shardfn.checkpoint.saving")
+    snapshots: Any = importlib.import_module("shardfn.checkpoint.snapshots")
     params = sharded(mesh, STRATEGIES["hybrid_shard"])
     state = {"params": params, "optimizer": so.adamw(1e-3).init(params), "scale": drawn(3)}
-    return lambda: saving._staged(saving.contents(state, shared=True).boxes)
+    return lambda: snapshots.taken([one.values for one in saving.contents(state, shared=True).boxes])
 
 
 def cases() -> dict[str, Callable[[Any], Step]]:

@@ -14,6 +14,7 @@ import shardfn as sf
 from shardfn.shards import layout
 from shardfn.testing import strategies as draws
 from shardfn.testing import world
+from tests.lossless import LOSSLESS
 from tests.reference import worst
 
 COMMUNICATING = settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -136,6 +137,8 @@ OPTIONS = st.fixed_dictionaries(
         "remat": st.sampled_from([True, False, "offload"]),
         "reshard": st.booleans(),
         "prefetch": st.integers(0, 3),
+        "gather": st.just(LOSSLESS),
+        "reduce": st.just(LOSSLESS),
     },
 )
 FLOATS = draws.tensors(draws.shapes(min_size=0, max_size=4), dtype=torch.float64)
