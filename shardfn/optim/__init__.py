@@ -1,13 +1,14 @@
 """Optimizers on local shards, schedules and norms: pure functions whose state is a pytree like the parameters.
 
-Imports `shards`, `collectives`, `mesh` and `compat`.
+Imports `shards`, `collectives`, `quant`, `mesh` and `compat`.
 """
 
 from shardfn.optim.adafactor import adafactor
-from shardfn.optim.elementwise import adam, adamw, lion, sgd
+from shardfn.optim.elementwise import adam, adamw, adamw8bit, lion, lion8bit, sgd
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms, vdot
 from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
+from shardfn.optim.precision import master, stochastic_rounding
 from shardfn.optim.scaling import loss_scaled
 from shardfn.optim.schedules import linear, warmup_cosine, wsd
 from shardfn.optim.torch import from_torch
@@ -26,6 +27,7 @@ __all__ = [
     "adafactor",
     "adam",
     "adamw",
+    "adamw8bit",
     "chain",
     "clip_by_global_norm",
     "clip_by_value",
@@ -35,14 +37,17 @@ __all__ = [
     "global_norm",
     "linear",
     "lion",
+    "lion8bit",
     "loss_scaled",
     "masked",
+    "master",
     "multi_steps",
     "muon",
     "norms",
     "sgd",
     "shard_state",
     "skip_nonfinite",
+    "stochastic_rounding",
     "vdot",
     "warmup_cosine",
     "warmup_linear",

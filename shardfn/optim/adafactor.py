@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.optim.away import on_whole
 from shardfn.optim.differentiable import lent, numbered, tied
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.ranges import at_step, check
 from shardfn.optim.wrappers import masked
-from shardfn.shards.pieces import Segment, Unit, Units, pairs, refuse_complex, spread, units, zeros
+from shardfn.shards.pieces import Segment, Unit, Units, home, pairs, refuse_complex, spread, units, zeros
 
 
 def adafactor(
@@ -85,7 +86,7 @@ class _Factored:
 
     def init(self, known: Units) -> Any:
         return {
-            path: torch.zeros(_length(whole), dtype=wide(unit.values), device=unit.values.device)
+            path: torch.zeros(_length(whole), dtype=wide(unit.values), device=home(unit))
             for unit in known.each
             if unit.trainable
             for _, path, whole in spread(unit)
@@ -145,7 +146,7 @@ def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bo
                     values[i] = unit.values.copy_(made) if donate else made
         return params if donate else known.like(values), state | {"step": count, "square": square}
 
-    return Optimizer(init, step)
+    return Optimizer(init, on_whole(step))
 
 
 def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: int) -> Tensor:

@@ -14,6 +14,7 @@ from shardfn.compat import process_groups
 from shardfn.mesh.spec import dotted, joined
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit
+from shardfn.shards.placement import Tiers
 
 # --- gradients and parameters ---
 
@@ -62,7 +63,8 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
     held = p.stop - p.start if type(p) is Piece else p.layout.held(process_groups.global_rank())
     if tuple(p.values.shape) != (held,):
         return f"{name}: the parameters are {_shown(p.values)}, but the layout {p.layout} says ({held},)"
-    if isinstance(g.values, Tensor) and (wrong := _place_differs(name, p.values, g.values)):
+    away = p.layout.placement.tiers != Tiers()
+    if isinstance(g.values, Tensor) and (wrong := _place_differs(name, p.values, g.values, away)):
         return wrong
     if not isinstance(g.values, Tensor) or (g.layout == p.layout and g.values.shape != p.values.shape):
         return f"{name}: the gradient is {_shown(g.values)}, the parameter {_shown(p.values)}"
@@ -98,11 +100,12 @@ def _plain_differs(name: str, p: Tensor, g: Any) -> str:
     return _whole_or_cut(name, p, g)
 
 
-def _place_differs(name: str, p: Tensor, g: Tensor) -> str:
+def _place_differs(name: str, p: Tensor, g: Tensor, away: bool = False) -> str:
+    """What is wrong with where they are; `away`, they may be on several devices."""
     for what, x in (("parameter", p), ("gradient", g)):
         if x.layout is not torch.strided:
             return f"{name}: the {what} is {x.layout}; optimizers take dense tensors: pass its to_dense()"
-    if g.device != p.device:
+    if g.device != p.device and not away:
         return f"{name}: the gradient is on {g.device}, the parameter on {p.device}"
     return ""
 

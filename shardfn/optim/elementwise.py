@@ -8,164 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.compat import dynamo
-from shardfn.optim.differentiable import tied, varied
-from shardfn.optim.optimizer import Optimizer, Rule, of_rule
-from shardfn.optim.ranges import at_step, check, check_rule
-from shardfn.shards.pieces import Unit, dense, joined, pairs, runs, units, zeros_like
+from shardfn.optim.kept import Coded, Rounded
+from shardfn.optim.optimizer import Optimizer, Rule
+from shardfn.optim.ranges import check
+from shardfn.optim.stepping import Elementwise, optimizer
 
 Number = float | Tensor
 Schedule = Callable[[int], Any]
-
-
-@dataclass(frozen=True)
-class Elementwise:
-    """A rule for elements.
-
-    Attributes:
-        slots: what it remembers of each element, zero at first.
-        in_place: `(params, grads, slots, step, numbers)`, lists of tensors, which it overwrites.
-        pure: `(param, grad, slots, step, numbers) -> (param, slots)`.
-    """
-
-    slots: tuple[str, ...]
-    in_place: Callable[..., None]
-    pure: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-
-
-def optimizer(name: str, rule: Elementwise, numbers: dict[str, Any], donate: bool) -> Optimizer:
-    """An optimizer by a rule. A number may be a schedule, if it is the learning rate, or else a rule for parameters."""
-    check(name, numbers | {"donate": donate}, numbers)
-    constant = {name: value for name, value in numbers.items() if not callable(value)}
-    varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
-
-    def init(params: Any) -> Any:
-        return {"step": 0, "numbers": dict(constant)} | {slot: zeros_like(params) for slot in rule.slots}
-
-    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count = state["step"] + 1
-        now = dict(state["numbers"])
-        if callable(numbers["lr"]):
-            now["lr"] = at_step(numbers["lr"], count)
-        known = units(params)
-        slots = [known.beside(state[slot]) for slot in rule.slots]
-        work = [_Work(unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in enumerate(pairs(known, grads))]
-        every = [(one, _spans(one.unit, varying)) for one in work if one.grad is not None]
-        if donate:
-            if torch.compiler.is_compiling():
-                dynamo.refuse_in_graph(
-                    f"{name}: donate=True overwrites parameters by fused kernels, which a graph of torch.compile "
-                    f"cannot hold: pass donate=False to what is compiled"
-                )
-            _overwrite(rule, every, count, now)
-            return params, state | {"step": count}
-        for one, spans in every:
-            _replace(rule, one, spans, count, now)
-        made = known.like(one.values for one in work)
-        return made, state | {"step": count} | {
-            slot: known.like(one.slots[i] for one in work) for i, slot in enumerate(rule.slots)
-        }
-
-    return Optimizer(init, step)
-
-
-class _Work:
-    """One unit on its way through a step."""
-
-    def __init__(self, unit: Unit, grad: Tensor | None, slots: list[Any]) -> None:
-        self.unit, self.grad, self.slots, self.values = unit, grad, slots, unit.values
-
-
-Span = tuple[tuple[tuple[str, Any], ...], int, int]
-
-
-def _spans(unit: Unit, varying: dict[str, Rule]) -> list[Span]:
-    """Stretches with the same numbers."""
-    if not varying:
-        return [((), 0, unit.values.numel())]
-    found = runs(unit, lambda one: tuple((name, of_rule(rule, one)) for name, rule in varying.items()))
-    for key, *_ in found:
-        check_rule(unit.name, key)
-    return found
-
-
-def _overwrite(rule: Elementwise, work: list[tuple[_Work, list[Span]]], count: int, now: dict[str, Any]) -> None:
-    groups: dict[Any, tuple[list[Tensor], list[Tensor], list[list[Tensor]]]] = {}
-    moved: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
-        for one, spans in work:
-            for key, start, stop in spans:
-                kind = (key, one.unit.values.dtype, one.unit.values.device)
-                ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in rule.slots]))
-                whole = (start, stop) == (0, one.unit.values.numel())
-                every = [_real(x if whole else x[start:stop]) for x in (one.unit.values, one.grad, *one.slots)]
-                _refuse_dtypes(one)
-                for into, x in zip((ps, gs, *slots), _in_order(every, moved), strict=True):
-                    into.append(x)
-        for (key, *_), (ps, gs, slots) in groups.items():
-            rule.in_place(ps, gs, slots, count, now | dict(key))
-            torch.autograd.graph.increment_version([*ps, *(x for slot in slots for x in slot)])  # fused kernels do not
-        for x, made in moved:
-            x.copy_(made)
-
-
-def _in_order(every: list[Tensor], moved: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """A parameter, its gradient and slots, all in one order in memory, in which fused kernels go through them.
-
-    What lies in another order is copied, and but for the gradient to be copied back.
-    """
-    if all(x.is_contiguous() for x in every):
-        return every
-    p, _, *slots = every
-    if all(x.stride() == p.stride() for x in every) and dense(p):
-        return every
-    found = [x.contiguous() for x in every]
-    moved += [(x, made) for x, made in zip((p, *slots), (found[0], *found[2:]), strict=True) if x is not made]
-    return found
-
-
-def _refuse_dtypes(one: _Work) -> None:
-    dtype = one.values.dtype
-    for slot in one.slots:
-        if slot.dtype != dtype:
-            raise ValueError(
-                f"{one.unit.name}: the parameter is {dtype}, but the state {slot.dtype}: cast both, or "
-                f"make a new state by init(params)"
-            )
-
-
-def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: dict[str, Any]) -> None:
-    assert one.grad is not None
-    now = {name: varied(number, one.unit) for name, number in now.items()}
-    made: list[tuple[Tensor, tuple[Tensor, ...]]] = []
-    for key, start, stop in spans:
-        whole = (start, stop) == (0, one.unit.values.numel())
-        p, g, *slots = (_real(x if whole else x[start:stop]) for x in (one.unit.values, one.grad, *one.slots))
-        own = {
-            name: x[start:stop].view(-1, *(1,) * (p.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
-            for name, x in now.items()
-        }
-        new, after = rule.pure(p, g, tuple(slots), count, own | dict(key))
-        if one.unit.values.is_complex():
-            new, after = torch.view_as_complex(new), tuple(map(torch.view_as_complex, after))
-        made.append((new, after))
-    where = [(start, stop) for _, start, stop in spans]
-    inputs = [one.unit.values, one.grad, *one.slots, *(x for x in now.values() if isinstance(x, Tensor))]
-    one.values = tied(joined([p for p, _ in made], one.unit, where), inputs)
-    for i, old in enumerate(one.slots):
-        stand = one.unit._replace(values=old)
-        one.slots[i] = tied(joined([slots[i] for _, slots in made], stand, where), inputs)
-
-
-def _real(x: Tensor) -> Tensor:
-    """Complex numbers as pairs, each of which moves by itself."""
-    return torch.view_as_real(x) if x.is_complex() else x
 
 
 # --- the rules ---
@@ -255,6 +109,18 @@ def _lion_pure(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) -
     return p * (1 - n["lr"] * n["weight_decay"]) - n["lr"] * move, (n["b2"] * m + (1 - n["b2"]) * g,)
 
 
+def _kept(name: str, dtype: torch.dtype | None) -> Rounded | None:
+    """How slots are kept in a dtype."""
+    if dtype is None:
+        return None
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"{name}: state_dtype={dtype!r}; it is torch.bfloat16, torch.float32, or None for the parameter's dtype. "
+            f"For 8 bits there are adamw8bit and lion8bit"
+        )
+    return Rounded(dtype)
+
+
 # --- what users call ---
 
 
@@ -264,6 +130,8 @@ def sgd(
     momentum: float = 0.0,
     nesterov: bool = False,
     weight_decay: float | Rule = 0.0,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
     donate: bool = True,
 ) -> Optimizer:
     r"""Stochastic gradient descent; overwrites parameters and state unless `donate=False`.
@@ -279,6 +147,8 @@ def sgd(
         momentum: :math:`\mu`, from 0 to 1.
         nesterov: whether with Nesterov's momentum; this needs `momentum` above 0.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        state_dtype: that slots are kept in: bfloat16, rounded at random, or float32; None for the parameter's.
+        seed: of the random numbers for bfloat16, the same on every rank.
         donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
             differentiated.
 
@@ -300,7 +170,7 @@ def sgd(
     if momentum:
         numbers |= {"momentum": momentum, "nesterov": nesterov}
     rule = Elementwise(("momentum",) if momentum else (), _sgd_in_place, _sgd_pure)
-    return optimizer("sgd", rule, numbers, donate)
+    return optimizer("sgd", rule, numbers, donate, _kept("sgd", state_dtype), seed)
 
 
 def adam(
@@ -310,6 +180,8 @@ def adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float | Rule = 0.0,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
     donate: bool = True,
 ) -> Optimizer:
     r"""Adam; overwrites parameters and state unless `donate=False`.
@@ -327,6 +199,8 @@ def adam(
         b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of their squares.
         eps: :math:`\epsilon`, 0 or more, or a rule; keeps the divisor from 0.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        state_dtype: that slots are kept in: bfloat16, rounded at random, or float32; None for the parameter's.
+        seed: of the random numbers for bfloat16, the same on every rank.
         donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
             differentiated.
 
@@ -343,7 +217,7 @@ def adam(
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_), _adam_pure(decoupled=False))
-    return optimizer("adam", rule, numbers, donate)
+    return optimizer("adam", rule, numbers, donate, _kept("adam", state_dtype), seed)
 
 
 def adamw(
@@ -353,6 +227,8 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float | Rule = 0.01,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
     donate: bool = True,
 ) -> Optimizer:
     r"""Adam with decoupled weight decay; overwrites parameters and state unless `donate=False`.
@@ -368,6 +244,8 @@ def adamw(
         b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of their squares.
         eps: :math:`\epsilon`, 0 or more, or a rule; keeps the divisor from 0.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        state_dtype: that slots are kept in: bfloat16, rounded at random, or float32; None for the parameter's.
+        seed: of the random numbers for bfloat16, the same on every rank.
         donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
             differentiated.
 
@@ -384,7 +262,7 @@ def adamw(
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
     rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
-    return optimizer("adamw", rule, numbers, donate)
+    return optimizer("adamw", rule, numbers, donate, _kept("adamw", state_dtype), seed)
 
 
 def lion(
@@ -393,6 +271,8 @@ def lion(
     b1: float = 0.9,
     b2: float = 0.99,
     weight_decay: float | Rule = 0.0,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
     donate: bool = True,
 ) -> Optimizer:
     r"""Lion; overwrites parameters and state unless `donate=False`.
@@ -408,6 +288,8 @@ def lion(
         b1: :math:`\beta_1`, from 0 to below 1, or a rule; for the gradient's weight in a move.
         b2: :math:`\beta_2`, from 0 to below 1, or a rule; for the mean of gradients.
         weight_decay: :math:`\lambda`, 0 or more, or a rule `(path, shape) -> number`.
+        state_dtype: that slots are kept in: bfloat16, rounded at random, or float32; None for the parameter's.
+        seed: of the random numbers for bfloat16, the same on every rank.
         donate: overwrite parameters, gradients and state. If not, they stay as they are, and the step can be
             differentiated.
 
@@ -423,4 +305,84 @@ def lion(
         ``lion(1e-4, weight_decay=1.0)``: a learning rate of about a tenth of AdamW's, and ten times its weight decay
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}
-    return optimizer("lion", Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate)
+    return optimizer(
+        "lion", Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate, _kept("lion", state_dtype), seed
+    )
+
+
+def adamw8bit(
+    lr: float | Tensor | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float | Rule = 0.01,
+    donate: bool = True,
+) -> Optimizer:
+    r"""`adamw` with its state in 8 bits; overwrites parameters and state unless `donate=False`.
+
+    Each 256 elements of a parameter, in row-major order, are a block. A block has a scale, its largest magnitude, and
+    each element the code of 8 bits that is nearest to it: signed and dynamic for means, unsigned for squares. A step
+    computes in float32 and rounds the new state, not the move. Blocks are the parameter's, so the same numbers come out
+    on any number of ranks; the scales of the few blocks that ranks cut are agreed on, in one small all-reduce a step.
+
+    State: 2.03 bytes a parameter: under `codes`, uint8, and `scales`, float32, a tree for `mean` and one for
+    `square`.
+
+    Args:
+        lr: as for `adamw`, and so is what follows.
+        b1: for the mean of gradients.
+        b2: for the mean of their squares.
+        eps: keeps the divisor from 0.
+        weight_decay: a number, or a rule `(path, shape) -> number`.
+        donate: overwrite parameters, gradients and state. If not, they stay as they are. A derivative through one step
+            is exact; one through the state of several is an error, as rounding has none.
+
+    Returns:
+        An `Optimizer` for parameters of real floating-point dtypes.
+
+    Raises:
+        TypeError, ValueError: an argument that is not a number, or out of its range; by `init`, complex parameters.
+
+    Sources: Dettmers et al., 8-bit optimizers via block-wise quantization (2022).
+
+    Example:
+        ``masked(adamw8bit(3e-4), lambda path, shape: "embed" not in path, adamw(3e-4))``
+    """
+    numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
+    return optimizer("adamw8bit", rule, numbers, donate, Coded())
+
+
+def lion8bit(
+    lr: float | Tensor | Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float | Rule = 0.0,
+    donate: bool = True,
+) -> Optimizer:
+    r"""`lion` with its state in 8 bits, as `adamw8bit` has it; overwrites parameters and state unless `donate=False`.
+
+    State: 1.02 bytes a parameter: under `codes`, uint8, and `scales`, float32, a tree for `mean`.
+
+    Args:
+        lr: as for `lion`, and so is what follows.
+        b1: for the gradient's weight in a move.
+        b2: for the mean of gradients.
+        weight_decay: a number, or a rule `(path, shape) -> number`.
+        donate: as for `adamw8bit`.
+
+    Returns:
+        An `Optimizer` for parameters of real floating-point dtypes.
+
+    Raises:
+        TypeError, ValueError: an argument that is not a number, or out of its range; by `init`, complex parameters.
+
+    Sources: Chen et al., Symbolic discovery of optimization algorithms (2023); Dettmers et al. (2022).
+
+    Example:
+        ``lion8bit(1e-4, weight_decay=1.0)``
+    """
+    numbers = {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}
+    return optimizer("lion8bit", Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate, Coded())

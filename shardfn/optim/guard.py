@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import dynamo
+from shardfn.optim.away import NOWHERE, placed, placed_together, refuse_elsewhere, released
 from shardfn.optim.checks import gradients_differ, moves, state_differs
 from shardfn.shards.layout import FlatShard
 from shardfn.shards.pieces import Piece, is_unit
@@ -69,6 +70,7 @@ class Guard:
 
     def __init__(self, name: str, init: Init) -> None:
         self.name, self.init = name, init
+        self.away = False  # whether anything is kept elsewhere than on the device
         self._passed: tuple[Any, list[Any], int, int, Places] | None = None
         self._used: Use | None = None
         self._known: Callable[[], Any] = _nothing
@@ -79,6 +81,8 @@ class Guard:
             return
         first: Any = next(optree.tree_iter(params, is_leaf=is_unit), None)
         values = first.values if is_unit(first) else first
+        if isinstance(values, Tensor) and values.is_meta:  # which only stand for those that it knows
+            return
         self._known = weakref.ref(values) if isinstance(values, Tensor) else _nothing
 
     def compare(self, params: Any, grads: Any, state: Any) -> tuple[list[Any], Places] | None:
@@ -96,6 +100,7 @@ class Guard:
         if passed is None or passed[1] != kinds or passed[0] != spec:
             self._refuse(params, grads, state)
             own, others, _ = (child.num_leaves for child in spec.children())
+            self.away = any(is_unit(leaf) and leaf.layout.placement.tiers != NOWHERE for leaf in leaves)
             passed = self._passed = spec, kinds, own, own + others, _places(leaves, own, own + others)
         self._refuse_swapped(leaves, *passed[2:4], spec)
         return leaves, passed[4]
@@ -197,7 +202,7 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
 
     @functools.wraps(init)
     def first(params: Any) -> Any:
-        state = init(params)
+        state = init(params) if torch.compiler.is_compiling() else placed_together(name, init, params)
         guard.keep(params)
         return state
 
@@ -205,7 +210,12 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
     def checked(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         found = guard.compare(params, grads, state)
         use = None if found is None else guard.use(*found, state)
+        if guard.away and found is not None:
+            refuse_elsewhere(name, state)
         made = step(params, grads, state)
+        if guard.away and found is not None:
+            made = placed(made[0], "params"), placed(made[1])
+            released(grads, made)
         guard.keep(made[0])
         guard.used(use, made[1] is state)
         return made

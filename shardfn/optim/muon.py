@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.optim.away import on_whole
 from shardfn.optim.differentiable import numbered, tied
 from shardfn.optim.elementwise import Schedule
 from shardfn.optim.muon_plan import on_everyone, on_owner
@@ -95,7 +96,7 @@ def muon(
         made = params if donate else known.like(values)
         return made, state | {"step": count, "momentum": known.like(momenta)}
 
-    return Optimizer(init, step)
+    return Optimizer(init, on_whole(step))
 
 
 def _mixed(ms: list[Tensor], gs: list[Tensor], momentum: float, donate: bool) -> list[Tensor]:

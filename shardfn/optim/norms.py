@@ -16,10 +16,13 @@ from torch import Tensor
 
 from shardfn.collectives import functional
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.optim.differentiable import tied, varied
+from shardfn.optim.differentiable import differentiable, tied, varied
 from shardfn.optim.optimizer import Transform
 from shardfn.optim.ranges import check, kind
-from shardfn.shards.pieces import Units, dense, spread, units
+from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
+from shardfn.tiers.placing import held
+from shardfn.tiers.streaming import in_place
+from shardfn.tiers.tensors import on_disk
 
 
 @dataclass(frozen=True)
@@ -196,8 +199,7 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
             return grads, state
         if donate and _writable(known):
             with torch.no_grad():
-                torch._foreach_clamp_min_(values, -limit)
-                torch._foreach_clamp_max_(values, limit)
+                in_place(values, lambda x: x.clamp_(-limit, limit))
             return grads, state
         made = (u.values.clamp(-limit, limit) if u.trainable and u.values is not None else u.values for u in known.each)
         return known.like(made), state
@@ -209,10 +211,10 @@ def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor, each in its own dtype."""
     known = units(tree)
     if donate and _writable(known):
+        values = [u.values for u in known.each if u.trainable and u.values is not None]
+        factors = {device: _at(factor, device) for device in {x.device for x in values}}
         with torch.no_grad():
-            for unit in known.each:
-                if unit.trainable and unit.values is not None:
-                    unit.values.mul_(_at(factor, unit.values.device))
+            in_place(values, lambda x: x.mul_(factors[x.device]))
         return tree
     return known.like(
         (u.values * varied(factor, u)).to(u.values.dtype) if u.trainable and u.values is not None else u.values
@@ -233,12 +235,25 @@ def _at(factor: Tensor | float, device: torch.device) -> Tensor | float:
 
 def squares(known: Units) -> dict[str, Tensor]:
     """The sum of squares of each parameter over all ranks, by path: 0-d, float32 or wider."""
-    parts = {
-        one.path: unit.values.reshape(-1)[one.start : one.stop]
-        for unit in known.each
-        if unit.trainable
-        for one in unit.segments
-    }
+    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
+    for unit in known.each:
+        if unit.trainable and on_disk(unit.values) and not differentiable(unit.values):
+            with held(unit.values.detach()) as values:
+                found |= _norms(_parts_of(unit, values))
+        elif unit.trainable:
+            parts |= _parts_of(unit, unit.values)
+    found |= _norms(parts)
+    sources = [unit.values for unit in known.each if unit.trainable]
+    return {path: total[0] for path, total in totals(known, found, lambda whole: 1, sources).items()}
+
+
+def _parts_of(unit: Unit, values: Tensor) -> dict[str, Tensor]:
+    return {one.path: values.reshape(-1)[one.start : one.stop] for one in unit.segments}
+
+
+def _norms(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The square of each one's norm, as a vector of one."""
     kinds: dict[Any, list[str]] = {}
     for path, part in parts.items():
         kinds.setdefault((wide(part), part.device), []).append(path)
@@ -246,8 +261,7 @@ def squares(known: Units) -> dict[str, Tensor]:
     for (dtype, _), paths in kinds.items():
         each = torch._foreach_norm([parts[path] for path in paths], 2.0, dtype=dtype)
         found |= {path: norm.square().reshape(1) for path, norm in zip(paths, each, strict=True)}
-    sources = [unit.values for unit in known.each if unit.trainable]
-    return {path: total[0] for path, total in totals(known, found, lambda whole: 1, sources).items()}
+    return found
 
 
 def totals(
@@ -266,14 +280,15 @@ def totals(
     for unit in known.each:
         if unit.trainable:
             for axes, path, whole in spread(unit):
-                kind = (unit.layout and unit.layout.grid, axes, wide(unit.values), unit.values.device)
+                kind = (unit.layout and unit.layout.grid, axes, wide(unit.values), home(unit))
                 groups.setdefault(kind, {})[path] = length(whole)
     for (grid, axes, dtype, device), lengths in groups.items():
+        own = next((here[path].device for path in lengths if path in here), device)
         rows = [
-            here[path].to(dtype) if path in here else torch.zeros(n, dtype=dtype, device=device)
+            here[path].to(dtype) if path in here else torch.zeros(n, dtype=dtype, device=own)
             for path, n in lengths.items()
         ]
-        total = tied(torch.cat(rows), sources)
+        total = tied(torch.cat(rows).to(device), sources)
         if axes:
             with scope(mesh_of(grid, "a tree")):
                 total = functional.psum(total, axes)

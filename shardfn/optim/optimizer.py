@@ -11,12 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import optree
+
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.mesh.spec import dotted
 from shardfn.optim.guard import guarded, guarded_update
 from shardfn.optim.ranges import kind
 from shardfn.optim.state_sharding import divides_init, divides_step
+from shardfn.quant.packed import is_packed
 from shardfn.shards.layout import Layout
-from shardfn.shards.pieces import Segment, units
+from shardfn.shards.pieces import Segment, is_unit, units
 
 Rule = Callable[[str, tuple[int, ...]], Any]
 """Something that depends on a parameter: a function of its path, `blocks.0.attn.q`, and its whole shape."""
@@ -99,7 +103,10 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(init)
     def checked(params: Any) -> Any:
         seen: set[int] = set()
-        for unit in units(params).each:
+        known = units(params)
+        if not any(unit.trainable for unit in known.each):
+            _refuse_few_bits(params)
+        for unit in known.each:
             if unit.trainable and id(unit.values) in seen:
                 raise ValueError(
                     f"{unit.name} is at two places of the tree, and each would be moved by a gradient of its own: keep "
@@ -109,6 +116,21 @@ def _each_once(init: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return init(params)
 
     return checked
+
+
+def _refuse_few_bits(params: Any) -> None:
+    """Raises ValueError for parameters in few bits, where there are no others to train."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: is_unit(x) or is_packed(x))
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        layout = leaf.layout if is_unit(leaf) else None
+        entries = layout.entries if layout else ()
+        names = [entry.path for entry in entries if layout and entry.leaves[0] in layout.packed]
+        if names or is_packed(leaf):
+            raise ValueError(
+                f"init: there is nothing to train: {(names or [dotted(accessor)])[0]} is in few bits, which have no "
+                f"gradient, and all else is frozen. Make the state of adapters, optimizer.init(lora.init(model, "
+                f"'all-linear', rank=8)), or leave what is to be trained out of quantize"
+            )
 
 
 def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:

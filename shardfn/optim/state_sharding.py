@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -22,6 +22,11 @@ from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import differentiable
 from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.tiers import copying, placing
+from shardfn.tiers.placing import brought
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Init = Callable[[Any], Any]
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -134,6 +139,8 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
         with scope(mesh), torch.set_grad_enabled(not donated and torch.is_grad_enabled()):
             every = functional.all_gather(new, names, to="invariant")
             return values.copy_(every) if donated else every
+    if layout.placement.tiers.params != "device":
+        return _whole_away(node, new, donated, mesh, names)
     with torch.no_grad(), attributed_to(layout.stage):
         whole = values.detach() if donated else torch.empty_like(values)
         own = whole[start : start + fine.piece]
@@ -144,6 +151,17 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
             handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
             handles.append((layout.stage, along.group_names[0], handle))
     return values if donated else whole
+
+
+def _whole_away(node: FlatShard, new: Tensor, donated: bool, mesh: DeviceMesh, names: tuple[str, ...]) -> Tensor:
+    """The same for parameters that are kept elsewhere: one at a time by the device, which others do not wait for."""
+    tier = node.layout.placement.tiers.params
+    with torch.no_grad(), scope(mesh):
+        every = functional.all_gather(brought(new.detach(), mesh), names, to="invariant")
+        if not donated:
+            return placing.put(every, tier, "params", mesh)
+        copying.copy_(node.values.detach(), every)
+        return node.values
 
 
 def _version(node: Any) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
+from shardfn.optim.away import NOWHERE, on_whole
 from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.ranges import at_step, check, kind, whole
-from shardfn.shards.pieces import Unit, dense, is_unit, pairs, stretches, units
+from shardfn.shards.pieces import Unit, Units, dense, is_unit, pairs, stretches, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:
@@ -31,7 +34,9 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
 
     Raises:
         TypeError, ValueError: not a class of optimizers; a block of less than 1; an optimizer that treats elements of
-            one parameter together, for which a shard is not enough.
+            one parameter together, for which a shard is not enough; by `init`, parameters that several ranks hold, for
+            an optimizer that draws random numbers, such as torchao's with `bf16_stochastic_round=True`, or whose state
+            is kept on the host or on disk, for blocks of more than 1.
 
     Example:
         ``from_torch(torch.optim.RMSprop, lr=1e-3, weight_decay=lambda path, shape: 0.1 * (len(shape) > 1))``
@@ -41,12 +46,17 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         raise TypeError(f"from_torch takes an optimizer's class, such as torch.optim.RMSprop, not {kind(make)}")
     if "lr" in options:
         check("from_torch", {"lr": options["lr"]})
-    _refuse_coupled(make, options)
+    _refuse_coupled(make, options, block)
+    draws = _draws(make, options, block)
     rules = {name: value for name, value in options.items() if callable(value) and name != "lr"}
     constant = {name: value for name, value in options.items() if not callable(value)}
 
     def init(params: Any) -> Any:
-        memory: list[dict[str, Any]] = [{} for _ in units(params).each]
+        known = units(params)
+        if draws:
+            _refuse_replicas(make, known)
+        _refuse_away(known, block)
+        memory: list[dict[str, Any]] = [{} for _ in known.each]
         return {"step": 0, "numbers": dict(constant), "memory": memory}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
@@ -62,14 +72,9 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
             if grad is None:
                 continue
             for one in _stretches(unit, rules, block):
-                variable = _cut(unit.values, one.start, one.stop).detach()
-                if not dense(variable):  # kernels may go through memory in order
-                    variable = variable.contiguous()
+                variable = _variable(unit.values, grad, one)
+                if not dense(_cut(unit.values, one.start, one.stop)):
                     moved.append((unit.values, variable))
-                variable.requires_grad_()
-                own = _cut(grad, one.start, one.stop).detach()
-                same = own.stride() == variable.stride()
-                variable.grad = own if same else torch.empty_like(variable, requires_grad=False).copy_(own)
                 groups.setdefault(one.options, []).append(variable)
                 work.append((variable, unit, memory[i], one))
         if not groups:
@@ -87,13 +92,35 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         for variable, unit, known_of, one in work:
             known_of[one.name] = {
                 name: unit.part(one.entries, one.start, one.stop, x)
-                if unit.layout and isinstance(x, Tensor) and x.shape == variable.shape
+                if unit.layout and block == 1 and isinstance(x, Tensor) and x.shape == variable.shape
                 else x
                 for name, x in optimizer.state[variable].items()
             }
         return params, state | {"step": count, "memory": memory}
 
-    return Optimizer(init, step)
+    return Optimizer(init, on_whole(step))
+
+
+def comes_later(state: Any) -> bool:
+    """Whether a state, or one inside of it, is this module's, to which the first step adds what torch's remember."""
+    found = optree.tree_leaves(state, is_leaf=_without_memory)
+    return any(map(_without_memory, found))
+
+
+def _without_memory(node: Any) -> bool:
+    return type(node) is dict and set(node) == {"step", "numbers", "memory"} and not any(node["memory"])
+
+
+def _variable(values: Tensor, grad: Tensor, stretch: _Stretch) -> Tensor:
+    """A stretch of a unit with its gradient, as an optimizer takes it: one memory, or a copy where it is not dense."""
+    variable = _cut(values, stretch.start, stretch.stop).detach()
+    if not dense(variable):  # kernels may go through memory in order
+        variable = variable.contiguous()
+    variable.requires_grad_()
+    own = _cut(grad, stretch.start, stretch.stop).detach()
+    same = own.stride() == variable.stride()
+    variable.grad = own if same else torch.empty_like(variable, requires_grad=False).copy_(own)
+    return variable
 
 
 @dataclass(frozen=True)
@@ -130,14 +157,54 @@ def _cut(x: Tensor, start: int, stop: int) -> Tensor:
     return x if (start, stop) == (0, x.numel()) else x[start:stop]
 
 
-def _refuse_coupled(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raises ValueError unless a vector is trained as its halves are."""
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """The options for a parameter of which no rule says anything, at the first step."""
     plain = {name: value for name, value in options.items() if not callable(value)}
-    if callable(options.get("lr")):
-        plain["lr"] = at_step(options["lr"], 1)
-    start = torch.linspace(-1.0, 2.0, 8)
+    return plain | ({"lr": at_step(options["lr"], 1)} if callable(options.get("lr")) else {})
+
+
+def _draws(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> bool:
+    """Whether steps draw random numbers, on parameters in float32 or bfloat16."""
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu").to(dtype).requires_grad_()
+            x.grad = torch.ones_like(x)
+            with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):  # not for this dtype
+                make([x], **_plain(options)).step()
+        return not torch.equal(before, torch.get_rng_state())
+
+
+def _refuse_replicas(make: Callable[..., torch.optim.Optimizer], known: Units) -> None:
+    """Raises ValueError for parameters of which several ranks hold the same elements."""
+    for unit in known.each:
+        replicas = unit.layout.placement.replicas if unit.layout and unit.trainable else ()
+        if unit.layout and unit.layout.grid.size(replicas) > 1:
+            raise ValueError(
+                f"from_torch: {getattr(make, '__name__', str(make))} draws random numbers, which are others on each "
+                f"rank, and {unit.name} is the same over {' and '.join(map(repr, replicas))}: its copies would drift "
+                f"apart. Round by stochastic_rounding(from_torch(...)), or take a strategy that cuts the state there"
+            )
+
+
+def _refuse_away(known: Units, block: int) -> None:
+    """Raises ValueError for a state in blocks that would have to leave the device: it is not made of plain tensors."""
+    for unit in known.each:
+        tier = unit.layout.placement.tiers.state if unit.layout and unit.trainable else NOWHERE.state
+        if block > 1 and tier != NOWHERE.state:
+            raise ValueError(
+                f"from_torch: with block={block} its state stays on the device, and the strategy keeps that of "
+                f"{unit.name} on {'disk' if tier == 'disk' else 'the host'}: take adamw8bit or lion8bit, which can, or "
+                f"leave state= out of the strategy's on()"
+            )
+
+
+def _refuse_coupled(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
+    """Raises ValueError unless a vector is trained as its parts are, which are whole blocks."""
+    plain = _plain(options)
+    start = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu")
     found = []
-    for parts in ([start.clone()], [start[:3].clone(), start[3:].clone()]):
+    for parts in ([start.clone()], [start[: 3 * block].clone(), start[3 * block :].clone()]):
         variables = [x.requires_grad_() for x in parts]
         optimizer = make(variables, **plain)
         for factor in (1.0, 3.0):

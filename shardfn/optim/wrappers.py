@@ -15,7 +15,7 @@ from shardfn.mesh.which import Which, chosen
 from shardfn.optim.differentiable import differentiable
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.optim.ranges import check, whole
-from shardfn.shards.pieces import Units, is_unit, joined, pairs, spread, stretches, units, zeros_like
+from shardfn.shards.pieces import Units, copied, is_unit, joined, pairs, spread, stretches, units, zeros_like
 
 
 def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None) -> Optimizer:
@@ -131,7 +131,7 @@ def ema(optimizer: Optimizer, decay: float, *, donate: bool = True) -> Optimizer
 
     def init(params: Any) -> Any:
         known = units(params)
-        copies = ((u.values.detach() if donate else u.values).clone() if u.trainable else u.values for u in known.each)
+        copies = [(copied(u) if donate else u.values.clone()) if u.trainable else u.values for u in known.each]
         return {"optimizer": optimizer.init(params), "decay": decay, "average": known.like(copies)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:

@@ -1,0 +1,118 @@
+"""Steps on what is not on the device that computes: where it has to be before and after, and who brings it in.
+
+Rules for elements take it through memory a few elements at a time, see `stepping`. Other optimizers work on whole
+tensors: on disk by pages that come and go, and what is on an accelerator's host comes in for the step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from shardfn.collectives.agree import agree
+from shardfn.mesh.scope import mesh_of
+from shardfn.shards.pieces import is_unit
+from shardfn.shards.placement import Tiers
+from shardfn.tiers import placing, tensors
+
+NOWHERE = Tiers()
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def placed_together(name: str, init: Callable[[Any], Any], params: Any) -> Any:
+    """A new state, on its tiers; a rank that has no room for it tells the others."""
+    away = [node for node in _nodes(params) if node.layout.placement.tiers.state == "disk"]
+    if not any(placing.plain(node.values) for node in away):
+        return placed(init(params))
+    meshes = dict.fromkeys(map(_mesh, away))
+    try:
+        state = placed(init(params))
+    except (OSError, ValueError) as error:
+        for mesh in meshes:
+            agree([str(error)], mesh, name, mine=error, subject=_STATE)
+        raise
+    for mesh in meshes:
+        agree([], mesh, name, subject=_STATE)
+    return state
+
+
+_STATE = ("the new states", "Each rank needs room for its own, in the folder that make_mesh(..., scratch=) names")
+
+
+def placed(tree: Any, kind: str = "state") -> Any:
+    """An optimizer's state, or parameters, of which what came to be elsewhere is where its placement keeps that."""
+    return _put(tree, kind) if _any_away(tree) else tree
+
+
+def released(*trees: Any) -> None:
+    """What is on disk of trees takes no memory, whatever was done to it by its pages."""
+    for node in _nodes(trees):
+        tensors.release(node.values)
+
+
+def refuse_elsewhere(name: str, state: Any) -> None:
+    """Raises ValueError for a state that has left its tier: it would stay in memory, without a word."""
+    for node in _nodes(state):
+        tier = node.layout.placement.tiers.state
+        if node.layout.trainable and placing.plain(node.values) and not _there(node, tier):
+            raise ValueError(
+                f"{name}: the state of {node.layout.stage or 'the parameters'!r} is in memory, and the strategy keeps "
+                f"it on {'disk' if tier == 'disk' else 'the host' if tier == 'host' else 'the device'}: what maps "
+                f"over a tree makes new tensors. Put it back: state = shardfn.put(state, {tier!r})"
+            )
+
+
+def on_whole(step: Step) -> Step:
+    """A step that works on whole tensors, for what may be elsewhere."""
+
+    @functools.wraps(step)
+    def wrapped(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        if not _any_away(params):
+            return step(params, grads, state)
+        if any(_mesh(node).device_type != "cpu" for node in _nodes(params)):
+            params, grads, state = (_put(tree, "") for tree in (params, grads, state))
+        params, state = step(params, grads, state)
+        params, state = _put(params, "params"), _put(state, "state")
+        released(params, grads, state)
+        return params, state
+
+    return wrapped
+
+
+def _any_away(tree: Any) -> bool:
+    return any(node.layout.placement.tiers != NOWHERE for node in _nodes(tree))
+
+
+def _nodes(tree: Any) -> list[Any]:
+    """The flat shards of a tree, and parts of such, that have numbers."""
+    leaves = optree.tree_leaves(tree, is_leaf=is_unit)
+    return [leaf for leaf in leaves if is_unit(leaf) and isinstance(leaf.values, Tensor)]
+
+
+def _mesh(node: Any) -> Any:
+    return mesh_of(node.layout.grid, f"the state of {node.layout.stage!r}")
+
+
+def _there(node: Any, tier: str) -> bool:
+    return placing.there(node.values.detach(), tier, _mesh(node))
+
+
+def _put(tree: Any, kind: str) -> Any:
+    """A tree on the tiers that its placements have for a kind; on the device for none."""
+
+    def put(node: Any) -> Any:
+        if not is_unit(node) or not placing.plain(node.values) or node.values.requires_grad:
+            return node
+        if kind == "state" and not node.layout.trainable:  # the parameters' own
+            return node
+        tier = getattr(node.layout.placement.tiers, kind) if kind else "device"
+        if _there(node, tier):
+            return node
+        values = placing.put(node.values.detach(), tier, kind, _mesh(node))
+        return optree.tree_map(lambda _: values, node)
+
+    return optree.tree_map(put, tree, is_leaf=is_unit)
