@@ -5,7 +5,7 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under every torch.func transform.
 """
 
-from shardfn import checkpoint, interop, optim, parallel
+from shardfn import checkpoint, interop, lora, optim, parallel, quant
 from shardfn.collectives.functional import (
     all_gather,
     all_to_all,
@@ -30,6 +30,8 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
+from shardfn.plan.figures import Memory
+from shardfn.plan.memory import memory
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
 from shardfn.shards.partition import combine, partition, pruned
@@ -48,10 +50,13 @@ from shardfn.shards.placement import (
     uncut,
     zero1,
     zero2,
+    zeropp,
 )
+from shardfn.shards.putting import put
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
 from shardfn.shards.sharding import shard, shard_named, unshard
+from shardfn.stages.offloading import offload
 from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage
 from shardfn.transforms.accumulate import accumulate
@@ -65,6 +70,7 @@ __all__ = [
     "FlatShard",
     "Layout",
     "Ledger",
+    "Memory",
     "P",
     "Placement",
     "Record",
@@ -96,8 +102,11 @@ __all__ = [
     "local_parameters",
     "local_shape",
     "local_slice",
+    "lora",
     "make_mesh",
+    "memory",
     "mics",
+    "offload",
     "optim",
     "parallel",
     "partition",
@@ -108,7 +117,9 @@ __all__ = [
     "pruned",
     "psum",
     "psum_scatter",
+    "put",
     "pvary",
+    "quant",
     "ragged_all_to_all",
     "redistribute",
     "reduce_scatter",
@@ -126,4 +137,5 @@ __all__ = [
     "vdot",
     "zero1",
     "zero2",
+    "zeropp",
 ]

@@ -1,6 +1,6 @@
 """Processes that train and save are killed at random moments, and go on from the newest checkpoint.
 
-    python -m tests.crash --kills 200
+    python -m tests.crash --kills 200             # with --scratch folder: parameters, gradients and state on disk
 
 Each life is a few processes on a mesh that is drawn anew, which train a small model and save after every step, in turn
 at once and in the background, until one of them or all get SIGKILL. Then the newest checkpoint must verify, and hold at
@@ -11,11 +11,13 @@ what a run without kills gives: bit for bit if the mesh is the same in all lives
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import math
 import multiprocessing
 import os
 import random
 import shutil
+import signal
 import tempfile
 import time
 import warnings
@@ -57,11 +59,12 @@ class Tally:
     steps: int = 0
 
 
-def initial(mesh: Any) -> dict[str, Any]:
+def initial(mesh: Any, tiers: dict[str, Any]) -> dict[str, Any]:
     g = torch.Generator().manual_seed(0)
     params = {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in SHAPES.items()}
     replicas = ("replica",) if "replica" in mesh.mesh_dim_names else ()
-    placed = sf.shard(params, mesh, sf.hybrid_shard("shard", replicas) if replicas else sf.full_shard("shard"))
+    strategy = sf.hybrid_shard("shard", replicas) if replicas else sf.full_shard("shard")
+    placed = sf.shard(params, mesh, strategy.on(**tiers))
     return {"model": placed, "optimizer": OPTIMIZER.init(placed), "step": 0, "noise": torch.Generator().manual_seed(1)}
 
 
@@ -95,16 +98,21 @@ def trained(state: dict[str, Any], mesh: Any) -> dict[str, Any]:
     return {**state, "model": model, "optimizer": moments, "step": state["step"] + 1}
 
 
-def live(rank: int, sizes: dict[str, int], folder: str, number: int, steps: int) -> None:
-    """One process of a life."""
+ON_DISK = {"params": "disk", "grads": "disk", "state": "disk"}
+
+
+def live(rank: int, sizes: dict[str, int], folder: str, number: int, steps: int, scratch: str = "") -> None:
+    """One process of a life; with everything in a scratch folder, if there is one."""
+    os.environ["SHARDFN_SCRATCH"] = scratch
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     root, size = Path(folder), math.prod(sizes.values())
     os.dup2(os.open(root / f"log{number}.{rank}", os.O_WRONLY | os.O_CREAT), 2)  # survivors complain
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     store = (root / f"store{number}").as_uri()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     mesh = sf.make_mesh(device="cpu", **sizes)
-    state = initial(mesh)
+    state = initial(mesh, ON_DISK if scratch else {})
     newest = checkpoint.latest(root / "run")
     if newest is not None:
         state = checkpoint.load(newest, state)
@@ -128,7 +136,9 @@ def live(rank: int, sizes: dict[str, int], folder: str, number: int, steps: int)
     dist.destroy_process_group()
 
 
-def crash(kills: int, steps: int, seed: int, meshes: list[dict[str, int]], folder: Path) -> tuple[Tally, float]:
+def crash(
+    kills: int, steps: int, seed: int, meshes: list[dict[str, int]], folder: Path, scratch: Path | None = None
+) -> tuple[Tally, float]:
     """Lives and deaths until all steps are trained after so many kills.
 
     Returns:
@@ -144,11 +154,12 @@ def crash(kills: int, steps: int, seed: int, meshes: list[dict[str, int]], folde
         last = number >= kills
         sizes = draw.choice(meshes)
         size = math.prod(sizes.values())
-        given = [(rank, sizes, str(folder), number, steps if last else 10**6) for rank in range(size)]
+        place = "" if scratch is None else str(scratch)
+        given = [(rank, sizes, str(folder), number, steps if last else 10**6, place) for rank in range(size)]
         if last:
             newest = checkpoint.latest(folder / "run")
             done = int(newest.name.split("-")[1]) if newest else 0
-            given = [(*one[:4], max(steps, done + 3)) for one in given]
+            given = [(*one[:4], max(steps, done + 3), place) for one in given]
         processes = [context.Process(target=live, args=args, daemon=True) for args in given]
         for process in processes:
             process.start()
@@ -167,14 +178,25 @@ def crash(kills: int, steps: int, seed: int, meshes: list[dict[str, int]], folde
             tally.ends["all killed" if len(victims) == size else "one killed"] += 1
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
-            assert process.exitcode is not None, f"a rank of life {number} hangs after another was killed"
+            assert process.exitcode is not None, (
+                f"life {number}: a rank hangs after another was killed: {where(process)}"
+            )
         tally.torn += len(list((folder / "run").glob(".*.writing")))
         check(folder, number, tally)
+        left = [] if scratch is None else os.listdir(scratch)
+        assert not left, f"life {number} left {left}"
         if last:
             assert all(process.exitcode == 0 for process in processes), (folder / f"log{number}.0").read_text()
             break
         number += 1
     return tally, difference(folder, meshes[0])
+
+
+def where(process: Any) -> str:
+    """A process says into its log where its threads are."""
+    os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1)
+    return Path(f"/proc/{process.pid}/fd/2").read_text()[-4000:]
 
 
 def check(folder: Path, number: int, tally: Tally) -> None:
@@ -233,12 +255,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--steps", type=int, default=20, help="at least; lives train as far as they come")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scratch", type=Path, help="a folder for everything that is trained")
     parser.add_argument("--one-mesh", action="store_true", help="the same mesh in every life: equal bit for bit")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     try:
         meshes = MESHES[:1] if args.one_mesh else MESHES
-        tally, worst = crash(args.kills, args.steps, args.seed, meshes, folder)
+        tally, worst = crash(args.kills, args.steps, args.seed, meshes, folder, args.scratch)
     finally:
         shutil.rmtree(folder)
     print(f"kills: {dict(tally.ends)}; saves cut short: {tally.torn}; steps: {tally.steps}")

@@ -17,8 +17,14 @@ from shardfn.checkpoint.boxes import Box, Ints, steps, whole
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import is_dtensor, joined
+from shardfn.quant.packed import Packed, is_packed
+from shardfn.shards import blocks
+from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit
+from shardfn.tiers import copying
+from shardfn.tiers.copying import arrivals
+from shardfn.tiers.tensors import on_disk
 
 Scalar = bool | int | float | complex | str | tuple[Any, ...] | list[Any] | None
 SCALARS = (bool, int, float, complex, str)
@@ -84,10 +90,12 @@ class Kind:
     Attributes:
         dtype: of its elements.
         shape: of the whole.
+        meant: what bytes stand for, if they are a parameter in few bits: its format and shape.
     """
 
     dtype: torch.dtype
     shape: Ints
+    meant: str = ""
 
     @property
     def bytes(self) -> int:
@@ -95,7 +103,8 @@ class Kind:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        said = f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{said}, {self.meant}" if self.meant else said
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,7 @@ class Contents:
         plain: tensors that are whole on every rank.
         numbers: and strings.
         by_rank: names of those in `plain` and `numbers` that may differ between ranks.
+        packed: parameters in few bits.
         keys: each name as the keys from the root of the tree.
         grids: the meshes.
     """
@@ -126,6 +136,7 @@ class Contents:
     plain: dict[str, Tensor] = field(default_factory=dict)
     numbers: dict[str, Scalar] = field(default_factory=dict)
     by_rank: set[str] = field(default_factory=set)
+    packed: dict[str, Packed] = field(default_factory=dict)
     keys: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
 
@@ -156,7 +167,13 @@ def contents(state: Any, *, shared: bool) -> Contents:
         if type(leaf) is Single:
             _add_flat(found, tokens, leaf.node, shared, leaf.number)
             continue
-        if is_unit(leaf):
+        if type(leaf) is Blocks and isinstance(leaf.values, Tensor) and not lack(leaf.values):
+            _add_blocks(found, tokens, leaf, shared)
+            continue
+        meant = ""
+        if is_packed(leaf):
+            found.packed[name], meant = leaf, leaf.meant
+        if is_unit(leaf) or is_packed(leaf) or type(leaf) is Blocks:
             leaf = leaf.values
         if isinstance(leaf, torch.Generator):
             leaf, own = leaf.get_state(), True
@@ -165,7 +182,7 @@ def contents(state: Any, *, shared: bool) -> Contents:
             continue
         if isinstance(leaf, Tensor) and not is_dtensor(leaf):
             _known(found, name, tokens)
-            found.tensors[name] = Kind(leaf.dtype, tuple(leaf.shape))
+            found.tensors[name] = Kind(leaf.dtype, tuple(leaf.shape), meant)
             found.plain[name] = leaf.detach()
         elif type(leaf) in SCALARS or type(leaf) is Value:
             _known(found, name, tokens)
@@ -186,6 +203,7 @@ def contents(state: Any, *, shared: bool) -> Contents:
 def parameters(tree: Any) -> Iterator[tuple[str, Any, Ints]]:
     """Each parameter of a tree: its name, it alone as a leaf, and its whole shape."""
     for tokens, leaf, _ in _leaves(tree, (), False):
+        leaf = leaf.values if is_packed(leaf) else leaf
         if isinstance(leaf, Tensor):
             yield _name(tokens), leaf, tuple(leaf.shape)
         elif is_unit(leaf) and leaf.values is not None:
@@ -207,7 +225,15 @@ def generators(state: Any) -> dict[str, torch.Generator]:
 
 def crc(tensor: Tensor) -> int:
     """Of a tensor's bytes."""
-    return zlib.crc32(memory(tensor))
+    found = 0
+    for part in arrivals(part for _, part in pieces(tensor, most_of(tensor))):
+        found = zlib.crc32(memory(part), found)
+    return found
+
+
+def most_of(x: Tensor) -> int:
+    """Bytes of a tensor that are written or read at a time."""
+    return copying.PORTION if on_disk(x) else BUFFER
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -238,11 +264,15 @@ def lack(x: Tensor) -> str:
         return "on the device meta, which has no values"
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
         return "that is not dense: pass its to_dense() or dequantize(), or its parts"
+    if hasattr(x, "__tensor_flatten__") and not is_dtensor(x):
+        return f"made of others, {type(x).__name__}: pass those"
     return ""
 
 
 def _leaves(state: Any, tokens: tuple[Any, ...], own: bool) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(state, is_leaf=lambda x: is_unit(x) or type(x) is ByRank)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(
+        state, is_leaf=lambda x: is_unit(x) or type(x) in (ByRank, Blocks, Packed)
+    )
     for accessor, leaf in zip(accessors, leaves, strict=True):
         here = (*tokens, *_tokens(accessor))
         if type(leaf) is ByRank:
@@ -256,7 +286,7 @@ def _tokens(accessor: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def _silent(entry: Any) -> bool:
-    return isinstance(entry, optree.GetAttrEntry) and entry.type is ByRank
+    return getattr(entry, "type", None) in (ByRank, Packed)
 
 
 def _known(found: Contents, name: str, tokens: tuple[Any, ...]) -> None:
@@ -277,14 +307,34 @@ def _add_flat(
     for number, keys in (_keys(tokens, node) if single is None else {single: tokens}).items():
         name = names[number] = _name(keys)
         _known(found, name, keys)
-        found.tensors[name] = Kind(values.dtype, layout.whole_shape(number))
-    for number, box, at in _cut(layout, process_groups.global_rank(), shared, values.element_size(), BUFFER):
+        packed = layout.packed_at(number)
+        found.tensors[name] = Kind(values.dtype, layout.whole_shape(number), packed.meant if packed else "")
+        if packed is not None:
+            found.packed[name] = packed
+    for number, box, at in _cut(layout, process_groups.global_rank(), shared, values.element_size(), most_of(values)):
         if number in names:
             own = values[at - first : at - first + box.numel].view(box.sizes)
             found.boxes.append(LocalBox(names[number], box, own))
 
 
-def _keys(tokens: tuple[Any, ...], node: FlatShard | Piece) -> dict[int, tuple[Any, ...]]:
+def _add_blocks(found: Contents, tokens: tuple[Any, ...], node: Blocks, shared: bool) -> None:
+    layout, rank = node.layout, process_groups.global_rank()
+    found.grids.append(layout.grid)
+    keys = _keys(tokens, node)
+    shapes = {number: blocks.whole_shape(layout, number) for number in keys}
+    for number, own in keys.items():
+        _known(found, _name(own), own)
+        found.tensors[_name(own)] = Kind(node.values.dtype, shapes[number])
+    for number, offsets, start, stop in blocks.parts(node, rank, shared):
+        axes = layout.same_axes(number)
+        writer = zlib.crc32(layout.entries[number].path.encode()) % layout.grid.size(axes)
+        if (start < stop or shapes[number][-1] == 0) and (not shared or layout.grid.index(rank, axes) == writer):
+            sizes = (*(1 for _ in offsets[:-1]), stop - start)
+            box = Box(offsets, sizes)
+            found.boxes.append(LocalBox(_name(keys[number]), box, node.values.detach()[start:stop].view(sizes)))
+
+
+def _keys(tokens: tuple[Any, ...], node: FlatShard | Piece | Blocks) -> dict[int, tuple[Any, ...]]:
     """The parameters of a node by number, each with the keys to it."""
     layout: Layout = node.layout
     numbers = range(len(layout.entries)) if is_flat(node) else node.entries  # type: ignore[union-attr]

@@ -23,6 +23,7 @@ from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, Scalar, lack
 from shardfn.checkpoint.items import Flaw, checked
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
+from shardfn.tiers import copying, mapping
 
 MODELS = (safetensors.MODEL, safetensors.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 STEP = 2**23  # bytes that are copied at a time
@@ -77,6 +78,7 @@ class FileReader:
         self.source, self.tensors, self._share = Files(), dict[str, Tensor](), share
         self._maps: list[safetensors.Mapped] = []
         self._torchs: dict[Path, dict[str, int]] = {}  # and the checksums in them
+        self._mapped: set[tuple[int, int]] = set()
         before = _version(path)
         self._open(path)
         if _version(path) != before:
@@ -96,6 +98,7 @@ class FileReader:
                 raise CheckpointError(f"{file} has no {', '.join(lacking)}, though {path.name} says so")
             self.source.add(found)
             self.tensors |= mapped
+            self._mapped |= _places(file, mapped.values())
 
     def identity(self) -> str:
         """The same where the files are: by the checksums of all elements in those of torch's, else by some bytes."""
@@ -133,13 +136,15 @@ class FileReader:
             for target in wanted:
                 x = self.tensors[target.name]
                 for box in steps(target.box, STEP // x.element_size()):
-                    target.values[box.within(target.box)].copy_(x[box.within(whole(x.shape))])
+                    copying.copy_(target.values[box.within(target.box)], x[box.within(whole(x.shape))])
                     self.forget()
 
     def forget(self) -> None:
-        """Gives back the memory of what was read of files of safetensors."""
+        """Gives back the memory of what was read."""
         for each in self._maps:
             each.forget()
+        for address, nbytes in self._mapped:
+            mapping.left(address, nbytes)
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -168,6 +173,13 @@ def _of_torch(file: Path) -> tuple[Files, dict[str, Tensor]]:
             what = "a DTensor" if is_dtensor(leaf) else f"a tensor {lack(leaf)}" if isinstance(leaf, Tensor) else ""
             found.others[name] = what or f"a {type(leaf).__name__}"
     return found, mapped
+
+
+def _places(file: Path, mapped: Iterable[Tensor]) -> set[tuple[int, int]]:
+    """Where in memory a file is, of which these are parts: addresses and lengths."""
+    x = next((x for x in mapped if x.numel()), None)
+    found = None if x is None else mapping.private(str(file), x.untyped_storage().data_ptr())
+    return set() if found is None else {found}
 
 
 def _unpickled(file: Path) -> Any:

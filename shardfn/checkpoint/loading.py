@@ -26,6 +26,7 @@ from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
+from shardfn.tiers import copying
 
 _log = logging.getLogger("shardfn")
 
@@ -39,15 +40,17 @@ class Differences:
         extra: in the checkpoint, not wanted.
         shapes: in both, of other shapes: `(checkpoint's, tree's)`.
         kinds: in both, of other dtypes or types.
+        formats: in both, in other few bits.
     """
 
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[str, str]] = field(default_factory=dict)
     kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
+    formats: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.shapes or self.kinds)
+        return bool(self.missing or self.extra or self.shapes or self.kinds or self.formats)
 
     def __str__(self) -> str:
         said = []
@@ -55,7 +58,7 @@ class Differences:
             said.append(f"missing in the checkpoint: {', '.join(self.missing)}")
         if self.extra:
             said.append(f"in the checkpoint, but not in the tree: {', '.join(self.extra)}")
-        for what, found in (("shape", self.shapes), ("kind", self.kinds)):
+        for what, found in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
             each = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in found.items()]
             if each:
                 said.append(f"of another {what}: {', '.join(each)}")
@@ -335,12 +338,14 @@ def _compare_one(differ: Differences, said: str, source: Any, there: Name, wante
             where = differ.kinds if ours is None and kind is None else differ.shapes
             where[said] = other, here
         return
-    ours = Kind(ours.dtype, turned(ours.shape, there.turned))
+    ours = Kind(ours.dtype, turned(ours.shape, there.turned), ours.meant)
     more = " when its last two dimensions are swapped" if there.turned else ""
     if kind.shape != ours.shape:
         differ.shapes[said] = str(kind), f"{ours}{more}"
     elif kind.dtype != ours.dtype:
         differ.kinds[said] = str(kind), f"{ours}{more}"
+    elif kind.meant and ours.meant and kind.meant != ours.meant:  # what others wrote does not say it
+        differ.formats[said] = kind.meant, ours.meant
 
 
 def _unusable(names: dict[str, Name]) -> str:
@@ -377,4 +382,4 @@ def _placed(like: Any, donate: bool) -> tuple[Any, Contents]:
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Generator):
         return leaf.clone_state()
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    return copying.clone(leaf.detach()) if isinstance(leaf, Tensor) else leaf

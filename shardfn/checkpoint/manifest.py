@@ -93,6 +93,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             name: {
                 "dtype": str(kind.dtype).removeprefix("torch."),
                 "shape": kind.shape,
+                **({"meant": kind.meant} if kind.meant else {}),
                 "chunks": [
                     [c.box.offsets, c.box.sizes, c.file, c.offset, c.length, c.data, c.before, c.after]
                     for c in manifest.chunks.get(name, [])
@@ -145,7 +146,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{path} has tensors of {', '.join(sorted(unknown))}, which torch {torch.__version__} lacks"
         )
-    tensors = {name: Kind(getattr(torch, one["dtype"]), tuple(one["shape"])) for name, one in body["tensors"].items()}
+    tensors = {
+        name: Kind(getattr(torch, one["dtype"]), tuple(one["shape"]), one.get("meant", ""))
+        for name, one in body["tensors"].items()
+    }
     chunks = {
         name: [Chunk(Box(tuple(offsets), tuple(sizes)), *rest) for offsets, sizes, *rest in one["chunks"]]
         for name, one in body["tensors"].items()

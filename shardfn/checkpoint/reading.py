@@ -23,6 +23,8 @@ from shardfn.checkpoint.items import Flaw, checked, unpickled
 from shardfn.checkpoint.manifest import Chunk
 from shardfn.checkpoint.sources import Source
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.tiers import copying
+from shardfn.tiers.tensors import on_disk
 
 STEP = 2**22  # bytes of the buffer, about; a multiple of every element's
 REST = 2**12  # bytes that are read with those before them
@@ -203,7 +205,7 @@ class Reader:
                         for target in targets:
                             both = target.box.common(box)
                             if both is not None:
-                                target.values[both.within(target.box)].copy_(values[both.within(box)])
+                                copying.copy_(target.values[both.within(target.box)], values[both.within(box)])
 
     def read(self, name: str, box: Box) -> Tensor:
         """The elements of a box. Raises as `wanted` and `fill` do."""
@@ -260,6 +262,8 @@ def _straight(
     if where is None or len(targets) > 1 or targets[0].box != chunk.box or where.stop - where.start > BUFFER:
         return False
     if x.dtype != kind.dtype or x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg():
+        return False
+    if on_disk(x):
         return False
     target = memory(x)
     around, head = buffer.first(where.stop - where.start - len(target)), where.data - where.start

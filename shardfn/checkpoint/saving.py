@@ -10,19 +10,20 @@ import os
 import sys
 import threading
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from shardfn.checkpoint import folders
-from shardfn.checkpoint.contents import BUFFER, Contents, Kind, LocalBox, Scalar, contents, crc, pieces
+from shardfn.checkpoint import folders, snapshots
+from shardfn.checkpoint.contents import Contents, Scalar, contents, crc, most_of, pieces
 from shardfn.checkpoint.manifest import Manifest
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.checkpoint.writer import Writer
 from shardfn.mesh import waiting
+from shardfn.tiers import copying
+from shardfn.tiers.copying import arrivals
 
 Busy = Literal["wait", "refuse"]
 _log = logging.getLogger("shardfn")
@@ -34,7 +35,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
 
     The format is torch.distributed.checkpoint's, under true parameter names and whole shapes, so its loaders read it.
     Each rank writes its own pieces, and its share of what several hold; nothing is gathered. In addition to its shards
-    a rank needs 64 MB of memory.
+    a rank needs 64 MB of memory, also where these are on disk, of which 8 MB are read at a time.
 
     Either the folder is there and whole when this returns, or it raised an error and what was there before is
     untouched. A process that dies leaves at most a hidden folder next to it, which the next `save` there removes.
@@ -84,6 +85,8 @@ class Pending:
         except Exception as error:
             self.error = error
             _log.error("the checkpoint %s was not written: %s", self.path, error)
+        finally:
+            self._save.forget()
 
     def done(self) -> bool:
         """Whether it is over, written or failed. It does not wait."""
@@ -123,7 +126,8 @@ def save_async(
     """Writes training state in the background: training may go on, and change it, as soon as this returns.
 
     It first copies this rank's pieces to memory on the CPU, which later calls use again: as many bytes as the rank's
-    shards and plain tensors have. A program that ends without an error waits for its last checkpoint.
+    shards and plain tensors have. What is on disk is copied there, which takes 20 MB of memory, as many bytes again on
+    that disk, and the time to read and write them. A program that ends without an error waits for its last checkpoint.
 
     Args:
         path: of the checkpoint, as for `save`.
@@ -149,17 +153,14 @@ def save_async(
         _refuse(Path(path))
     finish()
     begun = on_each_rank(lambda: _Save(Path(path), contents(state, shared=True), keep, overwrite))
-    found = begun.found
-    found.boxes = [replace(one, values=copy) for one, copy in zip(found.boxes, _staged(found.boxes), strict=True)]
-    found.plain = {name: x.cpu().clone() for name, x in found.plain.items()}
-    pending = Pending(begun, team_of(found.grids, "ask"))
+    begun.copy()
+    pending = Pending(begun, team_of(begun.found.grids, "ask"))
     _pending.append(pending)
     _wait_at_exit()
     return pending
 
 
 _pending: list[Pending] = []
-_memory: list[Tensor] = []
 
 
 def finish() -> None:
@@ -198,47 +199,6 @@ def _refuse(path: Path) -> None:
             raise CheckpointError(f"{path}: {pending.path} is still being written")
 
 
-def _staged(boxes: list[LocalBox]) -> list[Tensor]:
-    """Copies in memory that is kept for the next time; what lies side by side is copied at once."""
-    runs: list[_Run] = []
-    places = []
-    for values in (box.values for box in boxes):
-        storage, start = values.untyped_storage(), int(values.storage_offset()) * values.element_size()
-        stop = start + values.numel() * values.element_size()
-        last = runs[-1] if runs else None
-        if last is None or last.storage.data_ptr() != storage.data_ptr() or not 0 <= start - last.stop <= _GAP:
-            begin = -(-(last.begin + last.stop - last.start) // 64) * 64 if last else 0
-            last = _Run(storage, values.device, start, stop, begin)
-            runs.append(last)
-        last.stop = stop
-        places.append(last.begin + start - last.start)
-    total = runs[-1].begin + runs[-1].stop - runs[-1].start if runs else 0
-    devices = {run.device for run in runs if run.device.type != "cpu"}
-    if not _memory or _memory[0].numel() < total or (devices and not _memory[0].is_pinned()):
-        _memory[:] = [torch.empty(total, dtype=torch.uint8, pin_memory=bool(devices))]
-    for run in runs:
-        every = torch.empty(0, dtype=torch.uint8, device=run.device).set_(run.storage)
-        _memory[0][run.begin : run.begin + run.stop - run.start].copy_(every[run.start : run.stop], non_blocking=True)
-    for device in devices:  # one wait for all copies
-        torch.get_device_module(device).current_stream(device).synchronize()
-    return [
-        _memory[0][at : at + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        for at, x in zip(places, (box.values for box in boxes), strict=True)
-    ]
-
-
-@dataclass
-class _Run:
-    """Bytes `start` to `stop` of a storage, which go to `begin`."""
-
-    storage: Any
-    device: torch.device
-    start: int
-    stop: int
-    begin: int
-
-
-_GAP = 4096  # bytes between parts that are copied with them
 _MOMENT = 2.0  # seconds for which a program that fails waits for the thread that writes
 
 
@@ -254,6 +214,22 @@ class _Save:
         self.folder = folders.aside(path, "writing")
         self.team = team_of(found.grids)
         self.stopped = threading.Event()
+        self.failed: Exception | None = None  # of which all ranks hear when they meet
+
+    def copy(self) -> None:
+        """Goes on with copies of what there is now."""
+        found = self.found
+        try:
+            copies = snapshots.taken([one.values for one in found.boxes])
+            found.boxes = [replace(one, values=copy) for one, copy in zip(found.boxes, copies, strict=True)]
+            found.plain = {name: copying.clone(x.cpu()) for name, x in found.plain.items()}
+        except (OSError, RuntimeError) as error:
+            self.failed = error
+
+    def forget(self) -> None:
+        """It is over: what it has may be used for others."""
+        self.found.boxes.clear()
+        self.found.plain.clear()
 
     def _go_on(self) -> None:
         if self.stopped.is_set():
@@ -276,6 +252,8 @@ class _Save:
     def _begin(self) -> tuple[bool, int, dict[str, tuple[Any, int]]]:
         """Whether the name is taken; what this rank has, and its plain tensors and own numbers, in short."""
         found, taken = self.found, False
+        if self.failed is not None:
+            raise self.failed
         if self.team.rank == 0:
             taken = self.path.exists() and not (self.overwrite and folders.is_checkpoint(self.path))
             if not taken:
@@ -333,19 +311,19 @@ class _Save:
         if not self.folder.is_dir():
             raise OSError(f"this rank does not see {self.folder}, which rank 0 made: all ranks need one file system")
         with contextlib.closing(Writer(self.folder, team.rank)) as writer:
-            for one in found.boxes:
+            for one, values in zip(found.boxes, arrivals(one.values for one in found.boxes), strict=True):
                 self._go_on()
-                writer.tensor(one.name, one.values, one.box)
+                writer.tensor(one.name, values, one.box)
             load = [0] * team.size
             for name, x in found.plain.items():
                 turn = load.index(min(load))
                 load[turn] += x.numel() * x.element_size() + 4096
                 if name in alone or turn == team.rank:
                     own = _of_rank(name, team.rank) if name in alone else name
-                    writer.written.tensors[own] = Kind(x.dtype, tuple(x.shape))
-                    for box, piece in pieces(x, BUFFER):
+                    writer.written.tensors[own] = found.tensors[name]
+                    for box, piece in pieces(x, most_of(x)):
                         self._go_on()
-                        writer.tensor(own, piece, box)
+                        writer.tensor(own, copying.read(piece), box)
             for name, value in found.numbers.items():
                 if name in alone or team.rank == 0:
                     writer.number(_of_rank(name, team.rank) if name in alone else name, value)

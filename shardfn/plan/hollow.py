@@ -1,0 +1,100 @@
+"""Parameters without numbers, laid out as those with numbers would be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardfn.mesh.spec import dotted, joined
+from shardfn.mesh.which import Which, listed
+from shardfn.quant.packed import is_packed
+from shardfn.shards.layout import FlatShard, is_flat
+from shardfn.shards.placement import Strategy
+from shardfn.shards.sharding import Rules, Specs
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class _Shapes(TorchFunctionMode):
+    """Whatever is made has no numbers, and whoever draws some needs no generator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        if given.get("device") is not None:
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def made(path: str, node: Any) -> Any:
+    """A tree with what its makers would make in their places, without numbers.
+
+    Raises:
+        TypeError: a leaf that is neither a tensor nor a maker.
+        ValueError: a maker that reads numbers.
+    """
+    accessors, leaves, tree = optree.tree_flatten_with_accessor(node, is_leaf=lambda x: is_flat(x) or is_packed(x))
+    found = (_leaf(joined(path, dotted(accessor)), leaf) for accessor, leaf in zip(accessors, leaves, strict=True))
+    return optree.tree_unflatten(tree, list(found))
+
+
+def _leaf(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) or is_flat(leaf) or is_packed(leaf):
+        return leaf
+    if not callable(leaf):
+        raise TypeError(
+            f"memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the meta "
+            f"device too, or makers, as init takes them"
+        )
+    try:
+        with torch.device("meta"), _Shapes():
+            drawn = leaf(torch.Generator())
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"memory: the maker of {name or 'the tree'} cannot run without numbers ({str(error).partition(chr(10))[0]})"
+            f": pass tensors of the shapes and dtypes that it makes, torch.empty(..., device='meta')"
+        ) from error
+    return made(name, drawn)
+
+
+def laid_out(
+    params: Any, mesh: DeviceMesh, strategy: Strategy, stages: Which | None, frozen: Which, specs: Specs
+) -> Any:
+    """The tree as `shard` would return it, but without numbers, and without asking other ranks.
+
+    Raises:
+        ValueError, TypeError: as `shard`.
+    """
+    rules, names = Rules(mesh, strategy, stages, frozen, specs, "global", filled=False), list[str]()
+
+    def cut(path: str, subtree: Any) -> Any:
+        layouts, values = rules.laid(path, subtree)
+        names.extend(values)
+        flats = {
+            key: FlatShard(torch.empty(layout.held(rules.rank), dtype=layout.dtype, device="meta"), layout)
+            for key, layout in layouts.items()
+        }
+        return subtree if not flats else next(iter(flats.values())) if len(flats) == 1 else flats
+
+    found = rules.map_stages(params, cut, made)
+    if rules.unused:
+        raise ValueError(
+            f"memory: nothing matches {', '.join(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
+        )
+    return found
+
+
+def without_numbers(tree: Any) -> Any:
+    """The same tree with tensors on the meta device; one that is there twice is there twice."""
+    known: dict[int, Tensor] = {}
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return known.setdefault(id(leaf), torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+
+    return optree.tree_map(of, tree)
