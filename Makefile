@@ -76,7 +76,7 @@ wheel: $(VENV)/.dev ## build the wheel and import it from an empty environment
 smoke: $(VENV)/.examples ## a short sharded training run
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(TRAIN) --steps 20 --out "$$out" $(ARGS)
 
-benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about an hour)
+benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (more than an hour)
 	$(RUN) -m benchmarks.collectives $(ARGS)
 	$(RUN) -m benchmarks.train_step --ranks 2 $(ARGS)
 	$(RUN) -m benchmarks.train_step --ranks 4 $(ARGS)
@@ -89,6 +89,9 @@ benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (about an hour)
 	$(RUN) -m benchmarks.parameter_memory $(ARGS)
 	$(RUN) -m benchmarks.transforms $(ARGS)
 	$(RUN) -m benchmarks.interop $(ARGS)
+	$(RUN) -m benchmarks.bits $(ARGS)
+	$(RUN) -m benchmarks.tiers $(ARGS)
+	$(RUN) -m benchmarks.hosts $(ARGS)
 	$(RUN) -m benchmarks.gpu $(ARGS)
 
 clean: ## remove the environment and everything built

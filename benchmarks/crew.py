@@ -44,6 +44,7 @@ class Crew:
     ) -> None:
         # A server that has imported this program forks each process, so a crew starts in a second.
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["shardfn"])  # a program that runs by -m is not imported by itself
         variables = {"OMP_NUM_THREADS": "1"} | (environment or {})
         if _variables and _variables != variables:
             raise ValueError(f"all crews of a program start with the same variables: {_variables}, not {variables}")

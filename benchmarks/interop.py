@@ -194,7 +194,17 @@ def fsdp2(sizes: dict[str, int]) -> Step:
     model = sharded_module(sizes)
     values: Any = _named(sf.init(interop.functional(module(sizes)).tree, 0, fill=filled))
     set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
-    optimizer, rows = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True), tokens(model.config.vocab_size)
+    return by_torch(model, adamw(model))
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """Torch's own, of what a module trains."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, fused=True)
+
+
+def by_torch(model: Any, optimizer: torch.optim.Optimizer) -> Step:
+    """A step of a module, by torch's own optimizer."""
+    rows = tokens(model.config.vocab_size)
     wanted = rows[:, 1:].contiguous()
 
     def step() -> Tensor:

@@ -4,7 +4,8 @@
 
 First a GPT of 34 million parameters, fully sharded: what each rank holds are several flat shards, and the same memory
 is one plain tensor, on which the kernel is called bare: where memory lies is worth 5 % of a step, by luck, and so it
-is the same for both. Adafactor and Muon have no such counterpart.
+is the same for both. Beside those of 8 bits are bitsandbytes' optimizers on one tensor, where that is installed.
+Adafactor and Muon have no such counterpart.
 Then 288 small parameters, 9 a block, where the time is not in the kernels but around them: AdamW on 32 flat shards,
 and torch's AdamW on the 288 DTensors that FSDP2 makes of them. All take turns in the same processes, the ranks at
 once; a figure is the median of all rounds and ranks, a ratio the median of the rounds' own ratios.
@@ -12,6 +13,9 @@ once; a figure is the median of all rounds and ranks, a ratio the median of the 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -48,6 +52,9 @@ def optimizers() -> dict[str, optim.Optimizer]:
         "adam": optim.adam(RATE),
         "adamw": optim.adamw(RATE),
         "lion": optim.lion(RATE, weight_decay=0.01),
+        "adamw, state in bfloat16": optim.adamw(RATE, state_dtype=torch.bfloat16),
+        "adamw8bit": optim.adamw8bit(RATE),
+        "lion8bit": optim.lion8bit(RATE, weight_decay=0.01),
         "adafactor": optim.adafactor(RATE),
         "muon, adamw for the rest": optim.masked(optim.muon(RATE), is_hidden, optim.adamw(RATE)),
     }
@@ -100,6 +107,24 @@ def bare(name: str, p: Tensor, g: Tensor, slots: list[Tensor]) -> Run:
     return kernels[name]
 
 
+def of_bitsandbytes(name: str, p: Tensor, g: Tensor) -> Run | None:
+    """A step of their optimizer on one tensor; None where there is none, or they are not installed."""
+    names = {"adamw8bit": "AdamW8bit", "lion8bit": "Lion8bit"}
+    if name not in names or importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    logging.disable(logging.WARNING)  # of kernels for other machines
+    theirs = importlib.import_module("bitsandbytes.optim")
+    logging.disable(logging.NOTSET)
+    variable = p.requires_grad_()
+    variable.grad = g
+    optimizer = getattr(theirs, names[name])([variable], lr=RATE, weight_decay=0.01, min_8bit_size=0)
+
+    def run() -> None:
+        optimizer.step()
+
+    return run
+
+
 # --- what the processes do in a turn ---
 
 
@@ -137,8 +162,9 @@ def built(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
             p, g = flat.clone(), torch.full_like(flat, 1e-3)
             slots = {slot: torch.zeros_like(flat) for slot in SLOTS.get(name, [])}
             runs[name] = stepping(optimizer, shards(p), shards(g), {slot: shards(x) for slot, x in slots.items()})
-            if slots:
-                kernels[f"{name}, one tensor"] = bare(name, p, g, list(slots.values()))
+            one = bare(name, p, g, list(slots.values())) if slots else of_bitsandbytes(name, p.clone(), g)
+            if one is not None:
+                kernels[f"{name}, one tensor"] = one
         # All of the kernels behind all of the others, so that none finds its memory in a cache.
         return len(leaves), flat.numel(), timed(runs | kernels, rounds)
 
