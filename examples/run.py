@@ -10,7 +10,7 @@ import os
 import resource
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,32 @@ Look = Callable[[int, Params], None]  # of how many steps were taken, and the pa
 # --- the text ---
 
 
-def sources() -> tuple[list[bytes], list[bytes]]:
-    """The files of the standard library, for training and, one in sixteen by the hash of its name, for validation."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+def files(root: Path, pattern: str, but: Iterable[str] = ()) -> tuple[list[bytes], list[bytes]]:
+    """Files in a folder, for training and, one in sixteen by the hash of its name, for validation.
+
+    `but` names folders inside that are left out.
+    """
     kept: dict[bool, list[bytes]] = {True: [], False: []}
-    for file in sorted(root.rglob("*.py")):
+    for file in sorted(root.rglob(pattern)):
         name = file.relative_to(root)
-        if not {"site-packages", "test", "tests"} & set(name.parts):
+        if not {*but} & {*name.parts}:
             kept[hashlib.blake2b(str(name).encode()).digest()[0] < 16].append(file.read_bytes())
     return kept[False], kept[True]
 
 
+def sources() -> tuple[list[bytes], list[bytes]]:
+    """The files of the standard library."""
+    return files(Path(sysconfig.get_paths()["stdlib"]), "*.py", but=("site-packages", "test", "tests"))
+
+
+def joined(files: Iterable[bytes]) -> Tensor:
+    """Files as one text, of bytes."""
+    return torch.frombuffer(bytearray(b"\n".join(files)), dtype=torch.uint8)
+
+
 def corpus() -> tuple[Tensor, Tensor]:
-    """These sources as bytes, for training and for validation."""
-    training, held_out = (torch.frombuffer(bytearray(b"\n".join(files)), dtype=torch.uint8) for files in sources())
+    """The sources of the standard library as bytes, for training and for validation."""
+    training, held_out = map(joined, sources())
     return training, held_out
 
 
