@@ -54,7 +54,38 @@ PIPELINES = "tests/parallel/test_pipeline.py"
 OPTIMIZERS = "tests/optim/test_optim.py"
 ACCUMULATE = "tests/transforms/test_accumulate.py"
 
+TRANSFERS = "tests/tiers/test_transfers.py"
+
 MUTANTS = [
+    # what is kept elsewhere
+    Mutant(
+        "a step leaves state on disk as it was",
+        "tiers/streaming.py",
+        "if one is not None and kept:",
+        "if False:",
+        "tests/optim/test_away.py::test_steps_are_the_same_wherever_things_are_kept[adamw]",
+    ),
+    Mutant(
+        "what was read before it changed is taken",
+        "tiers/ahead.py",
+        "if found is not None and not x.is_inference() and found[1] == x._version:",
+        "if found is not None:",
+        f"{TRANSFERS}::test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken",
+    ),
+    Mutant(
+        "a state that has left its tier passes",
+        "optim/away.py",
+        "if node.layout.trainable and placing.plain(node.values) and not _there(node, tier):",
+        "if False:",
+        "tests/optim/test_away.py::test_a_state_that_has_left_its_tier_is_refused",
+    ),
+    Mutant(
+        "no wait for gradients that leave",
+        "stages/reduction.py",
+        "        self.leaving.settle()\n",
+        "",
+        "tests/tiers/test_simulated_tiers.py::test_the_host_waits_for_what_it_reads_and_for_nothing_else[grads]",
+    ),
     # gathers
     Mutant(
         "no wait for a gather",
@@ -327,9 +358,9 @@ MUTANTS = [
     ),
     Mutant(
         "the last gradient is the sum",
-        "transforms/step.py",
-        "self.out = out if self.out is None else self.out.add_(out)",
-        "self.out = out",
+        "stages/reduction.py",
+        "return out if known is None else known.add_(out)",
+        "return out",
         f"{ACCUMULATE}::test_uneven_micro_batches_on_processes",
     ),
     Mutant(
@@ -342,8 +373,8 @@ MUTANTS = [
     Mutant(
         "narrow sums do not arrive",
         "collectives/into_buffers.py",
-        "return _All([work], lambda: out.copy_(narrow))",
-        "return _All([work])",
+        "return Together([work], lambda: out.copy_(narrow))",
+        "return Together([work])",
         TWO,
     ),
     Mutant(
@@ -485,8 +516,8 @@ MUTANTS = [
     Mutant(
         "a background save copies nothing",
         "checkpoint/saving.py",
-        "[replace(one, values=copy) for one, copy in zip(found.boxes, _staged(found.boxes), strict=True)]",
-        "list(found.boxes)",
+        "copies = snapshots.taken([one.values for one in found.boxes])",
+        "copies = [one.values for one in found.boxes]",
         "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
     ),
 ]

@@ -45,6 +45,7 @@ from shardfn.mesh import waiting
 from shardfn.mesh.groups import cpu_group
 from shardfn.shards import layout
 from shardfn.testing import World, WorldError, WorldTimeout, world
+from tests.lossless import WIRES
 
 D = 3
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
@@ -102,6 +103,7 @@ class Stage:
     reshard: str = "default"
     prefetch: int = 1
     low: bool = False
+    wire: str = "no"
 
 
 @dataclass(frozen=True)
@@ -690,6 +692,7 @@ RESHARD = {"default": None, "yes": True, "no": False}
 
 def staged(f: Any, stage: Stage) -> Any:
     more: dict[str, Any] = {"remat": REMAT[stage.remat], "reshard": RESHARD[stage.reshard], "prefetch": stage.prefetch}
+    more |= WIRES[stage.wire]
     if stage.low:
         more |= {"gather_dtype": torch.float32, "input_dtype": torch.float32, "output_dtype": torch.float64}
     return sf.stage(f, **more)
@@ -1164,21 +1167,24 @@ class Plain:
         return found
 
     def vmap(self, action: Action) -> list[Found]:
-        return [{"values": [torch.stack([one[k][0] for one in self.samples(action)])]} for k in range(self.n)]
+        each = [torch.stack(self.values(action, factor, self.leaves()[0])).detach() for factor in FACTORS]
+        return [{"values": [torch.stack([values[k] for values in each])]} for k in range(self.n)]
 
     def per_sample(self, action: Action) -> list[Found]:
-        each = [self.spread(gradient) for *_, gradient in self.samples(action)]
+        each = [self.spread(gradient) for gradient in self.gradients(action)]
         stacks = [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
         return [{"gradient": stacks}] * self.n
 
-    def samples(self, action: Action) -> Iterator[Any]:
-        for factor in (1.0, 0.5, -1.0):
+    def gradients(self, action: Action) -> Iterator[Any]:
+        for factor in FACTORS:
             ps, tensors = self.leaves()
-            runs = [self.loss(action, ps, k, x_of(action, k) * factor) for k in range(self.n)]
-            gradient = again(torch.stack([value for value, _ in runs]).sum(), self.moving(tensors))
-            yield [*[(value.detach(),) for value, _ in runs], gradient]
+            yield again(torch.stack(self.values(action, factor, ps)).sum(), self.moving(tensors))
+
+    def values(self, action: Action, factor: float, ps: Any) -> list[Tensor]:
+        return [self.loss(action, ps, k, x_of(action, k) * factor)[0] for k in range(self.n)]
 
 
+FACTORS = (1.0, 0.5, -1.0)  # of the samples
 INTERRUPTED = ["value_and_grad", "backward", "func_grad", "accumulate", "forward"]
 
 
@@ -1463,7 +1469,7 @@ def features(program: Program) -> frozenset[str]:
     for stage in program.stages:
         found |= {f"op {op.kind}" for op in stage.ops} | {f"wrap {op.wrap}" for op in stage.ops}
         found |= {f"out {out.kind}" for out in stage.outs}
-        found |= {f"remat {stage.remat}", f"reshard {stage.reshard}", f"low {stage.low}"}
+        found |= {f"remat {stage.remat}", f"reshard {stage.reshard}", f"low {stage.low}", f"wire {stage.wire}"}
         found |= {f"prefetch {stage.prefetch}"} if stage.prefetch != 1 else set()
     found |= {f"line {line.kind}" for line in program.lines} | {f"around {line.around}" for line in program.lines}
     for action in program.actions:
@@ -1476,7 +1482,7 @@ def features(program: Program) -> frozenset[str]:
 
 
 USUAL = frozenset({
-    "op matmul", "wrap ", "out register", "remat no", "reshard default", "low False", "line call", "around ",
+    "op matmul", "wrap ", "out register", "remat no", "reshard default", "low False", "wire no", "line call", "around ",
     "action value_and_grad", "ragged False", "psum False", "inputs False", "dtype float64", "frozen False",
     "empty False", "strategy full_shard", "ordered False", "fine False", "gather ", "scatter ",
 })  # fmt: skip
@@ -1530,6 +1536,7 @@ def stages(kinds: Sequence[str], wraps: Sequence[str], outs: Sequence[str], low:
         reshard=often("default", "yes", "no"),
         prefetch=often(1, 0, 2, 3),
         low=often(False, False, False, True) if low else st.just(False),
+        wire=often("no", "gather", "reduce", "both"),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from shardfn.checkpoint import CheckpointError
 
 
-def refused(call: Callable[[], Any], kind: type[Exception] = CheckpointError) -> str:
+def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...] = CheckpointError) -> str:
     """The message of an error of this kind, which the call raises."""
     try:
         call()

@@ -8,8 +8,8 @@ from benchmarks.structure import circles, floors, house
 
 # From below: each imports only what stands before it.
 ORDER = [
-    "compat", "debugging", "mesh", "collectives", "shards", "testing", "transforms", "optim", "checkpoint", "stages",
-    "parallel", "interop", "cli",
+    "compat", "debugging", "mesh", "quant", "collectives", "tiers", "shards", "testing", "transforms", "optim",
+    "checkpoint", "stages", "plan", "parallel", "interop", "lora", "cli",
 ]  # fmt: skip
 
 
