@@ -5,7 +5,7 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under every torch.func transform.
 """
 
-from shardfn import checkpoint, interop, lora, optim, parallel, quant
+from shardfn import checkpoint, interop, lora, optim, parallel, quant, run
 from shardfn.collectives.functional import (
     all_gather,
     all_to_all,
@@ -123,6 +123,7 @@ __all__ = [
     "ragged_all_to_all",
     "redistribute",
     "reduce_scatter",
+    "run",
     "shard",
     "shard_grad_op",
     "shard_map",

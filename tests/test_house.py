@@ -9,7 +9,7 @@ from benchmarks.structure import circles, floors, house
 # From below: each imports only what stands before it.
 ORDER = [
     "compat", "debugging", "mesh", "quant", "collectives", "tiers", "shards", "testing", "transforms", "optim",
-    "checkpoint", "stages", "plan", "parallel", "interop", "lora", "cli",
+    "checkpoint", "stages", "plan", "parallel", "interop", "lora", "run", "translate", "cli",
 ]  # fmt: skip
 
 
