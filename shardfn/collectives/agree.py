@@ -42,12 +42,12 @@ def agree(
         described: what this rank was given, a line for each argument.
         mesh: whose ranks compare; or an axis of one, by which all along it do.
         name: who asks.
-        mine: what is wrong with this rank's own arguments, to raise in place of a difference.
+        mine: what is wrong with this rank's own arguments, to raise in place of a difference; the others hear of it.
         subject: what is compared, and what to do about a difference.
         axes: only the ranks along these compare.
 
     Raises:
-        ValueError: the ranks differ; the message says which and in what.
+        ValueError: the ranks differ, and the message says which and in what; or something is wrong on another one.
         RuntimeError: some rank did not come to compare before the process group's timeout.
     """
     if _along(mesh, axes).size == 1:
@@ -61,23 +61,27 @@ def agree(
         f"compare"
     )
     try:
-        digests, lengths = gathered(
-            torch.tensor([digest, len(text)]), mesh, axes, f"comparing {what}", name, alone
+        digests, marked = gathered(
+            torch.tensor([digest, -len(text) if mine else len(text)]), mesh, axes, f"comparing {what}", name, alone
         ).T.tolist()
     except RuntimeError as error:
         more = alone if waiting.elsewhere(error) else f"{alone}. {advice}"
         raise RuntimeError(f"{error}. {more}") from waiting.cause(error)
     if len(set(digests)) == 1:
         return
+    failed, lengths = [n < 0 for n in marked], [abs(n) for n in marked]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     rows = gathered(padded, mesh, axes, f"comparing {what}, which differ", name)
     lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
+    if mine:
+        raise mine
+    if any(failed):
+        rank = failed.index(True)
+        raise ValueError(f"{name}: rank {rank} failed: {' '.join(lines[rank][1:]).removeprefix(f'{name}: ')}")
     rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
     only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]][:3]
     only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]][:3]
-    if mine:
-        raise mine
     raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
 
 

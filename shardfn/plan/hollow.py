@@ -45,6 +45,10 @@ def made(path: str, node: Any) -> Any:
 def _leaf(name: str, leaf: Any) -> Any:
     if isinstance(leaf, Tensor) or is_flat(leaf) or is_packed(leaf):
         return leaf
+    if isinstance(leaf, torch.nn.Module):
+        raise TypeError(
+            f"memory: {name or 'the tree'} is a module; its parameters as a tree are interop.functional(module).tree"
+        )
     if not callable(leaf):
         raise TypeError(
             f"memory: {name or 'the tree'} is of type {type(leaf).__name__}; parameters are tensors, on the meta "

@@ -33,6 +33,7 @@ def put(tree: Any, tier: Tier) -> Any:
         The tree. Values that are on the tier already are the same tensors; others are new ones.
 
     Raises:
+        TypeError: a tier in place of the tree.
         ValueError: no such tier; disk, and nobody has said which.
         OSError: the disk has no room.
         NotImplementedError: a transform, or autograd, follows the values.
@@ -40,6 +41,8 @@ def put(tree: Any, tier: Tier) -> Any:
     Example:
         ``waiting = put((params, state), "disk")``, and later ``params, state = put(waiting, "device")``
     """
+    if isinstance(tree, str):
+        raise TypeError(f"put({tree!r}, ...): the tree comes first, and its tier after it: put(params, {tree!r})")
     if tier not in get_args(Tier):
         raise ValueError(f'put: tier={tier!r}; a tier is "device", "host" or "disk"')
     known: dict[int, Tensor] = {}  # one tensor at several places stays one

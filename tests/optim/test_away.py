@@ -146,7 +146,7 @@ def one_disk_is_full(folder: str) -> str:
 def test_every_rank_hears_of_a_disk_that_is_full(world: World, tmp_path: Path) -> None:
     other, own = world.run(one_disk_is_full, str(tmp_path))
     assert f"MB of state in {str(tmp_path)!r} failed: File too large" in own
-    assert f"rank 1 has [Errno 27] making room for 0.0 MB of state in {str(tmp_path)!r} failed" in other
+    assert f"rank 1 failed: [Errno 27] making room for 0.0 MB of state in {str(tmp_path)!r} failed" in other
 
 
 def rooms(folder: str) -> tuple[int, int, int]:

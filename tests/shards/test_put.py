@@ -79,6 +79,7 @@ def refusals(scratch: Path) -> list[str]:
     blocked = sf.shard(whole(), sf.make_mesh(device="cpu", scratch=scratch / "file", rows=2), sf.full_shard("rows"))
     return [
         told(lambda: sf.put(params, "tape")),  # type: ignore[arg-type]
+        told(lambda: sf.put("disk", params)),
         told(lambda: sf.put(elsewhere, "disk")),
         told(lambda: sf.put(blocked, "disk")),
         told(lambda: sf.put(meta, "disk")),
@@ -90,11 +91,13 @@ def refusals(scratch: Path) -> list[str]:
 @pytest.mark.world(2)
 def test_what_cannot_be_put_is_told(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARDFN_SCRATCH", raising=False)
-    tier, nowhere, folder, meta, twice, transform = world.run(refusals, tmp_path)[0]
+    tier, turned, nowhere, folder, meta, twice, transform = world.run(refusals, tmp_path)[0]
     assert tier == 'ValueError: put: tier=\'tape\'; a tier is "device", "host" or "disk"'
+    assert turned == "TypeError: put('disk', ...): the tree comes first, and its tier after it: put(params, 'disk')"
     assert nowhere.startswith("ValueError: values are to be on disk, but nobody has said where: pass a folder")
     assert folder.startswith("FileExistsError: ")
-    assert "no file for values can be made in" in folder and str(tmp_path / "file") in folder
+    assert "no file for values can be made in" in folder
+    assert str(tmp_path / "file") in folder
     assert "they are on the device meta" in meta
     assert "stage 'blocks.0' cannot be put elsewhere here, as they carry a gradient" in twice
     assert "as a transform is running" in transform

@@ -657,6 +657,19 @@ def test_a_stream_that_does_not_fit_is_refused_on_every_rank(world: World, how: 
             assert word in str(error), (word, str(error))
 
 
+def one_rank_fails() -> None:
+    mesh = sf.make_mesh(device="cpu", shard=2)
+    tree = {"w": torch.ones(4)} if mesh.get_rank() else {"w": torch.ones(4), "v": 3}
+    sf.shard(tree, mesh, sf.full_shard("shard"))
+
+
+@pytest.mark.world(2, "threads")
+def test_a_rank_whose_own_parameters_are_fine_hears_what_is_wrong_on_another(world: World) -> None:
+    own, other = world.errors(one_rank_fails)
+    assert isinstance(own, TypeError)
+    assert str(other) == f"shard: rank 0 failed: {own}"
+
+
 @pytest.mark.world(2, "threads")
 def test_ranks_may_read_a_stream_in_different_orders(world: World) -> None:
     for got in world.run(stream, "other order"):

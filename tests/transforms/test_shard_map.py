@@ -426,7 +426,7 @@ class TestRanksThatDiffer:
         own, others = world(2, "threads").within(20).errors(body)
         assert isinstance(own, (TypeError, ValueError))
         assert type(others) is ValueError
-        assert "rank 0 has" in str(others)
+        assert "rank 0 failed: " in str(others)
         assert [word for word in words if word not in str(own) or word not in str(others)] == []
 
     @pytest.mark.parametrize("args", [(), (3,), (torch.ones(2),)], ids=["none", "static", "tensor"])
