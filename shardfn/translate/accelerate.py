@@ -170,7 +170,7 @@ DEEPSPEED: Table = {
     "deepspeed_inclusion_filter": _LAUNCH,
 }
 
-_PARALLEL: Table = {
+PARALLEL: Table = {
     "dp_replicate_size": sets("the axis replica of make_mesh", dp_replicate=whole),
     "dp_shard_size": sets("the axis shard of make_mesh", dp_shard=whole),
     "tp_size": sets("the axis tensor of make_mesh, and tensor= of functional", tensor=whole),
@@ -194,8 +194,8 @@ def _parallel(draft: Draft, key: str, value: Any) -> None:
         return
     if not isinstance(value, Mapping):
         raise TranslateError(f"{key}: {shown(value)} is not a mapping of keys")
-    prefixed = {f"parallelism_config_{name}": meaning for name, meaning in _PARALLEL.items()}
-    apply(draft, value, {**_PARALLEL, **prefixed}, f"{key}.", "Accelerate")
+    prefixed = {f"parallelism_config_{name}": meaning for name, meaning in PARALLEL.items()}
+    apply(draft, value, {**PARALLEL, **prefixed}, f"{key}.", "Accelerate")
 
 
 _DYNAMO: Table = {
@@ -385,6 +385,7 @@ ACCELERATOR: Table = {
     "cpu": CONFIG["use_cpu"],
     "fsdp_plugin": Section({}),
     "deepspeed_plugin": Section({}),
+    "deepspeed_plugins": missing("one strategy", "None"),
     **dict.fromkeys(
         [
             "device_placement",

@@ -127,7 +127,7 @@ def _hpz(draft: Draft, key: str, value: Any) -> None:
         draft.row(key, value, "always", "no copy, as without it")
 
 
-_ZERO: Table = {
+ZERO: Table = {
     "stage": Whole(stage),
     "offload_optimizer": _offload("optimizer"),
     "offload_param": _offload("param"),
@@ -226,7 +226,7 @@ def _zero(draft: Draft, key: str, value: Any) -> None:
         raise TranslateError(f"{key}: {value} is an old spelling, with another meaning in each version; write a stage")
     if not isinstance(value, Mapping):
         raise TranslateError(f"{key}: {shown(value)} is not a mapping of keys")
-    apply(draft, value, _ZERO, f"{key}.", "DeepSpeed's ZeRO")
+    apply(draft, value, ZERO, f"{key}.", "DeepSpeed's ZeRO")
     draft.facts.setdefault("cut", "ddp")
     cut, needs = (
         draft.get("cut"),
@@ -249,7 +249,7 @@ def _effect(draft: Draft, key: str, text: str) -> None:
     draft.rows[:] = [replace(row, status="always", text=text) if row.key == key else row for row in draft.rows]
 
 
-_SIXTEEN: Table = {
+SIXTEEN: Table = {
     "enabled": sets("see below"),
     "loss_scale": Whole(lambda draft, key, value: _scale(draft, key, value)),
     "initial_scale_power": Whole(lambda draft, key, value: _scaling(draft, key, value, "scale")),
@@ -315,10 +315,10 @@ def _bits(made: str) -> Whole:
             name: one for name, one in sorted(value.items(), key=lambda i: i[0] != "loss_scale") if name != "enabled"
         }
         if not on(key, enabled):
-            apply(draft, {"off": {"enabled": False, **rest}}, {"off": Section(_SIXTEEN, "enabled")}, f"{key}.")
+            apply(draft, {"off": {"enabled": False, **rest}}, {"off": Section(SIXTEEN, "enabled")}, f"{key}.")
             draft.rows[:] = [_shorter(row, f"{key}.off.", f"{key}.") for row in draft.rows]
         else:
-            apply(draft, rest, _SIXTEEN, f"{key}.", "DeepSpeed")
+            apply(draft, rest, SIXTEEN, f"{key}.", "DeepSpeed")
 
     return Whole(read)
 
@@ -336,7 +336,7 @@ def _dynamic(draft: Draft, key: str, value: Mapping[str, Any]) -> None:
         draft.facts["scaled"] = {"every": 1000, **draft.get("scaled", {})}
         for name, default in (("hysteresis", 2), ("min_loss_scale", 1)):
             if name not in value:
-                draft.row(f"{key}.{name}", f"{default}, the default", "missing", _SIXTEEN[name].text)  # type: ignore[union-attr]
+                draft.row(f"{key}.{name}", f"{default}, the default", "missing", SIXTEEN[name].text)  # type: ignore[union-attr]
 
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}

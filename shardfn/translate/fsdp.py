@@ -50,17 +50,16 @@ STATES = By(
     }
 )
 PRECISION: Table = {
-    "param_dtype": sets("gather_dtype= of the stages", gather_dtype=dtype),
+    "param_dtype": sets("gather_dtype= of the stages, and reduce_dtype= unless it is said", gather_dtype=dtype),
     "reduce_dtype": sets("reduce_dtype= of the stages", reduce_dtype=dtype),
     "output_dtype": sets("output_dtype= of the stages: each layer's result", output_dtype=dtype),
     "buffer_dtype": sets("a cast of the buffers, other than those of batch norms", buffer_dtype=dtype),
     "keep_low_precision_grads": missing("a gradient has the dtype of its shard", "False"),
     "cast_forward_inputs": flag(
-        sets("input_dtype= of the stages", cast_inputs=True), sets("no cast", cast_inputs=False)
+        always("input_dtype= of the stages"),
+        always("no input_dtype=, unless FSDP1 casts the arguments of the whole model"),
     ),
-    "cast_root_forward_inputs": flag(
-        yours("the arguments of the whole model you cast yourself"), yours("nothing casts the model's arguments")
-    ),
+    "cast_root_forward_inputs": flag(always("input_dtype= of the stages"), always("no input_dtype=")),
     "_module_classes_to_ignore": missing("batch norms keep their statistics in their own dtype; others are cast"),
 }
 
@@ -72,8 +71,12 @@ def precision(draft: Draft, key: str, value: Any) -> None:
         draft.row(key, value, "always", "the default: all in the dtype of the parameters")
     elif isinstance(given, dict):
         apply(draft, given, PRECISION, f"{key}.", "MixedPrecision")
+        if draft.get("gather_dtype") and not draft.get("reduce_dtype"):
+            draft.say("reduce_dtype", draft.get("gather_dtype"), f"{key}.param_dtype")
         if "param_dtype" in given:
-            draft.facts.setdefault("cast_inputs", True)
+            old = "buffer_dtype" in given or (isinstance(value, Call) and value.name == "MixedPrecision")
+            switch = "cast_root_forward_inputs" if old else "cast_forward_inputs"
+            draft.facts["cast_inputs"] = given.get(switch, True) is not False
     else:
         draft.row(key, value, "open", "its value is not in the file; gather_dtype=, reduce_dtype= of the stages")
 

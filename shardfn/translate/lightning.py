@@ -210,7 +210,8 @@ def precision(draft: Draft, key: str, value: Any) -> None:
         return
     if said in ("64", "64-true"):
         draft.say("param_dtype", "torch.float64", key)
-        draft.row(key, value, "becomes", "module.to(torch.float64)")
+        draft.say("cast_inputs", True, key)
+        draft.row(key, value, "becomes", "module.to(torch.float64), and input_dtype= of the stages")
         return
     if said in ("16", "bf16", "16-mixed", "bf16-mixed", "16-true", "bf16-true"):
         made = str(dtype(key, said))
@@ -228,6 +229,7 @@ def _sixteen(draft: Draft, key: str, value: Any, made: str, true: bool) -> None:
     text = []
     if true and kind != "deepspeed":
         draft.say("param_dtype", made, key)
+        draft.say("cast_inputs", True, key)
         text.append(f"module.to({made})")
     if kind == "fsdp":
         if "gather_dtype" not in draft.facts:

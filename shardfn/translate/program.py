@@ -103,7 +103,7 @@ def _model(draft: Draft) -> Iterator[Line]:
     yield from _strategy(draft)
     if draft.get("param_dtype"):
         yield Line(f"module = module.to({draft.get('param_dtype')})", draft.of("param_dtype"))
-    if draft.get("buffer_dtype") not in (None, "torch.float32"):
+    if draft.get("buffer_dtype") is not None:
         yield Line(
             "for part in module.modules():\n"
             "    if not isinstance(part, torch.nn.modules.batchnorm._BatchNorm):\n"
@@ -141,8 +141,9 @@ def _options(draft: Draft) -> Iterator[tuple[str, tuple[str, ...]]]:
     for name in ("remat", "prefetch", "gather_dtype", "reduce_dtype", "output_dtype", "gather", "reduce"):
         if draft.get(name) is not None:
             yield f"{name}={draft.get(name)}", draft.of(name)
-    if draft.get("cast_inputs") and draft.get("gather_dtype"):
-        yield f"input_dtype={draft.get('gather_dtype')}", draft.of("cast_inputs", "gather_dtype")
+    low = draft.get("gather_dtype") or draft.get("param_dtype")
+    if draft.get("cast_inputs") and low:
+        yield f"input_dtype={low}", draft.of("cast_inputs", "gather_dtype", "param_dtype")
 
 
 def _optimizer(draft: Draft) -> Iterator[Line]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardfn.translate import composer
+from shardfn.translate import accelerate, composer, deepspeed
 from shardfn.translate.facts import TranslateError
 
 _LARGEST = 1_000_000
@@ -144,12 +144,21 @@ def system_of(given: Mapping[str, Any], where: str) -> str:
     which = [name for name, yes in found.items() if yes]
     if len(which) > 1:
         raise TranslateError(f"{where}: two strategies in one file, those of {' and '.join(which)}; leave one of them")
-    if not which:
+    return which[0] if which else _likeliest(given, where)
+
+
+def _likeliest(given: Mapping[str, Any], where: str) -> str:
+    """By how many of the keys a system knows, where none is its own alone."""
+    tables = {"Accelerate": accelerate.CONFIG, "DeepSpeed": deepspeed.CONFIG, "Composer": composer.CONFIG}
+    known = {name: sum(key in table for key in given) for name, table in tables.items()}
+    best = [name for name, count in known.items() if count == max(known.values())]
+    typed = [one for one in (given.get("optimizer"), given.get("scheduler")) if isinstance(one, Mapping)]
+    if len(best) > 1 and typed:
+        best = ["DeepSpeed"] if all("type" in one for one in typed) else ["Composer"]
+    if len(best) > 1 or not known[best[0]]:
         near = ", ".join(list(map(str, given))[:5])
-        raise TranslateError(
-            f"{where}: no configuration that is known here, by its keys: {near}; it is to be {SYSTEMS}"
-        )
-    return which[0]
+        raise TranslateError(f"{where}: no configuration that is known here, by its keys: {near}; FILE is {SYSTEMS}")
+    return best[0]
 
 
 def linked(given: dict[str, Any], path: Path) -> dict[str, Any]:

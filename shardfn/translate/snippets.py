@@ -35,6 +35,7 @@ _POSITIONS = {
     "partial": ("func",),
     "Trainer": ("model",),
 }
+_DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
 
 
 def calls(text: str) -> tuple[list[Call], set[str]]:
@@ -122,6 +123,8 @@ def _value(node: ast.expr, known: Mapping[str, ast.expr], aliases: Mapping[str, 
         called = _call(node, known, aliases, inside)
         dicts = ("dict", "FSDPConfig", "FSDP2Config", "TPConfig", "ParallelismConfig")
         return dict(called.arguments) if called.name in dicts else called
+    if isinstance(node, ast.Attribute) and node.attr in _DTYPES:
+        return f"torch.{node.attr}"
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError):

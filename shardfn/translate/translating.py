@@ -117,8 +117,6 @@ def _plain(draft: Draft, torch: list[Call]) -> str:
     old = _TORCH[torch[0].name] == "FSDP1"
     apply(draft, torch[0].arguments, fsdp.FSDP1 if old else fsdp.FSDP2, "", torch[0].name)
     draft.facts.setdefault("cut", "full_shard")
-    if not old and draft.get("gather_dtype"):
-        draft.facts.setdefault("cast_inputs", True)
     if draft.get("hybrid") and not draft.get("cut").startswith(("hybrid", "hpz")):
         draft.facts["cut"] = "hybrid_shard" if draft.get("cut") == "full_shard" else "hybrid_shard_zero2"
     return "torch"

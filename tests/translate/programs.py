@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import shardfn as sf
 import shardfn.optim as so
 from shardfn.translate import translate
 
@@ -79,8 +78,8 @@ def run(file: Path, folder: Path, names: dict[str, Any]) -> tuple[list[float], d
     if "save" in space:
         space.update(params=params, state=state)
         space["save"](folder, 3)
-    whole = sf.unshard(params)
-    return values, {f"{stage}/{name}": p.double() for stage, part in whole.items() for name, p in part.items()}
+    whole = space["model"].state_dict(params)
+    return values, {name: p.double() for name, p in whole.items() if name != "scale"}
 
 
 def reference(
@@ -106,8 +105,3 @@ def reference(
         optimizer.step()
         values.append(float(total))
     return values, {name: p.detach().double() for name, p in net.named_parameters()}
-
-
-def plain(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under the module's own names."""
-    return {path.partition("/")[2]: p for path, p in found.items()}
