@@ -160,11 +160,13 @@ def section(draft: Draft, key: str, value: Any, table: Table) -> None:
 
 def _precision(draft: Draft, key: str, value: Any) -> None:
     said = word(value)
-    if said == "AMP_FP8" or said not in ("FP32", "AMP_FP16", "AMP_BF16"):
-        status = "missing" if said == "AMP_FP8" else "open"
-        if status == "open" and not is_open(value):
+    if said == "AMP_FP8":
+        draft.row(key, value, "missing", "products are of 16 bits or more")
+        return
+    if said not in ("FP32", "AMP_FP16", "AMP_BF16"):
+        if not is_open(value):
             raise TranslateError(f"{key}: {shown(value)} is not fp32, amp_fp16, amp_bf16 or amp_fp8")
-        draft.row(key, value, status, "products are of 16 bits or more" if status == "missing" else "not in the file")  # type: ignore[arg-type]
+        draft.row(key, value, "open", "its value is not in the file")
         return
     made = dtype(key, str(getattr(value, "text", value)).rpartition(".")[2].lower())
     draft.facts["composer_dtype"] = made

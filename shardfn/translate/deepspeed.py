@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardfn.translate.draft import Draft
@@ -244,19 +245,21 @@ def _zero(draft: Draft, key: str, value: Any) -> None:
 
 
 def _effect(draft: Draft, key: str, text: str) -> None:
-    from dataclasses import replace
-
     draft.rows[:] = [replace(row, status="always", text=text) if row.key == key else row for row in draft.rows]
 
 
+_NOT_SCALED = {
+    "hysteresis": "the scale shrinks at the first gradient that is not finite",
+    "min_loss_scale": "the scale has no least value",
+}
 SIXTEEN: Table = {
     "enabled": sets("see below"),
     "loss_scale": Whole(lambda draft, key, value: _scale(draft, key, value)),
     "initial_scale_power": Whole(lambda draft, key, value: _scaling(draft, key, value, "scale")),
     "loss_scale_window": Whole(lambda draft, key, value: _scaling(draft, key, value, "every")),
-    "hysteresis": missing("the scale shrinks at the first gradient that is not finite", "1"),
+    "hysteresis": missing(_NOT_SCALED["hysteresis"], "1"),
     "consecutive_hysteresis": always("there is no hysteresis"),
-    "min_loss_scale": missing("the scale has no least value", "0"),
+    "min_loss_scale": missing(_NOT_SCALED["min_loss_scale"], "0"),
     "auto_cast": flag(always("input_dtype= casts what stages get"), always("input_dtype= casts what stages get")),
     "fp16_master_weights_and_grads": missing("the master is the float32 shard", "False"),
     "bf16_master_weights_and_grads": missing("module.to(torch.bfloat16) has no master in float32", "False"),
@@ -324,8 +327,6 @@ def _bits(made: str) -> Whole:
 
 
 def _shorter(row: Any, old: str, new: str) -> Any:
-    from dataclasses import replace
-
     return replace(row, key=row.key.replace(old, new, 1))
 
 
@@ -336,7 +337,7 @@ def _dynamic(draft: Draft, key: str, value: Mapping[str, Any]) -> None:
         draft.facts["scaled"] = {"every": 1000, **draft.get("scaled", {})}
         for name, default in (("hysteresis", 2), ("min_loss_scale", 1)):
             if name not in value:
-                draft.row(f"{key}.{name}", f"{default}, the default", "missing", SIXTEEN[name].text)  # type: ignore[union-attr]
+                draft.row(f"{key}.{name}", f"{default}, the default", "missing", _NOT_SCALED[name])
 
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -379,8 +380,11 @@ def _optimizer(draft: Draft, key: str, value: Any) -> None:
         raise TranslateError(f"{key}.params: {shown(given)} is not a mapping of keys")
     if kind == "auto" or kind not in OPTIMIZERS:
         near = "; Muon of theirs scales and groups parameters otherwise than so.muon" if kind == "muon" else ""
-        status, why = ("open", "its value is not in the file") if kind == "auto" else ("missing", f"not there{near}")
-        draft.row(f"{key}.type", value["type"], status, f"{why}: the program has the name optimizer for yours")  # type: ignore[arg-type]
+        said = "the program has the name optimizer for yours"
+        if kind == "auto":
+            draft.row(f"{key}.type", value["type"], "open", f"its value is not in the file: {said}")
+        else:
+            draft.row(f"{key}.type", value["type"], "missing", f"not there{near}: {said}")
         for name, one in given.items():
             draft.row(f"{key}.params.{name}", one, "open", "an argument of that optimizer")
         return
@@ -537,10 +541,9 @@ CONFIG: Table = {
     ),
     "optimizer": Whole(_optimizer),
     "scheduler": Whole(_scheduler),
-    "prescale_gradients": missing(
-        "gradients are divided before the sum, since the loss is: the same mean, but in 16 bits other roundings",
-        "True",
-        "False",
+    "prescale_gradients": flag(
+        always("gradients are divided before the sum, since the loss is"),
+        always("the loss is divided before the sum, which is the same mean"),
     ),
     "gradient_predivide_factor": missing(
         "the loss is divided before the sum: the same mean, but in 16 bits other roundings and overflows", "1.0", "1"

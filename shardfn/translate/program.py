@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,10 @@ from shardfn.translate import rates
 from shardfn.translate.draft import Draft, Name
 from shardfn.translate.facts import Line
 
-_WIDTH = 100
+_WIDTH = 88
 _ABOUT = {
     "module": "your torch.nn.Module",
-    "mean": "mean(model, params, *batch) is the mean loss of this rank's rows of a micro-batch",
+    "mean": "mean(model, params, *batch) is the mean loss of this rank's rows",
     "optimizer": "such as so.adamw(1e-4)",
 }
 
@@ -44,7 +45,8 @@ def _text(line: Line) -> str:
     if "\n" not in line.code and len(line.code) + len(said) + 4 <= _WIDTH:
         return f"{line.code}  # {said}"
     indent = line.code[: len(line.code) - len(line.code.lstrip(" "))]
-    return f"{indent}# {said}\n{line.code}"
+    comment = textwrap.wrap(said, _WIDTH - len(indent) - 2)
+    return "\n".join([*(f"{indent}# {one}" for one in comment), line.code])
 
 
 def axes(draft: Draft) -> tuple[str, ...]:
@@ -216,7 +218,7 @@ def _step(draft: Draft) -> Iterator[Line]:
         yield Line(f"micro_batches = {count}" if count != "micro_batches" else "", keys)
     if total and micro:
         product = f"{micro} * {'micro_batches * ' if many else ''}{ranks}"
-        said = '"train_batch_size is not the product of the others on this mesh"'
+        said = '"train_batch_size is not what this mesh makes"'
         yield Line(f"if {total} != {product}:\n    raise ValueError({said})", draft.of("train_batch", "micro_batch"))
     elif total or micro:
         about = "rows of a step, on all ranks" if total else "rows of a micro-batch on one rank"
@@ -238,7 +240,8 @@ def _step(draft: Draft) -> Iterator[Line]:
     )
     function = "loss"
     if scaled:
-        function = "lambda params, *batch: loss(params, scale, *batch)"
+        function = "scaled"
+        yield Line("    def scaled(params, *batch):\n        return loss(params, scale, *batch)\n")
     if many:
         yield Line(f"    return sf.accumulate({function}, batches)(params)")
     else:
@@ -260,7 +263,7 @@ def _saving(draft: Draft) -> Iterator[Line]:
     yield Line("\n\ndef save(folder, step):")
     if how == "sharded":
         keep = f", keep={draft.get('keep')}" if draft.get("keep") else ""
-        held = '{"params": params, "state": state, "step": step}'
-        yield Line(f'    checkpoint.save(f"{{folder}}/step-{{step:08}}", {held}{keep})', draft.of("save", "keep"))
+        yield Line('    held = {"params": params, "state": state, "step": step}')
+        yield Line(f'    checkpoint.save(f"{{folder}}/step-{{step:08}}", held{keep})', draft.of("save", "keep"))
     else:
         yield Line('    checkpoint.export(f"{folder}/step-{step:08}", params)', draft.of("save"))

@@ -94,7 +94,7 @@ def _json(path: Path, text: str) -> Any:
 
 def _yaml(path: Path, text: str) -> Any:
     try:
-        import yaml  # type: ignore[import-untyped]
+        import yaml
     except ImportError:
         raise TranslateError(
             f"{path}: reading YAML needs pyyaml, which is in the extra translate: pip install 'shardfn[translate]'"
@@ -131,15 +131,16 @@ def system_of(given: Mapping[str, Any], where: str) -> str:
     Raises:
         TranslateError: nobody's that is known here, or two systems'.
     """
-    section = given.get("fsdp_config") if isinstance(given.get("fsdp_config"), Mapping) else {}
+    plugin = given.get("fsdp_config")
+    section: Mapping[str, Any] = plugin if isinstance(plugin, Mapping) else {}
     parallel = given.get("parallelism_config")
-    prefixed = any(str(key).startswith("fsdp_") for key in section or {})
+    prefixed = any(str(key).startswith("fsdp_") for key in section)
     found = {
         "Accelerate": bool(_ACCELERATE & set(given)) or prefixed,
         "DeepSpeed": bool(_DEEPSPEED & set(given)),
         "Composer": bool(_COMPOSER & set(given))
         or (isinstance(parallel, Mapping) and bool({"fsdp", "fsdp2", "tp"} & set(parallel)))
-        or (bool(section) and not prefixed and bool(set(section or {}) & set(composer.FSDP))),
+        or (bool(section) and not prefixed and bool(set(section) & set(composer.FSDP))),
     }
     which = [name for name, yes in found.items() if yes]
     if len(which) > 1:
@@ -168,7 +169,8 @@ def linked(given: dict[str, Any], path: Path) -> dict[str, Any]:
         TranslateError: it is not there, or leads back.
     """
     section = given.get("deepspeed_config")
-    name = section.get("deepspeed_config_file") if isinstance(section, Mapping) else None
+    section = section if isinstance(section, Mapping) else {}
+    name = section.get("deepspeed_config_file")
     if not isinstance(name, str) or name.strip().lower() == "none":
         return given
     near = path.parent / name
@@ -178,12 +180,12 @@ def linked(given: dict[str, Any], path: Path) -> dict[str, Any]:
     found = mapping_of(file)
     if "deepspeed_config" in found or "deepspeed_config_file" in found:
         raise TranslateError(f"{path}: deepspeed_config_file is {file}, which names one itself: a circle")
-    both = sorted({"gradient_clipping", "gradient_accumulation_steps", "zero_stage"} & set(section or {}))
+    both = sorted({"gradient_clipping", "gradient_accumulation_steps", "zero_stage"} & set(section))
     inside = {"zero_stage": _stage(found)} | {key: found[key] for key in both if key in found}
     for key in both:
-        if inside.get(key, section[key]) not in (section[key], "auto"):  # type: ignore[index]
+        if inside.get(key, section[key]) not in (section[key], "auto"):
             raise TranslateError(f"{path}: deepspeed_config.{key} and {file} contradict each other")
-    return {**given, "deepspeed_config": {**dict(section or {}), "deepspeed_config_file": found}}
+    return {**given, "deepspeed_config": {**section, "deepspeed_config_file": found}}
 
 
 def _stage(found: Mapping[str, Any]) -> Any:

@@ -61,12 +61,15 @@ def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
     """Names that are assigned once."""
     found: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        )
+        if isinstance(node, ast.Assign):
+            targets, value = node.targets, node.value
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            targets, value = [node.target], node.value
+        else:
+            continue
         for target in targets:
-            if isinstance(target, ast.Name) and getattr(node, "value", None) is not None:
-                found.setdefault(target.id, []).append(node.value)  # type: ignore[attr-defined]
+            if isinstance(target, ast.Name):
+                found.setdefault(target.id, []).append(value)
     return {name: values[0] for name, values in found.items() if len(values) == 1}
 
 

@@ -58,6 +58,11 @@ EXAMPLES: dict[str, Example] = {
         "  parallelism_config_tp_size: 1\n  parallelism_config_cp_size: 1\n"
     ),
     "accelerate-ddp": _accelerate("distributed_type: MULTI_CPU\nmixed_precision: bf16\n", 2),
+    "accelerate-compile": _accelerate(
+        "distributed_type: 'NO'\ndynamo_config:\n  dynamo_backend: EAGER\n  dynamo_mode: default\n  dynamo_use_dynamic: false\n",
+        1,
+        1,
+    ),
     "accelerate-deepspeed": _accelerate(
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n"
         "  gradient_accumulation_steps: 2\n  gradient_clipping: 1.0\n  offload_optimizer_device: cpu\n"
@@ -161,7 +166,8 @@ EXAMPLES: dict[str, Example] = {
         ".py",
         LIGHTNING + 'strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2), '
         "auto_wrap_policy={Block}, activation_checkpointing_policy={Block}, cpu_offload=True, "
-        'state_dict_type="sharded", timeout=x)\ntrainer = Trainer(strategy=strategy, precision="bf16-mixed", accumulate_grad_batches=2, '
+        'state_dict_type="sharded", timeout=x)\n'
+        'trainer = Trainer(strategy=strategy, precision="bf16-mixed", accumulate_grad_batches=2, '
         'gradient_clip_val=0.5, max_steps=10, accelerator="cpu", devices=4)\n',
         4,
     ),

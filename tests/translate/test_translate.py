@@ -18,6 +18,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from torch.distributed import fsdp
 
+import shardfn.optim as so
 from shardfn.cli import main
 from shardfn.testing import World
 from shardfn.translate import Row, TranslateError, translate
@@ -108,6 +109,49 @@ def test_programs_run_on_two_ranks(world: World, tmp_path: Path):
 @pytest.mark.world(4)
 def test_programs_run_on_four_ranks(world: World, tmp_path: Path):
     check_run(world, 4, tmp_path)
+
+
+def trained_llama(file: Path) -> list[float]:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    space: dict[str, Any] = {
+        "module": transformers.LlamaForCausalLM(config),
+        "mean": lambda model, params, x: model(params, input_ids=x).logits.square().mean(),
+        "optimizer": so.adamw(1e-2),
+    }
+    exec(compile(translate(file).program, "program", "exec"), space)
+    x = torch.arange(32).view(4, 8).chunk(2)[space["mesh"].get_local_rank(space["DATA"])]
+    params, state, values = space["params"], space["state"], []
+    for _ in range(3):
+        value, params, state = space["train_step"](params, state, (x,))
+        values.append(float(value))
+    return values
+
+
+@pytest.mark.world(4)
+def test_programs_with_a_tensor_axis_run(world: World, tmp_path: Path):
+    values = []
+    for size in (1, 2):
+        file = tmp_path / f"{size}.yaml"
+        sizes = f"{{dp_shard_size: 2, tp_size: {size}}}"
+        file.write_text(
+            f"distributed_type: FSDP\nuse_cpu: true\nfsdp_config: {{fsdp_version: 2}}\nparallelism_config: {sizes}\n"
+        )
+        first, *others = world.of(2 * size).within(120).run(trained_llama, file)
+        assert all(other == pytest.approx(first) for other in others)
+        values.append(first)
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    assert values[0][2] < values[0][0]
 
 
 def check_run(world: World, ranks: int, folder: Path) -> None:
