@@ -198,32 +198,36 @@ def _parallel(draft: Draft, key: str, value: Any) -> None:
     apply(draft, value, {**PARALLEL, **prefixed}, f"{key}.", "Accelerate")
 
 
-_DYNAMO: Table = {
-    name: sets("compile= of functional", compile=True) for name in ("backend", "mode", "fullgraph", "dynamic")
-}
-
-
 def _dynamo(draft: Draft, key: str, value: Any) -> None:
     if value is None or value == {}:
         return
     if not isinstance(value, Mapping):
         raise TranslateError(f"{key}: {shown(value)} is not a mapping of keys")
-    plain = {str(name).removeprefix("dynamo_"): one for name, one in value.items()}
-    options: dict[str, Any] = {}
-    known = {"backend", "mode", "fullgraph", "dynamic"}
-    off = word(plain.get("backend", "NO")) in ("NO", "NONE", "") or on(key, plain.get("disable", False))
-    for name, one in plain.items():
+    plain = {_of_compile(str(name)): name for name in value}
+    off = "backend" not in plain or word(value[plain["backend"]]) in ("NO", "NONE", "")
+    off = off or ("disable" in plain and on(key, value[plain["disable"]]))
+    for name, said in plain.items():
+        where, one = f"{key}.{said}", value[said]
         if off:
-            draft.row(f"{key}.{name}", one, "always", "nothing is compiled")
-        elif name in known:
-            options[name] = one.lower() if name == "backend" and isinstance(one, str) else one
-            draft.row(f"{key}.{name}", one, "becomes", "compile= of functional: torch.compile's arguments")
-        elif name == "use_regional_compilation":
-            draft.row(f"{key}.{name}", one, "always", "each stage is compiled once for all layers")
+            draft.row(where, one, "always", "nothing is compiled")
+        elif name in ("backend", "mode"):
+            draft.say("compile", {**draft.facts.pop("compile", {}), name: str(one).lower()}, where)
+            draft.row(where, one, "becomes", "compile= of functional: an argument of torch.compile")
+        elif name in ("fullgraph", "dynamic"):
+            draft.say(
+                "compile", {**draft.facts.pop("compile", {}), name: None if one is None else on(where, one)}, where
+            )
+            draft.row(where, one, "becomes", "compile= of functional: an argument of torch.compile")
+        elif name in ("use_regional_compilation", "disable"):
+            draft.row(where, one, "always", "each stage is compiled, once for all layers")
         else:
-            draft.row(f"{key}.{name}", one, "open", "compile= of functional takes a dict of torch.compile's arguments")
-    if options and not off:
-        draft.say("compile", {k: v for k, v in options.items() if v not in (None, "default")}, key)
+            draft.row(where, one, "open", "compile= of functional takes a dict of torch.compile's arguments")
+
+
+def _of_compile(name: str) -> str:
+    """`dynamic` of `dynamo_use_dynamic`."""
+    plain = name.removeprefix("dynamo_")
+    return plain.removeprefix("use_") if plain in ("use_dynamic", "use_fullgraph") else plain
 
 
 _PRECISION = By(

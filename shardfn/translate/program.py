@@ -139,7 +139,8 @@ def _options(draft: Draft) -> Iterator[tuple[str, tuple[str, ...]]]:
     if draft.get("sync_batch_norm"):
         yield "sync_batch_norm=DATA", draft.of("sync_batch_norm")
     if draft.get("compile"):
-        yield f"compile={draft.get('compile')!r}", draft.of("compile")
+        said = ", ".join(f'"{name}": {_code(value)}' for name, value in draft.get("compile").items())
+        yield f"compile={{{said}}}", draft.of("compile")
     for name in ("remat", "prefetch", "gather_dtype", "reduce_dtype", "output_dtype", "gather", "reduce"):
         if draft.get(name) is not None:
             yield f"{name}={draft.get(name)}", draft.of(name)
@@ -178,6 +179,10 @@ def _optimizer(draft: Draft) -> Iterator[Line]:
     yield Line("state = optimizer.init(params)")
 
 
+def _code(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
 def _lr(draft: Draft, said: Any) -> Any:
     """Of a schedule without an optimizer, which is a part of its peak."""
     if dict(said).get("warmup_max_lr", 0) is None or "cos_min_ratio" in dict(said) or "alpha_f" in dict(said):
@@ -193,7 +198,7 @@ def _arguments(given: dict[str, Any]) -> str:
         elif name == "betas":
             made += [f"b1={value}[0]", f"b2={value}[1]"]
         else:
-            made.append(f"{name}={value if isinstance(value, Name) else repr(value)}")
+            made.append(f"{name}={value if isinstance(value, Name) else _code(value)}")
     return ", ".join(made)
 
 

@@ -61,7 +61,6 @@ EXAMPLES: dict[str, Example] = {
     "accelerate-compile": _accelerate(
         "distributed_type: 'NO'\ndynamo_config:\n  dynamo_backend: EAGER\n  dynamo_mode: default\n  dynamo_use_dynamic: false\n",
         1,
-        1,
     ),
     "accelerate-deepspeed": _accelerate(
         "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 2\n"

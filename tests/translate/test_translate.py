@@ -21,6 +21,7 @@ from torch.distributed import fsdp
 import shardfn.optim as so
 from shardfn.cli import main
 from shardfn.testing import World
+from shardfn.testing import world as make_world
 from shardfn.translate import Row, TranslateError, translate
 from shardfn.translate import accelerate as of_accelerate
 from shardfn.translate import fsdp as of_fsdp
@@ -138,8 +139,7 @@ def trained_llama(file: Path) -> list[float]:
     return values
 
 
-@pytest.mark.world(4)
-def test_programs_with_a_tensor_axis_run(world: World, tmp_path: Path):
+def test_programs_with_a_tensor_axis_run(tmp_path: Path):
     values = []
     for size in (1, 2):
         file = tmp_path / f"{size}.yaml"
@@ -147,7 +147,7 @@ def test_programs_with_a_tensor_axis_run(world: World, tmp_path: Path):
         file.write_text(
             f"distributed_type: FSDP\nuse_cpu: true\nfsdp_config: {{fsdp_version: 2}}\nparallelism_config: {sizes}\n"
         )
-        first, *others = world.of(2 * size).within(120).run(trained_llama, file)
+        first, *others = make_world(2 * size).within(120).run(trained_llama, file)
         assert all(other == pytest.approx(first) for other in others)
         values.append(first)
     assert values[0] == pytest.approx(values[1], rel=1e-5)
