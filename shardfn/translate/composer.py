@@ -10,7 +10,7 @@ from shardfn.translate import fsdp
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import TranslateError
 from shardfn.translate.meanings import Meaning, Table, Whole, always, apply, flag, meant, missing, sets, yours
-from shardfn.translate.values import dtype, is_open, number, shown, whole, word
+from shardfn.translate.values import dtype, is_open, number, pair, shown, whole, whole_or_all, word
 
 _LOOP = yours("the loop is yours")
 _DATA = yours("the data, the model and the tokenizer are yours")
@@ -55,9 +55,7 @@ def _mixed(draft: Draft, key: str, value: Any) -> None:
 FSDP: Table = {
     "sharding_strategy": Whole(fsdp.strategy),
     "mixed_precision": Whole(_mixed),
-    "data_parallel_shard_degree": sets(
-        "the axis shard of make_mesh", dp_shard=lambda k, v: None if int(v) == -1 else whole(k, v)
-    ),
+    "data_parallel_shard_degree": sets("the axis shard of make_mesh", dp_shard=lambda k, v: whole_or_all(k, v)),
     "data_parallel_replicate_degree": sets(
         "the axis replica of make_mesh", dp_replicate=lambda k, v: v and whole(k, v)
     ),
@@ -255,7 +253,7 @@ def _optimizer(draft: Draft, key: str, value: Any) -> None:
             continue
         text = f"{one}= of so.{make}"
         if one == "betas":
-            found[one] = tuple(number(f"{key}.{one}", beta) for beta in what)
+            found[one] = pair(f"{key}.{one}", what)
         elif one == "nesterov":
             found[one] = what
         elif one == "weight_decay" and decoupled:
@@ -312,7 +310,7 @@ CONFIG: Table = {
     "scheduler": Whole(lambda draft, key, value: _scheduler(draft, key, value, draft.get("total"))),
     "max_duration": Meaning("yours", "steps of the loop, and of the schedule", {}),
     "save_num_checkpoints_to_keep": sets(
-        "keep= of checkpoint.save", keep=lambda k, v: None if int(v) == -1 else whole(k, v), save="sharded"
+        "keep= of checkpoint.save", keep=lambda k, v: whole_or_all(k, v), save="sharded"
     ),
     "seed": yours("torch.manual_seed, the same on all ranks until parameters are placed"),
     "deterministic_mode": yours("torch.use_deterministic_algorithms(True)"),

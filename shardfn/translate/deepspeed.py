@@ -22,7 +22,7 @@ from shardfn.translate.meanings import (
     sets,
     yours,
 )
-from shardfn.translate.values import dtype, is_open, number, on, shown, whole, word, words
+from shardfn.translate.values import dtype, is_open, number, on, pair, shown, whole, word, words
 
 STAGES = ("ddp", "zero1", "zero2", "full_shard")
 ACCUMULATE = sets(
@@ -120,6 +120,9 @@ def _legacy(kind: str) -> Whole:
 
 
 def _hpz(draft: Draft, key: str, value: Any) -> None:
+    if is_open(value):
+        draft.row(key, value, "open", "its value is not in the file; with one it is sf.hpz")
+        return
     size = whole(key, value, 0)
     if size > 1:
         draft.say("hpz", size, key)
@@ -214,6 +217,9 @@ ZERO: Table = {
 
 
 def _mics(draft: Draft, key: str, value: Any) -> None:
+    if is_open(value):
+        draft.row(key, value, "open", "its value is not in the file; with one it is sf.hybrid_shard")
+        return
     size = number(key, value, -1)
     if size > 0:
         draft.say("mics", whole(key, value), key)
@@ -421,9 +427,7 @@ def _argument(draft: Draft, key: str, name: str, value: Any, make: str) -> Any:
         return draft.name(name, f"of the optimizer, {name}")
     draft.row(key, value, "becomes", {"betas": "b1= and b2= of so." + make}.get(name, f"{name}= of the optimizer"))
     if name == "betas":
-        if not isinstance(value, (list, tuple)) or len(value) != 2:
-            raise TranslateError(f"{key}: {shown(value)} is not two numbers")
-        return tuple(number(key, one) for one in value)
+        return pair(key, value)
     return value if isinstance(value, bool) or ("." in make and not isinstance(value, str)) else number(key, value)
 
 

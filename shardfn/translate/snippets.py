@@ -53,6 +53,8 @@ def calls(text: str) -> tuple[list[Call], set[str]]:
         return made, set(_imported(tree))
     except SyntaxError as error:
         raise TranslateError(f"line {error.lineno}: not Python: {error.msg}") from None
+    except MemoryError:
+        raise TranslateError("nested too deeply") from None
     except (ValueError, OverflowError) as error:
         raise error if isinstance(error, TranslateError) else TranslateError(f"not Python: {error}") from None
 

@@ -24,7 +24,8 @@ def shown(value: Any) -> str:
         return value.text if len(value.text) < 200 else f"{value.text[:190]}..."
     if isinstance(value, Call):
         return f"{value.name}(...)"
-    return value if isinstance(value, str) and len(value) < 200 else _SHORT.repr(value)
+    text = value if isinstance(value, str) and len(value) < 200 else _SHORT.repr(value)
+    return " ".join(text.split()) if len(text) < 200 else f"{text[:190]}..."
 
 
 def word(value: Any) -> str:
@@ -73,6 +74,18 @@ def number(key: str, value: Any, least: float = 0.0) -> float:
     if not math.isfinite(found) or found < least:
         raise TranslateError(f"{key}: {shown(value)} is not a number of {least:g} or more")
     return found
+
+
+def whole_or_all(key: str, value: Any) -> int | None:
+    """A whole number; None for -1, which means as many as there are."""
+    return None if number(key, value, -1) == -1 else whole(key, value)
+
+
+def pair(key: str, value: Any) -> tuple[float, float]:
+    """Two numbers."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise TranslateError(f"{key}: {shown(value)} is not two numbers")
+    return number(key, value[0]), number(key, value[1])
 
 
 def words(key: str, value: Any) -> tuple[str, ...]:

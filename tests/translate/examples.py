@@ -59,7 +59,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "accelerate-ddp": _accelerate("distributed_type: MULTI_CPU\nmixed_precision: bf16\n", 2),
     "accelerate-compile": _accelerate(
-        "distributed_type: 'NO'\ndynamo_config:\n  dynamo_backend: EAGER\n  dynamo_mode: default\n  dynamo_use_dynamic: false\n",
+        "distributed_type: 'NO'\ndynamo_config: {dynamo_backend: EAGER, dynamo_use_dynamic: false}\n",
         1,
     ),
     "accelerate-deepspeed": _accelerate(

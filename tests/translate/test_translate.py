@@ -431,6 +431,13 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
         "make 6 ranks, and num_processes is 8",
     ),
     "no precision": ("a.py", "Trainer(strategy='ddp', precision='17')", "is no precision"),
+    "deep Python": ("a.py", f"x = {'-' * 100_000}1\nFSDPStrategy()", "nested too deeply"),
+    "a word for a degree": ("a.yaml", "fsdp_config: {data_parallel_shard_degree: x}", "x is not a number"),
+    "one beta": (
+        "a.yaml",
+        "max_duration: 1ba\noptimizer: {name: adamw, lr: 1, betas: 3}",
+        "3 is not two numbers",
+    ),
     "no strategy": ("a.py", "Trainer(strategy='tpu_spawn')", "no strategy that is read"),
 }
 
@@ -446,6 +453,14 @@ def test_what_cannot_be_read_is_one_line_and_status_two(name: str, tmp_path: Pat
     assert captured.err.count("\n") == 1
     assert len(captured.err) < 1000
     assert says in captured.err
+
+
+def test_values_of_any_size_are_shown_in_few_words(tmp_path: Path):
+    """Anchors of YAML make a value of a million lists out of a few lines."""
+    lines = ["num_machines: 1", "a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9))]
+    rows = rows_of(tmp_path / "a.yaml", "\n".join(lines))
+    assert len(rows) == 10
+    assert max(len(row.value) for row in rows.values()) < 200
 
 
 def test_a_folder_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
