@@ -1,4 +1,4 @@
-"""The command line: `shardfn checkpoint inspect | verify | consolidate | reshard | diff`."""
+"""The command line: `shardfn checkpoint inspect | verify | consolidate | reshard | diff`, `shardfn translate`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from shardfn.checkpoint.folders import is_checkpoint, restored
 from shardfn.checkpoint.reading import Report
 from shardfn.checkpoint.sources import found_at, source_of
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.translate import TranslateError, translate
 
 SAME, DIFFERENT, WRONG = 0, 1, 2
 
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its words; those of this process, if not given.
 
     Returns:
-        The exit status: 0; 1 for a checkpoint that is damaged or two that differ; 2 for what could not be done.
+        The exit status: 0; 1 for a checkpoint that is damaged, two that differ, or keys without a
+        translation; 2 for what could not be done.
     """
     try:
         args = _parser().parse_args(argv)
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads the output has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (CheckpointError, _Usage) as error:
+    except (CheckpointError, TranslateError, _Usage) as error:
         return _say(str(error), WRONG)
     except Exception as error:
         return _say(f"{type(error).__name__}: {error}", WRONG)
@@ -71,6 +73,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     about = "what checkpoints hold, whether they are whole, and what to make of them"
     _checkpoint(commands.add_parser("checkpoint", help=about, description=f"{about.capitalize()}."))
+    about = "what another system's configuration is in lines of shardfn"
+    codes = "Exit status: 0 all of it, 1 something has no counterpart or no value, 2 could not be read."
+    one = commands.add_parser("translate", help=about, description=f"{about.capitalize()}. {codes}")
+    about = (
+        "YAML of Accelerate or Composer, JSON of DeepSpeed, or Python with a strategy of Lightning, Composer or torch"
+    )
+    one.add_argument("file", type=Path, metavar="FILE", help=about)
+    one.add_argument("--json", action="store_true", help="print JSON")
+    one.set_defaults(run=_translate)
     return parser
 
 
@@ -227,6 +238,18 @@ def _diff(args: argparse.Namespace) -> int:
     ]
     _print_table(["entry", "is", "A; B"], rows)
     return DIFFERENT
+
+
+def _translate(args: argparse.Namespace) -> int:
+    found = translate(args.file)
+    status = SAME if found.complete else DIFFERENT
+    if args.json:
+        _print_json({**_plain(found), "complete": found.complete})
+        return status
+    print(found.program)
+    rows = [(row.key, row.value, row.status, row.text) for row in found.rows]
+    _print_table([f"key of {found.system}", "value", "is", "what it becomes, or why it has no meaning"], rows)
+    return status
 
 
 def _pattern(text: str) -> str:
