@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,75 @@ def break_group(group: dist.ProcessGroup) -> bool:
             if "Timed out" in str(error):  # which closes all connections; one that is closed already does not
                 break
     return True
+
+
+_PrefixStore: Any = dist.distributed_c10d.PrefixStore
+_RENEWABLE = {"gloo", "nccl"}
+_kinds = itertools.count(100)  # of backends, of which a group has one each; torch numbers its own from 0
+
+
+def renewable(group: dist.ProcessGroup) -> bool:
+    """Whether a group can be interrupted and work again after it."""
+    return set(_backends(group).values()) <= _RENEWABLE
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Kind of device -> the backend that moves its tensors."""
+    config = str(dist.get_backend_config(group)).split(",")
+    return {kind: name for kind, name in (part.split(":") for part in config) if name != "undefined"}
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """Ends all that is under way in a group, of which nothing can be asked then but to `renew` it."""
+    break_group(group)
+    for kind, name in _backends(group).items():
+        if name == "nccl" and torch.device(kind) in group._device_types:
+            group._get_backend(torch.device(kind)).abort()
+
+
+def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
+    """A group that was interrupted works again: whoever holds it need not know. All its ranks take part.
+
+    Args:
+        group: the group.
+        meeting: a name that no other call has, the same on all its ranks.
+        store: by which they meet.
+    """
+    called, described = group.group_name, group.group_desc
+    made: dict[str, Any] = {}
+    for kind, name in _backends(group).items():
+        if torch.device(kind) not in group._device_types:
+            continue
+        if name not in made:
+            found = _PrefixStore(f"{meeting}/{name}", store)
+            made[name] = (_new_gloo if name == "gloo" else _new_nccl)(group, kind, found), next(_kinds)
+        backend, number = made[name]
+        # A group keeps the first backend of each type, so that another one needs another type.
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType(number), backend)
+    group._set_group_name(called)
+    group._set_group_desc(described)
+
+
+def _new_gloo(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
+    made = dist.ProcessGroupGloo(store, group.rank(), group.size(), default_store().timeout)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def _new_nccl(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
+    options: Any = group._get_backend(torch.device(kind)).options
+    made = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def made_up() -> bool:
+    """Whether the other ranks of the world are none: a process says that it is one of many, and nothing moves."""
+    return bool(dist.is_initialized() and type(_outermost(default_store())).__name__ == "FakeStore")
+
+
+def _outermost(store: Any) -> Any:
+    return _outermost(store.underlying_store) if isinstance(store, _PrefixStore) else store
 
 
 def disconnected(rank: int) -> bool:
