@@ -7,6 +7,7 @@ what was under way in them is forgotten.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -98,7 +99,7 @@ class Attempt:
                 self.finish.barrier().wait()
             except RuntimeError:
                 # Who is in the next attempt was let out of this one, and has broken the group since.
-                if self.called_off() or not self.store.check([f"{self.next}/off"]):
+                if self.called_off() or not self._told(f"{self.next}/off"):
                     raise
         while self.count.noted:  # nobody reads these any more
             prefix = self.count.noted.pop()
@@ -106,16 +107,28 @@ class Attempt:
                 self.store.delete_key(f"{prefix}/{key}")
 
     def called_off(self) -> bool:
-        """Whether a rank has called it off."""
-        return bool(self.store.check([f"{self.prefix}/off"]))
+        """Whether a rank has called it off, as far as is known."""
+        return self._told(f"{self.prefix}/off")
 
     def call_off(self, why: str) -> None:
-        """Ends it, on all ranks, which have to `meet` then."""
+        """Ends it, on all ranks, each of which has to `interrupt` its groups and to `meet` the others then."""
         self.store.set(f"{self.prefix}/off", why)
 
     def failed(self, why: str) -> None:
         """This rank leaves, for another reason."""
-        self._note(Fared("failed", why))
+        with contextlib.suppress(RuntimeError):  # the store may have gone, with a rank
+            self._note(Fared("failed", why))
+
+    def interrupt(self) -> None:
+        """Ends what is under way in the groups, once."""
+        with self.lock:
+            if self.over or self.groups is not None:
+                return
+            with in_lane(self.lane):
+                self.groups = steps_groups(self.ranks)
+            self._release()
+            for one in self.groups:
+                process_groups.interrupt(one)
 
     def meet(self, mine: Fared) -> dict[int, Fared]:
         """How each rank fared in an attempt that was called off; all of them come here, but those that have failed.
@@ -123,7 +136,6 @@ class Attempt:
         Raises:
             RuntimeError: a rank does not come any more.
         """
-        self._interrupt()
         self._note(Fared(mine.how, mine.told, tuple(one.group_name for one in self.groups or ())))
         pause, beats, looked = 0.001, dict.fromkeys(self.ranks, (0, time.monotonic())), time.monotonic()
         while self.store.add(f"{self.prefix}/came", 0) < len(self.ranks):
@@ -159,22 +171,16 @@ class Attempt:
         for name, one in sorted(zip(names, groups, strict=True), key=lambda each: each[0]):
             process_groups.renew(one, f"{self.prefix}/again/{name}", self.store)
 
+    def _told(self, key: str) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return bool(self.store.check([key]))
+        return False
+
     def _note(self, fared: Fared) -> None:
         said = {"how": fared.how, "told": fared.told[:2000], "groups": fared.groups}
         self.store.set(f"{self.prefix}/fared/{self.rank}", json.dumps(said))
         self.store.add(f"{self.prefix}/came", 1)
         self.count.noted.append(self.prefix)
-
-    def _interrupt(self) -> None:
-        """Ends what is under way in the groups, once."""
-        with self.lock:
-            if self.over or self.groups is not None:
-                return
-            with in_lane(self.lane):
-                self.groups = steps_groups(self.ranks)
-            self._release()
-            for one in self.groups:
-                process_groups.interrupt(one)
 
     def _release(self) -> None:
         told = f"{self.what} was called off: {self.store.get(f'{self.prefix}/off').decode()}"
@@ -184,7 +190,7 @@ class Attempt:
         """Wakes this rank, once a second, from another thread: not everybody who waits has noticed."""
         if store.check([f"{self.prefix}/off"]):
             store.add(f"{self.prefix}/beat/{self.rank}", 1)
-            self._interrupt()
+            self.interrupt()
             self._release()
 
     def _refuse_lost(self, beats: dict[int, tuple[int, float]]) -> None:

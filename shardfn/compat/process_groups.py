@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import itertools
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -93,12 +93,14 @@ def break_group(group: dist.ProcessGroup) -> bool:
 
 _PrefixStore: Any = dist.distributed_c10d.PrefixStore
 _RENEWABLE = {"gloo", "nccl"}
-_kinds = itertools.count(100)  # of backends, of which a group has one each; torch numbers its own from 0
+_FIRST, _LAST = 100, 255  # kinds of backends, of which a group has one each; torch numbers its own from 0
+_renewed: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def renewable(group: dist.ProcessGroup) -> bool:
     """Whether a group can be interrupted and work again after it."""
-    return set(_backends(group).values()) <= _RENEWABLE
+    names = set(_backends(group).values())
+    return names <= _RENEWABLE and _renewed.get(group, _FIRST) + len(names) <= _LAST
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
@@ -130,7 +132,8 @@ def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
             continue
         if name not in made:
             found = _PrefixStore(f"{meeting}/{name}", store)
-            made[name] = (_new_gloo if name == "gloo" else _new_nccl)(group, kind, found), next(_kinds)
+            made[name] = (_new_gloo if name == "gloo" else _new_nccl)(group, kind, found), _renewed.get(group, _FIRST)
+            _renewed[group] = made[name][1] + 1
         backend, number = made[name]
         # A group keeps the first backend of each type, so that another one needs another type.
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType(number), backend)
@@ -139,7 +142,10 @@ def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
 
 
 def _new_gloo(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
-    made = dist.ProcessGroupGloo(store, group.rank(), group.size(), default_store().timeout)
+    # The options hold what listens, and its thread, which the new backend has in common with the old one.
+    old: Any = group._get_backend(torch.device(kind))
+    options = getattr(old, "options", None) or default_store().timeout
+    made = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
     made._set_sequence_number_for_group()
     return made
 
@@ -151,13 +157,13 @@ def _new_nccl(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
     return made
 
 
+_made_up = {"fake"}  # backends
+
+
 def made_up() -> bool:
-    """Whether the other ranks of the world are none: a process says that it is one of many, and nothing moves."""
-    return bool(dist.is_initialized() and type(_outermost(default_store())).__name__ == "FakeStore")
-
-
-def _outermost(store: Any) -> Any:
-    return _outermost(store.underlying_store) if isinstance(store, _PrefixStore) else store
+    """Whether the other ranks of the world are none: this process says that it is one of many, and nothing moves."""
+    world = dist.group.WORLD
+    return world is not None and set(_backends(world).values()) <= _made_up
 
 
 def disconnected(rank: int) -> bool:
@@ -260,6 +266,7 @@ def register_fake_backend(name: str, devices: list[str]) -> None:
     fake_store()
     create = dist.Backend._plugins["FAKE"].creator_fn
     dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
+    _made_up.add(name)
 
 
 def register_python_device(name: str, module: Any) -> None:

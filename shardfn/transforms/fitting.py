@@ -84,7 +84,7 @@ def batch_of(tree: Any, micro: Any) -> Batch:
     rows = {}
     for path, leaf in zip(paths, leaves, strict=True):
         where = "batch" + "".join(f"[{step!r}]" for step in path)
-        if not isinstance(leaf, Tensor) or type(leaf) not in (Tensor, torch.nn.Parameter):
+        if not isinstance(leaf, Tensor) or hasattr(leaf, "placements"):
             kind = type(leaf).__name__
             raise TypeError(f"accumulate: {where} is of type {kind}; with micro= a batch is a pytree of plain tensors")
         if leaf.ndim == 0:
@@ -206,6 +206,7 @@ def _tried(run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], n
                     raise
                 mine = Fared("stopped", str(error))
         value = None  # what it computed, if it did, is to be freed
+        attempt.interrupt()
         _emptied()
         fared = attempt.meet(mine)
         out = {rank: one.told for rank, one in fared.items() if one.how == "off"}
@@ -302,5 +303,6 @@ def _emptied() -> None:
     """Gives back what an attempt had, graphs and kept memory included."""
     gc.collect()
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-        torch.accelerator.empty_cache()
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        module.synchronize()
+        module.empty_cache()
