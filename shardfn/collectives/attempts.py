@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -46,11 +46,13 @@ class Fared:
         how: `"off"`, it called it off; `"stopped"`, that stopped it; `"failed"`, something else did, and it has left.
         told: why.
         groups: names of its groups.
+        changed: whether what it was given is no more as it was, so that it cannot try again.
     """
 
     how: Literal["off", "stopped", "failed"]
     told: str
     groups: tuple[str, ...] = ()
+    changed: bool = False
 
 
 class Attempt:
@@ -136,7 +138,7 @@ class Attempt:
         Raises:
             RuntimeError: a rank does not come any more.
         """
-        self._note(Fared(mine.how, mine.told, tuple(one.group_name for one in self.groups or ())))
+        self._note(replace(mine, groups=tuple(one.group_name for one in self.groups or ())))
         pause, beats, looked = 0.001, dict.fromkeys(self.ranks, (0, time.monotonic())), time.monotonic()
         while self.store.add(f"{self.prefix}/came", 0) < len(self.ranks):
             time.sleep(pause)
@@ -177,7 +179,7 @@ class Attempt:
         return False
 
     def _note(self, fared: Fared) -> None:
-        said = {"how": fared.how, "told": fared.told[:2000], "groups": fared.groups}
+        said = asdict(replace(fared, told=fared.told[:2000]))
         self.store.set(f"{self.prefix}/fared/{self.rank}", json.dumps(said))
         self.store.add(f"{self.prefix}/came", 1)
         self.count.noted.append(self.prefix)

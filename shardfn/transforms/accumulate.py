@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import functorch
-from shardfn.shards.layout import is_flat
 from shardfn.transforms.autodiff import (
     Variables,
     detached,
@@ -118,7 +117,7 @@ def accumulate(
                 f"accumulate: micro='auto' with {name} under a torch.func transform, or with parameters that something "
                 f"outside differentiates: what runs out of memory there cannot run again. Pass a number: micro=2"
             )
-        described = [_called(f), f"defer={defer!r}", f"has_aux={has_aux}", _weight(params)]
+        described = [_called(f), f"defer={defer!r}", f"has_aux={has_aux}"]
         return fitted(lambda parts: summed(params, parts), microbatches, micro, params, described, name)
 
     made = Accumulation(accumulated)
@@ -139,13 +138,6 @@ def _called(f: Callable[..., Any]) -> str:
     code = getattr(f, "__code__", None)
     line = f":{code.co_firstlineno}" if code is not None else ""
     return f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__qualname__)}{line}"
-
-
-def _weight(params: Any) -> str:
-    """How large a model is, on every rank the same."""
-    nodes = optree.tree_leaves(params, is_leaf=is_flat)
-    flat = sum(node.layout.padded for node in nodes if is_flat(node))
-    return f"{flat + sum(leaf.numel() for leaf in nodes if isinstance(leaf, Tensor))} numbers"
 
 
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:

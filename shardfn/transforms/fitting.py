@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import optree
@@ -130,7 +130,7 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
         raise wrong
     known: Known = world_of_thread().agreed.setdefault(f"fitting {lane()}", Known())
     shapes = [f"{x.dtype} {list(x.shape)}" for x in batch.tensors]
-    key = ("\n".join([name, *described, f"micro={micro!r}", str(axis_ranks(axis))]), *shapes)
+    key = ("\n".join([name, *described, f"micro={micro!r}", str(axis_ranks(axis)), _weight(params)]), *shapes)
     if key not in known.parts:
         elements = sum(x.numel() for x in batch.tensors)
         first = known.first(key, elements) if micro == "auto" else micro
@@ -145,21 +145,16 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
 def _as_few_as_fit(
     run: Callable[[list[Any]], T], batch: Batch, parts: int, params: Any, ranks: list[int], name: str
 ) -> tuple[T, int]:
-    leaves = [x for x in optree.tree_leaves(params) if isinstance(x, Tensor)]
-    random, versions = _Random([*leaves, *batch.tensors]), _versions([*leaves, *batch.tensors])
+    given = [*(x for x in optree.tree_leaves(params) if isinstance(x, Tensor)), *batch.tensors]
+    random, versions = _Random(given), _versions(given)
     tried: list[int] = []
     while True:
         tried.append(parts)
-        found = _tried(run, batch.parts(parts), ranks, name, parts)
+        found = _tried(run, batch.parts(parts), ranks, name, lambda: _versions(given) == versions)
         if not isinstance(found, str):
             return found[0], parts
         _emptied()
         many = f"{batch.rows} rows in {parts} part{'s' if parts > 1 else ''}"
-        if _versions([*leaves, *batch.tensors]) != versions:
-            raise RuntimeError(
-                f"accumulate: {name} ran out of memory with {many} ({found}), and cannot run again in smaller ones: "
-                f"it has written into its parameters or its batch. Write it without in-place operations on those"
-            )
         if parts >= batch.rows:
             raise torch.OutOfMemoryError(
                 f"accumulate: {name} runs out of memory with one row at a time ({many}; tried: "
@@ -171,8 +166,14 @@ def _as_few_as_fit(
         parts = more
 
 
-def _tried(run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], name: str, parts: int) -> tuple[T] | str:
-    """What it returns, alone in a tuple; or who ran out of memory, and how, when all ranks have come back from it."""
+def _tried(
+    run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], name: str, whole: Callable[[], bool]
+) -> tuple[T] | str:
+    """What it returns, alone in a tuple; or who ran out of memory, and how, when all ranks have come back from it.
+
+    `whole` says whether what it was given is as it was.
+    """
+    parts = f"{len(pieces)} part{'s' if len(pieces) > 1 else ''}"
     if len(ranks) == 1:
         try:
             return (run(pieces),)
@@ -180,46 +181,65 @@ def _tried(run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], n
             told = exhausted(error)
             if told is None:
                 raise
-            return told
-    with Attempt(ranks, f"accumulate of {name} in {parts} part{'s' if parts > 1 else ''}") as attempt:
-        try:
-            value: T | None = run(pieces)
-        except Exception as error:
-            told = exhausted(error)
-            if told is not None and not can_call_off(ranks):
-                raise RuntimeError(
-                    f"accumulate: {name} ran out of memory on rank {dist.get_rank()} in {parts} parts ({told}), and "
-                    f"ranks can only try again on gloo and NCCL: pass micro={2 * parts} in place of micro='auto'"
-                ) from error
-            if told is not None:
-                attempt.call_off(f"rank {dist.get_rank()} ran out of memory: {told}")
-            elif not (isinstance(error, RuntimeError) and attempt.called_off()):
-                attempt.failed(f"{type(error).__name__}: {error}")
-                raise
-            mine = Fared("stopped", str(error)) if told is None else Fared("off", told)
-        else:
-            try:
-                attempt.finished()
-                return (value,)  # type: ignore[return-value]
-            except RuntimeError as error:
-                if not attempt.called_off():
-                    raise
-                mine = Fared("stopped", str(error))
-        value = None  # what it computed, if it did, is to be freed
+        return _refuse_changed({} if whole() else {0: Fared("off", told, changed=True)}, told, name, parts)
+    with Attempt(ranks, f"accumulate of {name} in {parts}") as attempt:
+        found = _run(run, pieces, ranks, name, attempt)
+        if isinstance(found, tuple):
+            return found
         attempt.interrupt()
         _emptied()
-        fared = attempt.meet(mine)
-        out = {rank: one.told for rank, one in fared.items() if one.how == "off"}
+        fared = attempt.meet(replace(found, changed=not whole()))
+        said = "; ".join([f"rank {rank}: {one.told}" for rank, one in fared.items() if one.how == "off"][:4])
         failed = [f"rank {rank} failed: {one.told}" for rank, one in fared.items() if one.how == "failed"]
-        said = "; ".join(f"rank {rank}: {told}" for rank, told in list(out.items())[:4])
         if failed:
-            kind = torch.OutOfMemoryError if mine.how == "off" else RuntimeError
+            kind = torch.OutOfMemoryError if found.how == "off" else RuntimeError
             raise kind(
-                f"accumulate: {name} ran out of memory in {parts} parts ({said}), and does not run again in smaller "
-                f"ones, since {'; '.join(failed[:4])}"
+                f"accumulate: {name} ran out of memory in {parts} ({said}), and does not run again in smaller ones, "
+                f"since {'; '.join(failed[:4])}"
             )
         attempt.renew(fared)
-        return said
+        return _refuse_changed(fared, said, name, parts)
+
+
+def _run(
+    run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], name: str, attempt: Attempt
+) -> tuple[T] | Fared:
+    """What it returns, when it has on all ranks; or how this one fared in what was called off."""
+    try:
+        value = run(pieces)
+    except Exception as error:
+        told = exhausted(error)
+        if told is not None and not can_call_off(ranks):
+            raise RuntimeError(
+                f"accumulate: {name} ran out of memory on rank {dist.get_rank()} in micro={len(pieces)} ({told}), and "
+                f"ranks can only try again on gloo and NCCL: pass micro={2 * len(pieces)} in place of micro='auto'"
+            ) from error
+        if told is not None:
+            attempt.call_off(f"rank {dist.get_rank()} ran out of memory: {told}")
+            return Fared("off", told)
+        if isinstance(error, RuntimeError) and attempt.called_off():
+            return Fared("stopped", str(error))
+        attempt.failed(f"{type(error).__name__}: {error}")
+        raise
+    try:
+        attempt.finished()
+    except RuntimeError as error:
+        if not attempt.called_off():
+            raise
+        return Fared("stopped", str(error))
+    return (value,)
+
+
+def _refuse_changed(fared: dict[int, Fared], said: str, name: str, parts: str) -> str:
+    """`said`, if all ranks can run again with what they were given."""
+    changed = [str(rank) for rank, one in fared.items() if one.changed]
+    if changed:
+        raise RuntimeError(
+            f"accumulate: {name} ran out of memory in {parts} ({said}), and cannot run again in smaller ones: on rank "
+            f"{', '.join(changed)} it has written into its parameters or its batch. Write it without in-place "
+            f"operations on those"
+        )
+    return said
 
 
 def exhausted(error: BaseException) -> str | None:
@@ -268,6 +288,13 @@ def _real(axis: Axis) -> Axis:
 def _mesh_of(params: Any) -> DeviceMesh | None:
     flat = [node for node in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(node)]
     return mesh_of(flat[0].layout.grid, "accumulate: its parameters") if flat else None
+
+
+def _weight(params: Any) -> str:
+    """How large a model is; of a pipeline's parts each rank has its own."""
+    nodes = optree.tree_leaves(params, is_leaf=is_flat)
+    flat = sum(node.layout.padded for node in nodes if is_flat(node))
+    return f"{flat + sum(leaf.numel() for leaf in nodes if isinstance(leaf, Tensor))} numbers"
 
 
 def axis_ranks(axis: Axis) -> list[int]:
