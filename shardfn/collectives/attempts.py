@@ -108,9 +108,14 @@ class Attempt:
             for key in ("off", "came", f"fared/{self.rank}", f"beat/{self.rank}"):
                 self.store.delete_key(f"{prefix}/{key}")
 
-    def called_off(self) -> bool:
-        """Whether a rank has called it off, as far as is known."""
-        return self._told(f"{self.prefix}/off")
+    def called_off(self, within: float = 0.0) -> bool:
+        """Whether a rank has called it off, as far as is known, or does so in some seconds."""
+        limit = time.monotonic() + within
+        while not self._told(f"{self.prefix}/off"):
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(0.01)
+        return True
 
     def call_off(self, why: str) -> None:
         """Ends it, on all ranks, each of which has to `interrupt` its groups and to `meet` the others then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +33,8 @@ _SUBJECT = (
     "the micro-batches",
     "Ranks cut their batches alike: pass the same micro=, and batches of the same shapes, on every rank",
 )
+HEARSAY = 5.0  # seconds
+_SPOKEN = re.compile("OutOfMemoryError|MemoryError|out of memory|can't allocate memory|bad_alloc")
 FIX = "Take a smaller batch or less memory for each row: sf.stage(remat=True), remat='offload', tiers, shorter rows"
 
 
@@ -217,7 +220,8 @@ def _run(
         if told is not None:
             attempt.call_off(f"rank {dist.get_rank()} ran out of memory: {told}")
             return Fared("off", told)
-        if isinstance(error, RuntimeError) and attempt.called_off():
+        # What another rank says of itself, by a pipeline, may come before it has called the attempt off.
+        if isinstance(error, RuntimeError) and attempt.called_off(HEARSAY if _SPOKEN.search(str(error)) else 0.0):
             return Fared("stopped", str(error))
         attempt.failed(f"{type(error).__name__}: {error}")
         raise

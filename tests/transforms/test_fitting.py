@@ -535,3 +535,32 @@ def test_a_batch_that_does_not_fit_trains_under_a_limit_of_the_process(n: int) -
     for (_, value, grads, whole), (_, want, exact, _) in zip(limited, free, strict=True):
         torch.testing.assert_close((value, grads), (want, exact), rtol=1e-12, atol=1e-14)
         assert "DefaultCPUAllocator: can't allocate memory" in whole or n > 1
+
+
+def piped() -> Any:
+    forget()
+    mesh = sf.make_mesh(device="cpu", pipe=2)
+    rank, rows = mesh.get_rank(), normal(8, 3, seed=70)
+    w = normal(3, 3, seed=71 + rank)
+
+    def part(w: Tensor, x: Tensor | None, batch: Tensor) -> Tensor:
+        if len(batch) > 2 and rank == 1:
+            raise out()
+        y = torch.tanh((batch if x is None else x) @ w)
+        return y.square().sum() if rank else y
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return sf.parallel.pipeline(part, w, x.chunk(2), "pipe")
+
+    def step(w: Tensor, micro: Any) -> Any:
+        run = sf.accumulate(loss, rows, micro=micro)
+        return *run(w), run.micro
+
+    mapped = sf.shard_map(step, mesh=mesh, in_specs=(..., ...), out_specs=...)
+    first, again, other = mapped(w, "auto"), mapped(w, "auto"), mapped(w, 2)
+    return first[2], all(torch.equal(a, b) for one in (again, other) for a, b in zip(first[:2], one[:2], strict=True))
+
+
+@pytest.mark.world(2)
+def test_a_part_of_a_pipeline_runs_out_of_memory(world: World) -> None:
+    assert world.run(piped) == [(2, True)] * 2
