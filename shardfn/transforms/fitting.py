@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +21,8 @@ from shardfn.mesh.groups import group_over, world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, independent_axes, mesh_of
 from shardfn.shards.layout import is_flat
+from shardfn.transforms.cutting import Batch, batch_of
+from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, versions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +34,6 @@ _SUBJECT = (
     "Ranks cut their batches alike: pass the same micro=, and batches of the same shapes, on every rank",
 )
 HEARSAY = 5.0  # seconds
-_SPOKEN = re.compile("OutOfMemoryError|MemoryError|out of memory|can't allocate memory|bad_alloc")
 FIX = "Take a smaller batch or less memory for each row: sf.stage(remat=True), remat='offload', tiers, shorter rows"
 
 
@@ -49,61 +48,6 @@ class Known:
         """In how many parts to try what is new: no fewer than smaller batches of the same function have needed."""
         same = [one for one in self.parts if one[0] == key[0] and self.elements[one] <= elements]
         return max((self.parts[one] for one in same), default=1)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One batch of this rank, to be cut.
-
-    Attributes:
-        tensors: its leaves, `[rows, ...]` each.
-        tree: how to put it together.
-        rows: of each leaf.
-    """
-
-    tensors: list[Tensor]
-    tree: optree.PyTreeSpec
-    rows: int
-
-    def parts(self, n: int) -> list[Any]:
-        """It in `n` parts, of which the first may have a row more than the last."""
-        cut = [x.tensor_split(n) for x in self.tensors]
-        return [optree.tree_unflatten(self.tree, [pieces[i] for pieces in cut]) for i in range(n)]
-
-
-def batch_of(tree: Any, micro: Any) -> Batch:
-    """The batch, if it can be cut so.
-
-    Raises:
-        TypeError, ValueError: it, or `micro`, is something else than it should be.
-    """
-    if micro != "auto" and (not isinstance(micro, int) or isinstance(micro, bool)):
-        raise TypeError(f'accumulate: micro={micro!r}; it is a number of parts, or "auto"')
-    paths, leaves, spec = optree.tree_flatten_with_path(tree)
-    if not leaves:
-        raise ValueError("accumulate: with micro= the second argument is one batch, and this one has no tensors")
-    if any(is_flat(node) for node in optree.tree_leaves(tree, is_leaf=is_flat)):
-        raise TypeError("accumulate: the batch has a flat shard in it, which has no rows; pass parameters as `params`")
-    rows = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        where = "batch" + "".join(f"[{step!r}]" for step in path)
-        if not isinstance(leaf, Tensor) or hasattr(leaf, "placements"):
-            kind = type(leaf).__name__
-            raise TypeError(f"accumulate: {where} is of type {kind}; with micro= a batch is a pytree of plain tensors")
-        if leaf.ndim == 0:
-            raise ValueError(f"accumulate: {where} is a scalar; every tensor of a batch has its rows in dim 0")
-        if leaf.requires_grad:
-            raise ValueError(f"accumulate: {where} requires a gradient; only `params` get one here: detach it")
-        rows[where] = len(leaf)
-    if len(set(rows.values())) > 1:
-        said = ", ".join(f"{where} has {n}" for where, n in rows.items())
-        raise ValueError(f"accumulate: tensors of one batch have the same number of rows in dim 0, and {said}")
-    n = next(iter(rows.values()))
-    if n == 0:
-        raise ValueError("accumulate: the batch has no rows")
-    if micro != "auto" and not 1 <= micro <= n:
-        raise ValueError(f"accumulate: micro={micro}, and the batch has {n} rows: from 1 to {n} parts can be cut")
-    return Batch(leaves, spec, n)
 
 
 def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, described: Sequence[str], name: str) -> T:
@@ -149,14 +93,14 @@ def _as_few_as_fit(
     run: Callable[[list[Any]], T], batch: Batch, parts: int, params: Any, ranks: list[int], name: str
 ) -> tuple[T, int]:
     given = [*(x for x in optree.tree_leaves(params) if isinstance(x, Tensor)), *batch.tensors]
-    random, versions = _Random(given), _versions(given)
+    random, before = RandomNumbers(given), versions(given)
     tried: list[int] = []
     while True:
         tried.append(parts)
-        found = _tried(run, batch.parts(parts), ranks, name, lambda: _versions(given) == versions)
+        found = _tried(run, batch.parts(parts), ranks, name, lambda: versions(given) == before)
         if not isinstance(found, str):
             return found[0], parts
-        _emptied()
+        emptied()
         many = f"{batch.rows} rows in {parts} part{'s' if parts > 1 else ''}"
         if parts >= batch.rows:
             raise torch.OutOfMemoryError(
@@ -190,7 +134,7 @@ def _tried(
         if isinstance(found, tuple):
             return found
         attempt.interrupt()
-        _emptied()
+        emptied()
         fared = attempt.meet(replace(found, changed=not whole()))
         said = "; ".join([f"rank {rank}: {one.told}" for rank, one in fared.items() if one.how == "off"][:4])
         failed = [f"rank {rank} failed: {one.told}" for rank, one in fared.items() if one.how == "failed"]
@@ -221,7 +165,7 @@ def _run(
             attempt.call_off(f"rank {dist.get_rank()} ran out of memory: {told}")
             return Fared("off", told)
         # What another rank says of itself, by a pipeline, may come before it has called the attempt off.
-        if isinstance(error, RuntimeError) and attempt.called_off(HEARSAY if _SPOKEN.search(str(error)) else 0.0):
+        if isinstance(error, RuntimeError) and attempt.called_off(HEARSAY if SPOKEN.search(str(error)) else 0.0):
             return Fared("stopped", str(error))
         attempt.failed(f"{type(error).__name__}: {error}")
         raise
@@ -244,30 +188,6 @@ def _refuse_changed(fared: dict[int, Fared], said: str, name: str, parts: str) -
             f"operations on those"
         )
     return said
-
-
-def exhausted(error: BaseException) -> str | None:
-    """What the allocator says, if it is for want of memory that this was raised; else None."""
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        text = str(one)
-        if isinstance(one, (torch.OutOfMemoryError, MemoryError)) or (
-            isinstance(one, RuntimeError) and any(words in text for words in _WORDS)
-        ):
-            return f"{type(one).__name__}: {text.strip().splitlines()[0]}" if text.strip() else type(one).__name__
-        waiting += [one.__cause__, one.__context__]
-    return None
-
-
-_WORDS = (
-    "DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "std::bad_alloc",
-    "Cannot allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-)  # fmt: skip
 
 
 # --- who tries together ---
@@ -306,34 +226,3 @@ def axis_ranks(axis: Axis) -> list[int]:
     if axis.size == 1:
         return [0]
     return sorted(dist.get_process_group_ranks(process_groups.group_of(axis.group)))
-
-
-# --- what an attempt leaves behind ---
-
-
-class _Random:
-    """Where torch's own random numbers stood, on the CPU and on the device of these tensors."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.numbers = torch.get_rng_state()
-        devices = {x.device for x in tensors} - {torch.device("cpu"), torch.device("meta")}
-        self.more = [(one, torch.get_device_module(one).get_rng_state(one)) for one in devices]
-
-    def restore(self) -> None:
-        """Draws them again."""
-        torch.set_rng_state(self.numbers)
-        for device, state in self.more:
-            torch.get_device_module(device).set_rng_state(state, device)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [0 if x.is_inference() else x._version for x in tensors]
-
-
-def _emptied() -> None:
-    """Gives back what an attempt had, graphs and kept memory included."""
-    gc.collect()
-    if torch.accelerator.is_available():
-        module = torch.get_device_module(torch.accelerator.current_accelerator())
-        module.synchronize()
-        module.empty_cache()

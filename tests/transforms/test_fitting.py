@@ -21,7 +21,7 @@ import shardfn.testing as testing
 from shardfn.collectives import attempts
 from shardfn.testing import World
 from shardfn.testing.simulated import simulated
-from shardfn.transforms.fitting import exhausted
+from shardfn.transforms.shortage import exhausted
 from tests.faults import DEPTH, Fault, compared, cpus, forget, out, parameters, pythons, trained
 from tests.models import STRATEGIES, normal
 from tests.refusals import told
@@ -451,7 +451,7 @@ def test_where_groups_cannot_be_made_anew_the_number_to_pass_is_said() -> None:
         assert said.endswith("pass micro=2 in place of micro='auto'")
 
 
-def test_a_device_of_its_own() -> None:
+def on_a_device() -> int:
     with simulated(2) as device:
         mesh = sf.make_mesh(device=device.name, shard=2)
         ps = sf.shard(optree.tree_map(lambda x: x.to(device.name), parameters()), mesh, sf.full_shard("shard"))
@@ -467,7 +467,12 @@ def test_a_device_of_its_own() -> None:
 
         run = sf.accumulate(loss, torch.ones(8, 4, dtype=torch.float64, device=device.name), micro="auto")
         run(ps)
-        assert run.micro == 4
+        return run.micro
+
+
+def test_a_device_of_its_own() -> None:
+    with World(1, kind="alone") as world:
+        assert world.run(on_a_device) == [4]
 
 
 @pytest.mark.parametrize(
