@@ -151,6 +151,15 @@ def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
     return done
 
 
+def forget(groups: Sequence[Any]) -> None:
+    """All that was under way in these groups has ended, and is nothing to what comes."""
+    launcher = _launchers.get(lane())
+    if launcher is not None:
+        launcher.submit(lambda: None).result()  # what waits there to be started meets the end of its group first
+    for group in groups:
+        _left.pop(group, None)
+
+
 def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     """The axes of the mesh, made ready once. All ranks along them take part the first time."""
     return per_mesh(mesh, ("link", lane(), names), lambda: _linked(mesh, names))

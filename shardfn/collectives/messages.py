@@ -63,6 +63,12 @@ def peers(x: Tensor, group: str) -> Peers | None:
     return known[1]
 
 
+def forget(groups: Sequence[str]) -> None:
+    """The ranks of these groups, who may have called different things, count their calls from the start."""
+    for group in groups:
+        _known.pop(group, None)
+
+
 def gather(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
     """Every rank's `x`, stacked: `[size, *x.shape]`."""
     whole = x.new_empty((p.size, *x.shape))

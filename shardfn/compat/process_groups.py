@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -88,6 +89,81 @@ def break_group(group: dist.ProcessGroup) -> bool:
             if "Timed out" in str(error):  # which closes all connections; one that is closed already does not
                 break
     return True
+
+
+_PrefixStore: Any = dist.distributed_c10d.PrefixStore
+_RENEWABLE = {"gloo", "nccl"}
+_FIRST, _LAST = 100, 255  # kinds of backends, of which a group has one each; torch numbers its own from 0
+_renewed: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def renewable(group: dist.ProcessGroup) -> bool:
+    """Whether a group can be interrupted and work again after it."""
+    names = set(_backends(group).values())
+    return names <= _RENEWABLE and _renewed.get(group, _FIRST) + len(names) <= _LAST
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Kind of device -> the backend that moves its tensors."""
+    config = str(dist.get_backend_config(group)).split(",")
+    return {kind: name for kind, name in (part.split(":") for part in config) if name != "undefined"}
+
+
+def interrupt(group: dist.ProcessGroup) -> None:
+    """Ends all that is under way in a group, of which nothing can be asked then but to `renew` it."""
+    break_group(group)
+    for kind, name in _backends(group).items():
+        if name == "nccl" and torch.device(kind) in group._device_types:
+            group._get_backend(torch.device(kind)).abort()
+
+
+def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
+    """A group that was interrupted works again: whoever holds it need not know. All its ranks take part.
+
+    Args:
+        group: the group.
+        meeting: a name that no other call has, the same on all its ranks.
+        store: by which they meet.
+    """
+    called, described = group.group_name, group.group_desc
+    made: dict[str, Any] = {}
+    for kind, name in _backends(group).items():
+        if torch.device(kind) not in group._device_types:
+            continue
+        if name not in made:
+            found = _PrefixStore(f"{meeting}/{name}", store)
+            made[name] = (_new_gloo if name == "gloo" else _new_nccl)(group, kind, found), _renewed.get(group, _FIRST)
+            _renewed[group] = made[name][1] + 1
+        backend, number = made[name]
+        # A group keeps the first backend of each type, so that another one needs another type.
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType(number), backend)
+    group._set_group_name(called)
+    group._set_group_desc(described)
+
+
+def _new_gloo(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
+    # The options hold what listens, and its thread, which the new backend has in common with the old one.
+    old: Any = group._get_backend(torch.device(kind))
+    options = getattr(old, "options", None) or default_store().timeout
+    made = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+def _new_nccl(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
+    options: Any = group._get_backend(torch.device(kind)).options
+    made = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    made._set_sequence_number_for_group()
+    return made
+
+
+_made_up = {"fake"}  # backends
+
+
+def made_up() -> bool:
+    """Whether the other ranks of the world are none: this process says that it is one of many, and nothing moves."""
+    world = dist.group.WORLD
+    return world is not None and set(_backends(world).values()) <= _made_up
 
 
 def disconnected(rank: int) -> bool:
@@ -190,6 +266,7 @@ def register_fake_backend(name: str, devices: list[str]) -> None:
     fake_store()
     create = dist.Backend._plugins["FAKE"].creator_fn
     dist.Backend.register_backend(name, create, extended_api=True, devices=devices)
+    _made_up.add(name)
 
 
 def register_python_device(name: str, module: Any) -> None:

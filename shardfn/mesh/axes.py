@@ -124,6 +124,22 @@ def per_mesh(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
     return cast(T, found)
 
 
+def axis_groups() -> set[str]:
+    """Names of the groups along the axes that this thread's lane has used."""
+    every = (mesh.__dict__.get("_shardfn", {}).get(("axes", lane())) for mesh in list(_meshes.values()))
+    return {axis.group for axes in every if axes is not None for axis in axes.used.values() if axis.group}
+
+
+def forget_runs() -> None:
+    """Drops what this thread's lane keeps with meshes while its steps run: what it waited for, and what it gathered."""
+    for mesh in list(_meshes.values()):
+        kept: dict[Hashable, Any] = mesh.__dict__.get("_shardfn", {})
+        for key in list(kept):
+            match key:
+                case ("engine", _, part) | ("team", part, _) if part == lane():
+                    kept.pop(key, None)
+
+
 def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
     if not names:
         return ALONE

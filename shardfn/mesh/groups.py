@@ -38,6 +38,7 @@ class World:
     made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
 
+OF_STEPS = ("", "reduce", "compare", "notes", "finish")  # uses of groups; what is saved meanwhile has other ones
 _worlds: dict[int, World] = {}  # one, but in tests whose ranks are threads
 _lock = threading.Lock()
 
@@ -105,6 +106,19 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
             f"({torch.__version__}) was built without gloo: install one with it, as PyTorch's own packages are"
         )
     return group_over(ranks, use, "gloo")
+
+
+def groups_of_steps(ranks: list[int]) -> list[dist.ProcessGroup]:
+    """The groups of several ranks, all of them among these, by which this thread's steps move anything."""
+    world, part = world_of_thread(), lane()
+    found = [
+        made.result()
+        for (use, where, *_), made in list(world.made.items())
+        if where == part and use in OF_STEPS and made.done() and made.exception() is None
+    ]
+    found += [world.group] if world.group is not None and not part else []
+    among = set(ranks)
+    return [one for one in found if one.size() > 1 and among.issuperset(dist.get_process_group_ranks(one))]
 
 
 def _made(ranks: list[int], use: str, name: str, backend: str | None) -> dist.ProcessGroup:

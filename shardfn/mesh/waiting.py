@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -123,6 +123,8 @@ _waits: dict[int, on] = {}  # by thread
 _counts: dict[tuple[int, str], dict[tuple[str, Any], int]] = {}  # what each thread came to, by group
 _along: dict[str, str] = {}  # the axes along which a group runs
 _watcher: _Watcher | None = None
+looking: dict[int, Callable[[Any], None]] = {}
+"""What else the thread that looks does, once a second, with its own way to the store; by who asked for it."""
 
 
 def along(group: str, axes: str) -> None:
@@ -145,9 +147,25 @@ def joined() -> None:
     threading.Thread(target=_watcher.run, name="shardfn-waiting", daemon=True).start()
 
 
+def release(groups: Iterable[str], told: str) -> None:
+    """Waits in these groups, and for groups to be made, are in vain: who is woken says so."""
+    names, me = set(groups), get_ident()
+    for thread, wait in list(_waits.items()):
+        if thread != me and not wait.verdict and (wait.group in names or wait.group.startswith("meeting ")):
+            wait.verdict = told
+
+
+def forget(groups: Iterable[str]) -> None:
+    """What was waited for in these groups is over, on all their ranks, however often each of them came to it."""
+    names = set(groups)
+    for key in [key for key in list(_counts) if key[1] in names or key[1].startswith("meeting ")]:
+        _counts.pop(key, None)
+
+
 def _forked() -> None:
     global _watcher
     _watcher = None
+    looking.clear()
     _waits.clear()
     _calls.clear()
     _counts.clear()
@@ -346,6 +364,8 @@ class _Watcher:
 
     def look(self) -> None:
         """Tells the others what this rank waits for, and looks what they do."""
+        for each in list(looking.values()):
+            each(self.reach())
         now, waits = time.monotonic(), dict(_waits)
         since = {}
         for thread, wait in waits.items():
@@ -359,9 +379,13 @@ class _Watcher:
         if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
             self.think(stuck, now)
 
-    def tell(self, stuck: dict[int, on]) -> None:
+    def reach(self) -> Any:
         if self.store is None:
             self.store = process_groups.default_store().clone()
+        return self.store
+
+    def tell(self, stuck: dict[int, on]) -> None:
+        self.reach()
         self.beat += 1
         self.told = bool(stuck)
         self.store.set(_KEY.format(self.rank), json.dumps(_state(self.beat, stuck, self.vain)))

@@ -260,6 +260,9 @@ class _Module:
     def synchronize(self, device: Any = None) -> None:
         _synchronize()
 
+    def empty_cache(self) -> None:
+        pass  # nothing is kept
+
     def current_stream(self, device: Any = None) -> _Stream:
         return _Stream()
 

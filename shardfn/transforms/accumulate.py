@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import optree
 import torch
@@ -20,62 +21,123 @@ from shardfn.transforms.autodiff import (
     unshared,
     value_and_grad,
 )
+from shardfn.transforms.fitting import fitted
 from shardfn.transforms.step import Defer, Step
 
 
+class Accumulation:
+    """A function of parameters: `params -> (value, gradient)`, from micro-batches one after another.
+
+    Attributes:
+        micro: how many they were, last time; 0 before.
+    """
+
+    def __init__(self, run: Callable[[Any], tuple[Any, Any]]) -> None:
+        self._run = run
+        self.micro = 0
+
+    def __call__(self, params: Any) -> tuple[Any, Any]:
+        """The sum over micro-batches and its gradient."""
+        return self._run(params)
+
+
 def accumulate(
-    f: Callable[..., Any], microbatches: Iterable[Any], *, has_aux: bool = False, defer: Defer = "replicas"
-) -> Callable[[Any], tuple[Any, Any]]:
+    f: Callable[..., Any],
+    microbatches: Iterable[Any],
+    *,
+    micro: int | Literal["auto"] | None = None,
+    has_aux: bool = False,
+    defer: Defer = "replicas",
+) -> Accumulation:
     """A function of parameters that returns the sum of `f` over micro-batches and its gradient, one of them at a time.
 
     Nothing is averaged: where `f` is a sum, divided by what the whole batch has of it, the result is exactly the
     whole batch's loss and gradient.
 
+    With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
+    out of memory, all ranks leave what they are in the middle of, and begin again with twice as many parts, from the
+    same random numbers. What fits is remembered for the function and the shapes, and a line in the log says it.
+
     Args:
-        f: `(params, batch) -> loss`, or `(params, *batch)` where a micro-batch is a tuple.
-        microbatches: the batches, as many on every rank.
+        f: `(params, batch) -> loss`, or `(params, *batch)` where a micro-batch is a tuple. With `"auto"` it may run
+            more than once, and so it changes nothing but what it returns, and torch's own random numbers.
+        microbatches: the batches, as many on every rank; with `micro`, one batch: a pytree of tensors with the same
+            number of rows in dim 0, on every rank of the same shapes.
+        micro: in how many parts the batch is cut, which differ by one row at most; or `"auto"`.
         has_aux: `f` returns `(loss, aux)`; the new function returns `(sum, [aux, ...])` in place of the sum.
         defer: what gradients of flat shards wait for the last micro-batch with: `"replicas"`, the sum over
             replicas; `"everything"`, the scatter too, which takes a buffer for the whole gradients of all stages;
             `"nothing"`.
 
     Returns:
-        `params -> (value, gradient)`, as `value_and_grad` gives.
+        `params -> (value, gradient)`, as `value_and_grad` gives. Its attribute `micro` says in how many parts it ran.
 
     Raises:
-        ValueError: no micro-batches, or no such `defer`.
+        TypeError, ValueError: no micro-batches; no such `defer`; a batch that cannot be cut so, or that ranks would
+            cut differently.
+        torch.OutOfMemoryError: on every rank, when one of them cannot even do one row.
+        RuntimeError: `"auto"` under a transform, or where something outside differentiates through it.
 
     Example:
         >>> import torch
         >>> loss = lambda p, x: (p * x).sum()
         >>> accumulate(loss, [torch.tensor([1.0]), torch.tensor([2.0])])(torch.tensor([3.0]))
         (tensor(9.), tensor([3.]))
+        >>> accumulate(loss, torch.tensor([[1.0], [2.0]]), micro=2)(torch.tensor([3.0]))
+        (tensor(9.), tensor([3.]))
     """
     if defer not in get_args(Defer):
         raise ValueError(f"accumulate: defer={defer!r}; it is one of {', '.join(map(repr, get_args(Defer)))}")
     name = name_of(f)
 
-    def losses(params: Any) -> Iterator[tuple[Tensor, Any]]:
+    def losses(params: Any, batches: Iterable[Any]) -> Iterator[tuple[Tensor, Any]]:
         number = 0
-        for number, batch in enumerate(microbatches, 1):  # noqa: B007
+        for number, batch in enumerate(batches, 1):
+            made.micro = number
             yield scalar(f(params, *batch) if isinstance(batch, tuple) else f(params, batch), has_aux, name)
         if number == 0:
             raise ValueError(f"accumulate: there are no micro-batches for {name}")
 
-    def accumulated(params: Any) -> tuple[Any, Any]:
-        leaves = optree.tree_leaves(params)
-        outside = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        if functorch.inside_transform() or outside or functorch.inside_forward_mode():
+    def summed(params: Any, batches: Iterable[Any]) -> tuple[Any, Any]:
+        if _differentiated(params):
 
             def total(params: Any) -> tuple[Tensor, Any]:
-                values, auxes = zip(*losses(params), strict=True)
+                values, auxes = zip(*losses(params, batches), strict=True)
                 return torch.stack(values).sum(), list(auxes)
 
             (value, aux), gradient = value_and_grad(total, has_aux=True)(params)
             return (value, aux) if has_aux else value, gradient
-        return _one_by_one(losses, params, has_aux, defer)
+        return _one_by_one(lambda values: losses(values, batches), params, has_aux, defer)
 
-    return accumulated
+    def accumulated(params: Any) -> tuple[Any, Any]:
+        if micro is None:
+            return summed(params, microbatches)
+        if micro == "auto" and _differentiated(params):
+            raise RuntimeError(
+                f"accumulate: micro='auto' with {name} under a torch.func transform, or with parameters that something "
+                f"outside differentiates: what runs out of memory there cannot run again. Pass a number: micro=2"
+            )
+        described = [_called(f), f"defer={defer!r}", f"has_aux={has_aux}"]
+        return fitted(lambda parts: summed(params, parts), microbatches, micro, params, described, name)
+
+    made = Accumulation(accumulated)
+    return made
+
+
+def _differentiated(params: Any) -> bool:
+    """Whether a transform, or autograd outside, may differentiate what is computed here."""
+    leaves = optree.tree_leaves(params)
+    outside = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+    return functorch.inside_transform() or outside or functorch.inside_forward_mode()
+
+
+def _called(f: Callable[..., Any]) -> str:
+    """Which function it is, however often it is made anew, and on every rank the same."""
+    while isinstance(f, functools.partial):
+        f = f.func
+    code = getattr(f, "__code__", None)
+    line = f":{code.co_firstlineno}" if code is not None else ""
+    return f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', type(f).__qualname__)}{line}"
 
 
 def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: Any, has_aux: bool, defer: Defer) -> Any:

@@ -1,0 +1,66 @@
+"""A batch, and its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from shardfn.shards.layout import is_flat
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of this rank, to be cut.
+
+    Attributes:
+        tensors: its leaves, `[rows, ...]` each.
+        tree: how to put it together.
+        rows: of each leaf.
+    """
+
+    tensors: list[Tensor]
+    tree: optree.PyTreeSpec
+    rows: int
+
+    def parts(self, n: int) -> list[Any]:
+        """It in `n` parts, of which the first may have a row more than the last."""
+        cut = [x.tensor_split(n) for x in self.tensors]
+        return [optree.tree_unflatten(self.tree, [pieces[i] for pieces in cut]) for i in range(n)]
+
+
+def batch_of(tree: Any, micro: Any) -> Batch:
+    """The batch, if it can be cut so.
+
+    Raises:
+        TypeError, ValueError: it, or `micro`, is something else than it should be.
+    """
+    if micro != "auto" and (not isinstance(micro, int) or isinstance(micro, bool)):
+        raise TypeError(f'accumulate: micro={micro!r}; it is a number of parts, or "auto"')
+    paths, leaves, spec = optree.tree_flatten_with_path(tree)
+    if not leaves:
+        raise ValueError("accumulate: with micro= the second argument is one batch, and this one has no tensors")
+    if any(is_flat(node) for node in optree.tree_leaves(tree, is_leaf=is_flat)):
+        raise TypeError("accumulate: the batch has a flat shard in it, which has no rows; pass parameters as `params`")
+    rows = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        where = "batch" + "".join(f"[{step!r}]" for step in path)
+        if not isinstance(leaf, Tensor) or hasattr(leaf, "placements"):
+            kind = type(leaf).__name__
+            raise TypeError(f"accumulate: {where} is of type {kind}; with micro= a batch is a pytree of plain tensors")
+        if leaf.ndim == 0:
+            raise ValueError(f"accumulate: {where} is a scalar; every tensor of a batch has its rows in dim 0")
+        if leaf.requires_grad:
+            raise ValueError(f"accumulate: {where} requires a gradient; only `params` get one here: detach it")
+        rows[where] = len(leaf)
+    if len(set(rows.values())) > 1:
+        said = ", ".join(f"{where} has {n}" for where, n in rows.items())
+        raise ValueError(f"accumulate: tensors of one batch have the same number of rows in dim 0, and {said}")
+    n = next(iter(rows.values()))
+    if n == 0:
+        raise ValueError("accumulate: the batch has no rows")
+    if micro != "auto" and not 1 <= micro <= n:
+        raise ValueError(f"accumulate: micro={micro}, and the batch has {n} rows: from 1 to {n} parts can be cut")
+    return Batch(leaves, spec, n)

@@ -1,0 +1,228 @@
+"""Micro-batches that fit: what runs out of memory, on any rank, runs again on all of them in smaller parts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.agree import agree
+from shardfn.collectives.attempts import Attempt, Fared, can_call_off
+from shardfn.compat import process_groups
+from shardfn.mesh.axes import axis_of, sizes
+from shardfn.mesh.grid import ALONE, Axis
+from shardfn.mesh.groups import group_over, world_of_thread
+from shardfn.mesh.lanes import lane
+from shardfn.mesh.scope import current_mesh, independent_axes, mesh_of
+from shardfn.shards.layout import is_flat
+from shardfn.transforms.cutting import Batch, batch_of
+from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, versions
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+_log = logging.getLogger("shardfn")
+_SUBJECT = (
+    "the micro-batches",
+    "Ranks cut their batches alike: pass the same micro=, and batches of the same shapes, on every rank",
+)
+HEARSAY = 5.0  # seconds
+FIX = "Take a smaller batch or less memory for each row: sf.stage(remat=True), remat='offload', tiers, shorter rows"
+
+
+@dataclass
+class Known:
+    """What one lane of a world knows of each function and batch: in how many parts it fits, and how large it is."""
+
+    parts: dict[tuple[str, ...], int] = field(default_factory=dict)
+    elements: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    def first(self, key: tuple[str, ...], elements: int) -> int:
+        """In how many parts to try what is new: no fewer than smaller batches of the same function have needed."""
+        same = [one for one in self.parts if one[0] == key[0] and self.elements[one] <= elements]
+        return max((self.parts[one] for one in same), default=1)
+
+
+def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, described: Sequence[str], name: str) -> T:
+    """What `run` returns of the parts of a batch.
+
+    Args:
+        run: computes on micro-batches; it changes nothing, so that it can run again.
+        tree: the batch.
+        micro: into how many parts it is cut; `"auto"`: as few as fit.
+        params: what `run` computes with.
+        described: what else ranks have in common, a line each.
+        name: of the function, for messages.
+
+    Raises:
+        TypeError, ValueError: the batch cannot be cut so, or not on every rank alike.
+        torch.OutOfMemoryError: one row is too much, on some rank.
+        RuntimeError: out of memory where ranks cannot go back; a batch or parameters that were written into.
+    """
+    axis = _together(params)
+    try:
+        batch, wrong = batch_of(tree, micro), None
+    except (TypeError, ValueError) as error:
+        batch, wrong = None, error
+    if batch is None:
+        agree([f"{name}: {wrong}"], axis, "accumulate", wrong, _SUBJECT)
+        assert wrong is not None, "it is there, or something is wrong with it"
+        raise wrong
+    known: Known = world_of_thread().agreed.setdefault(f"fitting {lane()}", Known())
+    shapes = [f"{x.dtype} {list(x.shape)}" for x in batch.tensors]
+    key = ("\n".join([name, *described, f"micro={micro!r}", str(axis_ranks(axis)), _weight(params)]), *shapes)
+    if key not in known.parts:
+        elements = sum(x.numel() for x in batch.tensors)
+        first = known.first(key, elements) if micro == "auto" else micro
+        agree([*described, f"micro={micro!r}", *shapes], axis, "accumulate", subject=_SUBJECT)
+        known.elements[key], known.parts[key] = elements, min(first, batch.rows)
+    if micro != "auto":
+        return run(batch.parts(micro))
+    value, known.parts[key] = _as_few_as_fit(run, batch, known.parts[key], params, axis_ranks(axis), name)
+    return value
+
+
+def _as_few_as_fit(
+    run: Callable[[list[Any]], T], batch: Batch, parts: int, params: Any, ranks: list[int], name: str
+) -> tuple[T, int]:
+    given = [*(x for x in optree.tree_leaves(params) if isinstance(x, Tensor)), *batch.tensors]
+    random, before = RandomNumbers(given), versions(given)
+    tried: list[int] = []
+    while True:
+        tried.append(parts)
+        found = _tried(run, batch.parts(parts), ranks, name, lambda: versions(given) == before)
+        if not isinstance(found, str):
+            return found[0], parts
+        emptied()
+        many = f"{batch.rows} rows in {parts} part{'s' if parts > 1 else ''}"
+        if parts >= batch.rows:
+            raise torch.OutOfMemoryError(
+                f"accumulate: {name} runs out of memory with one row at a time ({many}; tried: "
+                f"{', '.join(map(str, tried))}): {found}. {FIX}"
+            )
+        random.restore()
+        more = min(2 * parts, batch.rows)
+        _log.warning("accumulate: %s ran out of memory with %s, and runs again in %d: %s", name, many, more, found)
+        parts = more
+
+
+def _tried(
+    run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], name: str, whole: Callable[[], bool]
+) -> tuple[T] | str:
+    """What it returns, alone in a tuple; or who ran out of memory, and how, when all ranks have come back from it.
+
+    `whole` says whether what it was given is as it was.
+    """
+    parts = f"{len(pieces)} part{'s' if len(pieces) > 1 else ''}"
+    if len(ranks) == 1:
+        try:
+            return (run(pieces),)
+        except Exception as error:
+            told = exhausted(error)
+            if told is None:
+                raise
+        return _refuse_changed({} if whole() else {0: Fared("off", told, changed=True)}, told, name, parts)
+    with Attempt(ranks, f"accumulate of {name} in {parts}") as attempt:
+        found = _run(run, pieces, ranks, name, attempt)
+        if isinstance(found, tuple):
+            return found
+        attempt.interrupt()
+        emptied()
+        fared = attempt.meet(replace(found, changed=not whole()))
+        said = "; ".join([f"rank {rank}: {one.told}" for rank, one in fared.items() if one.how == "off"][:4])
+        failed = [f"rank {rank} failed: {one.told}" for rank, one in fared.items() if one.how == "failed"]
+        if failed:
+            kind = torch.OutOfMemoryError if found.how == "off" else RuntimeError
+            raise kind(
+                f"accumulate: {name} ran out of memory in {parts} ({said}), and does not run again in smaller ones, "
+                f"since {'; '.join(failed[:4])}"
+            )
+        attempt.renew(fared)
+        return _refuse_changed(fared, said, name, parts)
+
+
+def _run(
+    run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], name: str, attempt: Attempt
+) -> tuple[T] | Fared:
+    """What it returns, when it has on all ranks; or how this one fared in what was called off."""
+    try:
+        value = run(pieces)
+    except Exception as error:
+        told = exhausted(error)
+        if told is not None and not can_call_off(ranks):
+            raise RuntimeError(
+                f"accumulate: {name} ran out of memory on rank {dist.get_rank()} in micro={len(pieces)} ({told}), and "
+                f"ranks can only try again on gloo and NCCL: pass micro={2 * len(pieces)} in place of micro='auto'"
+            ) from error
+        if told is not None:
+            attempt.call_off(f"rank {dist.get_rank()} ran out of memory: {told}")
+            return Fared("off", told)
+        # What another rank says of itself, by a pipeline, may come before it has called the attempt off.
+        if isinstance(error, RuntimeError) and attempt.called_off(HEARSAY if SPOKEN.search(str(error)) else 0.0):
+            return Fared("stopped", str(error))
+        attempt.failed(f"{type(error).__name__}: {error}")
+        raise
+    try:
+        attempt.finished()
+    except RuntimeError as error:
+        if not attempt.called_off():
+            raise
+        return Fared("stopped", str(error))
+    return (value,)
+
+
+def _refuse_changed(fared: dict[int, Fared], said: str, name: str, parts: str) -> str:
+    """`said`, if all ranks can run again with what they were given."""
+    changed = [str(rank) for rank, one in fared.items() if one.changed]
+    if changed:
+        raise RuntimeError(
+            f"accumulate: {name} ran out of memory in {parts} ({said}), and cannot run again in smaller ones: on rank "
+            f"{', '.join(changed)} it has written into its parameters or its batch. Write it without in-place "
+            f"operations on those"
+        )
+    return said
+
+
+# --- who tries together ---
+
+
+def _together(params: Any) -> Axis:
+    """The ranks that run the same program: of the mesh in scope, or of the flat shards', or of the world."""
+    mesh = current_mesh() or _mesh_of(params)
+    if mesh is not None:
+        return _real(axis_of(mesh, tuple(one for one in sizes(mesh) if one not in independent_axes())))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ALONE
+    ranks = list(range(dist.get_world_size()))
+    return _real(Axis(len(ranks), dist.get_rank(), group_over(ranks).group_name))
+
+
+def _real(axis: Axis) -> Axis:
+    """Without the ranks that are made up, which nothing can be asked of."""
+    return axis if axis.size > 1 and not process_groups.made_up() else ALONE
+
+
+def _mesh_of(params: Any) -> DeviceMesh | None:
+    flat = [node for node in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(node)]
+    return mesh_of(flat[0].layout.grid, "accumulate: its parameters") if flat else None
+
+
+def _weight(params: Any) -> str:
+    """How large a model is; of a pipeline's parts each rank has its own."""
+    nodes = optree.tree_leaves(params, is_leaf=is_flat)
+    flat = sum(node.layout.padded for node in nodes if is_flat(node))
+    return f"{flat + sum(leaf.numel() for leaf in nodes if isinstance(leaf, Tensor))} numbers"
+
+
+def axis_ranks(axis: Axis) -> list[int]:
+    """Global ranks along an axis; of this one alone, whichever it is."""
+    if axis.size == 1:
+        return [0]
+    return sorted(dist.get_process_group_ranks(process_groups.group_of(axis.group)))
