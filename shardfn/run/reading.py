@@ -17,7 +17,7 @@ from shardfn.run.seeding import lent_generators, seed_all
 from shardfn.run.sources import Ready, unwrapped
 from shardfn.shards.random import mixed
 
-AT_ONCE = 4096  # rows whose order is computed together
+AT_ONCE = 1024  # rows whose order is computed together, at most
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,14 @@ class Reader(Dataset[Any]):
 
     def each(self, start: int, stop: int | None) -> Generator[Any]:
         """The batches of these steps; the order of many is computed at a time."""
-        size = self.stop - self.first
+        size, steps = self.stop - self.first, 1
         while stop is None or start < stop:
-            steps = max(1, AT_ONCE // size)
             steps = steps if stop is None else min(steps, stop - start)
             whole = self.order.part(start, self.first, self.stop, steps)
             for number in range(steps):
                 some = slice(number * size, (number + 1) * size)
                 yield self.read(Part(whole.rows[some], whole.epochs[some], whole.real[some]), start + number)
-            start += steps
+            start, steps = start + steps, max(1, min(2 * steps, AT_ONCE // size))
 
     def read(self, part: Part, step: int) -> Any:
         """The batch of these rows."""

@@ -133,22 +133,25 @@ class _Lane:
         self.whole, self.lane, self.each, self.part = whole, lane, each, part
         end = None if whole.last == "wrap" else whole.epochs
         self._rows = lane.rows(start * each, end)
-        self._filler: tuple[Any] | None = None  # what is repeated after the end
+        self._filler: tuple[Any, int] | None = None
 
     def take(self) -> _Taken:
         """The rows of a step that are of this rank; where an end comes before, what `last` says."""
         found, epochs = _Taken(), self.whole.epochs
         for _ in range(self.each):
-            if self._filler is None:
-                row, epoch = next(self._rows)
-            over = self._filler is not None or (epochs is not None and epoch >= epochs)
-            if over and self.whole.last == "drop":
+            one = next(self._rows, None)
+            if one is None and self.whole.last == "drop":
                 return _Taken(ended=True)
-            if over and self.whole.last == "pad":
-                (row,) = self._filler = self._filler or (row,)
+            row, epoch = one or self._filled()
             found.rows.append(row)
-            found.real.append(not over)
+            found.real.append(epochs is None or epoch < epochs)
         return _Taken(found.rows[self.part], found.real[self.part])
+
+    def _filled(self) -> tuple[Any, int]:
+        """The lane's first row, in no epoch that counts."""
+        if self._filler is None:
+            self._filler = next(self.lane.rows(0, None))[0], self.whole.epochs or 0
+        return self._filler
 
 
 class _Parts(IterableDataset[Any]):

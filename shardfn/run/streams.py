@@ -91,13 +91,13 @@ class Lane:
     shuffle: bool
 
     def rows(self, skip: int, end: int | None) -> Iterator[tuple[Any, int]]:
-        """Row after row, each with its epoch, for ever, but for the first `skip`; of epoch `end` none is skipped.
+        """Row after row, each with its epoch, until epoch `end`, but for the first `skip`.
 
         Raises:
             ValueError: the lane's files have no rows, or others than `lengths` says.
         """
-        for epoch in itertools.count():
-            files, skip = self._files(epoch), 0 if epoch == end else skip
+        for epoch in itertools.count() if end is None else range(end):
+            files = self._files(epoch)
             total = None if self.stream.lengths is None else sum(self.stream.lengths[file] for file in files)
             if total and skip >= total:
                 skip -= total

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LOOKS = 64  # batches at most that are compared by content
+ASTRAY = -1  # in place of an iterator's number
 TEXT = 3000  # characters of another rank's error
 
 
@@ -150,6 +151,7 @@ class _Said:
     group: str
     work: Any
     rows: Tensor
+    own: Tensor
 
 
 def _took(
@@ -169,11 +171,13 @@ def _took(
         one = Read(State.FAILED, error=error)
     if len(who.places) == 1 or not between_processes():
         return one, None
-    row = [number, step, one.state, shapes, seen.digest if seen.looking else 0, len(seen.rows)]
-    group = cpu_group(who.ranks, "feed")
-    rows = torch.empty(len(who.places), len(row), dtype=torch.int64)
-    work = process_groups.start_all_gather(rows, torch.tensor([row]), group)
-    return one, _Said(group.group_name, work, rows)
+    return one, _say([number, step, one.state, shapes, seen.digest if seen.looking else 0, len(seen.rows)], who)
+
+
+def _say(row: list[int], who: Peers) -> _Said:
+    group, rows = cpu_group(who.ranks, "feed"), torch.empty(len(who.places), len(row), dtype=torch.int64)
+    own = torch.tensor([row])
+    return _Said(group.group_name, process_groups.start_all_gather(rows, own, group), rows, own)
 
 
 def _ended(mine: Read, said: _Said | None, step: int, who: Peers, seen: _Seen) -> bool:
@@ -185,13 +189,15 @@ def _ended(mine: Read, said: _Said | None, step: int, who: Peers, seen: _Seen) -
     with waiting.on("the next batch", said.group, who.name, note=f"It is that of step {step}"):
         said.work.wait()
     numbers, steps, states, shapes, contents, rows = said.rows.T.tolist()
-    if State.FAILED in states:
-        _raise_failed(mine, states, step, who)
     if len({*zip(numbers, steps, strict=True)}) > 1:
+        if ASTRAY not in numbers:  # who is ahead has said more than this rank, and waits for an answer
+            _astray.append(_say([ASTRAY] * said.rows.shape[1], who))
         raise ValueError(
             f"{who.name}: ranks ask for different batches: those of steps {steps}, in the order of their ranks "
             f"{who.ranks}, by their iterators number {numbers}. All ranks iterate alike, and stop at the same step"
         )
+    if State.FAILED in states:
+        _raise_failed(mine, states, step, who)
     if State.END in states:
         if not who.unequal and {*states} != {State.END}:
             _raise_short(states, step, who)
@@ -204,6 +210,9 @@ def _ended(mine: Read, said: _Said | None, step: int, who: Peers, seen: _Seen) -
         _compare(contents, rows, step, who)
         seen.looking = _undecided(contents, who) and step < LOOKS
     return False
+
+
+_astray: list[_Said] = []  # what nobody may ever answer
 
 
 def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
