@@ -132,7 +132,7 @@ def simulated(ranks: int = 1, rank: int = 0, backend: str = "simulated") -> Iter
     try:
         with _patched(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-            with _Operations(device):
+            with _Operations(device), _on_threads(device):
                 yield device
     finally:
         dist.destroy_process_group()
@@ -142,6 +142,22 @@ def simulated(ranks: int = 1, rank: int = 0, backend: str = "simulated") -> Iter
 _current: list[Device] = []
 _pinned: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 _under_way: weakref.WeakSet[Any] = weakref.WeakSet()  # storages into which the device still copies
+
+
+@contextlib.contextmanager
+def _on_threads(device: Device) -> Iterator[None]:
+    """What threads do that are started inside happens on the device, too: modes are a thread's own."""
+    run = threading.Thread.run
+
+    def on_device(thread: threading.Thread) -> None:
+        with _Operations(device):
+            run(thread)
+
+    threading.Thread.run = on_device  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.run = run  # type: ignore[method-assign]
 
 
 @functools.cache
