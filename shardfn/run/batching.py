@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, get_args
@@ -56,7 +56,7 @@ class Batches:
     _peers: Peers = field(repr=False)
     _open: Callable[[int], Generator[Read]] = field(repr=False)
 
-    def __call__(self, start: int) -> Iterator[Any]:
+    def __call__(self, start: int) -> Generator[Any]:
         """The batches of step `start` and of those after it, on the mesh's device.
 
         Raises:
@@ -64,7 +64,7 @@ class Batches:
         """
         return together(self._open(_checked_start(start)), start, self._peers, device_of(self._peers.mesh.device_type))
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Generator[Any]:
         return self(self.start)
 
     def __len__(self) -> int:

@@ -117,7 +117,7 @@ class _Seen:
         self.digest = digest([self.digest, *rows])
 
 
-def together(batches: Generator[Read], start: int, who: Peers, device: torch.device) -> Iterator[Any]:
+def together(batches: Generator[Read], start: int, who: Peers, device: torch.device) -> Generator[Any]:
     """The batches, on the device, from step `start` on, until all ranks are at their ends.
 
     Raises:

@@ -96,7 +96,8 @@ def test_threads_and_workers_end_with_the_iterator(workers: int) -> None:
 
 def failures(act: Callable[[], None]) -> tuple[int, str, bool]:
     """How many batches there were before the error, what it says, and whether all have ended."""
-    before, batches, found = children(), made(Rows(20, act), workers=2), []
+    before, batches = children(), made(Rows(20, act), workers=2)
+    found: list[Any] = []
     text = told(lambda: found.extend(batches))
     return len(found), text, gone(before)
 
@@ -179,7 +180,7 @@ print("reading", flush=True)
 def test_workers_do_not_outlive_their_process(end: str) -> None:
     command = [sys.executable, "-c", ORPHANS.format(end=end)]
     # Whoever holds the pipe is alive: reading it to its end waits for the workers, too.
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "reading\n"
     assert (done.returncode, "by itself" in done.stderr) == {"o": (-9, False), "r": (1, True), "p": (0, False)}[end[0]]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import shardfn as sf
 from shardfn.testing import World, world
@@ -158,7 +158,7 @@ def unequal(what: str) -> str:
         "batch": {"batch": 4 + 4 * rank},
         "length": {"source": X[rank:]},
         "rows": {"source": X + rank},
-        "subset": {"source": torch.utils.data.Subset(X, [*range(rank, 40, 2)])},
+        "subset": {"source": torch.utils.data.Subset(TensorDataset(X), [*range(rank, 40, 2)])},
         "start": {"start": rank},
         "one alone is wrong": {"batch": 4 - rank},
         "source fails": {"source": Broken(0 if rank else -1)},
