@@ -129,7 +129,7 @@ def batches(
     except Exception as error:
         agree([str(error)], mesh, NAME, mine=error)
         raise
-    compared = {**made.identity, "start": start, "axes": names}
+    compared = {**made.identity, "start": start, "epochs": epochs, "axes": names}
     agree([f"{name}={value!r}" for name, value in compared.items()], mesh, NAME, subject=_SOURCES)
     return made
 
@@ -157,7 +157,7 @@ def _made(
     size = portion(batch, max(who.places) + 1, axes)
     first = who.places[who.ranks.index(dist.get_rank())] * size
     known: dict[str, str | int] = {
-        "seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last, "epochs": str(epochs),
+        "seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last,
     }  # fmt: skip
     device = device_of(mesh.device_type)
     if isinstance(source, Stream):

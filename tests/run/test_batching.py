@@ -150,9 +150,9 @@ def identities() -> list[Any]:
 
     other = x.clone()
     other[0] = 1
-    same = [of(), of(x.clone()), of(prefetch=0), of(start=3)]
+    same = [of(), of(x.clone()), of(prefetch=0), of(start=3), of(epochs=2)]
     others = [
-        of(x[:63]), of(other), of(x.double()), of(batch=4), of(seed=1), of(shuffle=False), of(last="pad"), of(epochs=2),
+        of(x[:63]), of(other), of(x.double()), of(batch=4), of(seed=1), of(shuffle=False), of(last="pad"),
         of(list(range(64))), of(list(range(1, 65))), of((x,)),
     ]  # fmt: skip
     assert all(type(value) in (int, str) for value in of().values())
