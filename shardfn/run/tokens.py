@@ -158,12 +158,15 @@ class TokenFile:
     @functools.cached_property
     def tokens(self) -> NDArray[Any]:
         """All of them, in the dtype of the file."""
-        return np.memmap(self.path, self._dtype, "r", HEADER, (self.count,))
+        return self._mapped(self._dtype, HEADER, self.count)
 
     @functools.cached_property
     def starts(self) -> NDArray[np.int64]:
         """The first token of each document, and the end of the last."""
-        return np.memmap(self.path, np.dtype("<i8"), "r", self._after, (self.documents + 1,))
+        return self._mapped(np.dtype("<i8"), self._after, self.documents + 1)
+
+    def _mapped(self, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
+        return np.asarray(np.memmap(self.path, dtype, "r", offset, (count,)))  # slices of a plain array cost half
 
     def verify(self) -> None:
         """Reads the whole file.
