@@ -2,6 +2,7 @@
 
     MALLOC_MMAP_THRESHOLD_=65536 OMP_NUM_THREADS=1 python docs/pictures.py
 
+data.png: which rows of two epochs are in which batch, and which ranks read them, as the order of the rows says.
 mesh.png: what each of four ranks holds of one stage, and which groups its collectives run in, as the layouts say.
 modules.png: the stages, loose parameters and tied weights that `functional` finds in GPT-2, and how large they are.
 memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
@@ -31,6 +32,7 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn.run.order import Order
 from shardfn.testing import World
 
 HERE = Path(__file__).resolve().parent
@@ -372,7 +374,45 @@ def draw_modules(path: Path) -> None:
     figure.savefig(path)
 
 
-DRAWN = {"mesh": draw_mesh, "memory": draw_memory, "modules": draw_modules, "schedule": draw_schedule}
+# --- the order of rows ---
+
+
+def draw_data(path: Path) -> None:
+    """Two epochs of nine rows in batches of four, and who reads what, as the order says."""
+    order = Order(9, 4, 0, last="wrap", epochs=2)
+    part = order.part(0, 0, 4, order.steps or 0)
+    rows, epochs = part.rows.tolist(), part.epochs.tolist()
+    figure = Figure(figsize=(9.2, 3.3), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlim(-4.6, len(rows) + 0.2)
+    axes.set_ylim(-5.4, 1.6)
+    axes.axis("off")
+    for at, (row, epoch) in enumerate(zip(rows, epochs, strict=True)):
+        color = (BLUE, GREEN, GREY)[epoch]
+        axes.add_patch(_box(at, 0, 0.92, 0.8)).set_facecolor(color)
+        axes.text(at + 0.46, 0.4, str(row), ha="center", va="center", color="white", fontsize=10)
+    for step in range(order.steps or 0):
+        axes.text(4 * step + 1.96, 1.15, f"step {step}", ha="center", va="center", fontsize=10)
+    axes.text(-0.3, 0.4, "the order of rows", ha="right", va="center", fontsize=10)
+    for line, (name, ranks) in enumerate(
+        {"data=2": ["0", "1"], "data=4": ["0", "1", "2", "3"], "data=2, tensor=2": ["0, 1", "2, 3"]}.items()
+    ):
+        y, size = -1.5 - 1.4 * line, 4 // len(ranks)
+        axes.text(-0.3, y + 0.4, f"ranks of {name}", ha="right", va="center", fontsize=10)
+        for at in range(0, len(rows), size):
+            box = _box(at, y, size - 0.08, 0.8)
+            axes.add_patch(box).set_facecolor((ORANGE, "#f0c48f", "#d9873a", "#f5dcb9")[at // size % len(ranks)])
+            axes.text(at + size / 2 - 0.04, y + 0.4, ranks[at // size % len(ranks)], ha="center", va="center")
+    figure.savefig(path)
+
+
+DRAWN = {
+    "data": draw_data,
+    "mesh": draw_mesh,
+    "memory": draw_memory,
+    "modules": draw_modules,
+    "schedule": draw_schedule,
+}
 
 
 def main() -> None:

@@ -93,6 +93,7 @@ def break_group(group: dist.ProcessGroup) -> bool:
 
 _PrefixStore: Any = dist.distributed_c10d.PrefixStore
 _RENEWABLE = {"gloo", "nccl"}
+_PRIVATE = ("_register_backend", "_set_group_name", "_set_group_desc", "_get_backend")
 _FIRST, _LAST = 100, 255  # kinds of backends, of which a group has one each; torch numbers its own from 0
 _renewed: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -100,7 +101,8 @@ _renewed: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 def renewable(group: dist.ProcessGroup) -> bool:
     """Whether a group can be interrupted and work again after it."""
     names = set(_backends(group).values())
-    return names <= _RENEWABLE and _renewed.get(group, _FIRST) + len(names) <= _LAST
+    known = all(hasattr(dist.ProcessGroup, name) for name in _PRIVATE)
+    return known and names <= _RENEWABLE and _renewed.get(group, _FIRST) + len(names) <= _LAST
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:

@@ -2,3 +2,23 @@
 
 Imports `checkpoint`, `stages`, `shards`, `collectives` and `mesh`.
 """
+
+from shardfn.run.batching import Batches, batches
+from shardfn.run.checking import Checked, checked
+from shardfn.run.feed import Feed
+from shardfn.run.streams import Stream
+from shardfn.run.tokens import TokenFile, write_tokens
+from shardfn.run.windows import packed_windows, token_windows
+
+__all__ = [
+    "Batches",
+    "Checked",
+    "Feed",
+    "Stream",
+    "TokenFile",
+    "batches",
+    "checked",
+    "packed_windows",
+    "token_windows",
+    "write_tokens",
+]

@@ -130,7 +130,7 @@ def simulated(ranks: int = 1, rank: int = 0, backend: str = "simulated") -> Iter
     _current.append(device)
     dist.init_process_group(backend, store=process_groups.fake_store(), rank=rank, world_size=ranks)
     try:
-        with _patched(), warnings.catch_warnings():
+        with _patched(device), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             with _Operations(device):
                 yield device
@@ -156,11 +156,12 @@ def _register() -> None:
 
 
 @contextlib.contextmanager
-def _patched() -> Iterator[None]:
-    """What torch does without an operation that modes see."""
+def _patched(device: Device) -> Iterator[None]:
+    """What torch does without an operation that modes see; and threads, each of which has modes of its own."""
     fake: Any = dynamo.fake_tensors()
     places = [(torch, "Generator", _Generator), (fake, "tolist", lambda x: x.cpu().tolist())]
     places += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    places += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
     try:
         for owner, name, value in places:
@@ -169,6 +170,17 @@ def _patched() -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """What a thread does, on the device too."""
+
+    @functools.wraps(run)
+    def on_device(thread: threading.Thread) -> None:
+        with _Operations(device):
+            run(thread)
+
+    return on_device
 
 
 def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,0 +1,35 @@
+"""The benchmark of feeding runs, and reads what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import shardfn as sf
+from benchmarks.data import Memmap
+from tests.run.test_tokens import written
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_command_runs(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.data", "--tiny", "--json", str(told)],
+        check=True, cwd=ROOT, timeout=200, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    read = json.loads(told.read_text())
+    assert [goal["limit"] for goal in read["goals"]] == [1.02, 1.0, 1.0]
+    assert all(goal["value"] > 0 for goal in read["goals"])
+    assert [row["ranks"] for row in read["rows"] if "ranks" in row] == [1, 2]
+
+
+def test_both_sides_read_the_same_rows(tmp_path: Path) -> None:
+    path = written(tmp_path / "tokens")
+    theirs, ours = Memmap(sf.run.TokenFile(path).tokens, 3), sf.run.token_windows(path, 3)
+    assert [row.tolist() for row in (ours[i] for i in range(len(ours)))] == [
+        theirs[i].tolist() for i in range(len(theirs))
+    ]

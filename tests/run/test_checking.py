@@ -1,0 +1,133 @@
+"""Batches of anybody's loader: the same rows on all ranks, other rows, too few batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+import shardfn as sf
+from shardfn.testing import World
+from tests.refusals import told
+
+
+def rows(loader: Any, axes: Any = "data", **sizes: int) -> str | list[Any]:
+    """The first leaf of each batch, or what is wrong."""
+    mesh = sf.make_mesh(device="cpu", **(sizes or {"data": -1}))
+    found: list[Any] = []
+    wrong = told(lambda: found.extend(one[0].tolist() for one in sf.run.checked(loader(mesh), mesh, axes)))
+    return found if wrong == "it was done" else wrong
+
+
+def data(count: int = 64) -> Any:
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
+    return torch.utils.data.TensorDataset(torch.arange(count), x)
+
+
+def plain(_: Any) -> Any:
+    return DataLoader(data(), batch_size=8)
+
+
+def cut(mesh: Any) -> Any:
+    where = {"num_replicas": mesh["data"].size(), "rank": mesh.get_local_rank("data"), "shuffle": False}
+    return DataLoader(data(), batch_size=8, sampler=DistributedSampler(data(), **where))
+
+
+def by_world(_: Any) -> Any:
+    return DataLoader(data(), batch_size=8, sampler=DistributedSampler(data(), shuffle=False))
+
+
+def small(_: Any) -> Any:
+    return DataLoader(data(), batch_size=2)
+
+
+def zeros(_: Any) -> Any:
+    return [(torch.zeros(8, 3),)] * 5
+
+
+def few_kinds(_: Any) -> Any:
+    return [(torch.arange(64) % 4,)] * 5
+
+
+def fewer(_: Any) -> Any:
+    return [(torch.full((8,), dist.get_rank()),)] * (5 - dist.get_rank())
+
+
+def shapes(_: Any) -> Any:
+    return [(torch.full((8 - (step == 2 and dist.get_rank()),), dist.get_rank()),) for step in range(5)]
+
+
+def failing(_: Any) -> Any:
+    for step in range(5):
+        if step == 3 and dist.get_rank() == 1:
+            raise OSError("the disk is gone")
+        yield (torch.full((8,), dist.get_rank()),)
+
+
+@pytest.mark.world(2)
+def test_a_forgotten_sampler_is_an_error_at_the_first_step(world: World) -> None:
+    for told_ in world.run(rows, plain):
+        assert "ranks 0 and 1 get the same rows" in told_
+        assert "up to step 0 their batches were equal, and 8 different rows were in them" in told_
+    for told_ in world.run(rows, small):
+        assert "up to step 3" in told_
+    first, second = world.run(rows, cut)
+    assert sorted(row for batch in first + second for row in batch) == list(range(64))
+
+
+@pytest.mark.world(2)
+def test_rows_that_are_alike_are_not_refused(world: World) -> None:
+    assert [len(one) for one in world.run(rows, zeros)] == [5, 5]
+    assert [len(one) for one in world.run(rows, few_kinds)] == [5, 5]
+    assert world.run(rows, plain, ()) == [[list(range(at, at + 8)) for at in range(0, 64, 8)]] * 2
+
+
+@pytest.mark.world(4)
+def test_ranks_along_other_axes_have_the_same_rows(world: World) -> None:
+    found = world.run(rows, cut, data=2, tensor=2)
+    assert found[0] == found[1] != found[2] == found[3]
+    for told_ in world.run(rows, by_world, data=2, tensor=2):
+        assert "ranks 0 and 1 stand at the same place along data" in told_
+
+
+@pytest.mark.world(2)
+def test_different_numbers_and_shapes_of_batches_are_errors_on_every_rank(world: World) -> None:
+    assert all("rank 1 has no batch for step 4, and rank 0 has one" in one for one in world.run(rows, fewer))
+    for told_ in world.run(rows, shapes):
+        assert "the batches of step 2 differ between ranks: rank 0 has [0] int64 [8]; rank 1 has [0] int64 [7]" in told_
+
+
+@pytest.mark.world(2)
+def test_a_loader_that_fails_fails_everywhere_at_its_step(world: World) -> None:
+    first, second = world.run(rows, failing)
+    assert "RuntimeError: sf.run.checked: rank 1 could not read its batch of step 3" in first
+    assert "OSError: the disk is gone" in first
+    assert second == "OSError: the disk is gone"
+
+
+def arguments() -> list[str]:
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    loader = plain(mesh)
+    checked = sf.run.checked(loader, mesh, ())
+    assert (len(checked), checked.axes, len(list(checked(6)))) == (8, (), 2)
+    return [
+        told(lambda: sf.run.checked(3, mesh, "data")),  # type: ignore[arg-type]
+        told(lambda: sf.run.checked(loader, mesh, "rows")),
+        told(lambda: sf.run.checked(loader, mesh, ["data"])),  # type: ignore[arg-type]
+        told(lambda: sf.run.checked(loader, mesh, "data" if dist.get_rank() else ())),
+        told(lambda: len(sf.run.checked(zip(loader), mesh, "data"))),
+    ]
+
+
+@pytest.mark.world(2)
+def test_wrong_arguments_are_refused(world: World) -> None:
+    for found in world.run(arguments):
+        number, axis, axes, differ, length = found
+        assert "the loader is of type int" in number
+        assert "unknown axis 'rows'" in axis
+        assert "axes=['data']" in axes
+        assert "differ between ranks" in differ
+        assert "has no length" in length

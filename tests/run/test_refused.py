@@ -1,0 +1,206 @@
+"""What is wrong is one clear error, on every rank."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, TensorDataset
+
+import shardfn as sf
+from shardfn.testing import World, world
+from tests.refusals import told
+
+X = torch.arange(80).view(40, 2)
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.count()
+
+
+class Broken:
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> Any:
+        if row == self.row:
+            raise OSError("the disk is gone")
+        return row
+
+
+def ragged(row: int) -> Any:
+    return {"x": torch.zeros(3 if row == 9 else 2)}
+
+
+def lengths(file: int) -> Iterator[int]:
+    yield from range(5)
+
+
+NONE: Any = None
+Stream = functools.partial(sf.run.Stream, range(4), lengths)
+
+WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "batch that ranks cannot share": (
+        lambda: {"batch": 7},
+        "cut into equal parts for 2 ranks along data: say batch=6 or 8",
+    ),
+    "batch of one row": (lambda: {"batch": 1}, "say batch=2"),
+    "batch of none": (lambda: {"batch": 0}, "ValueError: sf.run.batches: batch=0; it is at least 1"),
+    "batch of a half": (lambda: {"batch": 4.0}, "TypeError: sf.run.batches: batch=4.0 is of type float"),
+    "batch of more than there is": (lambda: {"batch": 42}, "batch=42 rows a step, and the source has 40"),
+    "an unknown axis": (lambda: {"axes": "rows"}, "unknown axis 'rows'; the mesh has data=2"),
+    "an axis twice": (lambda: {"axes": ("data", "data")}, "axis 'data' is named twice"),
+    "axes of no names": (lambda: {"axes": 3}, "TypeError: sf.run.batches: axes=3; it is the name of a mesh axis"),
+    "axes in a list": (lambda: {"axes": ["data"]}, "TypeError: sf.run.batches: axes=['data']"),
+    "a negative start": (lambda: {"start": -1}, "ValueError: sf.run.batches: start=-1; it is at least 0"),
+    "a start of no step": (lambda: {"start": "3"}, "TypeError: sf.run.batches: start='3'"),
+    "no rows": (lambda: {"source": []}, "ValueError: sf.run.batches: the source, of type list, has no rows"),
+    "an empty tensor": (lambda: {"source": X[:0]}, "has no rows"),
+    "a generator": (lambda: {"source": iter([1])}, "no row of it can be found by its number"),
+    "an iterable data set": (lambda: {"source": Endless()}, "sf.run.Stream(files, read, lanes=...)"),
+    "a number": (lambda: {"source": 3}, "the source, of type int, is no data set"),
+    "columns of different lengths": (
+        lambda: {"source": {"x": X, "y": X[1:]}},
+        "source['x'] has 40, source['y'] has 39",
+    ),
+    "a column of a list": (lambda: {"source": {"x": [1, 2]}}, "source['x'][0] is int"),
+    "a column without rows": (lambda: {"source": (X, torch.tensor(1))}, "source[1] is a tensor without dimensions"),
+    "a column elsewhere": (lambda: {"source": {"x": X.to("meta")}}, "source['x'] is on meta; keep what rows are read"),
+    "a seed of no number": (lambda: {"seed": "abc"}, "TypeError: a seed is an int, not 'abc'"),
+    "a seed of a half": (lambda: {"seed": 0.5}, "TypeError: a seed is an int"),
+    "no epochs": (lambda: {"epochs": 0}, "epochs=0; it is at least 1"),
+    "half an epoch": (lambda: {"epochs": 0.5}, "TypeError: sf.run.batches: epochs=0.5"),
+    "another last": (lambda: {"last": "keep"}, "last='keep'; what becomes of an epoch's last rows is one of"),
+    "a collate that is none": (lambda: {"collate": "pad"}, "collate='pad'; it is a function"),
+    "negative workers": (lambda: {"workers": -1}, "workers=-1; it is at least 0"),
+    "negative prefetch": (lambda: {"prefetch": -2}, "prefetch=-2; it is at least 0"),
+    "a shuffle that is none": (lambda: {"shuffle": 5}, "shuffle=5; it is True or False"),
+    "lanes that do not divide": (
+        lambda: {"source": Stream(lanes=3)},
+        "batch=4 rows a step do not come in equal parts from lanes=3",
+    ),
+    "more workers than lanes": (lambda: {"source": Stream(lanes=2), "workers": 2}, "this rank reads 1 of the 2 lanes"),
+    "more lanes than files": (lambda: {"source": Stream(lanes=5)}, "lanes=5, and there are 4 files"),
+    "no block": (lambda: {"source": Stream(lanes=1, block=0)}, "block=0; at least 1 row"),
+    "lengths of some": (
+        lambda: {"source": Stream(lanes=1, lengths=[5])},
+        "lengths has 1 numbers, and there are 4 files",
+    ),
+    "one path": (lambda: {"source": sf.run.Stream("a.txt", lengths, lanes=1)}, "it is a list of files"),
+    "no files": (lambda: {"source": sf.run.Stream([], lengths, lanes=1)}, "there are no files"),
+    "no reader": (lambda: {"source": sf.run.Stream([1], NONE, lanes=1)}, "it is a function of a file"),
+}
+
+LATER: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "strings": (
+        lambda: {"source": [{"text": "a"}] * 8},
+        "has str at row['text'], of which no tensor is made: turn it into numbers",
+    ),
+    "nothing": (lambda: {"source": [(1, None)] * 8}, "has NoneType at row[1]"),
+    "rows of different shapes": (
+        lambda: {"source": [ragged(i) for i in range(12)], "batch": 12, "shuffle": False},
+        "row 9 of the source has ['x'] float32 [3], and row 6 has ['x'] float32 [2]",
+    ),
+    "rows of different keys": (lambda: {"source": [{"x": 1}, {"y": 1}] * 4}, "rows of a batch must be alike"),
+    "a row that cannot be read": (lambda: {"source": Broken(5), "batch": 40}, "the disk is gone"),
+    "the same by a worker": (lambda: {"source": Broken(5), "batch": 40, "workers": 1}, "the disk is gone"),
+    "a mask of its own": (lambda: {"source": {"mask": X}, "last": "pad"}, 'these have a "mask": rename it'),
+    "wrong lengths": (
+        lambda: {"source": Stream(lanes=2, lengths=[5, 5, 4, 5]), "shuffle": False},
+        "2 has 5 rows, and lengths says 4",
+    ),
+    "files without rows": (lambda: {"source": sf.run.Stream([1, 2], lambda _: [], lanes=2)}, "have no rows"),
+}
+
+
+def made(more: dict[str, Any]) -> sf.run.Batches:
+    given: dict[str, Any] = {"source": X, "axes": "data", "batch": 4, "seed": 0}
+    return sf.run.batches(mesh=sf.make_mesh(data=2, device="cpu"), **given | more)
+
+
+def refusals(names: list[str]) -> list[str]:
+    return [told(lambda name=name: made(WRONG[name][0]())) for name in names]  # type: ignore[misc]
+
+
+def test_wrong_arguments_are_refused_on_every_rank() -> None:
+    for found in world(2).run(refusals, list(WRONG)):
+        for name, message in zip(WRONG, found, strict=True):
+            assert WRONG[name][1] in message, name
+
+
+def read(name: str) -> str:
+    return told(lambda: list(itertools.islice(made(LATER[name][0]()), 20)))
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.world(2)
+def test_what_cannot_be_read_is_said_on_every_rank_at_its_step(world: World, name: str) -> None:
+    found = world.run(read, name)
+    assert all(LATER[name][1] in one for one in found), found
+    if "read" in name:
+        assert sorted(one.split(":")[0] for one in found) == ["OSError", "RuntimeError"]
+        assert any("could not read its batch of step 0" in one and "Traceback" in one for one in found)
+
+
+def unequal(what: str) -> str:
+    rank = dist.get_rank()
+    more: dict[str, dict[str, Any]] = {
+        "seed": {"seed": rank},
+        "batch": {"batch": 4 + 4 * rank},
+        "length": {"source": X[rank:]},
+        "rows": {"source": X + rank},
+        "subset": {"source": torch.utils.data.Subset(TensorDataset(X), [*range(rank, 40, 2)])},
+        "start": {"start": rank},
+        "one alone is wrong": {"batch": 4 - rank},
+        "source fails": {"source": Broken(0 if rank else -1)},
+    }
+    return told(lambda: made(more[what]))
+
+
+@pytest.mark.parametrize(
+    "what", ["seed", "batch", "length", "rows", "subset", "start", "one alone is wrong", "source fails"]
+)
+@pytest.mark.world(2)
+def test_ranks_that_are_given_different_things_say_so(world: World, what: str) -> None:
+    first, second = world.run(unequal, what)
+    assert "differ between ranks" in first
+    assert "differ between ranks" in second or what in ("one alone is wrong", "source fails")
+    if what == "source fails":
+        assert "the disk is gone" in first
+        assert "OSError" in second
+
+
+def negative_step() -> str:
+    return told(lambda: made({})(-1))
+
+
+def endless_length() -> str:
+    return told(lambda: len(made({})))
+
+
+@pytest.mark.world(2)
+def test_a_step_is_not_negative_and_for_ever_has_no_length(world: World) -> None:
+    assert all("start=-1" in one for one in world.run(negative_step))
+    assert all("TypeError" in one and "have no length" in one for one in world.run(endless_length))
+
+
+def stopped_apart() -> str:
+    batches = made({})
+    one = iter(batches)
+    for _ in range(2 + dist.get_rank()):
+        next(one)
+    return told(lambda: next(iter(batches)))
+
+
+@pytest.mark.world(2)
+def test_ranks_that_stopped_at_different_steps_say_so(world: World) -> None:
+    assert all("ranks ask for different batches" in one for one in world.run(stopped_apart))
