@@ -177,13 +177,17 @@ class Saver:
 
 
 def not_numbers(state: Any) -> list[str]:
-    """The names of those tensors in a state of which this rank holds a nan; it waits for the device."""
+    """The names, as in a checkpoint, of those tensors in a state of which this rank holds a nan.
+
+    It waits for the device. The least nested come first: parameters before what an optimizer has of them.
+    """
     flags = [_has_nan(x) for x in _floating(state)]
     if not flags or not bool(torch.stack([x.cpu() for x in flags]).any()):
         return []
-    held = contents(state, shared=False)
+    held = contents({"state": state}, shared=False)
     named = [(box.name, box.values) for box in held.boxes] + list(held.plain.items())
-    return list(dict.fromkeys(name for name, x in named if any(bool(_has_nan(y)) for y in _floating(x))))
+    found = dict.fromkeys(name for name, x in named if any(bool(_has_nan(y)) for y in _floating(x)))
+    return sorted(found, key=lambda name: name.count("."))
 
 
 def _floating(state: Any) -> Iterator[Tensor]:

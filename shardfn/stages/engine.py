@@ -156,7 +156,7 @@ class Engine:
                 gradients = differentiated(made, needs, cotangents)
             self.away.done()
             if debugging.nan and run.trains:  # then all ranks come here: their gradients travel
-                nonfinite.after_backward(call.mesh, run, cotangents, gradients)
+                nonfinite.after_backward(call.mesh, run, inputs, cotangents, gradients)
             of_shards = self._reduced(run, call.step, needs, gradients[0], collect)
             self._done(tape, run)
             return [*of_shards, *gradients[1]]

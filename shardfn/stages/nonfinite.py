@@ -38,6 +38,7 @@ def after_forward(
 def after_backward(
     mesh: DeviceMesh,
     run: StageRun,
+    inputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
     gradients: tuple[list[list[Tensor | None]], list[Tensor | None]],
 ) -> None:
@@ -49,16 +50,15 @@ def after_backward(
         if x is not None and not_finite([x])
     ]
     found = ""
-    inputs = not_finite(x for x in gradients[1] if x is not None)
-    if wrong or inputs:
+    further = not_finite(x for x in gradients[1] if x is not None)
+    if wrong or further:
         of = [f"gradients of {', '.join(wrong[:6])}"] if wrong else []
-        of += [f"gradients of its inputs ({kinds(inputs)})"] if inputs else []
-        came = not_finite(x for x in cotangents if x is not None)
-        given = (
-            "a gradient that was not finite when it came in: what follows the stage, outside of any other, made it"
-            if came
-            else "a finite gradient"
-        )
+        of += [f"gradients of its inputs ({kinds(further)})"] if further else []
+        given = "a finite gradient"
+        if not_finite(x for x in cotangents if x is not None):
+            given = "a gradient that was not finite when it came in: what follows the stage, outside of any, made it"
+        elif came := not_finite(inputs):
+            given = f"a finite gradient and inputs that were not ({kinds(came)}): what is before the stage made them"
         found = f"the backward made {' and '.join(of)} that are not finite, of {given}"
     _compare(mesh, run, found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,8 @@ OPTIMIZER = sf.optim.adamw(1e-2)
 
 def mesh_here() -> Any:
     """All ranks along one axis."""
-    return sf.make_mesh(device="cpu", shard=dist.get_world_size() if dist.is_initialized() else 1)
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    return sf.make_mesh(device="cpu", shard=size)
 
 
 def begin(mesh: Any, width: int = WIDTH) -> dict[str, Any]:
@@ -81,5 +83,3 @@ def whole(state: Any) -> list[Tensor]:
     """All parameters, on every rank."""
     params = sf.unshard(state["params"])
     return [x for p in params["blocks"] for x in (p["w"], p["b"])]
-
-
