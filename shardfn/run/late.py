@@ -48,7 +48,8 @@ class _Coming:
 
     def read(self) -> dict[str, float]:
         for wait in self.waits:
-            wait.synchronize()
+            if not wait.query():  # this bounds how far the host runs ahead
+                wait.synchronize()
         values = dict(self.known)
         for names, copy in self.copies:
             values |= zip(names, copy.tolist(), strict=True)
