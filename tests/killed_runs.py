@@ -102,7 +102,7 @@ def _log(folder: Path, number: int) -> str:
 
 
 def difference(folder: Path, size: int, noise: float) -> tuple[float, bool]:
-    """How far parameters are from those of a run without kills, and whether the metrics are the same, each step once."""
+    """How far parameters are from those of a run without kills, and whether the losses are the same, each step once."""
     step, killed = torch.load(folder / "result")
     apart = folder / "apart"
     apart.mkdir()

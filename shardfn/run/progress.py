@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -78,7 +79,7 @@ def _bar(step: int, steps: int) -> Any:
 
 def described(metrics: dict[str, float]) -> str:
     """Metrics in a line: the loss and what was evaluated first, then figures in their units."""
-    units = {
+    units: dict[str, Callable[[float], str]] = {
         "tokens_per_second": lambda x: f"{_short(x)} tokens/s",
         "seconds": lambda x: f"{x:.3g} s/step",
         "memory_gib": lambda x: f"{x:.2f} GiB",

@@ -37,7 +37,7 @@ def signalled(folder: Path, ranks: list[int], number: int, at: int, end: int) ->
     _, run = sf.run.loop(step_of(mesh), begin(mesh), Rows(mesh, at=later), steps=10**6, save=folder, report=[])
     handlers = before == [signal.getsignal(one) for one in interrupts.SIGNALS]
     end = run.step + end
-    state, rest = sf.run.loop(step_of(mesh, 0.2), begin(mesh), Rows(mesh), steps=end, save=folder, report=[])
+    _, rest = sf.run.loop(step_of(mesh, 0.2), begin(mesh), Rows(mesh), steps=end, save=folder, report=[])
     return run, rest, handlers
 
 
@@ -91,7 +91,12 @@ def test_the_end_of_a_job_of_slurm_is_a_limit(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_process_knows_its_age() -> None:
-    code = "import time; time.sleep(0.5); from shardfn.run.interrupts import process_start as f; print(time.monotonic() - f())"
+    code = """
+import time
+time.sleep(0.5)
+from shardfn.run.interrupts import process_start
+print(time.monotonic() - process_start())
+"""
     began = time.monotonic()
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
     assert 0.5 < float(told.stdout) < time.monotonic() - began + 0.02

@@ -41,7 +41,7 @@ def waits() -> list[Any]:
         for n in range(6):
             if n == 3:
                 device.forget()
-            state, metrics = step(state, rows)
+            state, _ = step(state, rows)
         bare = [(one.kind, one.times) for one in device.synchronisations]
         batches.axes = ("shard",)  # type: ignore[attr-defined]
         _, run = sf.run.loop(step, state, batches, steps=12, report=[])

@@ -165,9 +165,10 @@ def test_figures_are_shown_in_their_units() -> None:
     assert described({**figures, "tflops": 400.0, "mfu": 0.404}) == (
         "loss 1.235  123k tokens/s  0.5 s/step  2.00 GiB  400 TFLOP/s  40.4% MFU"
     )
-    assert [lasting(x) for x in (0.4, 59, 61, 3600, 90061)] == ["0 s", "59 s", "1 min 01 s", "1 h 00 min", "25 h 01 min"]
+    said = ["0 s", "59 s", "1 min 01 s", "1 h 00 min", "25 h 01 min"]
+    assert [lasting(x) for x in (0.4, 59, 61, 3600, 90061)] == said
 
 
 def test_devices_are_known_by_the_longest_name() -> None:
-    names = ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L40S", "Abacus"]
-    assert [peak_of(name) for name in names] == [989e12, 756e12, 989e12, 312e12, 362e12, None]
+    names = ["H100 80GB HBM3", "H100 PCIe", "H200", "A100-SXM4-80GB", "L40S", "Abacus"]
+    assert [peak_of(f"NVIDIA {name}") for name in names] == [989e12, 756e12, 989e12, 312e12, 362e12, None]

@@ -1,4 +1,4 @@
-"""A small staged model that is trained by loops: with noise by torch's own generators, and rows by the step's number."""
+"""A small staged model that loops train: with noise by torch's own generators, and rows by the step's number."""
 
 from __future__ import annotations
 
