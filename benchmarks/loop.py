@@ -51,7 +51,7 @@ def built(_: Usage, config: Config, folder: str) -> dict[str, Callable[..., Any]
         return *optimizer.step(params, grads, moments), loss
 
     def step(state: Any, rows: Tensor) -> Any:
-        params, moments, loss = trained(*state, rows)
+        params, moments, loss = trained(state[0], state[1], rows)
         return (params, moments), {"loss": loss}
 
     params = sf.init_sharded(makers(config), SEED, mesh, sf.full_shard("shard"))

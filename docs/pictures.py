@@ -398,8 +398,8 @@ def times_of_a_run(folder: str) -> dict[str, Any]:
         return *optimizer.step(params, grads, moments), value
 
     def step(state: Any, x: Tensor) -> Any:
-        *state, loss = trained(*state, x)
-        return tuple(state), {"loss": loss}
+        params, moments, loss = trained(state[0], state[1], x)
+        return (params, moments), {"loss": loss}
 
     def batches(start: int) -> Iterator[Tensor]:
         for n in range(start, 10**6):

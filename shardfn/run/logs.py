@@ -84,7 +84,7 @@ class tensorboard:
         """Opens a file."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         """Adds each metric as a scalar."""

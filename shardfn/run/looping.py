@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -39,7 +39,7 @@ def loop(
     keep: int | None = None,
     resume: bool = True,
     evaluate: Evaluation | Mapping[str, Evaluation] | None = None,
-    report: Report | list[Report] | tuple[Report, ...] | None = None,
+    report: Report | Sequence[Report] | None = None,
     seed: int = 0,
     limit: float | timedelta | None = None,
     flops: float | None = None,

@@ -56,6 +56,9 @@ def _of_strategies(state: Any, grid: Grid) -> tuple[str, ...]:
 def seed_all(seed: int, *what: int | str) -> None:
     """Seeds torch's default generators on all devices, `random` and numpy's, by a seed and more; it does not wait."""
     number = mixed(seed, *what)
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed looks at devices that are not there, for 1 ms
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
+        torch.get_device_module(device).manual_seed_all(number)
     random.seed(number)
     np.random.seed(number % 2**32)

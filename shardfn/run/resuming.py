@@ -19,6 +19,7 @@ from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.folders import checkpoints
 from shardfn.checkpoint.team import Team
 from shardfn.tiers import copying
+from shardfn.tiers.tensors import on_disk
 
 MOMENT = 3.0  # seconds for which a run that failed lets its last checkpoint go on
 
@@ -197,7 +198,7 @@ def _floating(state: Any) -> Iterator[Tensor]:
 
 
 def _has_nan(x: Tensor) -> Tensor:
-    parts = copying.portions(x) if copying.on_disk(x) else [x]
+    parts = copying.portions(x) if on_disk(x) else [x]
     return torch.stack([_lowest(part).isnan() for part in parts]).any()
 
 

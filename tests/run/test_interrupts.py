@@ -163,7 +163,8 @@ def test_a_signal_to_torchrun_saves_and_ends_the_run(number: int, tmp_path: Path
     finally:
         agent.kill()
         agent.wait()
-        agent.stdout.close()
+        if agent.stdout is not None:
+            agent.stdout.close()
     said = {Path(f"{folder}.{rank}").read_text() for rank in range(2)}
     assert len(said) == 1
     ended, step = said.pop().split()

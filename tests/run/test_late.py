@@ -24,7 +24,7 @@ def waits() -> list[Any]:
             return *optimizer.step(params, grads, state), loss
 
         def step(state: Any, rows: Any) -> Any:
-            params, moments, loss = trained(*state, rows)
+            params, moments, loss = trained(state[0], state[1], rows)
             return (params, moments), {"loss": loss, "count": loss + 1}
 
         def batches(start: int) -> Any:

@@ -37,7 +37,7 @@ def wrong(where: str, rank: int) -> Any:
         if where == "forward" and mine:
             return torch.log(-y.square() - 1)
         if where == "backward" and mine:
-            return block({"w": p["w"], "b": Infinite.apply(p["b"])}, x)  # type: ignore[no-untyped-call]
+            return block({"w": p["w"], "b": Infinite.apply(p["b"])}, x)
         return y
 
     return layer
