@@ -10,6 +10,7 @@ from /proc every half millisecond. Each phase is drawn equally long. glibc gives
 the variable above.
 schedule.png: one step of two ranks in time. When each collective was issued is read from the ledger, when each stage
 computed from hooks around it, on rank 0; the fastest of twenty steps.
+loop.png: a run of `sf.run.loop` on two ranks, of which one gets a signal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import argparse
 import importlib
 import itertools
 import os
+import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +35,7 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn.checkpoint import saving
 from shardfn.run.order import Order
 from shardfn.testing import World
 
@@ -406,8 +410,83 @@ def draw_data(path: Path) -> None:
     figure.savefig(path)
 
 
+# --- a run ---
+
+
+def times_of_a_run(folder: str) -> dict[str, Any]:
+    """When steps begin, their metrics are read, checkpoints are written; rank 1 gets a signal."""
+    mesh = sf.make_mesh(shard=2, device="cpu")
+    optimizer = so.adamw(1e-3)
+    params = sf.init_sharded({"blocks": makers(4, 384)}, 0, mesh, sf.full_shard("shard"))
+    times: dict[str, Any] = {"steps": [], "read": [], "saves": [], "signal": 0.0}
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., ...), out_specs=...)
+    def trained(params: Params, moments: Any, x: Tensor) -> Any:
+        def loss(params: Params) -> Tensor:
+            y = x
+            for p in sf.layers(params["blocks"]):
+                y = block(p, y)
+            return sf.psum(y.square().mean(), "shard")
+
+        value, grads = sf.value_and_grad(loss)(params)
+        return *optimizer.step(params, grads, moments), value
+
+    def step(state: Any, x: Tensor) -> Any:
+        params, moments, loss = trained(state[0], state[1], x)
+        return (params, moments), {"loss": loss}
+
+    def batches(start: int) -> Iterator[Tensor]:
+        for n in range(start, 10**6):
+            times["steps"].append(time.perf_counter())
+            times["saves"] += [(p.path.name, p.done(), time.perf_counter()) for p in saving._pending]
+            if n == 9 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield torch.ones(64, 384)
+
+    def read(n: int, metrics: dict[str, float]) -> None:
+        times["read"].append((n, time.perf_counter()))
+
+    _, run = sf.run.loop(step, (params, optimizer.init(params)), batches, steps=10**6, save=folder, every=4,
+                         report=[read])  # fmt: skip
+    return {**times, "end": time.perf_counter(), "run": run.step}
+
+
+def draw_loop(path: Path) -> None:
+    with World(2, deadline=300) as world, tempfile.TemporaryDirectory() as folder:
+        found = world.run(times_of_a_run, folder)[0]
+    steps, end, ms = found["steps"], found["end"], 1e3
+    began = steps[0]
+    figure = Figure(figsize=(9.2, 2.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for n, (a, b) in enumerate(zip(steps, [*steps[1:], found["read"][-1][1]], strict=True)):
+        axes.barh(0, (b - a) * ms, left=(a - began) * ms, height=0.6, color=PALE["forward"], edgecolor="white")
+        axes.text(((a + b) / 2 - began) * ms, 0, str(n + 1), ha="center", va="center", color="white", fontsize=9)
+    together: dict[int, list[tuple[int, float]]] = {}
+    for n, at in found["read"]:
+        axes.plot((at - began) * ms, 1, "o", color=BLUE, markersize=4)
+        together.setdefault(round((at - began) * 100), []).append((n, at))  # those of one moment have one label
+    for several in together.values():
+        (first, at), (last, _) = several[0], several[-1]
+        told = str(first) if first == last else f"{first} to {last}"
+        axes.text((at - began) * ms, 1.42, told, ha="center", va="center", fontsize=8, color=BLUE)
+    for number in range(4, len(steps), 4):
+        seen = [at for name, _, at in found["saves"] if name == f"step-{number:08}"]
+        until = max(seen, default=steps[number])
+        axes.barh(2, (until - steps[number]) * ms, left=(steps[number] - began) * ms, height=0.6, color=GREEN)
+    axes.barh(2, (end - found["read"][-1][1]) * ms, left=(found["read"][-1][1] - began) * ms, height=0.6, color=GREEN)
+    axes.axvline((steps[9] - began) * ms, color=RED, linewidth=1.2)
+    axes.text((steps[9] - began) * ms, -0.62, "SIGTERM at rank 1 ", ha="right", va="center", color=RED, fontsize=8.5)
+    axes.set_yticks(range(3), ["steps launched", "metrics read", "checkpoint written"])
+    axes.set_ylim(2.5, -0.9)
+    axes.set_xlabel("ms since the first step began, rank 0 of 2")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    print(f"{found['run']} steps, {(end - began) * ms:.0f} ms")
+
+
 DRAWN = {
     "data": draw_data,
+    "loop": draw_loop,
     "mesh": draw_mesh,
     "memory": draw_memory,
     "modules": draw_modules,

@@ -1,0 +1,132 @@
+"""A step in `sf.run.loop`, next to the same step in a bare loop: what the loop costs.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.loop
+
+A GPT of 11 million parameters in float32 on two ranks, gloo, AdamW on the shards. The same processes run it bare, which
+reads no loss, in the loop with a file of metrics, and in the loop that saves in the background as well. They take turns
+of a few steps, and change who begins; a figure is the median of all steps but the first few of each turn, and for
+checkpoints also the mean, which has what they take of the two cores.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from benchmarks.crew import Crew, Usage
+from benchmarks.model import SEED, Config, Params, block, embed, head, makers, tokens
+from benchmarks.report import Goal, parser, publish
+from shardfn import P
+
+RANKS, WARM = 2, 3
+SYSTEMS = ("bare loop", "sf.run.loop", "sf.run.loop, saving")
+
+
+def built(_: Usage, config: Config, folder: str) -> dict[str, Callable[..., Any]]:
+    """Functions by name, each of which trains so many steps and returns the seconds of all but the first few."""
+    mesh = sf.make_mesh(shard=dist.get_world_size(), device="cpu")
+    optimizer, rows = so.adamw(1e-3), tokens(config, dist.get_rank())
+    first, layer, last = sf.stage(embed), sf.stage(block), sf.stage(head)
+
+    def loss_fn(params: Params, rows: Tensor) -> Tensor:
+        ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
+        x = first(ordered[0], rows[:, :-1])
+        for p in ordered[1:-1]:
+            x = layer(p, x, config.heads)
+        return sf.psum(last(ordered[-1], x, rows[:, 1:]), "shard") / mesh.size()
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P("shard")), out_specs=...)
+    def trained(params: Params, moments: Any, rows: Tensor) -> Any:
+        loss, grads = sf.value_and_grad(loss_fn)(params, rows)
+        return *optimizer.step(params, grads, moments), loss
+
+    def step(state: Any, rows: Tensor) -> Any:
+        params, moments, loss = trained(state[0], state[1], rows)
+        return (params, moments), {"loss": loss}
+
+    params = sf.init_sharded(makers(config), SEED, mesh, sf.full_shard("shard"))
+    kept: list[Any] = [(params, optimizer.init(params))]
+
+    def clocked(times: list[float], steps: int) -> Iterator[Tensor]:
+        for _ in range(steps):
+            times.append(time.perf_counter())
+            yield rows
+
+    def bare(steps: int) -> list[float]:
+        times: list[float] = []
+        for batch in clocked(times, steps):
+            kept[0], _ = step(kept[0], batch)
+        return between(times)
+
+    def looped(steps: int, **save: Any) -> list[float]:
+        times: list[float] = []
+        report = [sf.run.jsonl(Path(folder, "metrics.jsonl"))]
+        batches = clocked(times, steps)
+        kept[0], _ = sf.run.loop(step, kept[0], lambda start: batches, steps=steps, report=report, **save)
+        return between(times)
+
+    def saving(steps: int) -> list[float]:
+        found = looped(steps, save=Path(folder, "run"), every=max(2, steps // 2), keep=1)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(Path(folder, "run"))
+        dist.barrier()
+        return found
+
+    return dict(zip(SYSTEMS, (bare, looped, saving), strict=True))
+
+
+def between(times: list[float]) -> list[float]:
+    """Seconds from one step to the next, after the first few."""
+    return [b - a for a, b in zip(times[WARM:-1], times[WARM + 1 :], strict=True)]
+
+
+def rows_of(crew: Crew, rounds: int, steps: int) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """A row for each system, and for each the median over the rounds of its median step beside the bare one's."""
+    seconds: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    ratios: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+    for number in range(rounds + 1):
+        order = SYSTEMS if number % 2 else SYSTEMS[::-1]
+        found = {name: crew.turn(name, steps)[0] for name in order}
+        for name in SYSTEMS if number else ():  # the first round warms up
+            seconds[name] += found[name]
+            ratios[name].append(statistics.median(found[name]) / statistics.median(found["bare loop"]))
+    rows = [
+        {
+            "system": name,
+            "step ms, median": statistics.median(each) * 1e3,
+            "mean": statistics.mean(each) * 1e3,
+            "steps": len(each),
+        }
+        for name, each in seconds.items()
+    ]
+    return rows, {name: statistics.median(each) for name, each in ratios.items()}
+
+
+def main() -> None:
+    options = parser("A step in sf.run.loop, next to one in a bare loop.")
+    options.add_argument("--rounds", type=int, default=12)
+    options.add_argument("--steps", type=int, default=24, help="of a turn")
+    options.add_argument("--tiny", action="store_true", help="a model of no size: to try it")
+    args = options.parse_args()
+    config = Config(width=256, hidden=704)
+    if args.tiny:
+        config = Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8)
+    with tempfile.TemporaryDirectory() as folder, Crew(RANKS, built, config, folder) as crew:
+        rows, ratios = rows_of(crew, args.rounds, args.steps)
+    goals = [Goal("step in the loop / bare", ratios["sf.run.loop"], 1.01)]
+    publish(f"a step of training, {RANKS} ranks", rows, goals, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""What is seen of a run: on a terminal, in a log, in files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardfn as sf
+from shardfn.run.figures import peak_of
+from shardfn.run.progress import described, lasting
+from tests.refusals import told
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(steps: int, report: Any, folder: Path | None = None, loss: float = 1.5) -> None:
+    def step(state: int, batch: Any) -> Any:
+        return state + 1, {"loss": loss, "tokens": 100}
+
+    save: dict[str, Any] = {} if folder is None else {"save": folder, "every": 2}
+    sf.run.loop(step, 0, lambda start: range(start, 99), steps=steps, report=report, **save)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_of_json_have_each_step_once_also_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "metrics.jsonl"
+    run(4, sf.run.jsonl(path), tmp_path / "run")
+    whole = path.read_text()
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
+    assert lines(path)[0].keys() == {"step", "loss", "tokens", "seconds", "tokens_per_second", "memory_gib"}
+    path.write_text(whole + '{"step": 5, "loss": 9}\n{"step": 6, "lo')
+    run(7, sf.run.jsonl(path), tmp_path / "run", loss=2.5)
+    assert [(line["step"], line["loss"]) for line in lines(path)] == [
+        (1, 1.5), (2, 1.5), (3, 1.5), (4, 1.5), (5, 2.5), (6, 2.5), (7, 2.5)
+    ]  # fmt: skip
+    assert path.read_text().startswith(whole)
+
+
+def test_lines_of_json_are_json_whatever_the_numbers(tmp_path: Path) -> None:
+    report = sf.run.jsonl(tmp_path / "metrics")
+    report.begin(0, 9)
+    report(1, {"loss": math.nan, "norm": math.inf, "rate": 0.1})
+    report.end()
+    assert lines(tmp_path / "metrics") == [{"step": 1, "loss": None, "norm": None, "rate": 0.1}]
+
+
+def test_a_new_run_begins_the_file_anew(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0):
+        run(2, sf.run.jsonl(tmp_path / "metrics"), loss=loss)
+    assert [line["loss"] for line in lines(tmp_path / "metrics")] == [2.0, 2.0]
+
+
+def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
+    for steps in (4, 7):
+        run(steps, sf.run.tensorboard(tmp_path / "board"), tmp_path / "run")
+    # Its reader warns of its own use of the standard library.
+    code = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+found = EventAccumulator(sys.argv[1])
+found.Reload()
+print([(one.step, one.value) for one in found.Scalars("loss")])
+"""
+    said = subprocess.run([sys.executable, "-c", code, tmp_path / "board"], check=True, capture_output=True, text=True)
+    assert said.stdout == f"{[(n, 1.5) for n in range(1, 8)]}\n"
+
+
+def test_without_tensorboard_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shardfn.run.logs.find_spec", lambda name: None)
+    said = told(lambda: sf.run.tensorboard(tmp_path))
+    assert said == (
+        "ModuleNotFoundError: sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: "
+        "pip install 'shardfn[tensorboard]'"
+    )
+
+
+def test_without_a_terminal_progress_is_lines_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    run(50, None)
+    said = capsys.readouterr().err
+    first, last = said.splitlines()
+    assert first.startswith("step 1/50  loss 1.5  ")
+    assert last.startswith("step 50/50  loss 1.5  ")
+    assert " tokens/s  " in last
+    assert last.endswith(" GiB  0 s left")
+    assert said.isascii()
+    assert "\x1b" not in said
+    run(5, sf.run.progress(seconds=1e-9))
+    assert len(capsys.readouterr().err.splitlines()) == 5
+
+
+PROGRAM = """
+import sys, time, shardfn as sf
+if sys.argv[1:]:
+    import shardfn.run.progress as module
+    sys.modules["shardfn.run.progress"].find_spec = lambda name: None
+def step(state, batch):
+    time.sleep(0.05)
+    return state, {"loss": 1.5}
+sf.run.loop(step, 0, range(99), steps=20)
+"""
+
+
+def on_terminal(*arguments: str) -> str:
+    """What the program writes to a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stderr=theirs, cwd=ROOT) as process:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                more = os.read(ours, 4096)
+            except OSError:  # it has closed its end
+                break
+            said += more
+    os.close(ours)
+    assert process.returncode == 0
+    return said.decode()
+
+
+def test_on_a_terminal_progress_is_a_bar_that_ends() -> None:
+    said = on_terminal()
+    assert "step 20/20" in said
+    assert "loss 1.5" in said
+    assert "\x1b[?25h" in said  # the cursor is shown again
+    assert said.count("\n") < 12
+
+
+def test_without_rich_progress_is_lines_on_a_terminal_too() -> None:
+    said = on_terminal("plain")
+    assert "\x1b" not in said
+    assert said.splitlines()[-1].startswith("step 20/20  loss 1.5")
+
+
+def test_a_report_that_fails_ends_the_run_and_the_bar(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    class Failing:
+        def begin(self, step: int, steps: int) -> None:
+            ended.append("begun")
+
+        def __call__(self, step: int, metrics: Any) -> None:
+            raise OSError("disk full")
+
+        def end(self) -> None:
+            ended.append("ended")
+
+    assert told(lambda: run(9, [Failing()])) == "OSError: disk full"
+    assert ended == ["begun", "ended"]
+
+
+def test_figures_are_shown_in_their_units() -> None:
+    figures = {"loss": 1.23456, "tokens": 9.0, "seconds": 0.5, "tokens_per_second": 123456.0, "memory_gib": 2.0}
+    assert described({**figures, "tflops": 400.0, "mfu": 0.404}) == (
+        "loss 1.235  123k tokens/s  0.5 s/step  2.00 GiB  400 TFLOP/s  40.4% MFU"
+    )
+    said = ["0 s", "59 s", "1 min 01 s", "1 h 00 min", "25 h 01 min"]
+    assert [lasting(x) for x in (0.4, 59, 61, 3600, 90061)] == said
+
+
+def test_devices_are_known_by_the_longest_name() -> None:
+    names = ["H100 80GB HBM3", "H100 PCIe", "H200", "A100-SXM4-80GB", "L40S", "Abacus"]
+    assert [peak_of(f"NVIDIA {name}") for name in names] == [989e12, 756e12, 989e12, 312e12, 362e12, None]
