@@ -19,7 +19,7 @@ from shardfn.mesh.launchers import Start
 
 NAMED = 20.0  # seconds in which the name of a host must become known
 ANSWERS = 20.0  # seconds in which what listens must answer as a store does
-COMPLAINS = 5.0  # seconds for which a process that cannot join tries to tell the others
+COMPLAINS = 10.0  # seconds for which a process that cannot join tries to tell the others
 
 _log = logging.getLogger("shardfn")
 
@@ -61,8 +61,8 @@ def _refused(start: Start, serves: bool, error: str) -> str:
     where = f"MASTER_ADDR:MASTER_PORT = {start.host}:{start.port}"
     if "EADDRINUSE" in error:
         return (
-            f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program uses: "
-            f"export MASTER_PORT=PORT, a free one, for all ranks, or end what is left of an earlier run"
+            f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program "
+            f"uses: export MASTER_PORT=PORT, a free one, for all ranks, or end what is left of an earlier run"
         )
     if serves:
         return (
@@ -93,8 +93,8 @@ def _resolve(start: Start) -> None:
         except OSError as error:
             if time.monotonic() + pause > until:
                 raise RuntimeError(
-                    f"make_mesh: MASTER_ADDR={start.host!r} has no address that {socket.gethostname()} knows ({error}): "
-                    f"it is the name or the IP address of the host where rank 0 runs"
+                    f"make_mesh: MASTER_ADDR={start.host!r} has no address that {socket.gethostname()} knows ({error}"
+                    f"): it is the name or the IP address of the host where rank 0 runs"
                 ) from None
             time.sleep(pause)
 

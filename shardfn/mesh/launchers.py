@@ -194,7 +194,9 @@ def _one_world(environ: Environ, task: Task, rank: int, size: int, local: int | 
                 f"torchrun --nnodes={task.size} and --rdzv-endpoint, with one task on each node. {_APART}"
             )
     elif size < task.size:
-        raise ValueError(f"make_mesh: {several}, each with WORLD_SIZE={size}. {_unset('RANK and WORLD_SIZE')}. {_APART}")
+        raise ValueError(
+            f"make_mesh: {several}, each with WORLD_SIZE={size}. {_unset('RANK and WORLD_SIZE')}. {_APART}"
+        )
     elif size == task.size:
         for name, value, its, mine in (
             ("RANK", rank, task.variables[0], task.rank),
@@ -264,7 +266,9 @@ def _number(environ: Environ, name: str, least: int = 0) -> int | None:
     if not text:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < least:
-        raise ValueError(f"make_mesh: {name}={text!r} is not a number from {least} on: unset it, or let a launcher set it")
+        raise ValueError(
+            f"make_mesh: {name}={text!r} is not a number from {least} on: unset it, or let a launcher set it"
+        )
     return int(text)
 
 

@@ -77,7 +77,12 @@ def roll_call(
             raise RuntimeError(told)
         if waited > speaks:
             speaks = 2 * waited
-            _log.warning("rank %d has waited %.0f s for the world to begin: %s", rank, waited, _missing(store, rank, mine.size, come))
+            _log.warning(
+                "rank %d has waited %.0f s for the world to begin: %s",
+                rank,
+                waited,
+                _missing(store, rank, mine.size, come),
+            )
         if waited > limit + (GRACE if rank else 0):
             missing = _missing(store, rank, mine.size, come)
             say_wrong(
