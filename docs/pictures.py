@@ -3,6 +3,7 @@
     MALLOC_MMAP_THRESHOLD_=65536 OMP_NUM_THREADS=1 python docs/pictures.py
 
 mesh.png: what each of four ranks holds of one stage, and which groups its collectives run in, as the layouts say.
+nodes.png: eight ranks on two nodes, in blocks and in turn, and what `make_mesh` says of the axes.
 modules.png: the stages, loose parameters and tied weights that `functional` finds in GPT-2, and how large they are.
 memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
 from /proc every half millisecond. Each phase is drawn equally long. glibc gives freed memory back at once, because of
@@ -27,10 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn.mesh.nodes import across
 from shardfn.testing import World
 
 HERE = Path(__file__).resolve().parent
@@ -372,7 +375,38 @@ def draw_modules(path: Path) -> None:
     figure.savefig(path)
 
 
-DRAWN = {"mesh": draw_mesh, "memory": draw_memory, "modules": draw_modules, "schedule": draw_schedule}
+# --- nodes ---
+
+
+def draw_nodes(path: Path) -> None:
+    figure = Figure(figsize=(8.4, 2.7), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, hosts, title in ((left, "00001111", "ranks in blocks"), (right, "01010101", "ranks in turn")):
+        axes.set_axis_off()
+        axes.set_xlim(-0.75, 4)
+        axes.set_ylim(2.2, -0.6)
+        spans = across(hosts, {"replica": 2, "shard": 4})
+        axes.set_title(f"{title}: {'shard spans nodes' if spans else 'shard lies within a node'}", fontsize=10)
+        for rank, host in enumerate(hosts):
+            y, x = divmod(rank, 4)
+            color = (BLUE, ORANGE)[int(host)]
+            axes.add_patch(Rectangle((x + 0.06, y + 0.1), 0.88, 0.72, facecolor=color, edgecolor="white"))
+            text = f"rank {rank}\nnode {host}"
+            axes.text(x + 0.5, y + 0.46, text, color="white", fontsize=9, ha="center", va="center")
+        for y in range(2):
+            axes.text(-0.05, y + 0.46, f"replica {y}", fontsize=9, ha="right", va="center")
+        for x in range(4):
+            axes.text(x + 0.5, -0.1, f"shard {x}", fontsize=9, ha="center", va="center")
+    figure.savefig(path)
+
+
+DRAWN = {
+    "mesh": draw_mesh,
+    "nodes": draw_nodes,
+    "memory": draw_memory,
+    "modules": draw_modules,
+    "schedule": draw_schedule,
+}
 
 
 def main() -> None:
