@@ -267,7 +267,7 @@ def _number(environ: Environ, name: str, least: int = 0) -> int | None:
         return None
     if not text.isascii() or not text.isdecimal() or int(text) < least:
         raise ValueError(
-            f"make_mesh: {name}={text!r} is not a number from {least} on: unset it, or let a launcher set it"
+            f"make_mesh: {name}={text!r} is not a number from {least} on: unset it, or let launchers set it"
         )
     return int(text)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def across(hosts: Sequence[str], sizes: dict[str, int]) -> str:
@@ -30,7 +31,7 @@ def across(hosts: Sequence[str], sizes: dict[str, int]) -> str:
 
 
 def _fix(hosts: Sequence[str]) -> str:
-    changes = sum(one != other for one, other in zip(hosts, hosts[1:], strict=False))
+    changes = sum(one != other for one, other in pairwise(hosts))
     if changes >= len(set(hosts)):
         return (
             "Let the ranks of a node be consecutive: srun --distribution=block, mpirun --map-by slot, "

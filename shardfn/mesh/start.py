@@ -47,7 +47,8 @@ def start_distributed(device: str = "cpu", timeout: timedelta | None = None) -> 
     """Starts torch.distributed if nobody has, and chooses this process's device; the host of each rank.
 
     Raises:
-        ValueError: the launcher's variables contradict each other; a timeout that is not that of a world which has begun.
+        ValueError: the launcher's variables contradict each other; a timeout that is not that of a world which has
+            begun.
         RuntimeError: the ranks did not all come, or do not fit together.
     """
     if not dist.is_initialized():
@@ -184,7 +185,7 @@ def _devices(device: str) -> int:
 
 
 def choose_device(device: str, local: int) -> None:
-    """Makes the device of this number on the node the current one, unless the process has chosen; if there is one, that.
+    """Makes the device of this number on the node the current one, unless the process has chosen; the only one, if so.
 
     It comes before any group is made, so that each is made for the right device.
     """

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import shardfn as sf
-from shardfn.mesh import start
+from shardfn.mesh import rollcall, start
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.launchers import FIRST_PORT, Start, found, said_by_job
 from shardfn.mesh.nodelist import hosts
@@ -523,7 +523,7 @@ def test_an_axis_that_would_fit_into_a_node_and_spans_some_is_named(
 
 def compared() -> int:
     """How often ranks compare where they are, while several meshes are made."""
-    with mock.patch.object(start, "roll_call", side_effect=start.roll_call) as calls:
+    with mock.patch.object(start, "roll_call", side_effect=rollcall.roll_call) as calls:
         for sizes in ({"a": 2}, {"a": 1, "b": 2}, {"c": 2}):
             sf.make_mesh(device="cpu", **sizes)
     return int(calls.call_count)
