@@ -237,8 +237,8 @@ def address(environ: Environ, task: Task | None, launcher: str) -> tuple[str, in
         return host, task.port
     if port is None:
         raise ValueError(
-            "make_mesh: MASTER_PORT, on which rank 0 listens, is not set: start the program by torchrun, which sets it, "
-            "or export the same free port, 29500 say, for all ranks"
+            "make_mesh: MASTER_PORT, on which rank 0 listens, is not set: start the program by torchrun, which sets "
+            "it, or export the same free port, 29500 say, for all ranks"
         )
     if not 0 < port < 65536:
         raise ValueError(f"make_mesh: MASTER_PORT={port} is no port: export one from 1024 to 65535")
