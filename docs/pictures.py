@@ -4,6 +4,7 @@
 
 data.png: which rows of two epochs are in which batch, and which ranks read them, as the order of the rows says.
 mesh.png: what each of four ranks holds of one stage, and which groups its collectives run in, as the layouts say.
+nodes.png: eight ranks on two nodes, in blocks and in turn, and what `make_mesh` says of the axes.
 modules.png: the stages, loose parameters and tied weights that `functional` finds in GPT-2, and how large they are.
 memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
 from /proc every half millisecond. Each phase is drawn equally long. glibc gives freed memory back at once, because of
@@ -31,11 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
 from shardfn.checkpoint import saving
+from shardfn.mesh.nodes import across
 from shardfn.run.order import Order
 from shardfn.testing import World
 
@@ -484,10 +487,36 @@ def draw_loop(path: Path) -> None:
     print(f"{found['run']} steps, {(end - began) * ms:.0f} ms")
 
 
+# --- nodes ---
+
+
+def draw_nodes(path: Path) -> None:
+    figure = Figure(figsize=(8.4, 2.7), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, hosts, title in ((left, "00001111", "ranks in blocks"), (right, "01010101", "ranks in turn")):
+        axes.set_axis_off()
+        axes.set_xlim(-0.75, 4)
+        axes.set_ylim(2.2, -0.6)
+        spans = across(hosts, {"replica": 2, "shard": 4})
+        axes.set_title(f"{title}: {'shard spans nodes' if spans else 'shard lies within a node'}", fontsize=10)
+        for rank, host in enumerate(hosts):
+            y, x = divmod(rank, 4)
+            color = (BLUE, ORANGE)[int(host)]
+            axes.add_patch(Rectangle((x + 0.06, y + 0.1), 0.88, 0.72, facecolor=color, edgecolor="white"))
+            text = f"rank {rank}\nnode {host}"
+            axes.text(x + 0.5, y + 0.46, text, color="white", fontsize=9, ha="center", va="center")
+        for y in range(2):
+            axes.text(-0.05, y + 0.46, f"replica {y}", fontsize=9, ha="right", va="center")
+        for x in range(4):
+            axes.text(x + 0.5, -0.1, f"shard {x}", fontsize=9, ha="center", va="center")
+    figure.savefig(path)
+
+
 DRAWN = {
     "data": draw_data,
     "loop": draw_loop,
     "mesh": draw_mesh,
+    "nodes": draw_nodes,
     "memory": draw_memory,
     "modules": draw_modules,
     "schedule": draw_schedule,

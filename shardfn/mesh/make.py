@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,22 +14,32 @@ import torch.distributed as dist
 from shardfn.mesh.axes import grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import group_over
-from shardfn.mesh.start import check_device, claim_device, start_distributed
+from shardfn.mesh.nodes import across
+from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_log = logging.getLogger("shardfn")
 
-def make_mesh(*, device: str | None = None, scratch: Any = None, **sizes: int) -> DeviceMesh:
+
+def make_mesh(
+    *, device: str | None = None, scratch: Any = None, timeout: float | timedelta | None = None, **sizes: int
+) -> DeviceMesh:
     """A mesh of all processes with the named axes, slowest-varying first.
 
-    Starts torch.distributed if nobody has: from torchrun's environment where there is one, as a world of one
-    process otherwise.
+    Starts torch.distributed if nobody has: from the environment of torchrun, srun or mpirun, as a world of one process
+    otherwise. Then RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does, where they are
+    not. The last axes lie within a node as far as its ranks go: their order says which, since the ranks of a node are
+    consecutive where launchers do nothing else; an axis that would fit and spans nodes all the same is named in the
+    log.
 
     Args:
         device: `"cpu"`, `"cuda"`, ...; default: CUDA where there is some, else the CPU.
         scratch: the path of the folder, on a local disk, for what strategies keep on disk; see `Placement.on`.
             Default: what the environment's SHARDFN_SCRATCH names. What is there is gone with the process.
+        timeout: how long ranks wait for each other, at the beginning and in every group of this world: seconds, or a
+            `timedelta`. Default: torch's own. A world that has begun keeps what it has.
         **sizes: axis name -> ranks along it. One may be -1: whatever is left of the world.
 
     Returns:
@@ -36,8 +48,10 @@ def make_mesh(*, device: str | None = None, scratch: Any = None, **sizes: int) -
 
     Raises:
         ValueError: no axes, a size below 1, more than one -1, or sizes that do not multiply to the world; a device
-            with a number.
-        RuntimeError: two ranks of a host use one accelerator, and there are others.
+            with a number; a timeout that is no time, or not that of a world which has begun; a launcher's variables
+            that are missing or contradict each other.
+        RuntimeError: ranks did not come in time, or disagree about their world; two ranks of a host use one
+            accelerator, and there are others; more ranks on a node than devices.
 
     Example:
         >>> mesh = make_mesh(replica=2, shard=-1)  # doctest: +SKIP
@@ -58,7 +72,7 @@ def make_mesh(*, device: str | None = None, scratch: Any = None, **sizes: int) -
             f"make_mesh: device='cuda', but torch {torch.__version__} finds no CUDA device: install a build of torch "
             f"for CUDA, look at CUDA_VISIBLE_DEVICES, or pass device='cpu'"
         )
-    start_distributed()
+    hosts = start_distributed(device, patience(timeout))
     claim_device(device)
     world = dist.get_world_size()
     known = math.prod(size for size in sizes.values() if size != -1)
@@ -69,9 +83,12 @@ def make_mesh(*, device: str | None = None, scratch: Any = None, **sizes: int) -
             f"start it with torchrun --nproc-per-node {known}{fix}"
         )
     filled = {name: world // known if size == -1 else size for name, size in sizes.items()}
+    spans = across(hosts, filled)
+    if spans and dist.get_rank() == 0:
+        _log.warning("make_mesh(%s): %s", show(filled), spans)
     from torch.distributed.device_mesh import init_device_mesh
 
-    whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh  # it chooses this process's device, too
+    whole = init_device_mesh(device, (world,), mesh_dim_names=("world",)).mesh
     mesh = _mesh(whole.view(tuple(filled.values())), tuple(filled), device)
     if scratch is not None:
         folder = os.path.abspath(os.path.expanduser(os.fspath(scratch)))

@@ -109,8 +109,13 @@ def _does(state: State | None) -> str:
 
 
 def _named(ranks: Sequence[int]) -> str:
+    return ranks_named(ranks) + ("" if len(ranks) == 1 else ":")
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0, 1 and 7 more`."""
     shown = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}:"
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def advised(told: str) -> str:

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# One node, one process for each device: torchrun starts them, and finds a free port itself.
+#   bash examples/launch/torchrun_one_node.sh [arguments of examples.train_lm]
+set -euo pipefail
+
+exec torchrun --standalone --nproc-per-node "${NPROC:-8}" \
+    -m examples.train_lm --mesh shard=-1 --out runs/train_lm "$@"
