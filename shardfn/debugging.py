@@ -15,10 +15,12 @@ class Debugging:
     Attributes:
         memory: lent memory is filled with nan when it is given back.
         collectives: ranks compare what they are about to do, before each collective.
+        nan: ranks compare whether a stage made only finite numbers, after each of its runs.
     """
 
     memory: bool = False
     collectives: bool = False
+    nan: bool = False
 
 
 KINDS = tuple(field.name for field in fields(Debugging))
@@ -29,7 +31,7 @@ _asked: list[dict[str, bool]] = []  # by the environment first, then by each blo
 
 
 def debug(
-    *by_position: object, memory: bool | None = None, collectives: bool | None = None
+    *by_position: object, memory: bool | None = None, collectives: bool | None = None, nan: bool | None = None
 ) -> contextlib._GeneratorContextManager[None]:
     """Switches checks on or off while the block runs, in the whole process and on all ranks alike.
 
@@ -39,6 +41,9 @@ def debug(
         memory: lent memory is filled with nan when it is given back, so that whoever still reads it sees that.
         collectives: before each collective the ranks along its axis compare what they are about to do, and all of
             them raise an error where they differ. Costs an exchange, and a wait of the host, for each.
+        nan: after each stage's forward and backward, the first that made a number which is not finite raises a
+            FloatingPointError on all ranks that run it, with its name, the rank, and whether what it was given was
+            finite. Costs a wait of the host and an exchange for each. What is compiled around stages is not watched.
 
     What is left out stays as it is.
 
@@ -48,11 +53,13 @@ def debug(
     Example:
         ``with sf.debug(collectives=True): step(params, tokens)``
     """
-    asked = {name: on for name, on in {"memory": memory, "collectives": collectives}.items() if on is not None}
+    every = {"memory": memory, "collectives": collectives, "nan": nan}
+    asked = {name: on for name, on in every.items() if on is not None}
     if by_position or not asked:
         given = ", ".join(map(repr, by_position))
         raise TypeError(
-            f"debug({given}) says no check by name: write debug(memory=True), debug(collectives=True), or both"
+            f"debug({given}) says no check by name: write debug(memory=True), debug(collectives=True), "
+            f"debug(nan=True), or several"
         )
     return _switched(asked)
 

@@ -169,6 +169,24 @@ def _leave() -> None:
             )
 
 
+def failed(error: BaseException) -> None:
+    """This rank comes to nothing any more for which others wait, though its process lives: they need not wait for it.
+
+    Until `goes_on` says something else.
+    """
+    if _watcher is not None and dist.is_initialized():
+        with _watcher.looks:
+            _watcher.ended = f"has failed: {type(error).__name__}: {error}"[:500]
+            state = _state(_watcher.beat, {}, _watcher.vain, _watcher.ended)
+            process_groups.default_store().set(_KEY.format(_watcher.rank), json.dumps(state))
+
+
+def goes_on() -> None:
+    """This rank comes again, after it had `failed`."""
+    if _watcher is not None and _watcher.ended:
+        _watcher.ended, _watcher.told = "", True  # so that its next look says it
+
+
 def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
     """Waits until all of these ranks have come to the same place, by way of the store.
 
@@ -317,6 +335,7 @@ class _Watcher:
         since: each thread's wait, and when it was first seen.
         spoke: when that was last in the log.
         told: whether others may believe that this rank waits.
+        ended: why it comes to nothing any more; empty if it may.
         vain: what was given up.
         suspects: the waits that seem to be in vain, with the beat of each rank when they first did.
         store: this thread's own way to the store: one that is used by a blocked thread is blocked, too.
@@ -329,6 +348,7 @@ class _Watcher:
     since: dict[int, tuple[weakref.ref[on], float]] = field(default_factory=dict)
     spoke: dict[int, float] = field(default_factory=dict)
     told: bool = False
+    ended: str = ""
     vain: Vain = field(default_factory=dict)
     suspects: tuple[Any, dict[int, int]] = ((), {})
     store: Any = None
@@ -364,7 +384,7 @@ class _Watcher:
             self.store = process_groups.default_store().clone()
         self.beat += 1
         self.told = bool(stuck)
-        self.store.set(_KEY.format(self.rank), json.dumps(_state(self.beat, stuck, self.vain)))
+        self.store.set(_KEY.format(self.rank), json.dumps(_state(self.beat, stuck, self.vain, self.ended)))
 
     def think(self, stuck: dict[int, on], now: float) -> None:
         states = self.reached(stuck)

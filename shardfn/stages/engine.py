@@ -20,11 +20,13 @@ from torch import Tensor
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import autograd, process_groups
+from shardfn.debugging import debugging
 from shardfn.mesh.axes import per_mesh, sizes
 from shardfn.mesh.lanes import in_lane, lane
 from shardfn.mesh.scope import independent_axes, refuse_independent
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
+from shardfn.stages import nonfinite
 from shardfn.stages.agreement import agreed, alone, compare
 from shardfn.stages.away import Away
 from shardfn.stages.call import Call, Residuals, differentiated, evaluate, leaving
@@ -153,6 +155,8 @@ class Engine:
                     made.decoding.again()
                 gradients = differentiated(made, needs, cotangents)
             self.away.done()
+            if debugging.nan and run.trains:  # then all ranks come here: their gradients travel
+                nonfinite.after_backward(call.mesh, run, cotangents, gradients)
             of_shards = self._reduced(run, call.step, needs, gradients[0], collect)
             self._done(tape, run)
             return [*of_shards, *gradients[1]]
@@ -171,6 +175,8 @@ class Engine:
                 if run.reads or not run.signature.keeps_graph:
                     self.residency.gather(run)
                 self.prefetch.behind(tape, run)
+                if debugging.nan and run.trains:
+                    nonfinite.nothing(self.mesh, run)
                 nothing: list[list[Tensor | None]] = [[None] * len(gather.layout.entries) for gather in run.plan.each]
                 self._reduced(run, tape.step, [x is not None for x in run.collected], nothing, True)
                 self._done(tape, run)
@@ -298,6 +304,8 @@ class Engine:
             refuse_closure(signature, (*made.parameters, made.inputs), made.outputs)
         if lent is not None:
             self.reads.saw(run, lent.kept())
+        if debugging.nan and not again:
+            nonfinite.after_forward(call.mesh, run, parameters, inputs, made)
         return made, storages
 
     def _reduced(

@@ -1,0 +1,184 @@
+"""How `loop` is called: what is wrong with it is found on all ranks before the first step."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardfn.run.interrupts import seconds_of
+from shardfn.run.progress import progress
+from shardfn.run.reporting import Report
+from shardfn.run.resuming import identity_of
+from shardfn.shards.random import int_seed
+
+Evaluate = Callable[[Any], Mapping[str, Any]]
+Evaluation = Evaluate | tuple[Evaluate, int]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `loop`, each in one form.
+
+    Attributes:
+        steps: the last step.
+        save: the folder of the run's checkpoints.
+        every: steps between two of them.
+        keep: how many stay.
+        resume: whether the newest is gone on from.
+        evaluate: by the prefix of its metrics, what evaluates, and every how many steps.
+        reports: who is told of each step.
+        seed: of random numbers.
+        limit: seconds from the start of the process.
+        flops: of a step, on all ranks together.
+        peak: of one device.
+        identity: of the batches.
+    """
+
+    steps: int
+    save: Path | None
+    every: int | None
+    keep: int | None
+    resume: bool
+    evaluate: dict[str, tuple[Evaluate, int]]
+    reports: tuple[Report, ...]
+    seed: int
+    limit: float | None
+    flops: float | None
+    peak: float | None
+    identity: str
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on all ranks."""
+        found = {name: repr(getattr(self, name)) for name in ("steps", "every", "keep", "resume", "seed")}
+        found["save"] = str(self.save)
+        found["evaluate"] = repr({name: n for name, (_, n) in self.evaluate.items()})
+        return found | {"batches.identity": self.identity}
+
+
+def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
+    """The arguments, checked.
+
+    Raises:
+        TypeError, ValueError: what is wrong with them.
+    """
+    if not callable(step):
+        raise TypeError(
+            f"sf.run.loop: step is a {type(step).__name__}, not a function (state, batch) -> (state, metrics)"
+        )
+    _takes(step, 2, "step", "(state, batch) -> (state, metrics)")
+    steps = _count("steps", given["steps"], "the number of the last step")
+    save = given["save"]
+    if save is not None and not isinstance(save, (str, os.PathLike)):
+        raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
+    for name in ("every", "keep"):
+        if save is None and given[name] is not None:
+            raise ValueError(
+                f"sf.run.loop: {name}={given[name]!r} is about checkpoints, and there are none without save=folder"
+            )
+    every = None if given["every"] is None else _count("every", given["every"], "steps between two checkpoints")
+    keep = None if given["keep"] is None else _count("keep", given["keep"], "how many checkpoints stay")
+    if not isinstance(given["resume"], bool):
+        raise TypeError(
+            f"sf.run.loop: resume={given['resume']!r}; it is True, for the newest checkpoint in save=, or False"
+        )
+    _check_batches(batches, save is not None)
+    return Asked(
+        steps=steps,
+        save=None if save is None else Path(save),
+        every=every,
+        keep=keep,
+        resume=given["resume"],
+        evaluate=_evaluations(given["evaluate"], every or steps),
+        reports=_reports(given["report"]),
+        seed=int_seed(given["seed"]),
+        limit=seconds_of(given["limit"], save is not None),
+        flops=_positive("flops", given["flops"]),
+        peak=_positive("peak", given["peak"]),
+        identity=identity_of(batches),
+    )
+
+
+def _count(name: str, value: Any, what: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise ValueError(f"sf.run.loop: {name}={value!r}; it is {what}, an integer of 1 or more")
+    return number
+
+
+def _positive(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ValueError(f"sf.run.loop: {name}={value!r}; it is a number more than 0, or None")
+    return float(value)
+
+
+def _takes(function: Any, arguments: int, name: str, form: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of what is not written in Python, nothing is known
+        return
+    try:
+        signature.bind(*[None] * arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"sf.run.loop: {name} is called as {form}, and {name}{signature} does not take that: {error}"
+        ) from None
+
+
+def _check_batches(batches: Any, resumes: bool) -> None:
+    if callable(batches):
+        _takes(batches, 1, "batches", "batches(start), for the batches of step `start` and after it,")
+    elif not isinstance(batches, Iterable):
+        raise TypeError(f"sf.run.loop: batches is a {type(batches).__name__}, not a function of the step to start at")
+    elif resumes:
+        raise TypeError(
+            f"sf.run.loop: batches is a {type(batches).__name__}, which always begins at its first batch, so a run "
+            f"that goes on from a checkpoint would read the wrong rows: pass a function of the step to start at, such "
+            f"as lambda start: itertools.islice(iter(rows), start, None), or what sf.run.batches returns"
+        )
+
+
+def _evaluations(given: Any, interval: int) -> dict[str, tuple[Evaluate, int]]:
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        wrong = [name for name in given if not isinstance(name, str)]
+        if wrong:
+            raise TypeError(f"sf.run.loop: evaluate has the key {wrong[0]!r}, and keys are names")
+        return {f"eval/{name}": _evaluation(one, interval) for name, one in given.items()}
+    return {"eval": _evaluation(given, interval)}
+
+
+def _evaluation(given: Any, interval: int) -> tuple[Evaluate, int]:
+    function = given
+    if isinstance(given, tuple) and len(given) == 2:
+        function, interval = given[0], _count("evaluate", given[1], "(function, steps between two evaluations)")
+    if not callable(function):
+        raise TypeError(
+            f"sf.run.loop: evaluate={given!r}; it is a function (state) -> metrics, (function, steps) for one with "
+            f"its own interval, or a dict of such by name"
+        )
+    _takes(function, 1, "evaluate", "(state) -> metrics")
+    return function, interval
+
+
+def _reports(given: Any) -> tuple[Report, ...]:
+    every: Sequence[Any] = [progress()] if given is None else [given] if callable(given) else given
+    if not isinstance(every, (list, tuple)) or not all(map(callable, every)):
+        raise TypeError(
+            f"sf.run.loop: report={given!r}; it is a function (step, metrics) -> None, a list of such, or None for "
+            f"sf.run.progress()"
+        )
+    for one in every:
+        if isinstance(one, type):
+            raise TypeError(f"sf.run.loop: report has {one.__name__} itself: call it, sf.run.{one.__name__}(...)")
+    return tuple(every)

@@ -1,0 +1,100 @@
+"""Why a run should stop before its last step: a signal, or the end of its time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+MARGIN = 2.0  # seconds for what is not measured
+_log = logging.getLogger("shardfn")
+_imported = time.monotonic()
+
+
+class Interrupts:
+    """While the block runs, the first signal asks for an end, and the second one does what it did before.
+
+    Signals reach the main thread of a process; a run on another thread leaves them as they are.
+
+    Args:
+        limit: seconds from the start of the process until it must have ended; None if there is no such time.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.end = None if limit is None else process_start() + limit
+        self.signalled = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._asked) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        if self.signalled:
+            self._restore()
+            os.kill(os.getpid(), number)
+            return
+        self.signalled = True
+        _log.warning("%s: the run saves and ends; another one ends it at once", signal.Signals(number).name)
+
+    def _restore(self) -> None:
+        for number, before in self._before.items():
+            if before is not None:  # which Python did not install
+                signal.signal(number, before)
+        self._before = {}
+
+    def reason(self, step: float, save: float) -> int:
+        """Why it should stop now, by its number in `REASONS`.
+
+        Args:
+            step: seconds that a step takes.
+            save: seconds that a checkpoint takes.
+        """
+        if self.signalled:
+            return 2
+        if self.end is not None and time.monotonic() + 3 * step + 1.5 * save + MARGIN > self.end:
+            return 1
+        return 0
+
+
+def seconds_of(limit: float | timedelta | None, saves: bool) -> float | None:
+    """A limit in seconds from the start of the process: the one given, or SLURM's end of the job if there is a save.
+
+    Raises:
+        TypeError, ValueError: no length of time.
+    """
+    if limit is None:
+        end = os.environ.get("SLURM_JOB_END_TIME", "") if saves else ""
+        if not end:
+            return None
+        if not end.isdigit():
+            raise ValueError(f"sf.run.loop: SLURM_JOB_END_TIME={end!r} is no time: unset it, or pass limit=")
+        return int(end) - time.time() + time.monotonic() - process_start()
+    if isinstance(limit, timedelta):
+        limit = limit.total_seconds()
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise TypeError(f"sf.run.loop: limit={limit!r}; it is seconds, or a timedelta")
+    if not limit > 0:
+        raise ValueError(f"sf.run.loop: limit={limit!r}; it is more than 0 seconds")
+    return float(limit)
+
+
+def process_start() -> float:
+    """When this process began, on the clock of `time.monotonic`."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return _imported
+    return time.monotonic() - age

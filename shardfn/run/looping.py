@@ -1,0 +1,345 @@
+"""The loop around a step."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from shardfn.checkpoint.team import Team, team_of
+from shardfn.run.agreeing import REASONS, Exchange, Word, compare
+from shardfn.run.arguments import Asked, Evaluation, asked
+from shardfn.run.failing import Failing
+from shardfn.run.figures import Figures, tokens_of
+from shardfn.run.history import Run, Series
+from shardfn.run.interrupts import Interrupts
+from shardfn.run.late import STEPS, Late, checked
+from shardfn.run.nonfinite import explain, wrong_metrics
+from shardfn.run.randomness import grids, place, seed_all
+from shardfn.run.reporting import Report, Reports
+from shardfn.run.resuming import Origin, Saver, loaded, newest, not_numbers
+from shardfn.run.stepping import Stepping, kinds_of
+
+State = TypeVar("State")
+Batch = TypeVar("Batch")
+
+
+def loop(
+    step: Callable[[State, Batch], tuple[State, Mapping[str, Any]]],
+    state: State,
+    batches: Callable[[int], Iterable[Batch]] | Iterable[Batch],
+    *,
+    steps: int,
+    save: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    keep: int | None = None,
+    resume: bool = True,
+    evaluate: Evaluation | Mapping[str, Evaluation] | None = None,
+    report: Report | list[Report] | tuple[Report, ...] | None = None,
+    seed: int = 0,
+    limit: float | timedelta | None = None,
+    flops: float | None = None,
+    peak: float | None = None,
+) -> tuple[State, Run]:
+    """Runs a pure step on one batch after another, on all ranks of the state's mesh together.
+
+    With `save`, a run that ended for whatever reason goes on where its last whole checkpoint is, when the same call is
+    made again, and what it then gives is bit for bit what it would have given. For this a step is a function of state,
+    batch and its random numbers only; and torch's default generators, `random` and numpy's are seeded before each step
+    from `seed`, the step, and this rank's place among those that read other rows. On another number of ranks the rows
+    are the same, and these random numbers are not.
+
+    SIGTERM and SIGUSR1 end it: all ranks stop after the same step, whichever got the signal, save, and return. A second
+    signal ends the process at once. The same happens before `limit`, in time for a checkpoint as long as the slowest
+    one was.
+
+    Metrics are read two steps late, so the host never waits for the device in a steady step. Before each checkpoint
+    they are read to the end, and the state is looked through: one with nan is never written.
+
+    Args:
+        step: `(state, batch) -> (state, metrics)`. It may use up the state that it is given, as optimizers do. Metrics
+            are numbers or tensors of one element, by name; those of the first rank are shown. `loss`, or without one
+            each of them, has to be finite. `tokens`, if it is there, is how many the step has read on all ranks.
+        state: any pytree; for `save`, one that `checkpoint.save` takes.
+        batches: this rank's batches from a step on, `batches(start)`, where steps count from 0. It may have `axes`,
+            along which ranks read other rows (default: those along which the state is placed), and an `identity`, a
+            dict of plain values that must be the same when the run goes on. An iterable will do for a run without
+            `save`.
+        steps: the last step.
+        save: a folder for the run's checkpoints: at its beginning, every `every` steps, and at its end.
+        every: steps between two checkpoints, which are written in the background.
+        keep: how many of the newest stay; None for all.
+        resume: go on from the newest whole checkpoint in `save`, if there is one. If not, there must be none.
+        evaluate: `(state) -> metrics`, which are reported as `eval/...`: at each checkpoint, and at the end; or
+            `(function, steps)` for an interval of its own; or a dict of these by name. It leaves the state as it is,
+            and its random numbers are its own.
+        report: `(step, metrics) -> None`, or several, called on the first rank with each step's metrics and figures:
+            `seconds`, `tokens_per_second`, `memory_gib`, and with `flops` also `tflops` and `mfu`. Default:
+            `sf.run.progress()`; `[]` for none.
+        seed: of the random numbers of steps.
+        limit: seconds, or a timedelta, from the start of the process until it must have ended. Default: with `save`,
+            the end of the job that SLURM_JOB_END_TIME says, if it is set.
+        flops: floating point operations of one step on all ranks together, for `tflops` of a device and `mfu`.
+        peak: floating point operations a second that one device could do; default: as known by its name.
+
+    Returns:
+        The state, and a `Run`: the step that was reached, why it ended, and the metrics by step.
+
+    Raises:
+        TypeError, ValueError: wrong arguments, on any rank, or other ones than on other ranks; batches that end early
+            or are not those of the run in `save`; a step that returns something else. The same on every rank.
+        CheckpointError: a checkpoint could not be written, or is of another state.
+        FloatingPointError: the loss is not finite. With `save`, the steps since the last checkpoint are run again, and
+            it names the first stage that made such a number, in forward or backward, and the rank. The same on every
+            rank.
+        RuntimeError: another rank has failed.
+
+    Example:
+        ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", every=500, keep=3)``
+    """
+    team = team_of(grids(state), "run")
+    given = {"steps": steps, "save": save, "every": every, "keep": keep, "resume": resume, "evaluate": evaluate,
+             "report": report, "seed": seed, "limit": limit, "flops": flops, "peak": peak}  # fmt: skip
+    where, places, wanted = _asked(team, step, state, batches, given)
+    going = _Going(
+        team=team,
+        asked=wanted,
+        failing=Failing(team),
+        stepping=Stepping(step, batches, wanted.seed, where, wanted.steps),
+        exchange=Exchange(team),
+        reports=Reports(wanted.reports if team.rank == 0 else ()),
+        figures=Figures(wanted.flops, wanted.peak, team.size, places),
+        saver=None if wanted.save is None else Saver(wanted.save, wanted.keep, Origin(wanted.seed, wanted.identity)),
+    )
+    with Interrupts(wanted.limit) as interrupts:
+        going.interrupts = interrupts
+        try:
+            state, start = _begun(going, state)
+            going.reports.begin(start, wanted.steps)
+            state, reached, why = _trained(going, state, start)
+            if going.saver is not None:
+                going.saver.finish()
+        except BaseException:
+            if going.saver is not None:
+                going.saver.abandon()
+            raise
+        finally:
+            going.reports.end()
+    return state, Run(start, reached, why, going.history)
+
+
+def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any]) -> tuple[int, int, Asked]:
+    """This rank's place, how many there are, and the arguments, which are the same on all ranks."""
+    facts, wrong, found, where = {}, None, None, (0, 1)
+    try:
+        found, where = asked(step, batches, given), place(batches, state)
+        facts = found.facts()
+    except (TypeError, ValueError) as error:
+        wrong = error
+    compare(team, facts, wrong)
+    assert found is not None, "it was wrong otherwise"
+    return *where, found
+
+
+@dataclass
+class _Going:
+    """A run that is under way.
+
+    Attributes:
+        team: its ranks.
+        asked: how it was called.
+        failing: a context for what may fail on one rank.
+        stepping: how a step runs.
+        exchange: of words between ranks.
+        reports: who is told.
+        figures: of steps.
+        saver: writes checkpoints, if any are asked for.
+        interrupts: why it should stop.
+        late: metrics that have not been read.
+        history: those that have.
+        bad: the first step that is not finite here, and what in it.
+        recent: seconds of the last few steps.
+    """
+
+    team: Team
+    asked: Asked
+    failing: Failing
+    stepping: Stepping
+    exchange: Exchange
+    reports: Reports
+    figures: Figures
+    saver: Saver | None
+    interrupts: Interrupts = field(default_factory=lambda: Interrupts(None))
+    late: Late = field(default_factory=Late)
+    history: dict[str, Series] = field(default_factory=dict)
+    bad: tuple[int, str] | None = None
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+
+    def word(self) -> Word:
+        """What this rank has to say."""
+        save = 0.0 if self.saver is None else self.saver.seconds
+        return Word(
+            stop=self.interrupts.reason(max(self.recent, default=0.0), save),
+            failed=0 if self.error is None else 1 + self.team.rank,
+            bad=0 if self.bad is None else Word.far(self.bad[0]),
+        )
+
+    @property
+    def error(self) -> Exception | None:
+        """What has failed here, and not stopped the step."""
+        return self.reports.error or (None if self.saver is None else self.saver.error)
+
+    def tell(self, step: int, metrics: dict[str, float], figures: dict[str, float]) -> None:
+        """Remembers and reports the metrics of a step."""
+        for name, value in metrics.items():
+            self.history.setdefault(name, Series()).add(step, value)
+        self.reports.step(step, {**metrics, **{name: x for name, x in figures.items() if name not in metrics}})
+
+
+def _begun(going: _Going, state: Any) -> tuple[Any, int]:
+    """The state to go on from, and its step; a new run is saved first, so that there always is a checkpoint."""
+    saver = going.saver
+    if saver is None:
+        return state, 0
+    path = newest(going.team, saver.folder)
+    if path is not None:
+        if not going.asked.resume:
+            raise ValueError(
+                f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
+                f"from it with resume=True"
+            )
+        began = time.monotonic()
+        state, step = loaded(path, state, saver.origin)
+        saver.saved, saver.seconds = step, time.monotonic() - began
+        return state, step
+    _refuse_nan(going, state, 0)
+    saver.save(state, 0)
+    saver.finish()
+    return state, 0
+
+
+def _trained(going: _Going, state: Any, start: int) -> tuple[Any, int, str]:
+    """The state after the last step that is taken, how many have been, and why no more are."""
+    reached = start
+    with going.failing.here():
+        rows = going.stepping.rows(start) if start < going.asked.steps else iter(())
+    going.figures.restart()
+    while reached < going.asked.steps:
+        began = time.monotonic()
+        with going.failing.here():
+            state = _stepped(going, state, reached, rows, first=reached == start)
+        going.recent.append(time.monotonic() - began)
+        reached += 1
+        if going.saver is not None:
+            going.saver.look()
+        word, due = going.exchange.turn(reached, going.word()), _due(going, reached)
+        if due and not word:
+            word = _settled(going)
+        if word:
+            return _stopped(going, state, reached)
+        if due:
+            _evaluated(going, state, reached)
+            _saved(going, state, reached)
+    if _settled(going).failed:
+        _raise_failed(going)
+    return state, reached, REASONS[0]
+
+
+def _stepped(going: _Going, state: Any, n: int, rows: Any, first: bool) -> Any:
+    """Launches step `n`, which counts from 0, and reads the metrics of an earlier one."""
+    before = kinds_of(state) if first else None
+    state, metrics, batch = going.stepping.one(n, rows, state)
+    if before is not None:
+        before.check(kinds_of(state))
+        going.figures.tokens = tokens_of(batch, going.figures.places)
+    going.late.put(n + 1, metrics)
+    _read(going, n + 1 - STEPS)
+    return state
+
+
+def _read(going: _Going, until: int) -> None:
+    for step, metrics in going.late.until(until):
+        wrong = wrong_metrics(metrics)
+        if wrong and going.bad is None:
+            going.bad = step, " and ".join(wrong)
+        going.tell(step, metrics, going.figures.of(metrics))
+
+
+def _due(going: _Going, step: int) -> bool:
+    """Whether something follows a step for which all its metrics have to be known."""
+    intervals = [n for _, n in going.asked.evaluate.values()]
+    if going.saver is not None and going.asked.every is not None:
+        intervals.append(going.asked.every)
+    return step == going.asked.steps or any(step % n == 0 for n in intervals)
+
+
+def _settled(going: _Going) -> Word:
+    """What all ranks say when each has read its metrics to the end."""
+    with going.failing.here():
+        _read(going, going.asked.steps)
+    return going.exchange.now(going.word())
+
+
+def _stopped(going: _Going, state: Any, reached: int) -> tuple[Any, int, str]:
+    """The end after a step on which all ranks agree; with an error, unless all is well and it is only early."""
+    word, saver = _settled(going), going.saver
+    if word.failed:
+        _raise_failed(going)
+    if word.bad_step is not None:
+        if saver is not None:
+            saver.finish()
+        found = going.bad[1] if going.bad is not None and going.bad[0] == word.bad_step else ""
+        raise explain(going.team, going.stepping, state, saver, word.bad_step, found)
+    if saver is not None and saver.saved != reached:
+        _refuse_nan(going, state, reached)
+        saver.save(state, reached)
+    return state, reached, REASONS[word.stop if reached < going.asked.steps else 0]
+
+
+def _raise_failed(going: _Going) -> None:
+    """Raises on all ranks what has failed on one."""
+    error = going.error
+    if going.saver is not None and error is not going.saver.error:
+        going.saver.finish()
+    every = going.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(every) if text is not None)
+    raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
+
+
+def _evaluated(going: _Going, state: Any, step: int) -> None:
+    for name, (function, interval) in going.asked.evaluate.items():
+        if step % interval == 0 or step == going.asked.steps:
+            with going.failing.here():
+                seed_all(going.asked.seed, name, step, going.stepping.place)
+                found = checked(function(state), f"sf.run.loop: evaluate ({name})")
+                going.tell(step, {f"{name}/{key}": float(value) for key, value in found.items()}, {})
+    going.figures.restart()
+
+
+def _saved(going: _Going, state: Any, step: int) -> None:
+    saver, every = going.saver, going.asked.every
+    if saver is None or not (step == going.asked.steps or (every is not None and step % every == 0)):
+        return
+    _refuse_nan(going, state, step)
+    saver.save(state, step)
+    going.figures.restart()
+
+
+def _refuse_nan(going: _Going, state: Any, step: int) -> None:
+    """Raises FloatingPointError on all ranks for a state that has nan on one, though its metrics were finite."""
+    with going.failing.here():
+        found = not_numbers(state)
+    names = list(dict.fromkeys(name for some in going.team.gathered(found, "looking for nan") for name in some))
+    if not names:
+        return
+    if step == 0:
+        raise FloatingPointError(f"sf.run.loop: the state has nan before the first step, in {', '.join(names[:8])}")
+    assert going.saver is not None, "nobody else asks"
+    going.saver.finish()
+    raise explain(going.team, going.stepping, state, going.saver, step, f"the state has nan in {', '.join(names[:8])}")

@@ -1,0 +1,81 @@
+"""Which stage made the first number that is not finite: steps since the last checkpoint run again, and are watched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from shardfn.checkpoint.team import Team
+from shardfn.debugging import debug
+from shardfn.run.resuming import Saver, loaded, newest, not_numbers
+from shardfn.run.stepping import Stepping
+
+
+def wrong_metrics(metrics: dict[str, float]) -> list[str]:
+    """Those that end a run because they are not finite: the loss; all of them, if none is called `loss`."""
+    watched = {"loss": metrics["loss"]} if "loss" in metrics else metrics
+    return [f"{name} is {value}" for name, value in watched.items() if not math.isfinite(value)]
+
+
+def explain(
+    team: Team, stepping: Stepping, state: Any, saver: Saver | None, bad: int, found: str
+) -> FloatingPointError:
+    """The error for a step whose metrics are not finite. All ranks come here.
+
+    Args:
+        team: the ranks.
+        stepping: how a step runs.
+        state: is overwritten by that of the last checkpoint.
+        saver: None of a run without checkpoints.
+        bad: the first step that is not finite, counted from 1.
+        found: what is not finite on this rank.
+    """
+    every = team.gathered(found, "comparing what is not finite")
+    said = next((f"rank {rank}: {text}" for rank, text in enumerate(every) if text), "")
+    head = f"sf.run.loop: not finite at step {bad} ({said})"
+    if saver is None:
+        names = list(dict.fromkeys(name for some in team.gathered(not_numbers(state)) for name in some))
+        more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+        state_is = f"the state now has nan in {', '.join(names[:8])}{more}" if names else "the state has no nan"
+        return FloatingPointError(
+            f"{head}; {state_is}. Pass save=folder, and the stage that made it is found by running the steps since the "
+            f"last checkpoint again; or run the step under sf.debug(nan=True)"
+        )
+    path = newest(team, saver.folder)
+    assert path is not None, "there is one since the run began"
+    state, start = loaded(path, state, saver.origin)
+    told = _watched(team, stepping, state, start, bad)
+    return FloatingPointError(
+        f"{head}. Run again from {path}, with each stage watched: {told}. That checkpoint is good, and nothing was "
+        f"saved after it"
+    )
+
+
+def _watched(team: Team, stepping: Stepping, state: Any, start: int, bad: int) -> str:
+    """What is first not finite in the steps up to the bad one."""
+    rows = stepping.rows(start)
+    with debug(nan=True):
+        for n in range(start, bad):
+            found = ""
+            try:
+                state, metrics, _ = stepping.one(n, rows, state)
+                found = _after(state, metrics)
+            except FloatingPointError as error:
+                found = str(error)
+            every = team.gathered(found, "comparing what is not finite")
+            for rank, text in enumerate(every):
+                if text:
+                    return f"step {n + 1}, {text}" if "on rank" in text else f"step {n + 1}, on rank {rank}, {text}"
+    return (
+        "all numbers were finite then, so the step does not give the same twice: an operation that is not "
+        "deterministic, or a device that makes mistakes"
+    )
+
+
+def _after(state: Any, metrics: dict[str, Any]) -> str:
+    """What is not finite after a step in which every stage was."""
+    if wrong := wrong_metrics({name: float(x) for name, x in metrics.items()}):
+        return f"outside of the stages, {' and '.join(wrong)}, though what they made was finite"
+    if names := not_numbers(state):
+        return f"the update made nan in {', '.join(names[:8])}, though no stage did"
+    return ""

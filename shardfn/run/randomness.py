@@ -1,0 +1,61 @@
+"""Random numbers of a step: a function of the seed, the step, and this rank's place among those with other rows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+
+from shardfn.compat import process_groups
+from shardfn.mesh.axes import grid_of
+from shardfn.mesh.grid import AxisName, Grid, as_names
+from shardfn.shards.layout import is_flat
+from shardfn.shards.random import mixed
+
+
+def grids(state: Any) -> list[Grid]:
+    """The meshes of the flat shards in a tree, each once."""
+    leaves = optree.tree_leaves(state, is_leaf=is_flat, none_is_leaf=True)
+    return list(dict.fromkeys(leaf.layout.grid for leaf in leaves if is_flat(leaf)))
+
+
+def place(batches: Any, state: Any) -> tuple[int, int]:
+    """This rank's place along the axes of the batches, and how many there are.
+
+    The axes are `batches.axes`, or else those along which the state's strategies place parameters: ranks along others,
+    as for tensor parallelism, work on the same rows. Without a mesh each process has a place of its own.
+
+    Raises:
+        ValueError: an axis that the mesh does not have.
+    """
+    found, mesh = grids(state), getattr(batches, "mesh", None)
+    grid = grid_of(mesh) if mesh is not None else found[0] if found else None
+    rank = process_groups.global_rank()
+    if grid is None:
+        return (rank, torch.distributed.get_world_size()) if torch.distributed.is_initialized() else (0, 1)
+    axes = getattr(batches, "axes", None)
+    names: AxisName = _of_strategies(state, grid) if axes is None else as_names(axes)
+    unknown = [name for name in names if name not in dict(grid.sizes)]
+    if unknown:
+        raise ValueError(
+            f"sf.run.loop: batches.axes={axes!r}: the mesh of the state has no axis {unknown[0]!r} ({grid})"
+        )
+    return grid.index(rank, names), grid.size(names)
+
+
+def _of_strategies(state: Any, grid: Grid) -> tuple[str, ...]:
+    leaves = optree.tree_leaves(state, is_leaf=is_flat, none_is_leaf=True)
+    placements = [leaf.layout.placement for leaf in leaves if is_flat(leaf) and leaf.layout.grid == grid]
+    used = {name for one in placements for name in (*one.axes, *one.replicas)}
+    return tuple(name for name, _ in grid.sizes if name in used)
+
+
+def seed_all(seed: int, *what: int | str) -> None:
+    """Seeds torch's default generators on all devices, `random` and numpy's, by a seed and more; it does not wait."""
+    number = mixed(seed, *what)
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number % 2**32)

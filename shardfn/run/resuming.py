@@ -1,0 +1,206 @@
+"""A run's checkpoints: what is in them, when they are written, and how the newest whole one is gone on from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn import checkpoint
+from shardfn.checkpoint.contents import contents
+from shardfn.checkpoint.folders import checkpoints
+from shardfn.checkpoint.team import Team
+from shardfn.tiers import copying
+
+MOMENT = 3.0  # seconds for which a run that failed lets its last checkpoint go on
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What makes a run the same one: with these, and the step, it goes on as if it had never stopped.
+
+    Attributes:
+        seed: of its random numbers.
+        batches: the identity of its batches, as JSON.
+    """
+
+    seed: int
+    batches: str
+
+    def check(self, found: Origin, path: Path) -> None:
+        """Raises ValueError, if a checkpoint is of another run."""
+        if self.seed != found.seed:
+            raise ValueError(
+                f"sf.run.loop: seed={self.seed}, and the run in {path} has seed={found.seed}: pass that one, or "
+                f"another folder for another run"
+            )
+        if self.batches != found.batches:
+            theirs, mine = _facts(found.batches), _facts(self.batches)
+            differ = [f"{name} was {theirs.get(name)!r} and is {mine.get(name)!r}" for name in {**theirs, **mine}
+                      if theirs.get(name) != mine.get(name)]  # fmt: skip
+            raise ValueError(
+                f"sf.run.loop: the batches are not those of the run in {path}: {'; '.join(differ)}. Steps after it "
+                f"would get other rows: give the batches as they were, or pass another folder for another run"
+            )
+
+
+def _facts(batches: str) -> dict[str, Any]:
+    found = json.loads(batches)
+    return found if isinstance(found, dict) else {"identity": found}
+
+
+def identity_of(batches: Any) -> str:
+    """What a feed says of its rows, as JSON; `null` of one that says nothing.
+
+    Raises:
+        TypeError: it is not a dict of plain values.
+    """
+    found = getattr(batches, "identity", None)
+    if found is not None and not isinstance(found, dict):
+        raise TypeError(f"sf.run.loop: batches.identity is a {type(found).__name__}, not a dict of plain values")
+    try:
+        return json.dumps(found, sort_keys=True)
+    except TypeError as error:
+        raise TypeError(f"sf.run.loop: batches.identity is a dict of plain values, and {error}") from None
+
+
+def tree(state: Any, step: int, origin: Origin) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    return {"state": state, "step": step, "run": {"seed": origin.seed, "batches": origin.batches}}
+
+
+def newest(team: Team, folder: Path) -> Path | None:
+    """The newest whole checkpoint in a folder, as the first rank sees it.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    every = team.together(f"look for checkpoints in {folder}", lambda: _newest(folder) if team.rank == 0 else None)
+    return every[0]
+
+
+def _newest(folder: Path) -> Path | None:
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, int]:
+    """The state in a checkpoint, written into that one's memory, and its step.
+
+    Raises:
+        CheckpointError: it is of another model, or damaged.
+        ValueError: it is of another run.
+    """
+    # The numbers first: what is of another run must not overwrite the state.
+    head = checkpoint.load(path, {"step": 0, "run": {"seed": 0, "batches": ""}}, ignore="state.*")
+    origin.check(Origin(head["run"]["seed"], head["run"]["batches"]), path)
+    return checkpoint.load(path, tree(state, 0, origin))["state"], head["step"]
+
+
+@dataclass
+class Saver:
+    """Writes a run's checkpoints in the background.
+
+    Attributes:
+        folder: in which they are.
+        keep: how many stay; None for all.
+        origin: of the run.
+        saved: the step of the last one.
+        seconds: that the slowest one took.
+        error: why the last one was not written, if `look` has seen that.
+    """
+
+    folder: Path
+    keep: int | None
+    origin: Origin
+    saved: int | None = None
+    seconds: float = 0.0
+    error: Exception | None = None
+    pending: checkpoint.Pending | None = None
+    began: float = field(default=0.0)
+
+    def path(self, step: int) -> Path:
+        """Of the checkpoint after so many steps."""
+        return self.folder / f"step-{step:08}"
+
+    def save(self, state: Any, step: int) -> None:
+        """Begins to write one; it waits for the one before.
+
+        Raises:
+            CheckpointError, TypeError, ValueError: as `checkpoint.save_async` does.
+        """
+        self.finish()
+        self.began, self.saved = time.monotonic(), step
+        self.pending = checkpoint.save_async(
+            self.path(step), tree(state, step, self.origin), keep=self.keep, overwrite=True
+        )
+
+    def look(self) -> None:
+        """Sees whether the last one is over, and how long it took; it does not wait."""
+        if self.pending is not None and self.pending.done():
+            try:
+                self.finish()
+            except Exception as error:  # other ranks see it at another step
+                self.error = error
+
+    def finish(self) -> None:
+        """Waits until the last one is whole.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending.wait()
+            self.seconds = max(self.seconds, time.monotonic() - self.began)
+
+    def abandon(self) -> None:
+        """Gives up the last one after a moment, where a rank has failed: it may be writing, or may have gone."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        until = time.monotonic() + MOMENT
+        while not pending.done() and time.monotonic() < until:
+            time.sleep(0.01)
+        pending.stop()
+        if pending.done():
+            with contextlib.suppress(Exception):  # the log has it
+                pending.wait()
+
+
+def not_numbers(state: Any) -> list[str]:
+    """The names of those tensors in a state of which this rank holds a nan; it waits for the device."""
+    flags = [_has_nan(x) for x in _floating(state)]
+    if not flags or not bool(torch.stack([x.cpu() for x in flags]).any()):
+        return []
+    held = contents(state, shared=False)
+    named = [(box.name, box.values) for box in held.boxes] + list(held.plain.items())
+    return list(dict.fromkeys(name for name, x in named if any(bool(_has_nan(y)) for y in _floating(x))))
+
+
+def _floating(state: Any) -> Iterator[Tensor]:
+    for x in optree.tree_leaves(state):
+        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.numel():
+            yield x.detach()
+
+
+def _has_nan(x: Tensor) -> Tensor:
+    parts = copying.portions(x) if copying.on_disk(x) else [x]
+    return torch.stack([_lowest(part).isnan() for part in parts]).any()
+
+
+def _lowest(x: Tensor) -> Tensor:
+    """The smallest number, or nan where there is one; it takes no memory, as `isnan` would."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    if x.dtype.itemsize == 1:
+        return torch.stack([part.float().amin() for part in x.reshape(-1).split(2**22)]).amin()
+    return x.amin()

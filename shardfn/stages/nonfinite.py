@@ -1,0 +1,121 @@
+"""The first stage that makes a number which is not finite says so, on all ranks that run it.
+
+It runs where `debugging.nan` is set, after a stage's function and after its backward. Ranks compare what they found:
+one that raised alone would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardfn.collectives.agree import gathered
+from shardfn.collectives.ledger import unscheduled
+from shardfn.compat import process_groups
+from shardfn.stages.agreement import callers
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardfn.stages.call import Residuals
+    from shardfn.stages.tape import StageRun
+
+
+def after_forward(
+    mesh: DeviceMesh, run: StageRun, parameters: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], made: Residuals
+) -> None:
+    """Raises FloatingPointError on all ranks that run the stage, if its outputs are not all finite on one of them."""
+    outputs = [y for y in made.outputs if isinstance(y, Tensor)]
+    found = ""
+    if wrong := not_finite(outputs):
+        found = f"the forward made {kinds(wrong)}, of {_given(run, parameters, inputs)}"
+    _compare(mesh, run, found)
+
+
+def after_backward(
+    mesh: DeviceMesh,
+    run: StageRun,
+    cotangents: Sequence[Tensor | None],
+    gradients: tuple[list[list[Tensor | None]], list[Tensor | None]],
+) -> None:
+    """Raises FloatingPointError on all ranks that run the stage, if a gradient is not finite on one of them."""
+    wrong = [
+        entry.path
+        for gather, some in zip(run.plan.each, gradients[0], strict=True)
+        for entry, x in zip(gather.layout.entries, some, strict=False)  # none, for a shard that needs no gradient
+        if x is not None and not_finite([x])
+    ]
+    found = ""
+    inputs = not_finite(x for x in gradients[1] if x is not None)
+    if wrong or inputs:
+        of = [f"gradients of {', '.join(wrong[:6])}"] if wrong else []
+        of += [f"gradients of its inputs ({kinds(inputs)})"] if inputs else []
+        came = not_finite(x for x in cotangents if x is not None)
+        given = (
+            "a gradient that was not finite when it came in: what follows the stage, outside of any other, made it"
+            if came
+            else "a finite gradient"
+        )
+        found = f"the backward made {' and '.join(of)} that are not finite, of {given}"
+    _compare(mesh, run, found)
+
+
+def nothing(mesh: DeviceMesh, run: StageRun) -> None:
+    """This rank's part in the backward of a stage whose outputs its own loss does not use."""
+    _compare(mesh, run, "")
+
+
+def not_finite(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those that have a number which is not finite."""
+    moves = [x.detach() for x in tensors if (x.is_floating_point() or x.is_complex()) and x.numel()]
+    return [x for x in moves if not bool(torch.isfinite(_wide(x)).all())]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def kinds(tensors: Sequence[Tensor]) -> str:
+    """What is wrong with tensors: `"nan in float32[2, 8]"`."""
+    return ", ".join(
+        f"{'nan' if bool(torch.isnan(_wide(x)).any()) else 'inf'} in {str(x.dtype).removeprefix('torch.')}"
+        f"{list(x.shape)}"
+        for x in tensors
+    )
+
+
+def _given(run: StageRun, parameters: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> str:
+    wrong = [
+        entry.path
+        for gather, some in zip(run.plan.each, parameters, strict=True)
+        for entry, x in zip(gather.layout.entries, some, strict=True)
+        if not_finite([x])
+    ]
+    came = not_finite(inputs)
+    if wrong:
+        return f"parameters that were not finite before it ran: {', '.join(wrong[:6])}: the last update made them"
+    if came:
+        return f"inputs that were not finite ({kinds(came)}): what is before the stage, outside of any other, made them"
+    return "finite inputs and parameters"
+
+
+def _compare(mesh: DeviceMesh, run: StageRun, found: str) -> None:
+    signature, text = run.signature, found.encode()[:2000]
+    what = f"stage {signature.name} ({signature.stage!r})"
+    axes = callers(mesh, signature)
+    with unscheduled():
+        row = torch.tensor([len(text), process_groups.global_rank()])
+        lengths, ranks = gathered(row, mesh, axes, "comparing whether numbers are finite", what).T.tolist()
+        if not any(lengths):
+            return
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        rows = gathered(padded, mesh, axes, "comparing what is not finite", what)
+    texts = [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
+    where = [rank for rank, text in zip(ranks, texts, strict=True) if text]
+    first = next(text for text in texts if text)
+    more = f" (and something like it on {len(where) - 1} more)" if len(where) > 1 else ""
+    raise FloatingPointError(f"{what}, on rank {where[0]}{more}: {first}")

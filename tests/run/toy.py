@@ -1,0 +1,85 @@
+"""A small staged model that is trained by loops: with noise by torch's own generators, and rows by the step's number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+from shardfn import P
+
+WIDTH, ROWS, DEPTH = 6, 8, 3
+OPTIMIZER = sf.optim.adamw(1e-2)
+
+
+def mesh_here() -> Any:
+    """All ranks along one axis."""
+    return sf.make_mesh(device="cpu", shard=dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def begin(mesh: Any, width: int = WIDTH) -> dict[str, Any]:
+    """The state before the first step."""
+    g = torch.Generator().manual_seed(0)
+    blocks = [{"w": torch.randn(width, width, generator=g, dtype=torch.float64) / 2,
+               "b": torch.zeros(width, dtype=torch.float64)} for _ in range(DEPTH)]  # fmt: skip
+    params = sf.shard({"blocks": blocks}, mesh, sf.full_shard("shard"))
+    return {"params": params, "moments": OPTIMIZER.init(params), "seen": 0}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Step `n` has the same rows on any number of ranks, of which each gets its part; `at` does something at a step."""
+
+    mesh: Any
+    end: int = 10**9
+    seed: int = 3
+    at: Callable[[int], None] = lambda n: None
+    axes: str = "shard"
+    identity: dict[str, Any] = field(default_factory=lambda: {"rows": ROWS})
+
+    def __call__(self, start: int) -> Iterator[Tensor]:
+        size, rank = self.mesh.size(), self.mesh.get_rank() if self.mesh.size() > 1 else 0
+        for n in range(start, self.end):
+            self.at(n)
+            g = torch.Generator().manual_seed(1000 * self.seed + n)
+            yield torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64).chunk(size)[rank]
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return torch.tanh(x @ p["w"] + p["b"])
+
+
+def step_of(mesh: Any, noise: float = 0.0, stage: Callable[..., Any] = block) -> Callable[[Any, Any], Any]:
+    """A step: the mean square of the outputs, and AdamW."""
+    layer = sf.stage(stage)
+
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P("shard")), out_specs=...)
+    def trained(params: Any, moments: Any, rows: Tensor) -> Any:
+        def loss(params: Any) -> Tensor:
+            x = rows
+            for p in sf.layers(params["blocks"]):
+                x = layer(p, x)
+            kept = x if noise == 0 else x * (torch.rand(x.shape, dtype=x.dtype) > noise)
+            return sf.psum((kept - 0.5).square().sum(), "shard") / ROWS
+
+        value, grads = sf.value_and_grad(loss)(params)
+        return *OPTIMIZER.step(params, grads, moments), value
+
+    def step(state: Any, rows: Tensor) -> Any:
+        params, moments, loss = trained(state["params"], state["moments"], rows)
+        return {"params": params, "moments": moments, "seen": state["seen"] + ROWS}, {"loss": loss, "rows": ROWS}
+
+    return step
+
+
+def whole(state: Any) -> list[Tensor]:
+    """All parameters, on every rank."""
+    params = sf.unshard(state["params"])
+    return [x for p in params["blocks"] for x in (p["w"], p["b"])]
+
+
