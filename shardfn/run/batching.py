@@ -1,0 +1,205 @@
+"""The batches of a run: one order of rows for all ranks, of which each reads its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+import torch.distributed as dist
+
+from shardfn.collectives.agree import agree
+from shardfn.mesh.axes import check_axes, sizes
+from shardfn.mesh.grid import AxisName, as_names
+from shardfn.run.collating import Collate
+from shardfn.run.feeding import ahead, device_of, locked
+from shardfn.run.order import Last, Order
+from shardfn.run.reading import Reader, by_workers, fingerprint, steps_from
+from shardfn.run.sources import NAME, opened, portion
+from shardfn.run.streaming import Streamed, stream_fingerprint
+from shardfn.run.streams import Stream
+from shardfn.run.together import Peers, Read, State, peers, together
+from shardfn.shards.random import int_seed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_SOURCES = (
+    "what the batches are of",
+    "All ranks pass the same arguments, and a source with the same rows in the same order: `batches` itself cuts it, "
+    "so it must not be cut or shuffled by rank before",
+)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """This rank's part of a run's batches, from any step on; made by `batches`.
+
+    `batches(step)` is an iterator from that step on, and `iter(batches)` from the step that `start=` named. `len` is
+    the number of all steps, where `epochs` has an end.
+
+    Attributes:
+        axes: of the mesh, along which ranks have different rows.
+        identity: what the order depends on, as str and int: where two are equal, step `k` has the same rows.
+        steps_per_epoch: batches of an epoch, rounded up; None of a stream.
+        start: first step of `iter`.
+        steps: of all epochs; None is for ever, or not known.
+    """
+
+    axes: tuple[str, ...]
+    identity: dict[str, str | int]
+    steps_per_epoch: int | None
+    start: int
+    steps: int | None
+    _peers: Peers = field(repr=False)
+    _open: Callable[[int], Generator[Read]] = field(repr=False)
+
+    def __call__(self, start: int) -> Iterator[Any]:
+        """The batches of step `start` and of those after it, on the mesh's device.
+
+        Raises:
+            ValueError: a negative step.
+        """
+        return together(self._open(_checked_start(start)), start, self._peers, device_of(self._peers.mesh.device_type))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self(self.start)
+
+    def __len__(self) -> int:
+        if self.steps is None:
+            raise TypeError("these batches have no length: epochs=None is for ever, and a stream is read to its end")
+        return self.steps
+
+
+def batches(
+    source: Any,
+    mesh: DeviceMesh,
+    axes: AxisName,
+    batch: int,
+    seed: int,
+    *,
+    start: int = 0,
+    epochs: int | None = None,
+    shuffle: bool = True,
+    last: Last = "drop",
+    collate: Collate | None = None,
+    workers: int = 0,
+    prefetch: int = 2,
+) -> Batches:
+    """Batches of rows, cut along mesh axes, in an order that only the seed and the step decide.
+
+    Ranks read nothing but their own rows: the batch of a step is the concatenation of what the places along `axes`
+    read, whatever their number is. Ranks along other axes get the same rows. Nothing but a step is needed to go on
+    from it. All ranks of the mesh make this call, and iterate alike.
+
+    Args:
+        source: rows. A tensor or array, or a dict or tuple of them, whose dim 0 the rows are; a data set, or list, with
+            `__len__` and `__getitem__`, and `__getitems__` if it reads several at once; `token_windows` or
+            `packed_windows`; a `Stream` of files.
+        mesh: whose ranks read.
+        axes: the axis, or axes major to minor, along which ranks have different rows, as an entry of `P` names them;
+            `()` is none, so all have all.
+        batch: rows of a step, on all ranks together.
+        seed: of the order, and of random numbers in a data set's own code: those of Python, numpy and torch are seeded
+            by the seed, the epoch and the row before each row is read, so that neither ranks nor workers matter.
+        start: the step that `iter` begins with.
+        epochs: how often every row is read; None is for ever.
+        shuffle: whether each epoch has an order of its own, and not the source's.
+        last: where an epoch's rows do not fill its last batch: `"drop"` leaves them out; `"pad"` repeats some to fill
+            it, and adds to every batch a mask, bool `[rows]`, that is False for these: as `batch["mask"]` of a dict,
+            else as the last item of a tuple; `"wrap"` runs on into the next epoch.
+        collate: makes a batch of a list of rows; default: torch's `default_collate`. Where it draws random numbers they
+            depend on the step and on the rank's place.
+        workers: processes that read; 0: a data set's code runs when the batch is asked for. What has no code of yours,
+            as tensors and token files, is read by a thread even so.
+        prefetch: batches that are read ahead, of each worker too; 0: none.
+
+    Returns:
+        A `Batches`.
+
+    Raises:
+        TypeError, ValueError: on every rank, an argument that is wrong; or ranks have different arguments or sources.
+    """
+    names = as_names(axes) if isinstance(axes, (str, tuple)) else axes
+    sizes(mesh)
+    try:
+        made = _made(source, mesh, names, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch)
+    except Exception as error:
+        agree([str(error)], mesh, NAME, mine=error)
+        raise
+    compared = {**made.identity, "start": start, "axes": names}
+    agree([f"{name}={value!r}" for name, value in compared.items()], mesh, NAME, subject=_SOURCES)
+    return made
+
+
+def _made(
+    source: Any, mesh: DeviceMesh, axes: Any, batch: int, seed: int, start: int, epochs: int | None, shuffle: bool,
+    last: Last, collate: Collate | None, workers: int, prefetch: int,
+) -> Batches:  # fmt: skip
+    if not isinstance(axes, tuple) or not all(isinstance(name, str) for name in axes):
+        raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, or a tuple of names")
+    check_axes(axes, mesh, f"{NAME}(axes={axes!r})")
+    for name, value, least in (("batch", batch, 1), ("workers", workers, 0), ("prefetch", prefetch, 0)):
+        _checked_int(name, value, least)
+    if epochs is not None:
+        _checked_int("epochs", epochs, 1)
+    _checked_start(start)
+    if last not in get_args(Last):
+        raise ValueError(f"{NAME}: last={last!r}; what becomes of an epoch's last rows is one of {get_args(Last)}")
+    if collate is not None and not callable(collate):
+        raise TypeError(f"{NAME}: collate={collate!r}; it is a function of a list of rows")
+    if type(shuffle) is not bool:
+        raise TypeError(f"{NAME}: shuffle={shuffle!r}; it is True or False")
+    seed = int_seed(seed)
+    who = peers(mesh, axes, NAME, unequal=isinstance(source, Stream))
+    size = portion(batch, max(who.places) + 1, axes)
+    first = who.places[who.ranks.index(dist.get_rank())] * size
+    known: dict[str, str | int] = {
+        "seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last, "epochs": str(epochs),
+    }  # fmt: skip
+    device = device_of(mesh.device_type)
+    if isinstance(source, Stream):
+        streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)
+        known |= {"source": stream_fingerprint(source)}
+        streamed.check(workers)
+        return Batches(axes, known, None, start, None, who, partial(streamed.opened, workers, prefetch, device))
+    source = opened(source)
+    order = Order(len(source), batch, seed, shuffle, last, epochs)
+    if last == "drop" and batch > len(source):
+        raise ValueError(
+            f'{NAME}: batch={batch} rows a step, and the source has {len(source)}: last="drop" leaves none. Say '
+            f'last="wrap" or "pad", or a smaller batch'
+        )
+    reader = Reader(source, order, first, first + size, collate)
+    known |= {"rows": len(source), "source": fingerprint(source, seed)}
+    reads = partial(_reads, reader, workers, prefetch, device)
+    return Batches(axes, known, order.steps_per_epoch, start, order.steps, who, reads)
+
+
+def _reads(reader: Reader, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
+    """A rank's batches: by workers, by a thread, or when they are asked for."""
+    steps = reader.order.steps
+    if workers:
+        found = ahead(
+            partial(by_workers, reader, steps_from(start, steps), workers, prefetch), max(1, prefetch), device
+        )
+    elif reader.ready and prefetch:
+        found = ahead(partial(reader.each, start, steps), prefetch, device)
+    else:
+        found = reader.each(start, steps)
+    for one in found:
+        yield Read(State.BATCH, locked(one, device))
+
+
+def _checked_int(name: str, value: Any, least: int) -> None:
+    if type(value) is not int:
+        raise TypeError(f"{NAME}: {name}={value!r} is of type {type(value).__name__}, and not an int")
+    if value < least:
+        raise ValueError(f"{NAME}: {name}={value}; it is at least {least}")
+
+
+def _checked_start(start: int) -> int:
+    _checked_int("start", start, 0)
+    return start

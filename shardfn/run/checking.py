@@ -1,0 +1,88 @@
+"""Batches of anybody's loader are compared between ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardfn.collectives.agree import agree
+from shardfn.mesh.axes import check_axes, sizes
+from shardfn.mesh.grid import AxisName, as_names
+from shardfn.run.together import Peers, Read, State, peers, together
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+NAME = "sf.run.checked"
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Batches that are compared before a step gets them; made by `checked`.
+
+    Attributes:
+        axes: of the mesh, along which ranks have different rows.
+    """
+
+    axes: tuple[str, ...]
+    _loader: Iterable[Any] = field(repr=False)
+    _peers: Peers = field(repr=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self(0)
+
+    def __call__(self, start: int) -> Iterator[Any]:
+        """The batches but for the first `start`, which are read and dropped."""
+        return together(_reads(self._loader, start), start, self._peers, torch.device("cpu"))
+
+    def __len__(self) -> int:
+        size: Callable[[], int] | None = getattr(self._loader, "__len__", None)
+        if size is None:
+            raise TypeError(f"{NAME}: {type(self._loader).__name__} has no length")
+        return size()
+
+
+def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName) -> Checked:
+    """The batches of a loader of your own, each of which every rank has been told of before any rank gets it.
+
+    An error on every rank, instead of wrong training or a hang, are: ranks at different places along `axes` with the
+    same rows, which a forgotten sampler causes; ranks at the same place with different rows; a different number of
+    batches, or batches of different structure, shapes or dtypes; an error of one rank's loader. Rows are compared in
+    the first batches of each iteration, as far as needed: two ranks have the same if all their rows were equal and at
+    least 8 different ones were among them, so that data whose rows are alike is none.
+
+    Batches stay what and where they are; one more than the loop has is read.
+
+    Args:
+        loader: gives pytrees of tensors or arrays, whose dim 0 are rows.
+        mesh: whose ranks iterate, all of them alike.
+        axes: the axis or axes along which ranks have different rows; `()` is none.
+
+    Returns:
+        An iterable of the same batches, with the loader's `len`.
+
+    Raises:
+        TypeError, ValueError: on every rank, a loader that is none, or an axis that the mesh does not have.
+    """
+    names = as_names(axes) if isinstance(axes, (str, tuple)) else axes
+    sizes(mesh)
+    try:
+        if not isinstance(names, tuple):
+            raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, or a tuple of names")
+        check_axes(names, mesh, f"{NAME}(axes={axes!r})")
+        if not isinstance(loader, Iterable):
+            raise TypeError(f"{NAME}: the loader is of type {type(loader).__name__}, which gives no batches")
+    except (TypeError, ValueError) as error:
+        agree([str(error)], mesh, NAME, mine=error)
+        raise
+    agree([f"axes={names!r}"], mesh, NAME)
+    return Checked(names, loader, peers(mesh, names, NAME, distinct=True))
+
+
+def _reads(loader: Iterable[Any], start: int) -> Generator[Read]:
+    for batch in itertools.islice(loader, start, None):
+        yield Read(State.BATCH, batch)

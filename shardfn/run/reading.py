@@ -1,0 +1,123 @@
+"""The rows of a step are read, here or in workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from shardfn.run.collating import Collate, collated, masked
+from shardfn.run.fingerprints import digest
+from shardfn.run.order import Order, Part
+from shardfn.run.seeding import lent_generators, seed_all
+from shardfn.run.sources import Ready, unwrapped
+from shardfn.shards.random import mixed
+
+AT_ONCE = 4096  # rows whose order is computed together
+
+
+@dataclass(frozen=True)
+class Reader(Dataset[Any]):
+    """Batches by the numbers of their steps; those of one place along the axes.
+
+    Attributes:
+        source: has the rows.
+        order: in which they are read.
+        first: of a step's rows that are read here.
+        stop: where they end.
+        collate: makes a batch of rows; None is the default.
+    """
+
+    source: Any
+    order: Order
+    first: int
+    stop: int
+    collate: Collate | None
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading runs none of the user's code, which may not run beside a step."""
+        return isinstance(self.source, Ready) and self.collate is None
+
+    def __getitem__(self, step: int) -> Any:
+        return self.read(self.order.part(step, self.first, self.stop), step)
+
+    def each(self, start: int, stop: int | None) -> Generator[Any]:
+        """The batches of these steps; the order of many is computed at a time."""
+        size = self.stop - self.first
+        while stop is None or start < stop:
+            steps = max(1, AT_ONCE // size)
+            steps = steps if stop is None else min(steps, stop - start)
+            whole = self.order.part(start, self.first, self.stop, steps)
+            for number in range(steps):
+                some = slice(number * size, (number + 1) * size)
+                yield self.read(Part(whole.rows[some], whole.epochs[some], whole.real[some]), start + number)
+            start += steps
+
+    def read(self, part: Part, step: int) -> Any:
+        """The batch of these rows."""
+        batch = self.source.take(part.rows) if self.ready else self._collated(part, step)
+        return masked(batch, part.real) if self.order.last == "pad" else batch
+
+    def _collated(self, part: Part, step: int) -> Any:
+        with lent_generators():
+            rows = _rows(self.source, part, self.order.seed)
+            seed_all(mixed(self.order.seed, "collate", step, self.first))
+            return collated(rows, part.rows.tolist(), self.collate)
+
+
+def _rows(source: Any, part: Part, seed: int) -> list[Any]:
+    """Each read with random numbers of its own; all at once where the data set does that, with those of the first."""
+    inner, numbers = unwrapped(source, part.rows.tolist())
+    seeds = [mixed(seed, "row", *each) for each in zip(part.epochs.tolist(), part.rows.tolist(), strict=True)]
+    if callable(getattr(inner, "__getitems__", None)):
+        seed_all(seeds[0])
+        return list(inner.__getitems__(numbers))
+    return [_row(inner, number, seed) for number, seed in zip(numbers, seeds, strict=True)]
+
+
+def _row(source: Any, number: int, seed: int) -> Any:
+    seed_all(seed)
+    try:
+        return source[number]
+    except Exception as error:
+        error.add_note(f"sf.run.batches: row {number} of the source, {type(source).__name__}, was read")
+        raise
+
+
+def fingerprint(source: Any, seed: int) -> str:
+    """The same for the same rows: of all that a source knows, or else of its length and its outer rows.
+
+    A row that is another one when it is read again says nothing.
+    """
+    if isinstance(source, Ready):
+        return source.fingerprint()
+    probes = []
+    for row in sorted({0, len(source) - 1}):
+        inner, (number,) = unwrapped(source, [row])
+        with lent_generators():
+            one, again = (digest(_row(inner, number, mixed(seed, "probe", row))) for _ in range(2))
+        probes.append(one if one == again else -1)
+    return f"{digest([len(source), *probes]):014x}"
+
+
+def by_workers(data: Dataset[Any], steps: Iterable[int] | None, workers: int, prefetch: int) -> Iterator[Any]:
+    """What a data set gives for each of these steps, or by itself, read by torch's workers, which end with this."""
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_size=None, sampler=cast(Any, steps), num_workers=workers, collate_fn=_same,
+        prefetch_factor=max(1, prefetch), generator=torch.Generator(),  # else it would draw from torch's own
+    )  # fmt: skip
+    yield from loader
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def steps_from(start: int, stop: int | None) -> Iterable[int]:
+    """The numbers of steps."""
+    return itertools.count(start) if stop is None else range(start, stop)

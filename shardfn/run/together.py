@@ -1,0 +1,276 @@
+"""All ranks have the batches that they should have: each says so of a batch before any of them gets it.
+
+What a rank says of the next batch goes around while the step of this one runs. So an error of one rank is an error of
+all of them at the same step, and none waits for another that has no batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import traceback
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardfn.collectives.agree import agree, gathered
+from shardfn.compat import process_groups
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import grid_of, per_mesh, sizes
+from shardfn.mesh.groups import between_processes, cpu_group
+from shardfn.run.feeding import Copier, Copy
+from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LOOKS = 64  # batches at most that are compared by content
+TEXT = 3000  # characters of another rank's error
+
+
+class State(IntEnum):
+    """What a rank has for a step."""
+
+    BATCH = 0
+    END = 1
+    FAILED = 2
+    FILLED = 3
+    """A batch without a row that counts: others still have such rows."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What one rank has read for a step: a batch, nothing, or an error."""
+
+    state: State
+    batch: Any = None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Who compares, and how.
+
+    Attributes:
+        mesh: whose ranks.
+        axes: along which batches differ.
+        name: of the function that the user called.
+        places: where along the axes each rank stands, in the order of their numbers.
+        unequal: whether ranks may come to their ends at different steps, which is then the end of all.
+        distinct: whether ranks at different places must not have the same rows; only contents tell.
+    """
+
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+    name: str
+    places: list[int]
+    unequal: bool = False
+    distinct: bool = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """All of them, in order."""
+        return sorted(grid_of(self.mesh).ranks)
+
+
+def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, unequal: bool = False, distinct: bool = False) -> Peers:
+    """All ranks of a mesh."""
+    grid = grid_of(mesh)
+    at = {rank: place for place, rank in enumerate(grid.ranks)}
+    strides, rest = {}, 1
+    for axis, size in reversed(sizes(mesh).items()):
+        strides[axis], rest = (rest, size), rest * size
+    places = []
+    for rank in sorted(grid.ranks):
+        place = 0
+        for axis in axes:
+            stride, size = strides[axis]
+            place = place * size + at[rank] // stride % size
+        places.append(place)
+    return Peers(mesh, axes, name, places, unequal, distinct)
+
+
+@dataclass
+class _Seen:
+    """What the contents of a rank's batches have been so far.
+
+    Attributes:
+        looking: whether the next one is compared, too.
+        rows: digests of different rows.
+        digest: of everything.
+    """
+
+    looking: bool
+    rows: set[int] = field(default_factory=set)
+    digest: int = 0
+
+    def add(self, batch: Any) -> None:
+        """Another batch."""
+        rows = rows_of(batch)
+        self.rows.update(rows)
+        self.digest = digest([self.digest, *rows])
+
+
+def together(batches: Generator[Read], start: int, who: Peers, device: torch.device) -> Iterator[Any]:
+    """The batches, on the device, from step `start` on, until all ranks are at their ends.
+
+    Raises:
+        ValueError: on every rank, before the step of which it is true: some rank has no batch and others have one, or
+            their batches differ in structure, shapes or dtypes; or ranks have the same rows that should not, or have
+            other rows than those that stand at the same place.
+        RuntimeError: another rank failed to read its batch. The rank that failed raises its own error.
+    """
+    copier, seen, number = Copier(device), _Seen(len(who.places) > 1 and between_processes()), _number(who)
+    with contextlib.closing(batches):
+        this, said = _took(batches, start, who, seen, copier, number)
+        for step in itertools.count(start):
+            if _ended(this, said, step, who, seen):
+                return
+            copy = this.batch
+            this, said = _took(batches, step + 1, who, seen, copier, number)
+            yield copier.arrived(copy)
+            del copy
+
+
+def _number(who: Peers) -> int:
+    """Which of the mesh's iterators this is."""
+    counter: itertools.count[int] = per_mesh(who.mesh, "feeds", itertools.count)
+    return next(counter)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What all ranks say, when it has come: the work, and a row of each rank."""
+
+    group: str
+    work: Any
+    rows: Tensor
+
+
+def _took(
+    batches: Iterator[Read], step: int, who: Peers, seen: _Seen, copier: Copier, number: int
+) -> tuple[Read, _Said | None]:
+    """The next batch, on its way to the device; and what this rank says of it, on its way to the others."""
+    shapes = 0
+    try:
+        one = next(batches, Read(State.END))
+        if one.state in (State.BATCH, State.FILLED):
+            if len(who.places) > 1:
+                shapes = digest(kinds(one.batch))
+            if seen.looking:
+                seen.add(one.batch)
+            one = Read(one.state, copier.start(one.batch))
+    except Exception as error:
+        one = Read(State.FAILED, error=error)
+    if len(who.places) == 1 or not between_processes():
+        return one, None
+    row = [number, step, one.state, shapes, seen.digest if seen.looking else 0, len(seen.rows)]
+    group = cpu_group(who.ranks, "feed")
+    rows = torch.empty(len(who.places), len(row), dtype=torch.int64)
+    work = process_groups.start_all_gather(rows, torch.tensor([row]), group)
+    return one, _Said(group.group_name, work, rows)
+
+
+def _ended(mine: Read, said: _Said | None, step: int, who: Peers, seen: _Seen) -> bool:
+    """Whether the step has no batch; raises what is wrong on any rank."""
+    if said is None:
+        if mine.error is not None:
+            raise mine.error
+        return mine.state in (State.END, State.FILLED)
+    with waiting.on("the next batch", said.group, who.name, note=f"It is that of step {step}"):
+        said.work.wait()
+    numbers, steps, states, shapes, contents, rows = said.rows.T.tolist()
+    if State.FAILED in states:
+        _raise_failed(mine, states, step, who)
+    if len({*zip(numbers, steps, strict=True)}) > 1:
+        raise ValueError(
+            f"{who.name}: ranks ask for different batches: those of steps {steps}, in the order of their ranks "
+            f"{who.ranks}, by their iterators number {numbers}. All ranks iterate alike, and stop at the same step"
+        )
+    if State.END in states:
+        if not who.unequal and {*states} != {State.END}:
+            _raise_short(states, step, who)
+        return True
+    if {*states} == {State.FILLED}:
+        return True
+    if len(set(shapes)) > 1:
+        _differ(mine, step, who)
+    if seen.looking:
+        _compare(contents, rows, step, who)
+        seen.looking = _undecided(contents, who) and step < LOOKS
+    return False
+
+
+def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
+    text = "" if mine.error is None else "".join(traceback.format_exception(mine.error)).strip()[-TEXT:]
+    content = text.encode()
+    most = int(gathered(torch.tensor([len(content)]), who.mesh, None, "an error's length", who.name).max())
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+    texts = gathered(padded, who.mesh, None, "an error's text", who.name)
+    if mine.error is not None:
+        raise mine.error
+    failed = states.index(State.FAILED)
+    told = bytes(texts[failed].tolist()).rstrip(b"\0").decode(errors="replace")
+    raise RuntimeError(f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{told}")
+
+
+def _raise_short(states: list[int], step: int, who: Peers) -> None:
+    short = [rank for rank, state in zip(who.ranks, states, strict=True) if state == State.END]
+    long = [rank for rank in who.ranks if rank not in short]
+    raise ValueError(
+        f"{who.name}: {_ranks(short)} no batch for step {step}, and {_ranks(long)} one. All ranks need as many "
+        f"batches, or some would wait for the others in vain: drop or pad what is left over"
+    )
+
+
+def _ranks(some: list[int]) -> str:
+    shown = ", ".join(map(str, some[:4])) + (", ..." if len(some) > 4 else "")
+    return f"rank {shown} has" if len(some) == 1 else f"ranks {shown} have"
+
+
+def _differ(mine: Read, step: int, who: Peers) -> None:
+    copy: Copy = mine.batch
+    advice = "On every step all ranks have batches of equal shapes: pad them, or drop what is left over"
+    agree(kinds(copy.batch), who.mesh, who.name, subject=(f"the batches of step {step}", advice))
+
+
+def _compare(contents: list[int], rows: list[int], step: int, who: Peers) -> None:
+    along = " x ".join(who.axes) or "no axes"
+    first: dict[int, int] = {}
+    for i, place in enumerate(who.places):
+        j = first.setdefault(place, i)
+        if contents[i] != contents[j]:
+            raise ValueError(
+                f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} stand at the same place along {along}, and so "
+                f"must get the same rows, but their batches of step {step} differ. Name all axes along which rows "
+                f"differ in axes=, or give both the same rows"
+            )
+    if not who.distinct:
+        return
+    owner: dict[int, int] = {}
+    for place, i in first.items():
+        j = owner.setdefault(contents[i], i)
+        if i != j and rows[i] >= TELLING:
+            raise ValueError(
+                f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} get the same rows, though they stand at places "
+                f"{who.places[j]} and {place} along {along}: up to step {step} their batches were equal, and "
+                f"{rows[i]} different rows were in them. Give a sampler num_replicas={len(first)} and each rank its "
+                f"place, as torch's DistributedSampler takes them; or let sf.run.batches cut the rows"
+            )
+
+
+def _undecided(contents: list[int], who: Peers) -> bool:
+    """Whether some ranks have had the same rows so far, though too few to say that it is no accident."""
+    one_each = dict(zip(who.places, contents, strict=True))
+    return who.distinct and len(set(one_each.values())) < len(one_each)
+
+
+def this_place(who: Peers) -> int:
+    """Where this rank stands along the axes."""
+    return who.places[who.ranks.index(dist.get_rank())]
