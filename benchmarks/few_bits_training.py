@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import optree
@@ -22,7 +23,7 @@ import shardfn as sf
 import shardfn.optim as so
 from benchmarks.crew import Crew, Usage
 from benchmarks.report import Goal
-from examples.run import corpus, draw, fit, silent
+from examples.run import corpus, fit, stretches
 from examples.train_lm import DATA, Config, init, loss_fn
 from shardfn import P, quant
 from shardfn.optim.schedules import Schedule
@@ -97,23 +98,24 @@ class Training:
         self.config, self.steps, self.seed = config, steps, seed
         self.mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
         self.text, self.held_out = corpus()
-        self.evaluate = sf.shard_map(self.bits, mesh=self.mesh, in_specs=..., out_specs=P())
+        self.evaluate = sf.shard_map(self.nats, mesh=self.mesh, in_specs=(..., P(DATA)), out_specs=P())
 
     def loss(self, params: Any, tokens: Tensor) -> Tensor:
-        return loss_fn(params, tokens, self.config)
+        return loss_fn(params, tokens.long(), self.config)
 
-    def batch(self, text: Tensor, *numbers: int) -> Tensor:
-        return draw(text, self.config.batch, self.config.context, sf.fold_in(self.seed, *numbers), DATA)
+    def batches(self, text: Tensor) -> sf.run.Batches:
+        config = self.config
+        return sf.run.batches(stretches(text, config.context + 1), self.mesh, DATA, config.batch, self.seed)
 
-    def bits(self, params: Any) -> Tensor:
-        """Bits per byte of files that were not seen."""
+    def nats(self, params: Any, rows: Tensor) -> Tensor:
         with torch.no_grad():
-            found = [self.loss(params, self.batch(self.held_out, 0, i)) for i in range(64)]
-        return torch.stack(found).double().mean() / math.log(2)
+            return self.loss(params, rows)
 
     def whole_bits(self, params: Any) -> float:
-        """The same for whole parameters, computed in float32."""
-        return self.evaluate(sf.shard(optree.tree_map(torch.Tensor.float, params), self.mesh, FULL)).item()
+        """Bits per byte of files that were not seen, by whole parameters, computed in float32."""
+        cut = sf.shard(optree.tree_map(torch.Tensor.float, params), self.mesh, FULL)
+        found = [self.evaluate(cut, rows) for rows in islice(self.batches(self.held_out)(0), 64)]
+        return torch.stack(found).double().mean().item() / math.log(2)
 
     def trained(self, recipe: Recipe) -> Any:
         """The parameters of a run, whole."""
@@ -121,10 +123,7 @@ class Training:
         optimizer = so.chain(so.clip_by_global_norm(self.config.clip), recipe.make(rate))
         params = sf.shard(init(replace(self.config, dtype=recipe.dtype), self.seed), self.mesh, recipe.strategy)
 
-        def loss(params: Any, step: int) -> Tensor:
-            return self.loss(params, self.batch(self.text, step))
-
-        return sf.unshard(fit(loss, params, self.mesh, optimizer, self.steps, silent)[0])
+        return sf.unshard(fit(self.loss, params, self.mesh, optimizer, self.batches(self.text), self.steps)[0])
 
     def run(self, name: str) -> float:
         return self.whole_bits(self.trained(RECIPES[name]))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import shardfn as sf
 from examples.run import (
     Params,
-    Report,
+    Reports,
     adamw,
     bytes_tokenizer,
     corpus,
-    draw,
+    curve,
     fit,
     folder_of,
     hybrid_options,
     picture,
-    silent,
-    watched,
+    stretches,
 )
 from shardfn import P, interop
 
@@ -148,28 +148,33 @@ def train(
     data: tuple[Tensor, Tensor],
     steps: int,
     seed: int,
-    report: Report = silent,
+    report: Reports = (),
 ) -> Run:
     """The same seed gives the same losses on any mesh, by any strategy, up to rounding."""
 
-    def batch(data: Tensor, *numbers: int) -> dict[str, Any]:
-        """This rank's rows; a token is seldom longer than 8 bytes."""
-        rows = draw(data, config.batch, 8 * config.context, sf.fold_in(seed, *numbers), DATA)  # [b, 8 t + 1]
-        return tokenized(tokenizer, rows, config.context)
+    def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+        return tokenized(tokenizer, torch.stack(rows), config.context)
 
-    def loss(params: Params, step: int) -> Tensor:
-        return loss_fn(params, model, batch(training, step))
+    training, held_out = (  # a token is seldom longer than 8 bytes
+        sf.run.batches(stretches(text, 8 * config.context + 1), mesh, DATA, config.batch, seed, collate=collate)
+        for text in data
+    )
+
+    def loss(params: Params, batch: dict[str, Tensor]) -> Tensor:
+        return loss_fn(params, model, batch)
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
-    def validate(params: Params) -> Tensor:
+    def loss_on(params: Params, batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            return torch.stack([loss_fn(params, model, batch(held_out, 0, i)) for i in range(8)]).mean()
+            return loss_fn(params, model, batch)
 
-    training, held_out = (part.to(mesh.device_type) for part in data)
-    before = validate(params).item()
+    def validate(params: Params) -> float:
+        return torch.stack([loss_on(params, batch) for batch in islice(held_out(0), 8)]).mean().item()
+
+    before = validate(params)
     optimizer = adamw(config.rate, config.warmup, steps, config.decay, config.clip)
-    params, losses, _ = fit(loss, params, mesh, optimizer, steps, report)
-    return Run(params, losses, before, validate(params).item())
+    params, run, _ = fit(loss, params, mesh, optimizer, training, steps, report)
+    return Run(params, curve(run), before, validate(params))
 
 
 def write(folder: Path, prompt: str, length: int, seed: int) -> str:
@@ -196,8 +201,7 @@ def main() -> None:
     model, params = sharded(
         module, args.folder, mesh, args.strategy, args.seed, remat=args.remat, gather_dtype=args.dtype
     )
-    with watched(mesh, args.steps, config.batch * config.context, of_bytes=args.folder is None) as report:
-        run = train(model, params, tokenizer, config, mesh, corpus(), args.steps, args.seed, report)
+    run = train(model, params, tokenizer, config, mesh, corpus(), args.steps, args.seed, (sf.run.progress(),))
     interop.save_pretrained(args.out / "model", model, run.params, tokenizer=tokenizer)
     if mesh.get_rank() == 0:
         levels = {"held-out files, before": run.before, "held-out files, after": run.after}

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
-from examples.run import Params, Report, adamw, hybrid_options, picture, silent, watched
+from examples.run import Params, Reports, adamw, curve, hybrid_options, picture
 from shardfn import P, interop
 
 DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
+SPECS = {"model": ..., "buffers": P(), "optimizer": ...}
 CLASSES = 10
 Buffers = dict[str, Tensor]
 
@@ -150,37 +151,35 @@ def train(
     strategy: sf.Strategy,
     steps: int,
     seed: int,
-    report: Report = silent,
+    report: Reports = (),
 ) -> tuple[interop.Functional, Run]:
     """The same seed gives the same losses and buffers on any mesh, by any strategy, up to rounding."""
     model = interop.functional(module.to(mesh.device_type), sync_batch_norm=DATA)
     params, buffers = sf.shard(model.tree, mesh, strategy, frozen=model.frozen), model.buffers
-    (images, labels), held_out = (tuple(x.to(mesh.device_type) for x in part) for part in digits(config.dtype))
+    training, held_out = digits(config.dtype)
+    batches = sf.run.batches(training, mesh, DATA, config.batch, seed)
     optimizer = adamw(config.rate, config.warmup, steps, config.decay, config.clip)
 
-    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(), P()), out_specs=(..., ..., P(), P()))
-    def train_step(params: Params, state: Params, buffers: Buffers, step: int) -> Any:
-        drawn = torch.randint(len(labels), (config.batch,), generator=sf.fold_in(seed, step), device=labels.device)
-        own = sf.local_slice(drawn, DATA)  # [n] -> [b]
+    @sf.shard_map(mesh=mesh, in_specs=(SPECS, P(DATA)), out_specs=(SPECS, P()))
+    def step(state: Params, rows: tuple[Tensor, Tensor]) -> tuple[Params, dict[str, Tensor]]:
         gradient = sf.value_and_grad(loss_fn, has_aux=True)
-        (loss, buffers), grads = gradient(params, model, buffers, images[own], labels[own])
-        return *optimizer.step(params, grads, state), buffers, loss
+        (loss, buffers), grads = gradient(state["model"], model, state["buffers"], *rows)
+        params, remembered = optimizer.step(state["model"], grads, state["optimizer"])
+        return {"model": params, "buffers": buffers, "optimizer": remembered}, {"loss": loss}
 
     @sf.shard_map(mesh=mesh, in_specs=(..., P()), out_specs=P())
     def accuracy(params: Params, buffers: Buffers) -> Tensor:
         own = slice(sf.axis_index(DATA), None, sf.axis_size(DATA))  # however many there are
-        images, labels = held_out[0][own], held_out[1][own]
+        images, labels = (part[own].to(mesh.device_type) for part in held_out)
         with torch.no_grad():
             logits, _ = logits_of(model, params, buffers, images)
         return sf.psum((logits.argmax(-1) == labels).sum(), DATA) / sf.psum(len(labels), DATA)
 
-    state, losses = optimizer.init(params), []
-    for step in range(steps):
-        params, state, buffers, loss = train_step(params, state, buffers, step)
-        losses.append(loss.item())
-        report(step, losses[-1])
+    state = {"model": params, "buffers": buffers, "optimizer": optimizer.init(params)}
+    state, run = sf.run.loop(step, state, batches, steps=steps, report=report)
     model.module.eval()  # from here on batch norms go by their running statistics
-    return model, Run(params, buffers, losses, accuracy(params, buffers).item())
+    params, buffers = state["model"], state["buffers"]
+    return model, Run(params, buffers, curve(run), accuracy(params, buffers).item())
 
 
 def main() -> None:
@@ -189,8 +188,7 @@ def main() -> None:
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, **args.mesh), Config()
     module = made(args.model, config, args.seed)
-    with watched(mesh, args.steps, of_bytes=False) as report:
-        model, run = train(module, config, mesh, args.strategy, args.steps, args.seed, report)
+    model, run = train(module, config, mesh, args.strategy, args.steps, args.seed, (sf.run.progress(),))
     interop.save_pretrained(args.out / "model", model, run.params, buffers=run.buffers)
     if mesh.get_rank() == 0:
         picture({"training batch": run.losses}, "loss", args.out / "loss.png")

@@ -15,7 +15,7 @@ what the formula says. Source: Hu et al., LoRA: Low-Rank Adaptation of Large Lan
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 from typing import Any
@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardfn as sf
 import shardfn.optim as so
 from examples import train_lm
-from examples.run import Params, Report, draw, options, silent, table, watched
+from examples.run import Counted, Params, Reports, curve, options, stretches, table
 from examples.run import corpus as source_code
 from examples.train_lm import DATA, Config
 from shardfn import P
@@ -152,42 +152,33 @@ def adapt(
     steps: int,
     seed: int,
     where: str,
-    report: Report = silent,
+    report: Reports = (),
 ) -> Run:
     """Trains adapters for a whole base model on a text."""
-    text = text.to(mesh.device_type)
     optimizer = so.adamw(so.warmup_cosine(RATE, warmup=min(10, steps), steps=steps))
     frozen = sf.shard(base, mesh, BASES[where], frozen=[".*"])
     adapters = sf.shard(
         {"adapters": init_adapters(base, seed)}, mesh, sf.full_shard(DATA), stages=[r"adapters\.blocks\.\d+"]
     )
     adapters = adapters["adapters"]
-    state = optimizer.init(adapters)
+    batches = sf.run.batches(stretches(text, config.context + 1), mesh, DATA, MICROBATCHES * config.batch, seed)
 
-    def batches(step: int) -> Iterator[Tensor]:
-        for i in range(MICROBATCHES):
-            yield draw(text, config.batch, config.context, sf.fold_in(seed, step, i), DATA)
-
-    @sf.shard_map(mesh=mesh, in_specs=(..., ..., ..., P()), out_specs=(..., ..., P()))
-    def train_step(adapters: Params, frozen: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
+    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(DATA)), out_specs=(..., P()))
+    def on(frozen: Params, state: Params, rows: Tensor) -> tuple[Params, dict[str, Tensor]]:
         tokens = config.batch * config.context * MICROBATCHES
 
         def loss(adapters: Params, rows: Tensor) -> Tensor:
             return loss_fn(adapters, frozen, rows, config) / tokens
 
-        value, grads = sf.accumulate(loss, batches(step))(adapters)
-        adapters, state = optimizer.step(adapters, grads, state)
-        return adapters, state, value
+        value, grads = sf.accumulate(loss, rows.long().chunk(MICROBATCHES))(state["adapters"])
+        adapters, remembered = optimizer.step(state["adapters"], grads, state["optimizer"])
+        return {"adapters": adapters, "optimizer": remembered}, {"loss": value}
 
-    losses = []
-    for step in range(steps):
-        with sf.ledger() as log:
-            adapters, state, value = train_step(adapters, frozen, state, step)
-        losses.append(value.item())
-        report(step, losses[-1])
-    held = [leaf.nbytes for leaf in optree.tree_leaves((adapters, frozen, state)) if isinstance(leaf, Tensor)]
-    measured = Cost(log.bytes(scheduled=True), log.gathered, sum(held))
-    return Run(sf.unshard(adapters), sf.unshard(frozen), losses, measured, formula(adapters, frozen, where))
+    step, state = Counted(functools.partial(on, frozen)), {"adapters": adapters, "optimizer": optimizer.init(adapters)}
+    state, run = sf.run.loop(step, state, batches, steps=steps, report=report)
+    held = [leaf.nbytes for leaf in optree.tree_leaves((frozen, state)) if isinstance(leaf, Tensor)]
+    measured, adapters = Cost(step.log.bytes(scheduled=True), step.log.gathered, sum(held)), state["adapters"]
+    return Run(sf.unshard(adapters), sf.unshard(frozen), curve(run), measured, formula(adapters, frozen, where))
 
 
 def corpus() -> Tensor:
@@ -201,11 +192,10 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=60, help="that train the base before (default: %(default)s)")
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, replica=1, shard=-1), Config()
-    with watched(mesh, args.base_steps) as report:
-        learnt = train_lm.train(config, mesh, source_code(), args.base_steps, args.seed, sf.full_shard(DATA), report)
+    shown, seed = (sf.run.progress(),), args.seed
+    learnt = train_lm.train(config, mesh, source_code(), args.base_steps, seed, sf.full_shard(DATA), shown)
     own = sf.make_mesh(device=args.device, replica=1, shard=-1)  # whose buffers only the adapters' training fills
-    with watched(own, args.steps) as report:
-        run = adapt(config, own, learnt.params, corpus(), args.steps, args.seed, args.base, report)
+    run = adapt(config, own, learnt.params, corpus(), args.steps, seed, args.base, shown)
     if mesh.get_rank() == 0:
         print(f"nats a token: {run.losses[0]:.3f} at first, {run.losses[-1]:.3f} at the end")
         labels = {

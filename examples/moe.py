@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Params, Report, corpus, draw, options, ranks, silent, watched
+from examples.run import Counted, Params, Reports, corpus, curve, options, ranks, stretches
 from shardfn import P, parallel
 
 ROWS = ("data", "expert")
@@ -133,25 +133,23 @@ def travelled(log: sf.Ledger) -> tuple[int, int]:
 
 
 def train(
-    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Report = silent
-) -> tuple[list[float], Tensor, sf.Ledger]:
+    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
+) -> tuple[list[float], list[float], sf.Ledger]:
     """Trains from scratch; the losses, and of the last step the shares as in `loss_fn`, and what it moved."""
-    opt, data = train_lm.optimizer(config, steps), data.to(mesh.device_type)
+    opt = train_lm.optimizer(config, steps)
 
-    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P(), P()))
-    def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor, Tensor]:
-        tokens = draw(data, config.batch, config.context, sf.fold_in(seed, step), ROWS)
-        (loss, shares), grads = sf.value_and_grad(loss_fn, has_aux=True)(params, tokens, config)
-        return *opt.step(params, grads, state), loss, shares
+    @sf.shard_map(mesh=mesh, in_specs=(..., P(ROWS)), out_specs=(..., P()))
+    def step(state: Params, rows: Tensor) -> tuple[Params, dict[str, Tensor]]:
+        (loss, shares), grads = sf.value_and_grad(loss_fn, has_aux=True)(state["model"], rows.long(), config)
+        params, remembered = opt.step(state["model"], grads, state["optimizer"])
+        return {"model": params, "optimizer": remembered}, {"loss": loss} | dict(zip(names, shares, strict=True))
 
+    names = [*(f"expert {n}" for n in range(config.experts)), "dropped"]
     params = sf.shard(init(config, seed), mesh, strategy, specs=SPECS)
-    state, losses = opt.init(params), []
-    for step in range(steps):
-        with sf.ledger() as log:
-            params, state, loss, shares = train_step(params, state, step)
-        losses.append(loss.item())
-        report(step, losses[-1])
-    return losses, shares, log
+    batches = sf.run.batches(stretches(data, config.context + 1), mesh, ROWS, config.batch, seed)
+    state, counted = {"model": params, "optimizer": opt.init(params)}, Counted(step)
+    _, run = sf.run.loop(counted, state, batches, steps=steps, report=report)
+    return curve(run), [run.metrics[name][steps] for name in names], counted.log
 
 
 def main() -> None:
@@ -165,10 +163,9 @@ def main() -> None:
     )  # fmt: skip
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, data=-1, expert=args.expert), Config(capacity=args.capacity)
-    with watched(mesh, args.steps) as report:
-        losses, shares, log = train(config, mesh, corpus()[0], args.steps, args.seed, report)
+    losses, shares, log = train(config, mesh, corpus()[0], args.steps, args.seed, (sf.run.progress(),))
     if mesh.get_rank() == 0:
-        *used, lost = (shares * config.experts).tolist()
+        *used, lost = (share * config.experts for share in shares)
         print(f"loss {losses[-1]:.3f}; {lost / config.experts:.1%} of choices dropped")
         print("choices of each expert, of 1.00 if evenly:", *(f"{share:.2f}" for share in used))
         print(log)

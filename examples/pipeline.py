@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Params, Report, corpus, descend, draw, memory, options, ranks, silent, watched
+from examples.run import Params, Reports, corpus, curve, fit, memory, options, ranks, stretches
 from shardfn import P, parallel
 from shardfn.parallel.pipeline import Schedule, passes
 
@@ -114,16 +114,17 @@ def formula(config: Config, shard: int, size: int, index: int) -> tuple[int, int
 
 
 def train(
-    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Report = silent
+    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
     """Trains from scratch; the losses, and what the last step moved."""
-    data = data.to(mesh.device_type)
 
-    def loss(params: Params, step: int) -> Tensor:
-        return loss_fn(params, draw(data, config.batch, config.context, sf.fold_in(seed, step), "shard"), config)
+    def loss(params: Params, rows: Tensor) -> Tensor:
+        return loss_fn(params, rows.long(), config)
 
     params = sf.shard(train_lm.init(config, seed), mesh, strategy(config, mesh["pipe"].size()))
-    return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
+    batches = sf.run.batches(stretches(data, config.context + 1), mesh, "shard", config.batch, seed)
+    _, run, log = fit(loss, params, mesh, train_lm.optimizer(config, steps), batches, steps, report)
+    return curve(run), log
 
 
 def main() -> None:
@@ -137,10 +138,9 @@ def main() -> None:
     if first:
         print("\n".join(picture(config.schedule, args.pipe, config.micro)))
         print(f"a rank waits {(args.pipe - 1) / (config.micro + args.pipe - 1):.0%} of the time\n")
-    with watched(mesh, args.steps) as report:
-        began = time.perf_counter()
-        losses, log = train(config, mesh, corpus()[0], args.steps, args.seed, report)
-        took = (time.perf_counter() - began) / args.steps
+    began = time.perf_counter()
+    losses, log = train(config, mesh, corpus()[0], args.steps, args.seed, (sf.run.progress(),))
+    took = (time.perf_counter() - began) / args.steps
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
     def along_pipe(sent: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 import shardfn as sf
 from examples.finetune_hf import DATA, IGNORED, described, made, sharded
-from examples.run import Params, adamw, corpus, draw, files, fit, folder_of, hybrid_options, joined, table, watched
+from examples.run import Params, adamw, corpus, files, fit, folder_of, hybrid_options, joined, stretches, table
 from shardfn import P, interop, lora, quant
 
 FORMAT = quant.nf4(double=True)
@@ -107,10 +108,9 @@ class Task:
     steps: int
     seed: int
 
-    def batch(self, text: Tensor, *numbers: int) -> Batch:
-        """This rank's texts of a batch."""
-        rows = draw(text, self.config.batch, self.config.context - 1, sf.fold_in(self.seed, *numbers), DATA)  # [b, n]
-        return tokenized(self.tokenizer, rows)
+    def batches(self, text: Tensor) -> sf.run.Batches:
+        """This rank's texts, as bytes `[b, n]`."""
+        return sf.run.batches(stretches(text, self.config.context), self.mesh, DATA, self.config.batch, self.seed)
 
 
 class Trained(NamedTuple):
@@ -125,23 +125,23 @@ def trained(
     """What becomes of some parameters, of which `model` makes a model."""
     optimizer = adamw(rate, task.config.warmup, steps, decay=0.0, clip=1.0)
 
-    def loss(params: Params, step: int) -> Tensor:
-        return nats(model(params), task.batch(text, step))
+    def loss(params: Params, rows: Tensor) -> Tensor:
+        return nats(model(params), tokenized(task.tokenizer, rows))
 
-    with watched(task.mesh, steps, task.config.batch * task.config.context) as report:
-        params, _, log = fit(loss, params, task.mesh, optimizer, steps, report)
+    params, _, log = fit(loss, params, task.mesh, optimizer, task.batches(text), steps, (sf.run.progress(),))
     return Trained(params, size(optimizer.init(params)), log.bytes(scheduled=True))
 
 
 def bits(task: Task, model: Model, text: Tensor) -> float:
     """What a model takes for a byte of a text."""
 
-    @sf.shard_map(mesh=task.mesh, in_specs=(), out_specs=P())
-    def mean() -> Tensor:
+    @sf.shard_map(mesh=task.mesh, in_specs=P(DATA), out_specs=P())
+    def of(rows: Tensor) -> Tensor:
         with torch.no_grad():
-            return torch.stack([nats(model, task.batch(text, 0, i)) for i in range(task.config.looks)]).mean()
+            return nats(model, tokenized(task.tokenizer, rows))
 
-    return mean().item() / math.log(2)
+    some = islice(task.batches(text)(0), task.config.looks)
+    return torch.stack([of(rows) for rows in some]).mean().item() / math.log(2)
 
 
 class Row(NamedTuple):

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Params, Report, corpus, descend, draw, memory, options, silent, watched
+from examples.run import Params, Reports, corpus, curve, fit, memory, options, stretches
 from shardfn import parallel
 
 
@@ -117,17 +117,18 @@ def measured(log: sf.Ledger, config: Config) -> Cost:
 
 
 def train(
-    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Report = silent
+    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
     """Trains from scratch; the losses, and what the last step moved."""
-    data = data.to(mesh.device_type)
 
-    def loss(params: Params, step: int) -> Tensor:
-        rows = draw(data, config.batch, config.context, sf.fold_in(seed, step), ())  # which are not cut
-        return loss_fn(params, rows, config)
+    def loss(params: Params, rows: Tensor) -> Tensor:
+        return loss_fn(params, rows.long(), config)
 
     params = sf.shard(train_lm.init(config, seed), mesh, sf.full_shard("context"))
-    return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
+    # Sequences are cut, and rows are not: all ranks have the same.
+    batches = sf.run.batches(stretches(data, config.context + 1), mesh, (), config.batch, seed)
+    _, run, log = fit(loss, params, mesh, train_lm.optimizer(config, steps), batches, steps, report)
+    return curve(run), log
 
 
 def main() -> None:
@@ -139,10 +140,9 @@ def main() -> None:
     args = parser.parse_args()
     mesh = sf.make_mesh(device=args.device, context=-1)
     config = Config(context=args.context, batch=args.batch, method=args.method, in_order=args.in_order)
-    with watched(mesh, args.steps) as report:
-        began = time.perf_counter()
-        losses, log = train(config, mesh, corpus()[0], args.steps, args.seed, report)
-        took = (time.perf_counter() - began) / args.steps
+    began = time.perf_counter()
+    losses, log = train(config, mesh, corpus()[0], args.steps, args.seed, (sf.run.progress(),))
+    took = (time.perf_counter() - began) / args.steps
     if mesh.get_rank() == 0:
         print(f"loss {losses[-1]:.3f} nats, {took:.3f} s a step, {memory(mesh.device_type)}")
         print(log)

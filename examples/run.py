@@ -5,31 +5,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import math
 import os
 import resource
 import sysconfig
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 import shardfn.optim as so
-from shardfn import P, checkpoint
+from shardfn import P
 
 Params = dict[str, Any]
-Loss = Callable[[Params, int], Tensor]  # of parameters and a step's number, whose batch is drawn inside
-Report = Callable[[int, float], None]  # of a step's number and its loss
-Look = Callable[[int, Params], None]  # of how many steps were taken, and the parameters then
+Metrics = dict[str, Tensor]
+Step = Callable[[Params, Any], tuple[Params, Metrics]]
+Reports = tuple[Callable[[int, dict[str, float]], Any], ...]
 
 
 # --- the text ---
@@ -76,25 +74,12 @@ def bytes_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
-def draw(
-    data: Tensor, rows: int | tuple[int, ...], context: int, generator: torch.Generator, axis: sf.AxisName
-) -> Tensor:
-    """This rank's rows, `[..., rows, context + 1]`, of a batch that `axis` cuts; all ranks draw the same places."""
-    shape = (rows,) if isinstance(rows, int) else rows
-    starts = torch.randint(len(data) - context, shape, generator=generator, device=data.device)
-    own = sf.local_slice(starts, axis, dim=-1)
-    return data[own[..., None] + torch.arange(context + 1, device=data.device)].long()
+def stretches(text: Tensor, length: int) -> Tensor:
+    """A text's stretches, `[rows, length]`, each of which begins with the last byte of the one before."""
+    return text.unfold(0, length, length - 1)
 
 
-# --- the loop ---
-
-
-def silent(step: int, loss: float) -> None:
-    pass
-
-
-def unwatched(step: int, params: Params) -> None:
-    pass
+# --- the training ---
 
 
 def adamw(rate: float, warmup: int, steps: int, decay: float, clip: float) -> so.Optimizer:
@@ -107,103 +92,52 @@ def adamw(rate: float, warmup: int, steps: int, decay: float, clip: float) -> so
     return so.chain(so.clip_by_global_norm(clip), so.adamw(rates, weight_decay=decays))
 
 
+class Counted:
+    """A step, and what its last call moved."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.log = step, sf.Ledger()
+
+    def __call__(self, state: Params, batch: Any) -> tuple[Params, Metrics]:
+        with sf.ledger() as self.log:  # which costs next to nothing
+            return self.step(state, batch)
+
+
 def fit(
-    loss: Loss,
+    loss: Callable[[Params, Any], Tensor],
     params: Params,
     mesh: DeviceMesh,
     optimizer: so.Optimizer,
+    batches: sf.run.Batches,
     steps: int,
-    report: Report,
-    look: Look = unwatched,
-) -> tuple[Params, list[float], sf.Ledger]:
-    """Trains by the loss of a step's batch; the parameters, the losses, and what the last step moved.
+    report: Reports = (),
+    evaluate: tuple[Callable[[Params], Metrics], int] | None = None,
+) -> tuple[Params, sf.run.Run, sf.Ledger]:
+    """Trains by the loss of a batch; the parameters, the run, and what the last step moved.
 
-    `look` is called with the number of steps that were taken, before each of them and after the last.
+    `evaluate` is a function of parameters, and every how many steps it is called.
     """
 
-    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
-    def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
-        value, grads = sf.value_and_grad(loss)(params, step)
-        return *optimizer.step(params, grads, state), value
+    @sf.shard_map(mesh=mesh, in_specs=(..., ...), out_specs=(..., P()))
+    def step(state: Params, batch: Any) -> tuple[Params, Metrics]:
+        value, grads = sf.value_and_grad(loss)(state["model"], batch)
+        params, remembered = optimizer.step(state["model"], grads, state["optimizer"])
+        return {"model": params, "optimizer": remembered}, {"loss": value}
 
-    state, losses, log = optimizer.init(params), [], sf.Ledger()
-    for step in range(steps):
-        look(step, params)
-        with sf.ledger() as this:
-            params, state, value = train_step(params, state, step)
-        log = this
-        losses.append(value.item())
-        report(step, losses[-1])
-    look(steps, params)
-    return params, losses, log
+    if evaluate is not None:
+        function, interval = evaluate
+        evaluate = (lambda state: function(state["model"])), interval
+    counted, state = Counted(step), {"model": params, "optimizer": optimizer.init(params)}
+    state, run = sf.run.loop(counted, state, batches, steps=steps, evaluate=evaluate, report=report)
+    return state["model"], run, counted.log
 
 
-def descend(
-    loss: Loss, params: Params, mesh: DeviceMesh, optimizer: so.Optimizer, steps: int, report: Report
-) -> tuple[list[float], sf.Ledger]:
-    """As `fit`, without the parameters."""
-    return fit(loss, params, mesh, optimizer, steps, report)[1:]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a training run leaves behind."""
-
-    params: Params  # whole
-    losses: list[float]  # in nats, one for each step
-    validation: float  # in nats, at the end
-    log: sf.Ledger  # of the last step
-    expected: dict[str, tuple[int, ...]]  # bytes that a rank sends for each stage in a step: see `moved`
-
-
-@dataclass(frozen=True)
-class Saves:
-    """Where checkpoints go, how often, and whether to go on from one."""
-
-    folder: Path
-    every: int  # steps
-    resume: bool = False
-
-    def newest(self, start: Params) -> Params:
-        """The newest checkpoint's state, or the start where there is none or it is not wanted."""
-        found = checkpoint.latest(self.folder) if self.resume else None
-        if found is None:
-            return start
-        state: Params = checkpoint.load(found, start)
-        if state["seed"] != start["seed"]:
-            raise ValueError(f"{found} is of a run with --seed {state['seed']}, not {start['seed']}")
-        return state
-
-    def keep(self, state: Params) -> None:
-        """Writes the state in the background, after every so many steps."""
-        if state["step"] % self.every == 0:
-            checkpoint.save_async(self.folder / f"step-{state['step']:06d}", state, keep=2, overwrite=True)
+def curve(run: sf.run.Run, name: str = "loss") -> list[float]:
+    """What a metric was at each step."""
+    return list(run.metrics[name].values())
 
 
 # --- what is seen of it ---
-
-
-@contextlib.contextmanager
-def watched(mesh: DeviceMesh, steps: int, tokens: int = 0, of_bytes: bool = True) -> Iterator[Report]:
-    """A progress bar on the first rank, and the function that passes it a step's loss.
-
-    `tokens` are those of a step; `of_bytes` says whether the loss is that of a byte.
-    """
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, disable=mesh.get_rank() != 0, refresh_per_second=4) as bar:
-        task, began, done = bar.add_task("starting", total=steps), time.perf_counter(), 0
-
-        def report(step: int, loss: float) -> None:
-            nonlocal done
-            done += 1
-            shown = [f"loss {loss:.3f}"]
-            if of_bytes:
-                shown.append(f"{loss / math.log(2):.3f} bits/byte")
-            if tokens:
-                shown.append(f"{done * tokens / (time.perf_counter() - began) / 1e3:.1f}k tokens/s")
-            bar.update(task, completed=step + 1, description="  ".join([*shown, memory(mesh.device_type)]))
-
-        yield report
 
 
 def memory(device: str) -> str:
@@ -240,21 +174,22 @@ def compare(log: sf.Ledger, expected: dict[str, tuple[int, ...]]) -> None:
     table("kB that a rank sent in the last step / by the formula", columns, rows)
 
 
-def leave(run: Run, logits: Callable[[Tensor], Tensor], folder: Path, seed: int) -> None:
-    """Plots the loss curve, and prints the loss on held-out files and a text that the model writes."""
-    plot(run.losses, run.validation, folder / "loss.png")
-    text = complete(logits, b"def main(", 300, seed, run.params["head"]["out"].device)
-    print(f"held-out files: {run.validation / math.log(2):.3f} bits per byte")
+def leave(metrics: Path, validation: float, logits: Callable[[Tensor], Tensor], folder: Path, seed: int) -> None:
+    """Plots the loss curve that a file has, and prints the loss on held-out files and a text that the model writes."""
+    lines = map(json.loads, metrics.read_text().splitlines())
+    plot([line["loss"] for line in lines if "loss" in line], validation, folder / "loss.png")
+    text = complete(logits, b"def main(", 300, seed)
+    print(f"held-out files: {validation / math.log(2):.3f} bits per byte")
     print(f"loss curve: {folder / 'loss.png'}\n\n{text.decode(errors='replace')}")
 
 
-def complete(logits: Callable[[Tensor], Tensor], prompt: bytes, length: int, seed: int, device: torch.device) -> bytes:
+def complete(logits: Callable[[Tensor], Tensor], prompt: bytes, length: int, seed: int) -> bytes:
     """Continues a prompt, a byte at a time."""
-    generator = torch.Generator(device).manual_seed(seed)
-    text = torch.tensor([list(prompt)], device=device)
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.tensor([list(prompt)])
     with torch.no_grad():
         for _ in range(length):
-            chosen = torch.multinomial((logits(text)[0, -1] / 0.8).softmax(-1), 1, generator=generator)
+            chosen = torch.multinomial((logits(text)[0, -1].cpu() / 0.8).softmax(-1), 1, generator=generator)
             text = torch.cat([text, chosen[None]], 1)
     return bytes(text[0].tolist())
 
@@ -318,13 +253,15 @@ def hybrid_options(description: str, axes: tuple[str, ...], out: str, steps: int
 
 
 def hybrid_arguments(description: str, axes: tuple[str, ...], out: str, steps: int) -> argparse.Namespace:
-    """Those of a run by any strategy, with checkpoints: `saves` besides."""
+    """Those of a run by any strategy, with checkpoints: `saves` besides, which are arguments of `sf.run.loop`."""
     parser = hybrid_options(description, axes, out, steps)
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints (default: none)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     args = parser.parse_args()
-    every = args.save_every or (args.steps if args.resume else 0)
-    args.saves = Saves(args.out / "checkpoints", every, args.resume) if every else None
+    args.saves = {}
+    if args.save_every or args.resume:
+        every = args.save_every or args.steps
+        args.saves = {"save": args.out / "checkpoints", "every": every, "keep": 2, "resume": args.resume}
     return args
 
 

@@ -20,7 +20,6 @@ import ast
 import contextlib
 import importlib.util
 import json
-import random
 import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import shardfn as sf
-from examples.run import Params, Report, adamw, fit, folder_of, hybrid_options, picture, silent, sources, watched
+from examples.run import Params, Reports, adamw, curve, fit, folder_of, hybrid_options, picture, sources
 from shardfn import P, interop
 
 DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
@@ -188,31 +187,28 @@ def train(
     data: tuple[Sequence[Pair], Sequence[Pair]],
     steps: int,
     seed: int,
-    report: Report = silent,
+    report: Reports = (),
 ) -> Run:
     """The same seed gives the same losses on any mesh, by any strategy, up to rounding."""
     training, held_out = data
-    when = sorted({steps * i // (config.looks - 1) for i in range(config.looks)})
-    mrr, recall = [], []
+    batches = sf.run.batches(training, mesh, DATA, config.batch, seed, collate=list)
 
-    def loss(params: Params, step: int) -> Tensor:
-        rows = torch.tensor(random.Random(f"{seed} {step}").sample(range(len(training)), config.batch))  # [n]
-        own = sf.local_slice(rows, DATA)  # [n] -> [b]
-        return loss_fn(params, encoder, [training[i] for i in own.tolist()], config.scale)
+    def loss(params: Params, rows: Sequence[Pair]) -> Tensor:
+        return loss_fn(params, encoder, rows, config.scale)
 
     @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
     def places(params: Params) -> Tensor:
         return found_at(params, encoder, held_out, config.batch)
 
-    def look(step: int, params: Params) -> None:
-        if step in when:
-            place = places(params)  # [m]
-            mrr.append((1 / place).mean().item())
-            recall.append((place <= 10).double().mean().item())
+    def look(params: Params) -> dict[str, Tensor]:
+        place = places(params)  # [m]
+        return {"MRR": (1 / place).mean(), "recall@10": (place <= 10).double().mean()}
 
+    before, interval = look(params), max(1, steps // (config.looks - 1))
     optimizer = adamw(config.rate, config.warmup, steps, config.decay, config.clip)
-    params, losses, _ = fit(loss, params, mesh, optimizer, steps, report, look)
-    return Run(params, losses, when, mrr, recall)
+    params, run, _ = fit(loss, params, mesh, optimizer, batches, steps, report, (look, interval))
+    mrr, recall = ({0: before[name].item(), **run.metrics[f"eval/{name}"]} for name in ("MRR", "recall@10"))
+    return Run(params, curve(run), list(mrr), list(mrr.values()), list(recall.values()))
 
 
 # --- for sentence-transformers ---
@@ -259,8 +255,7 @@ def main() -> None:
     mesh, config = sf.make_mesh(device=args.device, **args.mesh), Config(batch=args.batch, rate=args.rate)
     encoder, params = loaded(args.folder or pretrained(args.out / "pretrained"), mesh, args.strategy, config)
     training, held_out = split()
-    with watched(mesh, args.steps, of_bytes=False) as report:
-        run = train(encoder, params, config, mesh, (training, held_out), args.steps, args.seed, report)
+    run = train(encoder, params, config, mesh, (training, held_out), args.steps, args.seed, (sf.run.progress(),))
     save(args.out / "model", encoder, run.params)
     some = [text for pair in held_out[:16] for text in pair]
     ours = sf.shard_map(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Params, Report, corpus, descend, draw, options, ranks, silent, watched
+from examples.run import Params, Reports, corpus, curve, fit, options, ranks, stretches
 from examples.train_lm import Config
 from shardfn import P, parallel
 
@@ -115,17 +115,17 @@ def sent(log: sf.Ledger) -> tuple[int, int]:
 
 
 def train(
-    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, sequence: bool, report: Report = silent
+    config: Config, mesh: DeviceMesh, data: Tensor, steps: int, seed: int, sequence: bool, report: Reports = ()
 ) -> tuple[list[float], sf.Ledger]:
     """Trains from scratch; the losses, and what the last step moved."""
-    data = data.to(mesh.device_type)
 
-    def loss(params: Params, step: int) -> Tensor:
-        rows = draw(data, config.batch, config.context, sf.fold_in(seed, step), "shard")
-        return loss_fn(params, rows, config, 1 if sequence else None)
+    def loss(params: Params, rows: Tensor) -> Tensor:
+        return loss_fn(params, rows.long(), config, 1 if sequence else None)
 
     params = sf.shard(init(config, seed), mesh, sf.full_shard("shard"), specs=SPECS)
-    return descend(loss, params, mesh, train_lm.optimizer(config, steps), steps, report)
+    batches = sf.run.batches(stretches(data, config.context + 1), mesh, "shard", config.batch, seed)
+    _, run, log = fit(loss, params, mesh, train_lm.optimizer(config, steps), batches, steps, report)
+    return curve(run), log
 
 
 def main() -> None:
@@ -134,8 +134,7 @@ def main() -> None:
     parser.add_argument("--sequence", action="store_true", help="cut activations between matrices too")
     args = parser.parse_args()
     mesh, config = sf.make_mesh(device=args.device, shard=-1, tensor=args.tensor), Config()
-    with watched(mesh, args.steps) as report:
-        _, log = train(config, mesh, corpus()[0], args.steps, args.seed, args.sequence, report)
+    _, log = train(config, mesh, corpus()[0], args.steps, args.seed, args.sequence, (sf.run.progress(),))
     if mesh.get_rank() == 0:
         print(log)
         expected = formula(config, mesh["shard"].size(), args.tensor, args.sequence)

@@ -13,7 +13,10 @@ die, and which `torchrun --max-restarts 3` starts again, ends at the same loss.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 import shardfn.optim as so
-from examples.run import Params, Report, Run, Saves, compare, corpus, draw, hybrid_arguments, leave, silent, watched
-from shardfn import P, checkpoint
+from examples.run import Counted, Params, Reports, compare, corpus, hybrid_arguments, leave, stretches
+from shardfn import P
 
 DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
 
@@ -145,6 +148,20 @@ def formula(params: Params) -> dict[str, tuple[int, ...]]:
 # --- the run ---
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a training run leaves behind."""
+
+    params: Params  # whole
+    run: sf.run.Run  # with the losses, in nats, of its steps, and on held-out files as `eval/loss`
+    log: sf.Ledger  # of the last step
+    expected: dict[str, tuple[int, ...]]  # bytes that a rank sends for each stage in a step: see `moved`
+
+    @property
+    def validation(self) -> float:
+        return self.run.metrics["eval/loss"][self.run.step]
+
+
 def train(
     config: Config,
     mesh: DeviceMesh,
@@ -152,53 +169,49 @@ def train(
     steps: int,
     seed: int,
     strategy: sf.Strategy,
-    report: Report = silent,
-    saves: Saves | None = None,
-) -> Run:
+    report: Reports = (),
+    **saves: Any,
+) -> Trained:
     """The same seed gives the same losses on any mesh, by any strategy, up to rounding; however often interrupted."""
     opt = optimizer(config, steps)
-    training, held_out = (part.to(mesh.device_type) for part in data)
+    training, held_out = (
+        sf.run.batches(stretches(text, config.context + 1), mesh, DATA, config.batch, seed) for text in data
+    )
 
-    def batch(data: Tensor, *numbers: int) -> Tensor:
-        return draw(data, config.batch, config.context, sf.fold_in(seed, *numbers), DATA)  # [b, t + 1]
+    @sf.shard_map(mesh=mesh, in_specs=(..., P(DATA)), out_specs=(..., P()))
+    def step(state: Params, rows: Tensor) -> tuple[Params, dict[str, Tensor]]:
+        loss, grads = sf.value_and_grad(loss_fn)(state["model"], rows.long(), config)
+        params, remembered = opt.step(state["model"], grads, state["optimizer"])
+        return {"model": params, "optimizer": remembered}, {"loss": loss, "bits/byte": loss / math.log(2)}
 
-    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
-    def train_step(params: Params, state: Params, step: int) -> tuple[Params, Params, Tensor]:
-        loss, grads = sf.value_and_grad(loss_fn)(params, batch(training, step), config)
-        params, state = opt.step(params, grads, state)
-        return params, state, loss
-
-    @sf.shard_map(mesh=mesh, in_specs=..., out_specs=P())
-    def validate(params: Params) -> Tensor:
+    @sf.shard_map(mesh=mesh, in_specs=(..., P(DATA)), out_specs=P())
+    def loss_on(params: Params, rows: Tensor) -> Tensor:
         with torch.no_grad():
-            return torch.stack([loss_fn(params, batch(held_out, 0, i), config) for i in range(16)]).mean()
+            return loss_fn(params, rows.long(), config)
 
-    params, losses, log = sf.shard(init(config, seed), mesh, strategy), torch.zeros(steps).double(), sf.Ledger()
-    # Batches are drawn by the step's number, so it says where in the data the run is.
-    now = {"model": params, "optimizer": opt.init(params), "step": 0, "seed": seed, "losses": losses}
-    now = saves.newest(now) if saves else now
-    for step in range(now["step"], steps):
-        with sf.ledger() as this:  # which costs next to nothing
-            params, state, loss = train_step(now["model"], now["optimizer"], step)
-        now["losses"][step], log = loss, this
-        now |= {"model": params, "optimizer": state, "step": step + 1}
-        report(step, loss.item())
-        if saves:
-            saves.keep(now)
-    checkpoint.finish()
-    whole, validation = sf.unshard(now["model"]), validate(now["model"]).item()
-    return Run(whole, now["losses"].tolist(), validation, log, formula(now["model"]))
+    def validate(state: Params) -> dict[str, Tensor]:
+        return {"loss": torch.stack([loss_on(state["model"], rows) for rows in islice(held_out(0), 16)]).mean()}
+
+    params = sf.shard(init(config, seed), mesh, strategy)
+    state, counted = {"model": params, "optimizer": opt.init(params)}, Counted(step)
+    state, run = sf.run.loop(
+        counted, state, training, steps=steps, seed=seed, evaluate=(validate, steps), report=report, **saves
+    )
+    return Trained(sf.unshard(state["model"]), run, counted.log, formula(state["model"]))
 
 
 def main() -> None:
     args = hybrid_arguments("Train a byte-level language model, sharded over a mesh.", DATA, "runs/train_lm", steps=600)
     mesh, config = sf.make_mesh(device=args.device, **args.mesh), Config()
-    with watched(mesh, args.steps, config.batch * config.context) as report:
-        run = train(config, mesh, corpus(), args.steps, args.seed, args.strategy, report, args.saves)
-    if mesh.get_rank() == 0:
-        compare(run.log, run.expected)
+    curve, shown = args.out / "metrics.jsonl", sf.run.progress()
+    trained = train(
+        config, mesh, corpus(), args.steps, args.seed, args.strategy, (shown, sf.run.jsonl(curve)), **args.saves
+    )
+    if mesh.get_rank() == 0 and trained.run.ended == "finished":
+        compare(trained.log, trained.expected)
         # What is trained on shards speaks as whole parameters, without a mesh: it is the same function.
-        leave(run, lambda text: model(run.params, text[:, -config.context :], config), args.out, args.seed)
+        whole, context = trained.params, config.context
+        leave(curve, trained.validation, lambda text: model(whole, text[:, -context:], config), args.out, args.seed)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 import shardfn.optim as so
-from examples.run import Params, Report, corpus, draw, options, silent, sizes_of, watched
+from examples.run import Params, Reports, corpus, curve, fit, options, sizes_of, stretches
 from shardfn import P, parallel
 
 AXES = ("replica", "shard", "tensor", "context", "expert", "pipe")
@@ -262,25 +262,16 @@ def optimizer(config: Config, steps: int) -> so.Optimizer:
     return so.chain(so.clip_by_global_norm(1.0), adamw)
 
 
-def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Report = silent) -> Any:
+def train(config: Config, mesh: DeviceMesh, data: Tensor, steps: int, report: Reports = ()) -> Any:
     """Trains from scratch; the losses, and the parameters, whole."""
-    opt = optimizer(config, steps)
 
-    @sf.shard_map(mesh=mesh, in_specs=(..., ..., P()), out_specs=(..., ..., P()))
-    def train_step(params: Params, state: Any, step: int) -> Any:
-        rows = config.micro, config.batch // config.micro  # of each micro-batch, of which this rank has some
-        tokens = draw(data, rows, config.context, sf.fold_in(config.seed, step), SIX.rows).to(mesh.device_type)
-        loss, grads = sf.value_and_grad(loss_fn)(params, tokens, config, SIX)
-        return *opt.step(params, grads, state), loss
+    def loss(params: Params, rows: Tensor) -> Tensor:
+        return loss_fn(params, rearrange(rows.long(), "(rows m) t -> m rows t", m=config.micro), config, SIX)
 
     params = sf.init_sharded(init(config), config.seed, mesh, strategy(config, mesh), specs=SPECS)
-    state = opt.init(params)
-    losses = []
-    for step in range(steps):
-        params, state, loss = train_step(params, state, step)
-        losses.append(loss.item())
-        report(step, losses[-1])
-    return losses, sf.unshard(params)
+    batches = sf.run.batches(stretches(data, config.context + 1), mesh, SIX.rows, config.batch, config.seed)
+    params, run, _ = fit(loss, params, mesh, optimizer(config, steps), batches, steps, report)
+    return curve(run), sf.unshard(params)
 
 
 def main() -> None:
@@ -292,8 +283,7 @@ def main() -> None:
     args = parser.parse_args()
     config = Config(experts=args.experts, seed=args.seed)
     mesh = sf.make_mesh(device=args.device, **args.mesh)
-    with watched(mesh, args.steps) as report:
-        train(config, mesh, corpus()[0], args.steps, report)
+    train(config, mesh, corpus()[0], args.steps, (sf.run.progress(),))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,21 +49,26 @@ def numbers(replica: int, shard: int) -> dict[str, Numbers]:
     return found
 
 
+def rows() -> list[Any]:
+    """The batches of a run, whole."""
+    mesh = sf.make_mesh(device="cpu", replica=1, shard=1)
+    return list(islice(sf.run.batches(example.digits(TINY.dtype)[0], mesh, example.DATA, TINY.batch, 0)(0), STEPS))
+
+
 @functools.cache
 def by_torch(name: str) -> Numbers:
     """The module itself, trained by torch on whole batches."""
     module = example.made(name, TINY, 0)
-    (images, labels), held_out = example.digits(TINY.dtype)
+    _, held_out = example.digits(TINY.dtype)
     rates = so.warmup_cosine(TINY.rate, warmup=TINY.warmup, steps=STEPS, end=TINY.rate / 10)
     matrices, vectors = ([p for p in module.parameters() if (p.ndim > 1) == one] for one in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": TINY.decay}, {"params": vectors, "weight_decay": 0.0}]
     )
     losses = []
-    for step in range(STEPS):
-        rows = torch.randint(len(labels), (TINY.batch,), generator=sf.fold_in(0, step))
-        out = module(images[rows])
-        loss = F.cross_entropy(getattr(out, "logits", out), labels[rows])
+    for step, (images, labels) in enumerate(world(1).run(rows)[0]):
+        out = module(images)
+        loss = F.cross_entropy(getattr(out, "logits", out), labels)
         optimizer.zero_grad()
         loss.backward()
         for group in optimizer.param_groups:

@@ -28,7 +28,7 @@ def trained(cells: list[tuple[int, int]]) -> list[Any]:
             mesh = sf.make_mesh(device="cpu", data=data, expert=expert)
             losses, shares, log = moe.train(config, mesh, text, STEPS, 0)
             curve = torch.tensor(losses, dtype=torch.float64)
-            found.append((name, curve, shares, moe.travelled(log), (data, expert)))
+            found.append((name, curve, torch.tensor(shares), moe.travelled(log), (data, expert)))
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 
 import shardfn as sf
 from examples import pipeline
+from examples.run import curve
 from examples.train_lm import train
 from shardfn.testing import World, world
 
@@ -27,7 +28,7 @@ def text() -> torch.Tensor:
 def alone() -> tuple[list[float], list[float]]:
     """Without a pipeline, and through one of one rank."""
     plain = train(TINY, sf.make_mesh(device="cpu", replica=1, shard=1), (text(), text()), STEPS, 0, sf.ddp(()))
-    return plain.losses, pipeline.train(TINY, sf.make_mesh(device="cpu", pipe=1, shard=1), text(), STEPS, 0)[0]
+    return curve(plain.run), pipeline.train(TINY, sf.make_mesh(device="cpu", pipe=1, shard=1), text(), STEPS, 0)[0]
 
 
 def cut() -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 
 import shardfn as sf
 from examples import train_2d, train_lm
+from examples.run import curve
 from shardfn.testing import world
 
 TINY = train_lm.Config(
@@ -23,7 +24,7 @@ def text() -> torch.Tensor:
 
 def alone() -> list[float]:
     mesh = sf.make_mesh(device="cpu", replica=1, shard=1)
-    return train_lm.train(TINY, mesh, (text(), text()), STEPS, 0, sf.full_shard("shard")).losses
+    return curve(train_lm.train(TINY, mesh, (text(), text()), STEPS, 0, sf.full_shard("shard")).run)
 
 
 def on_two_axes() -> list[Any]:

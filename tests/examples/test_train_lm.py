@@ -19,7 +19,7 @@ import torch
 
 import shardfn as sf
 from examples import train_lm
-from examples.run import Saves, moved
+from examples.run import curve, moved
 from shardfn.testing import world
 from tests.models import STRATEGIES
 
@@ -35,7 +35,7 @@ def losses(sizes: dict[str, int], seed: int, strategy: str) -> list[float]:
     mesh = sf.make_mesh(device="cpu", **sizes)
     run = train_lm.train(TINY, mesh, (text, text.flip(0)), STEPS, seed, placement(strategy))
     assert {stage: moved(run.log, stage) for stage in run.expected} == run.expected, "bytes, and those of the formula"
-    return [*run.losses, run.validation]
+    return [*curve(run.run), run.validation]
 
 
 def placement(strategy: str) -> sf.Placement:
@@ -104,43 +104,43 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused_on_every_rank() -> Non
 
     for error in world(2).errors(body):
         assert isinstance(error, ValueError)
-        assert "3 does not divide by 2" in str(error)
+        assert "batch=3" in str(error)
 
 
-def interrupted(
-    sizes: dict[str, int], folder: str, steps: int, strategy: str = "hybrid_shard", resume: bool = True
-) -> list[float]:
+def interrupted(sizes: dict[str, int], folder: str, steps: int, strategy: str = "hybrid_shard") -> Any:
+    """Which step it went on from, and its losses; nothing, if it was stopped by an error after so many steps."""
     text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", **sizes)
-    saves = Saves(Path(folder), 2, resume)
-    trained = []
 
-    def stop(step: int, loss: float) -> None:
-        trained.append(step)
-        if step + 1 == steps:
-            raise KeyboardInterrupt
+    def stop(step: int, metrics: dict[str, float]) -> None:
+        if step == steps:
+            raise RuntimeError("stopped")
 
     try:
-        run = train_lm.train(TINY, mesh, (text, text.flip(0)), STEPS, 0, placement(strategy), stop, saves)
-    except KeyboardInterrupt:
-        sf.checkpoint.finish()
-        return [*map(float, trained)]
-    assert trained == [4, 5], "it went on from the newest checkpoint"
-    return [*run.losses, run.validation]
+        run = train_lm.train(
+            TINY, mesh, (text, text.flip(0)), STEPS, 0, placement(strategy), (stop,), save=folder, every=2
+        )
+    except RuntimeError as error:
+        if "stopped" not in str(error):
+            raise
+        return None
+    return run.run.start, [*curve(run.run), run.validation]
 
 
 def test_an_interrupted_run_ends_where_it_would_have(tmp_path: Path) -> None:
     wanted = on({"replica": 1, "shard": 2})
     folder = str(tmp_path / "same")
-    for steps, trained in ((3, [0, 1, 2]), (5, [2, 3, 4])):
-        assert world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, steps) == [trained] * 2
-    for found in world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, 99):
-        assert found == wanted  # bit for bit on the same mesh
+    for steps in (3, 5):
+        assert world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, steps) == [None] * 2
+    for start, found in world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, 99):
+        assert start == 4
+        assert found == wanted[4:]  # bit for bit on the same mesh
     folder = str(tmp_path / "others")
-    world(4).run(interrupted, {"replica": 2, "shard": 2}, folder, 3)
-    world(1).run(interrupted, {"replica": 1, "shard": 1}, folder, 5, "ddp")
-    (found,) = {tuple(one) for one in world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, 99, "zero1")}
-    assert torch.allclose(torch.tensor(found).double(), torch.tensor(wanted).double(), rtol=1e-12, atol=0)
+    assert world(4).run(interrupted, {"replica": 2, "shard": 2}, folder, 3) == [None] * 4
+    assert world(1).run(interrupted, {"replica": 1, "shard": 1}, folder, 5, "ddp") == [None]
+    for start, found in world(2).run(interrupted, {"replica": 1, "shard": 2}, folder, 99, "zero1"):
+        assert start == 4
+        assert torch.allclose(torch.tensor(found).double(), torch.tensor(wanted[4:]).double(), rtol=1e-12, atol=0)
 
 
 SMALL: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2, "hidden": 24, "context": 32}
