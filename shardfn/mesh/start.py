@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
+from shardfn.mesh.lives import store_of_this_life
 
 LEAVE_TOGETHER = timedelta(seconds=10)
 
@@ -24,8 +25,7 @@ def start_distributed() -> None:
         return
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, size = next(iter(dist.rendezvous("env://")))  # type: ignore[attr-defined]
-        # When torchrun starts processes again, those that died have left their addresses in the store.
-        life = dist.PrefixStore(f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)  # type: ignore[attr-defined]
+        life = store_of_this_life(store, rank, size)
         dist.init_process_group(store=life, rank=rank, world_size=size)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

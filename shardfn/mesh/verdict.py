@@ -96,7 +96,7 @@ def standing(ranks: Iterable[int], states: dict[int, State]) -> str:
     told: dict[str, list[int]] = {}
     for rank in ranks:
         told.setdefault(_does(states.get(rank)), []).append(rank)
-    return "; ".join(f"{_named(some)} {does}" for does, some in told.items())
+    return "; ".join(f"{ranks_named(some)}{':' * (len(some) > 1)} {does}" for does, some in told.items())
 
 
 def _does(state: State | None) -> str:
@@ -108,9 +108,10 @@ def _does(state: State | None) -> str:
     return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
+    """The first few of these ranks, in words."""
     shown = ", ".join(map(str, ranks[:SHOWN])) + (f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}:"
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def advised(told: str) -> str:
