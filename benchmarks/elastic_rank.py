@@ -1,8 +1,8 @@
 """A rank of the run that `benchmarks.elastic` interrupts: it goes on from the newest checkpoint, on one host or two.
 
-The model is that of `examples/train_lm.py`, small and in float64. The mesh is `replica=-1, shard=2`: each host is one
-replica. A batch has 16 sequences on every mesh, so that a rank has more rows where there are fewer; they are drawn by
-the step's number, as the learning rate is.
+The model is that of `examples/train_lm.py`, small and in float64. The mesh is `replica=-1, shard=2`, so that a host of
+two ranks is one replica. A batch has 16 sequences on every mesh: a rank has more rows where there are fewer ranks.
+Which they are follows from the step's number, and so does the learning rate.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SCHEDULE = 2000  # steps of the learning rate's cosine; the run is ended before
 EVERY = 10  # steps between checkpoints
 
 
-def train(folder: Path, until: int, pace: float) -> None:
+def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> None:
     """Steps until there is a file `stop`, or this many were taken; rank 0 writes a line about each."""
     torch.set_num_threads(1)
-    mesh = sf.make_mesh(replica=-1, shard=2, device="cpu")
+    mesh = sf.make_mesh(replica=-1, shard=shard, device="cpu")
     text, opt = (
         joined(sorted(one.read_bytes() for one in Path(__file__).parent.glob("*.py"))),
         optimizer(CONFIG, SCHEDULE),
@@ -63,13 +63,20 @@ def train(folder: Path, until: int, pace: float) -> None:
     checkpoint.finish()
 
 
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """What rank 0 has written about the steps of a run, repeated ones too: time, step, ranks and loss."""
+    file = folder / "steps"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
 def main() -> None:
     parser = ArgumentParser(description="One rank of an elastic run; torchrun starts it.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--until", type=int, default=SCHEDULE)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
+    parser.add_argument("--shard", type=int, default=2, help="ranks along this axis (default: %(default)s)")
     args = parser.parse_args()
-    train(args.folder, args.until, args.pace)
+    train(args.folder, args.until, args.pace, args.shard)
 
 
 if __name__ == "__main__":

@@ -403,7 +403,7 @@ class _Watcher:
         return {rank: set(json.loads(text)) for rank, text in _texts(self.store, _ADDRESSES, ranks).items()}
 
     def hang_up(self, lost: Set[str], whose: str, quiet: dict[str, float], stuck: dict[int, on]) -> None:
-        """Wakes all threads that wait for these hosts, with an error."""
+        """Wakes the threads that wait, with an error, and ends what connects this process to these hosts."""
         said = f"{whose}, {', '.join(sorted(lost))}, has not answered for {min(quiet[one] for one in lost):.0f} s"
         for thread, wait in stuck.items():
             if not wait.verdict:
@@ -413,6 +413,8 @@ class _Watcher:
                 )
                 _log.error("%s", wait.verdict)
         silence.hang_up(lost)
+        for group in {wait.group for wait in stuck.values() if wait.ranks is None}:
+            process_groups.break_group(process_groups.group_of(group))
 
     def tell(self, stuck: dict[int, on]) -> None:
         if self.store is None:
