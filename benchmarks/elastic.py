@@ -120,6 +120,7 @@ class Job:
         self.rows.append(
             {
                 "event": what,
+                "at s": began - self.steps()[0]["time"],
                 "ranks after": ranks,
                 "s until a step on them": first["time"] - began,
                 "steps repeated": new["step"] - first["step"],
@@ -155,8 +156,8 @@ def undisturbed(folder: Path, steps: int) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows(folder)}
 
 
-def measured(tiny: bool, seed: int) -> tuple[list[dict[str, Any]], float]:
-    """A row for each event, and the largest relative difference of a loss from that of the undisturbed run."""
+def measured(tiny: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
+    """A row for each event, all steps, and the largest relative difference of a loss from the undisturbed run's."""
     some = random.Random(seed)
 
     def few() -> int:
@@ -183,7 +184,7 @@ def measured(tiny: bool, seed: int) -> tuple[list[dict[str, Any]], float]:
         apart = Path(folder, "apart")
         apart.mkdir()
         wanted = undisturbed(apart, max(row["step"] for row in steps) + 1)
-    return job.rows, max(abs(row["loss"] / wanted[row["step"]] - 1) for row in steps)
+    return job.rows, steps, max(abs(row["loss"] / wanted[row["step"]] - 1) for row in steps)
 
 
 def main() -> None:
@@ -191,7 +192,7 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0, help="decides at which steps (default: %(default)s)")
     options.add_argument("--tiny", action="store_true", help="as few steps as possible, to try the command")
     args = options.parse_args()
-    events, difference = measured(args.tiny, args.seed)
+    events, _, difference = measured(args.tiny, args.seed)
     goals = [
         Goal("a loss beside that of the undisturbed run, largest relative difference", difference, 1e-12),
         Goal("steps repeated after an event", max(row["steps repeated"] for row in events), 2 * EVERY),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from examples.run import draw, joined
+from examples.run import draw, files, joined
 from examples.train_lm import DATA, Config, init, loss_fn, optimizer
 from shardfn import P, checkpoint
 
