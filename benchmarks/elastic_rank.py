@@ -31,10 +31,8 @@ def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> None:
     """Steps until there is a file `stop`, or this many were taken; rank 0 writes a line about each."""
     torch.set_num_threads(1)
     mesh = sf.make_mesh(replica=-1, shard=shard, device="cpu")
-    text, opt = (
-        joined(sorted(one.read_bytes() for one in Path(__file__).parent.glob("*.py"))),
-        optimizer(CONFIG, SCHEDULE),
-    )
+    text = joined(files(Path(json.__file__).parent, "*.py")[0])
+    opt = optimizer(CONFIG, SCHEDULE)
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(), P(DATA)), out_specs=(..., ..., P(), P()))
     def trained(params: Any, state: Any, step: int, stop: Tensor) -> Any:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,9 +44,11 @@ def hosts(command: str) -> Iterator[None]:
             f"{command} needs network namespaces, which this process may not make ({told.strip()}): run it as "
             f"root, in a container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, with iproute2 installed"
         ) from None
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by which it would end without a farewell
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, before)
         _remove()
 
 
