@@ -39,7 +39,8 @@ def hosts(command: str) -> Iterator[None]:
             _run(*inside(name), "tc", "qdisc", "add", "dev", LINK, *shape)
     except (OSError, subprocess.CalledProcessError) as error:
         told = getattr(error, "stderr", "") or str(error)
-        _remove()
+        with contextlib.suppress(OSError):
+            _remove()
         raise SystemExit(
             f"{command} needs network namespaces, which this process may not make ({told.strip()}): run it as "
             f"root, in a container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, with iproute2 installed"
