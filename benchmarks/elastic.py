@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic_rank import EVERY, rows
+from benchmarks.elastic_rank import EVERY, rows_of
 from benchmarks.report import Goal, parser, publish
 from benchmarks.two_hosts import HOSTS, environment, hosts, inside, kill, link
 
@@ -85,7 +85,7 @@ class Job:
 
     def steps(self) -> list[dict[str, Any]]:
         """What rank 0 has written, in that order."""
-        return rows(self.folder)
+        return rows_of(self.folder)
 
     def wait(self, what: str, until: Callable[[], bool]) -> None:
         """Waits, and starts the agent of the host that comes and goes again where it has given up meanwhile."""
@@ -116,15 +116,17 @@ class Job:
         began = time.time()
         yield
         new = self.trained(ranks, steps, since=began)[0]
-        first = next(row for row in self.steps() if row["ranks"] == ranks and row["time"] >= began)
+        rows = self.steps()
+        first = next(row for row in rows if row["ranks"] == ranks and row["time"] >= began)
+        last = [row for row in fresh(rows) if row["time"] < new["time"]][-1]
         self.rows.append(
             {
                 "event": what,
-                "at s": began - self.steps()[0]["time"],
+                "at s": began - rows[0]["time"],
                 "ranks after": ranks,
                 "s until a step on them": first["time"] - began,
                 "steps repeated": new["step"] - first["step"],
-                "s until a new step": new["time"] - began,
+                "s without a new step": new["time"] - last["time"],
             }
         )
 
@@ -153,7 +155,7 @@ def undisturbed(folder: Path, steps: int) -> dict[int, float]:
     )  # fmt: skip
     variables = environment() | {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"}
     subprocess.run(launch, env=variables, check=True, capture_output=True)
-    return {row["step"]: row["loss"] for row in rows(folder)}
+    return {row["step"]: row["loss"] for row in rows_of(folder)}
 
 
 def measured(tiny: bool, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], float]:
@@ -196,7 +198,7 @@ def main() -> None:
     goals = [
         Goal("a loss beside that of the undisturbed run, largest relative difference", difference, 1e-12),
         Goal("steps repeated after an event", max(row["steps repeated"] for row in events), 2 * EVERY),
-        Goal("seconds from an event to the next new step", max(row["s until a new step"] for row in events), 60),
+        Goal("seconds without a new step after an event", max(row["s without a new step"] for row in events), 60),
     ]
     publish("a run on two hosts of two ranks, one of which is lost and comes back", events, goals, args.json)
 

@@ -61,7 +61,7 @@ def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> None:
     checkpoint.finish()
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> list[dict[str, Any]]:
     """What rank 0 has written about the steps of a run, repeated ones too: time, step, ranks and loss."""
     file = folder / "steps"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
