@@ -93,6 +93,7 @@ benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (more than an h
 	$(RUN) -m benchmarks.bits $(ARGS)
 	$(RUN) -m benchmarks.tiers $(ARGS)
 	$(RUN) -m benchmarks.hosts $(ARGS)
+	$(RUN) -m benchmarks.elastic $(ARGS)
 	$(RUN) -m benchmarks.gpu $(ARGS)
 
 clean: ## remove the environment and everything built

@@ -12,6 +12,8 @@ the variable above.
 schedule.png: one step of two ranks in time. When each collective was issued is read from the ledger, when each stage
 computed from hooks around it, on rank 0; the fastest of twenty steps.
 loop.png: a run of `sf.run.loop` on two ranks, of which one gets a signal.
+elastic.png: the steps of the run that `benchmarks.elastic` disturbs, and when it does so. It makes network namespaces,
+and takes a few minutes.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import importlib
 import itertools
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -512,8 +515,34 @@ def draw_nodes(path: Path) -> None:
     figure.savefig(path)
 
 
+# --- the run that loses a host ---
+
+
+def draw_elastic(path: Path) -> None:
+    sys.path.insert(0, str(HERE.parent))
+    from benchmarks import elastic
+
+    events, steps, difference = elastic.measured(tiny=False, seed=0)
+    print(*events, f"largest relative difference of a loss: {difference:.1e}", sep="\n")
+    began = steps[0]["time"]
+    figure = Figure(figsize=(9.2, 3.6), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for ranks, color in ((4, BLUE), (2, ORANGE)):
+        some = [step for step in steps if step["ranks"] == ranks]
+        times, numbers = [step["time"] - began for step in some], [step["step"] for step in some]
+        axes.plot(times, numbers, ".", color=color, markersize=3, label=f"{ranks} ranks")
+    for event in events:
+        axes.axvline(event["at s"], color=RED, linewidth=1, linestyle=":")
+        place: dict[str, Any] = {"rotation": 90, "va": "top", "ha": "right", "fontsize": 9, "color": RED}
+        axes.text(event["at s"], max(step["step"] for step in steps), event["event"], **place)
+    axes.set(xlabel="seconds", ylabel="step", xlim=(0, None), ylim=(0, None))
+    axes.legend(loc="lower right")
+    figure.savefig(path)
+
+
 DRAWN = {
     "data": draw_data,
+    "elastic": draw_elastic,
     "loop": draw_loop,
     "mesh": draw_mesh,
     "nodes": draw_nodes,

@@ -65,6 +65,13 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def host_of(store: Any) -> str:
+    """The name of the host that has a store; empty where none has, as of a file."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
+
+
 def worlds_of_threads() -> bool:
     """Whether each thread of this process has a torch.distributed of its own, as in tests."""
     return type(dist.distributed_c10d._world).__name__ == "ThreadLocalWorld"

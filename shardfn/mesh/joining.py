@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.distributed as dist
 
 from shardfn.mesh import waiting
 from shardfn.mesh.launchers import Start
+from shardfn.mesh.lives import agents_store
 
 NAMED = 20.0  # seconds in which the name of a host must become known
 ANSWERS = 20.0  # seconds in which what listens must answer as a store does
@@ -31,7 +30,7 @@ def store_of(start: Start, limit: float) -> Any:
         RuntimeError: the host is unknown, the port is in use, what listens there is no store, or nothing has come to
             listen there.
     """
-    serves = start.rank == 0 and not _served_by_torchrun(os.environ)
+    serves = start.rank == 0 and not agents_store()
     _resolve(start)
     if not serves:
         _reach(start, limit)
@@ -77,10 +76,6 @@ def _refused(start: Start, serves: bool, error: str) -> str:
 
 def _brief(error: str) -> str:
     return error.split("\n")[0].split("Exception raised from")[0][:200].rstrip(" .")
-
-
-def _served_by_torchrun(environ: Mapping[str, str]) -> bool:
-    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _resolve(start: Start) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardfn.compat import process_groups
 from shardfn.mesh import joining, launchers, waiting
 from shardfn.mesh.groups import between_processes, world_of_thread
+from shardfn.mesh.lives import agents_store, store_of_this_life
 from shardfn.mesh.rollcall import Card, local_rank, roll_call, say_wrong
 
 LEAVE_TOGETHER = timedelta(seconds=10)
@@ -93,8 +94,7 @@ def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
     for name, value in start.variables().items():
         os.environ[name] = os.environ.get(name) or value  # as torchrun does, for what else the program uses
     store = joining.store_of(start, limit)
-    # When torchrun starts processes again, those that died have left their addresses in the store.
-    life = _life(store)
+    life = store_of_this_life(store, start.rank, start.size) if agents_store() else _life(store)
     mine = _card(device, start.size, start.local_rank, timeout)
     cards = roll_call(dist.PrefixStore("shardfn/roll", life), start.rank, mine, limit)  # type: ignore[attr-defined]
     choose_device(device, local_rank(start.rank, cards))
@@ -105,8 +105,8 @@ def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
 
 
 def _life(store: Any) -> Any:
-    name = f"life {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)} {_begun}"
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    """Of a store that rank 0 serves, which goes with it: what this world, of several in one process, has of it."""
+    return dist.PrefixStore(f"life {_begun}", store)  # type: ignore[attr-defined]
 
 
 def _complain(error: ValueError) -> None:

@@ -96,7 +96,7 @@ def standing(ranks: Iterable[int], states: dict[int, State]) -> str:
     told: dict[str, list[int]] = {}
     for rank in ranks:
         told.setdefault(_does(states.get(rank)), []).append(rank)
-    return "; ".join(f"{_named(some)} {does}" for does, some in told.items())
+    return "; ".join(f"{ranks_named(some)}{':' * (len(some) > 1)} {does}" for does, some in told.items())
 
 
 def _does(state: State | None) -> str:

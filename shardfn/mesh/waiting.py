@@ -5,6 +5,7 @@ thread in each process looks once a second. A wait that is longer than `PATIENCE
 which the processes met, where the other ranks read it. From what all of them wait for it follows who can still
 come. A rank is given up only for what it cannot take back: it has ended, or each of its threads that use the group
 waits itself for a rank that is given up. Then the group is broken, on which the blocked thread wakes with an error.
+Ranks of a host that has vanished, see `silence`, are given up by each rank that waits for them, for itself.
 
 A rank that computes is waited for without end, and so is one that waits for something which was not announced here.
 """
@@ -22,7 +23,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -30,7 +31,20 @@ from typing import Any
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
-from shardfn.mesh.verdict import CALL, SHOWN, State, Thread, Vain, advised, came, given_up, standing, waits_in_vain
+from shardfn.mesh import silence
+from shardfn.mesh.verdict import (
+    CALL,
+    SHOWN,
+    State,
+    Thread,
+    Vain,
+    advised,
+    came,
+    given_up,
+    ranks_named,
+    standing,
+    waits_in_vain,
+)
 
 PATIENCE = 5.0  # seconds until a rank that waits says what it waits for
 TICK = 1.0  # seconds between two looks
@@ -38,6 +52,7 @@ MOST_KINDS = 4096  # that are counted of one group
 
 _log = logging.getLogger("shardfn")
 _KEY = "shardfn/waiting/{}"
+_ADDRESSES = "shardfn/addresses/{}"
 
 
 class on:
@@ -144,6 +159,9 @@ def joined() -> None:
     _waits.clear()
     _counts.clear()
     _watcher = _Watcher(dist.get_rank())
+    store = process_groups.default_store()
+    store.set(_ADDRESSES.format(_watcher.rank), json.dumps(silence.own_addresses()))
+    _watcher.home = silence.addresses_of(process_groups.host_of(store))
     threading.Thread(target=_watcher.run, name="shardfn-waiting", daemon=True).start()
 
 
@@ -331,12 +349,13 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
 
 
 def _read(store: Any, ranks: Iterable[int]) -> dict[int, State]:
-    keys = {rank: _KEY.format(rank) for rank in ranks}
-    there = [rank for rank, key in keys.items() if store.check([key])]
-    return {
-        rank: json.loads(text)
-        for rank, text in zip(there, store.multi_get([keys[rank] for rank in there]) if there else [], strict=True)
-    }
+    return {rank: json.loads(text) for rank, text in _texts(store, _KEY, ranks).items()}
+
+
+def _texts(store: Any, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
+    """What each of these ranks has set under a key, if it has."""
+    there = [rank for rank in ranks if store.check([key.format(rank)])]
+    return dict(zip(there, store.multi_get([key.format(rank) for rank in there]) if there else [], strict=True))
 
 
 # --- the thread that looks ---
@@ -357,6 +376,7 @@ class _Watcher:
         vain: what was given up.
         suspects: the waits that seem to be in vain, with the beat of each rank when they first did.
         store: this thread's own way to the store: one that is used by a blocked thread is blocked, too.
+        home: the addresses of the host that has the store.
         looks: is held while it looks.
     """
 
@@ -370,6 +390,7 @@ class _Watcher:
     vain: Vain = field(default_factory=dict)
     suspects: tuple[Any, dict[int, int]] = ((), {})
     store: Any = None
+    home: frozenset[str] = frozenset()
     looks: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self) -> None:
@@ -394,12 +415,47 @@ class _Watcher:
         self.since = since
         stuck = {thread: wait for thread, wait in waits.items() if now - since[thread][1] >= PATIENCE}
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
+        if any(now - began >= TICK for _, began in since.values()) and self.vanished(stuck):
+            return
         if stuck or self.told:
             self.tell(stuck)
         if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
             self.think(stuck, now)
 
+    def vanished(self, stuck: dict[int, on]) -> bool:
+        """Gives up what waits for a host that does not answer any more; whether the store cannot be asked now."""
+        quiet = silence.quiet_hosts(silence.readings())
+        gone = {address for address, seconds in quiet.items() if seconds >= silence.SILENCE} if stuck else set()
+        unreachable = bool(self.home & quiet.keys())
+        if self.home & gone:
+            self.hang_up(self.home & gone, "the host of the store by which the ranks have met", quiet, stuck)
+        elif gone and not unreachable:
+            ranks = sorted({rank for wait in stuck.values() for rank in _ranks(wait)} - {self.rank})
+            away = {rank: there & gone for rank, there in self.addresses(ranks).items() if there & gone}
+            if away:
+                self.hang_up(set().union(*away.values()), f"the host of {ranks_named([*away])}", quiet, stuck)
+        return unreachable
+
+    def addresses(self, ranks: list[int]) -> dict[int, set[str]]:
+        """Those by which ranks are connected to others."""
+        return {rank: set(json.loads(text)) for rank, text in _texts(self.reach(), _ADDRESSES, ranks).items()}
+
+    def hang_up(self, lost: Set[str], whose: str, quiet: dict[str, float], stuck: dict[int, on]) -> None:
+        """Wakes the threads that wait, with an error, and ends what connects this process to these hosts."""
+        said = f"{whose}, {', '.join(sorted(lost))}, has not answered for {min(quiet[one] for one in lost):.0f} s"
+        for thread, wait in stuck.items():
+            if not wait.verdict:
+                wait.verdict = (
+                    f"rank {self.rank} waited in vain for {_named_wait(wait, thread)}: {said}. "
+                    f"It has gone, or the network between has"
+                )
+                _log.error("%s", wait.verdict)
+        silence.hang_up(lost)
+        for group in {wait.group for wait in stuck.values() if wait.ranks is None}:
+            process_groups.break_group(process_groups.group_of(group))
+
     def reach(self) -> Any:
+        """This thread's own way to the store."""
         if self.store is None:
             self.store = process_groups.default_store().clone()
         return self.store

@@ -1,0 +1,97 @@
+"""Two hosts with a slow link between them, made out of network namespaces of this machine.
+
+Making them takes root, or `CAP_SYS_ADMIN` and `CAP_NET_ADMIN`, and `ip` and `tc` of iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HOSTS = {"shardfn-a": "10.231.77.1", "shardfn-b": "10.231.77.2"}
+LINK = "shardfn-link"
+HEADERS = 14 + 20 + 32  # bytes of Ethernet, IPv4 and TCP with its timestamps, before what a packet carries
+
+
+@contextlib.contextmanager
+def hosts(command: str) -> Iterator[None]:
+    """Two namespaces with a link of 1 Gbit/s between them, while the block runs; what runs there is killed after it.
+
+    Raises:
+        SystemExit: this process may not make them, or has no tools to; `command` is what it says cannot run.
+    """
+    try:
+        _remove()
+        first, second = HOSTS
+        for name in HOSTS:
+            _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", LINK, "netns", first, "type", "veth", "peer", "name", LINK, "netns", second)
+        for name, address in HOSTS.items():
+            _run(*inside(name), "ip", "address", "add", f"{address}/24", "dev", LINK)
+            _run(*inside(name), "ip", "link", "set", LINK, "mtu", "9000", "up")
+            _run(*inside(name), "ip", "link", "set", "lo", "up")
+            shape = ("root", "tbf", "rate", "1gbit", "burst", "256kb", "latency", "50ms")
+            _run(*inside(name), "tc", "qdisc", "add", "dev", LINK, *shape)
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = getattr(error, "stderr", "") or str(error)
+        with contextlib.suppress(OSError):
+            _remove()
+        raise SystemExit(
+            f"{command} needs network namespaces, which this process may not make ({told.strip()}): run it as "
+            f"root, in a container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, with iproute2 installed"
+        ) from None
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by which it would end without a farewell
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _remove()
+
+
+def inside(host: str) -> tuple[str, ...]:
+    """What to put before a command for it to run on a host."""
+    return "ip", "netns", "exec", host
+
+
+def link(host: str, state: str) -> None:
+    """Sets a host's end of the link `"up"` or `"down"`."""
+    _run(*inside(host), "ip", "link", "set", LINK, state)
+
+
+def kill(host: str) -> None:
+    """Kills all that runs on a host, at once."""
+    found = subprocess.run(("ip", "netns", "pids", host), check=False, capture_output=True, text=True)
+    for process in map(int, found.stdout.split()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def environment() -> dict[str, str]:
+    """The variables of a process that runs on a host: one thread a rank, and the link for gloo."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK, "TP_SOCKET_IFNAME": LINK}
+
+
+def crossed() -> tuple[int, int]:
+    """Bytes that went over this host's end of the link so far, both ways: all, and without the packets' headers."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == LINK:
+            counts = [int(number) for number in numbers.split()]
+            whole, packets = counts[0] + counts[8], counts[1] + counts[9]
+            return whole, whole - packets * HEADERS
+    raise RuntimeError(f"there is no {LINK} here")
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _remove() -> None:
+    for name in HOSTS:
+        kill(name)
+        subprocess.run(("ip", "netns", "delete", name), check=False, capture_output=True)
