@@ -26,10 +26,10 @@ def peak_of(name: str) -> float | None:
 
 
 def tokens_of(batch: Any, places: int) -> int:
-    """Tokens of a step on all ranks: the elements of the largest tensor of integers in a batch; 0 if it has none."""
-    leaves = optree.tree_leaves(batch)
-    kinds = (torch.int16, torch.int32, torch.int64)
-    return places * max((x.numel() for x in leaves if isinstance(x, Tensor) and x.dtype in kinds), default=0)
+    """Tokens of a step on all ranks: the elements of the largest matrix of integers in a batch; 0 if it has none."""
+    matrices = [x for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 2]
+    kinds = (torch.uint8, torch.int16, torch.int32, torch.int64)
+    return places * max((x.numel() for x in matrices if x.dtype in kinds), default=0)
 
 
 class Figures:
@@ -48,15 +48,20 @@ class Figures:
         self.peak = peak_of(torch.cuda.get_device_name()) if peak is None and self.gpu else peak
         self.tokens = 0
         self.before = time.perf_counter()
+        self.took: dict[int, float] = {}  # seconds of steps whose metrics have not been read
 
     def restart(self) -> None:
         """What has happened since the last step was not a part of the next one."""
         self.before = time.perf_counter()
 
-    def of(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The figures of a step whose metrics have just been read."""
+    def launched(self, step: int) -> None:
+        """A step has been launched. The host is never more than two ahead, so this is how long one takes."""
         now = time.perf_counter()
-        seconds, self.before = max(now - self.before, 1e-9), now
+        self.took[step], self.before = max(now - self.before, 1e-9), now
+
+    def of(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """The figures of a step whose metrics have just been read."""
+        seconds = self.took.pop(step)
         found = {"seconds": seconds}
         tokens = metrics.get("tokens", self.tokens)
         if tokens:

@@ -258,6 +258,7 @@ def _stepped(going: _Going, state: Any, n: int, rows: Any, first: bool) -> Any:
         going.figures.tokens = tokens_of(batch, going.figures.places)
     going.late.put(n + 1, metrics)
     _read(going, n + 1 - STEPS)
+    going.figures.launched(n + 1)
     return state
 
 
@@ -266,7 +267,7 @@ def _read(going: _Going, until: int) -> None:
         wrong = wrong_metrics(metrics)
         if wrong and going.bad is None:
             going.bad = step, " and ".join(wrong)
-        going.tell(step, metrics, going.figures.of(metrics))
+        going.tell(step, metrics, going.figures.of(step, metrics))
 
 
 def _due(going: _Going, step: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,16 @@ def test_figures_of_a_step_are_reported() -> None:
         assert one["tflops"] * one["seconds"] == pytest.approx(1e-3)
         assert one["mfu"] == pytest.approx(one["tflops"])
         assert 0.01 < one["memory_gib"] < 100
+
+
+def test_each_step_is_said_to_take_what_it_took_however_late_its_metrics_are_read() -> None:
+    told: list[float] = []
+
+    def step(state: int, batch: Any) -> Any:
+        time.sleep(0.02)
+        return state, {"loss": 1.0}
+
+    began = time.perf_counter()
+    sf.run.loop(step, 0, range(5), steps=5, report=lambda _, metrics: told.append(metrics["seconds"]))
+    assert min(told) >= 0.02
+    assert sum(told) <= time.perf_counter() - began
