@@ -169,6 +169,12 @@ def _new_nccl(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
 _made_up = {"fake"}  # backends
 
 
+def between_processes() -> bool:
+    """Whether the world's ranks are processes that can meet, and not made up, or threads, as in tests."""
+    config = str(dist.get_backend_config())
+    return any(kind in config for kind in ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "undefined"))
+
+
 def made_up() -> bool:
     """Whether the other ranks of the world are none: this process says that it is one of many, and nothing moves."""
     world = dist.group.WORLD

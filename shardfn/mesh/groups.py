@@ -98,7 +98,7 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
     Raises:
         RuntimeError: this torch has no gloo, which moves CPU tensors.
     """
-    if not between_processes():
+    if not process_groups.between_processes():
         return group_over(ranks)
     if not dist.is_gloo_available():
         raise RuntimeError(
@@ -122,12 +122,6 @@ def groups_of_steps(ranks: list[int]) -> list[dist.ProcessGroup]:
 
 
 def _made(ranks: list[int], use: str, name: str, backend: str | None) -> dist.ProcessGroup:
-    if between_processes():
+    if process_groups.between_processes():
         waiting.meet(name, ranks, "the making of a group", use or "axes")
     return process_groups.new_group(ranks, name, backend)
-
-
-def between_processes() -> bool:
-    """Whether the world's ranks are processes that can meet, and not made up, or threads, as in tests."""
-    config = str(dist.get_backend_config())
-    return any(kind in config for kind in ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "undefined"))

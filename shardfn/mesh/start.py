@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardfn.compat import process_groups
 from shardfn.mesh import joining, launchers, waiting
-from shardfn.mesh.groups import between_processes, world_of_thread
+from shardfn.mesh.groups import world_of_thread
 from shardfn.mesh.lives import agents_store, store_of_this_life
 from shardfn.mesh.rollcall import Card, local_rank, roll_call, say_wrong
 
@@ -62,7 +62,7 @@ def start_distributed(device: str = "cpu", timeout: timedelta | None = None) -> 
             f"{process_groups.default_store().timeout.total_seconds():g} s: pass it to the first make_mesh, or to "
             f"init_process_group"
         )
-    if not between_processes():
+    if not process_groups.between_processes():
         return ()
     cards = _cards(device)
     choose_device(device, local_rank(dist.get_rank(), cards))

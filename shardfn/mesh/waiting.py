@@ -150,7 +150,7 @@ def along(group: str, axes: str) -> None:
 def joined() -> None:
     """This process has entered a world, whose ranks may come to wait for each other: somebody looks after them."""
     global _watcher
-    if dist.get_world_size() == 1 or dist.get_backend() == "fake" or process_groups.worlds_of_threads():
+    if dist.get_world_size() == 1 or not process_groups.between_processes():
         return
     if _watcher is None:
         atexit.register(_leave)

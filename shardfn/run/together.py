@@ -22,7 +22,7 @@ from shardfn.collectives.agree import agree, gathered
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of, per_mesh, sizes
-from shardfn.mesh.groups import between_processes, cpu_group
+from shardfn.mesh.groups import cpu_group
 from shardfn.run.feeding import Copier, Copy
 from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
 
@@ -126,7 +126,11 @@ def together(batches: Generator[Read], start: int, who: Peers, device: torch.dev
             other rows than those that stand at the same place.
         RuntimeError: another rank failed to read its batch. The rank that failed raises its own error.
     """
-    copier, seen, number = Copier(device), _Seen(len(who.places) > 1 and between_processes()), _number(who)
+    copier, seen, number = (
+        Copier(device),
+        _Seen(len(who.places) > 1 and process_groups.between_processes()),
+        _number(who),
+    )
     with contextlib.closing(batches):
         this, said = _took(batches, start, who, seen, copier, number)
         for step in itertools.count(start):
@@ -169,7 +173,7 @@ def _took(
             one = Read(one.state, copier.start(one.batch))
     except Exception as error:
         one = Read(State.FAILED, error=error)
-    if len(who.places) == 1 or not between_processes():
+    if len(who.places) == 1 or not process_groups.between_processes():
         return one, None
     return one, _say([number, step, one.state, shapes, seen.digest if seen.looking else 0, len(seen.rows)], who)
 

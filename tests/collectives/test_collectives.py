@@ -654,11 +654,15 @@ class TestDebugging:
         assert debugging == before
 
     @pytest.mark.parametrize(
-        ("said", "memory", "collectives"),
-        [("", 0, 0), ("0", 0, 0), ("1", 1, 1), ("all", 1, 1), ("memory", 1, 0), (" Collectives ,memory", 1, 1)],
-    )
-    def test_the_environment_switches_it_on(self, said: str, memory: bool, collectives: bool) -> None:
-        assert by_environment(said) == {"memory": bool(memory), "collectives": bool(collectives)}
+        ("said", "on"),
+        [
+            ("", set()), ("0", set()), ("1", {"memory", "collectives", "nan"}),
+            ("all", {"memory", "collectives", "nan"}), ("memory", {"memory"}),
+            (" Collectives ,memory", {"memory", "collectives"}), ("nan", {"nan"}),
+        ],
+    )  # fmt: skip
+    def test_the_environment_switches_it_on(self, said: str, on: set[str]) -> None:
+        assert {name for name, switched in by_environment(said).items() if switched} == on
 
     def test_a_word_that_means_nothing_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="SHARDFN_DEBUG='memroy': memroy is nothing"):

@@ -172,11 +172,13 @@ def unequal(what: str) -> str:
 @pytest.mark.world(2)
 def test_ranks_that_are_given_different_things_say_so(world: World, what: str) -> None:
     first, second = world.run(unequal, what)
-    assert "differ between ranks" in first
-    assert "differ between ranks" in second or what in ("one alone is wrong", "source fails")
-    if what == "source fails":
-        assert "the disk is gone" in first
-        assert "OSError" in second
+    if what in ("one alone is wrong", "source fails"):
+        assert first.startswith("ValueError: sf.run.batches: rank 1 failed: ")
+        assert ("cannot be cut into equal parts" if what == "one alone is wrong" else "the disk is gone") in first
+        assert "batch=3" in second or "OSError" in second
+    else:
+        assert "differ between ranks" in first
+        assert "differ between ranks" in second
 
 
 def negative_step() -> str:

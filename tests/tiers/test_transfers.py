@@ -21,7 +21,7 @@ from shardfn.tiers import copying, streaming, tensors, transfers
 from shardfn.tiers.ahead import Ahead
 from shardfn.tiers.files import File
 from shardfn.tiers.leaving import Leaving
-from shardfn.tiers.transfers import Buffers, reading
+from shardfn.tiers.transfers import Buffers, reading, writing
 from tests.tiers.setting import Held, disk, failing, late, refusing_direct
 
 DTYPES = [
@@ -52,9 +52,28 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def read(x: Tensor) -> Tensor:
+    """All of it in one transfer."""
+    one = reading(x)
+    assert one is not None
+    try:
+        one.wait()
+        return one.values.clone()
+    finally:
+        one.give_back()
+
+
+def write(x: Tensor, values: Tensor) -> None:
+    one = writing(x, values)
+    try:
+        one.wait()
+    finally:
+        one.give_back()
+
+
 def kept(file: File, values: Tensor) -> Tensor:
     made = tensors.empty(tuple(values.shape), values.dtype, file)
-    copying.copy_(made, values)
+    write(made, values)
     return made
 
 
@@ -233,12 +252,12 @@ def test_a_disk_that_hangs_is_given_up_and_its_memory_is_nobody_elses(
     with disk(held):
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match=r"has taken more than 0.1 s.*SHARDFN_DISK_TIMEOUT"):
-            copying.read(there)
+            read(there)
         assert time.monotonic() - begin < 5
         lent = spare(fresh)
         held.go.set()
         wait_for(lambda: spare(fresh) == lent + transfers.UNIT)
-    assert copying.read(there).equal(drawn(5000))
+    assert read(there).equal(drawn(5000))
 
 
 def test_a_place_is_nobody_elses_while_a_write_to_it_is_under_way(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +265,7 @@ def test_a_place_is_nobody_elses_while_a_write_to_it_is_under_way(file: File, mo
     monkeypatch.setenv("SHARDFN_DISK_TIMEOUT", "0.1")
     with disk(held):
         with pytest.raises(RuntimeError, match="has taken more than"):
-            copying.copy_(there, drawn(5000, seed=1))
+            write(there, drawn(5000, seed=1))
         before = file.nbytes
         del there
         gc.collect()
@@ -254,7 +273,7 @@ def test_a_place_is_nobody_elses_while_a_write_to_it_is_under_way(file: File, mo
         other = tensors.empty((5000,), torch.float64, file, zeros=True)
         assert file.nbytes == before + 40960
         held.go.set()
-        copying.copy_(other, drawn(5000, seed=2))
+        write(other, drawn(5000, seed=2))
     assert other.equal(drawn(5000, seed=2))
     wait_for(lambda: free(file, 40960) == 1)
 
@@ -262,7 +281,7 @@ def test_a_place_is_nobody_elses_while_a_write_to_it_is_under_way(file: File, mo
 def test_a_time_out_of_the_system_is_told_as_such(file: File) -> None:
     there = kept(file, drawn(50))
     with disk(failing("read", number=errno.ETIMEDOUT)), pytest.raises(RuntimeError, match="Connection timed out"):
-        copying.read(there)
+        read(there)
 
 
 @pytest.mark.parametrize("said", ["soon", "0", "-1", "nan"])
