@@ -22,11 +22,13 @@ LOADED = {
 
 # The files that take longest: several workers begin with them, so that in the end none waits long for another.
 LONG = (
+    "examples/test_launch", "mesh/test_launchers",
     "optim/test_optim", "stages/test_compiled_step", "test_random_programs", "collectives/test_transforms",
     "interop/test_loading", "test_documents", "stages/test_stage", "interop/test_functional",
     "stages/test_stage_hidden", "parallel/test_meshes", "mesh/test_mesh", "stages/test_stage_transforms",
     "examples/test_train_lm", "stages/test_chaos", "checkpoint/test_checkpoint", "collectives/test_collectives",
     "shards/test_strategies", "interop/test_tensor", "checkpoint/test_crash", "mesh/test_waiting",
+    "transforms/test_fitting", "translate/test_translate", "run/test_elastic",
     "testing/test_processes", "stages/test_residency", "examples/test_finetune_hf", "stages/test_skip",
     "test_mutants", "parallel/test_pipeline", "stages/test_stage_dtypes", "stages/test_stage_ranks",
     "checkpoint/test_huggingface", "interop/test_behaviour", "examples/test_image_classifier",

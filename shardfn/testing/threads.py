@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 
+import torch
 import torch.distributed as dist
 
 from shardfn.compat import dynamo, process_groups
@@ -36,6 +37,7 @@ class Threads:
             RuntimeError: a thread of an earlier run that hung is still running.
         """
         _wait_for_strays()
+        _settle_mkl()
         dynamo.free_graphs()
         with state.borrowed(), process_groups.threaded_groups():
             state.reset()
@@ -43,6 +45,13 @@ class Threads:
 
     def close(self) -> None:
         """Nothing outlives a run."""
+
+
+def _settle_mkl() -> None:
+    # MKL finds out at its first call which processor this is; of two threads whose calls are the first, at once, one
+    # may get half of the digits.
+    for dtype in (torch.float32, torch.float64):
+        torch.ones(8, dtype=dtype).sin()
 
 
 class _Run:

@@ -191,14 +191,3 @@ def test_ray_trains(tmp_path: Path) -> None:
     assert "held-out files" in ran.stdout + ran.stderr
     assert (tmp_path / "out/loss.png").stat().st_size > 1000
     assert not re.search(r"Warning:", ran.stdout + ran.stderr), "no warnings of Python's"
-
-
-def test_srun_trains(tmp_path: Path) -> None:
-    """The program itself, once, on two tasks."""
-    job = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "localhost"}
-    command = [sys.executable, "tests/fake_srun.py", "--ntasks=2", sys.executable, "-m", "examples.train_lm"]
-    command += ["--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
-    ran = subprocess.run(command, env=clean(job), cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert ran.returncode == 0, ran.stderr
-    assert re.fullmatch(r"(step 1/1  loss [^\n]*\n)+", ran.stderr), ran.stderr
-    assert "held-out files" in ran.stdout

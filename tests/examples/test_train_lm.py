@@ -144,7 +144,7 @@ def test_an_interrupted_run_ends_where_it_would_have(tmp_path: Path) -> None:
 
 
 SMALL: dict[str, Any] = {"width": 16, "heads": 2, "layers": 2, "hidden": 24, "context": 32}
-MANY = 90  # steps, of which most are still to come when a process is killed for the last time
+MANY = 60  # steps, of which most are still to come when a process is killed for the last time
 PROGRAM = f"""
 import functools, torch
 from examples import train_lm
@@ -178,19 +178,17 @@ def test_a_killed_process_restarts_the_run_which_ends_at_the_same_loss(tmp_path:
         env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        for at in (6, 15):
-            end = time.monotonic() + 100
-            while not any(int(one.name[5:]) >= at for one in checkpoints.glob("step-*")):
-                assert time.monotonic() < end
-                assert run.poll() is None, run.communicate()[1]
-                time.sleep(0.02)
-            victims = workers(run.pid)
-            os.kill(victims[at % len(victims)], signal.SIGKILL)
+        end = time.monotonic() + 100
+        while not any(int(one.name[5:]) >= 6 for one in checkpoints.glob("step-*")):
+            assert time.monotonic() < end
+            assert run.poll() is None, run.communicate()[1]
+            time.sleep(0.02)
+        os.kill(workers(run.pid)[-1], signal.SIGKILL)
         out, error = run.communicate(timeout=200)
     finally:
         run.kill()
     assert run.returncode == 0, error
-    assert error.count("Sending process") >= 2, error  # it was started anew twice
+    assert "Sending process" in error, error  # it was started anew
     assert f"held-out files: {wanted / math.log(2):.3f} bits per byte" in out.splitlines()
 
 
