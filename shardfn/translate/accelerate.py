@@ -402,7 +402,7 @@ ACCELERATOR: Table = {
             "rng_types",
             "kwargs_handlers",
         ],
-        yours("the loop, its data and what it logs are yours"),
+        yours("what sf.run.batches and sf.run.loop are given: docs/data.md, docs/loop.md"),
     ),
     "dynamo_backend": missing("compile= of functional", "None", "no"),
     "dynamo_plugin": missing("compile= of functional", "None"),

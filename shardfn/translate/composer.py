@@ -12,7 +12,7 @@ from shardfn.translate.facts import TranslateError
 from shardfn.translate.meanings import Meaning, Table, Whole, always, apply, flag, meant, missing, sets, yours
 from shardfn.translate.values import dtype, is_open, number, pair, shown, whole, whole_or_all, word
 
-_LOOP = yours("the loop is yours")
+_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/loop.md")
 _DATA = yours("the data, the model and the tokenizer are yours")
 
 
@@ -181,7 +181,12 @@ def _precision(draft: Draft, key: str, value: Any) -> None:
 
 def _micro(draft: Draft, key: str, value: Any) -> None:
     if word(value) == "AUTO":
-        draft.row(key, value, "open", "the largest that fits is found by hand: the rows of a micro-batch")
+        draft.row(
+            key,
+            value,
+            "open",
+            'sf.accumulate(loss, batch, micro="auto") finds it, for a loss that is a sum: docs/fitting.md',
+        )
     else:
         meant(draft, key, value, sets("rows of a micro-batch on one rank", micro_batch=whole))
 
@@ -308,13 +313,13 @@ CONFIG: Table = {
     "algorithms": Whole(_algorithms),
     "optimizer": Whole(_optimizer),
     "scheduler": Whole(lambda draft, key, value: _scheduler(draft, key, value, draft.get("total"))),
-    "max_duration": Meaning("yours", "steps of the loop, and of the schedule", {}),
+    "max_duration": Meaning("yours", "steps= of sf.run.loop, and of the schedule", {}),
     "save_num_checkpoints_to_keep": sets(
         "keep= of checkpoint.save", keep=lambda k, v: whole_or_all(k, v), save="sharded"
     ),
     "seed": yours("torch.manual_seed, the same on all ranks until parameters are placed"),
     "deterministic_mode": yours("torch.use_deterministic_algorithms(True)"),
-    "dist_timeout": yours("init_process_group(timeout=...) before make_mesh"),
+    "dist_timeout": yours("timeout= of make_mesh"),
     "ddp_sync_strategy": always("gradients are summed over replicas once, after the last micro-batch"),
     "device": yours("make_mesh takes the accelerator"),
     "compile_config": missing("compile= of functional: torch.compile's arguments", "None"),
@@ -332,7 +337,7 @@ CONFIG: Table = {
             "load_exclude_algorithms",
             "autoresume",
         ],
-        yours("checkpoint.load(path, like, ignore=[...], strict=...), checkpoint.latest"),
+        yours("resume= of sf.run.loop, or checkpoint.load(path, like, ignore=[...], strict=...)"),
     ),
     **dict.fromkeys(
         [
@@ -345,7 +350,7 @@ CONFIG: Table = {
             "save_ignore_keys",
             "save_metrics",
         ],
-        yours("when and where checkpoint.save is called"),
+        yours("save=, every= and keep= of sf.run.loop, or checkpoint.save"),
     ),
     **dict.fromkeys(
         [
@@ -374,15 +379,15 @@ CONFIG: Table = {
         _DATA,
     ),
     "optimizers": missing("of Python's: so.adamw and others", "None"),
+    "eval_interval": yours("evaluate=(function, steps) of sf.run.loop"),
+    "callbacks": yours("functions: report= and evaluate= of sf.run.loop"),
+    "loggers": yours("report= of sf.run.loop: sf.run.jsonl, sf.run.tensorboard, a function"),
+    "progress_bar": yours("report= of sf.run.loop: sf.run.progress() is what it does by itself"),
     "schedulers": missing("of Python's: so.warmup_cosine and others", "None"),
     **dict.fromkeys(
         [
             "algorithm_passes",
-            "eval_interval",
-            "callbacks",
-            "loggers",
             "run_name",
-            "progress_bar",
             "log_to_console",
             "console_stream",
             "console_log_interval",

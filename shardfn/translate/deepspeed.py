@@ -617,7 +617,7 @@ CONFIG: Table = {
     "quantize_training": _COMPRESSED,
     "weight_quantization": _COMPRESSED,
     "nebula": missing("checkpoint.save_async", "{}", "{'ENABLED': FALSE}"),
-    "dataloader_drop_last": yours("the data are yours"),
+    "dataloader_drop_last": yours('last="drop" of sf.run.batches'),
     "data_parallel_group": missing("the mesh's axes are the groups", "None"),
     "disable_python_gc": yours("gc.disable() where you want it"),
     "managed_gradient_accumulation": always("sf.accumulate is one call"),

@@ -12,8 +12,8 @@ from shardfn.translate.meanings import By, Meaning, Table, Whole, always, apply,
 from shardfn.translate.values import dtype, is_open, number, shown, whole, word
 
 _START = yours("starting processes: torchrun")
-_LOOP = yours("the loop is yours")
-_PATIENCE = yours("init_process_group(timeout=...) before make_mesh, which then uses it")
+_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/loop.md")
+_PATIENCE = yours("timeout= of make_mesh")
 
 
 def _remat_policy(draft: Draft, key: str, value: Any) -> None:
@@ -321,36 +321,37 @@ TRAINER: Table = {
     "accelerator": By({"CPU": sets('device="cpu" of make_mesh', cpu=True)}, yours("make_mesh takes the accelerator")),
     "deterministic": yours("torch.use_deterministic_algorithms(True)"),
     "benchmark": yours("torch.backends.cudnn.benchmark"),
-    "detect_anomaly": yours("torch.autograd.set_detect_anomaly(True)"),
-    "use_distributed_sampler": yours("torch's sampler, with num_replicas and rank of the data axes"),
+    "detect_anomaly": yours("sf.debug(nan=True), or torch.autograd.set_detect_anomaly(True)"),
+    "use_distributed_sampler": yours("sf.run.batches(source, mesh, DATA, batch, seed)"),
     "inference_mode": yours("torch.no_grad()"),
     "plugins": missing("precision and checkpoints have arguments of their own", "None", "[]"),
+    "max_steps": yours("steps= of sf.run.loop"),
+    "max_time": yours("limit= of sf.run.loop"),
+    "max_epochs": yours("epochs= of sf.run.batches, or steps= of sf.run.loop"),
+    **dict.fromkeys(
+        ["logger", "loggers"], yours("report= of sf.run.loop: sf.run.jsonl, sf.run.tensorboard, a function")
+    ),
+    "enable_progress_bar": yours("report= of sf.run.loop: sf.run.progress() is what it does by itself"),
+    "callbacks": yours("functions: report= and evaluate= of sf.run.loop"),
+    **dict.fromkeys(["enable_checkpointing", "default_root_dir"], yours("save= and every= of sf.run.loop")),
+    **dict.fromkeys(
+        ["val_check_interval", "check_val_every_n_epoch"], yours("evaluate=(function, steps) of sf.run.loop")
+    ),
     **dict.fromkeys(
         [
-            "logger",
-            "loggers",
-            "callbacks",
             "fast_dev_run",
-            "max_epochs",
             "min_epochs",
-            "max_steps",
             "min_steps",
-            "max_time",
             "limit_train_batches",
             "limit_val_batches",
             "limit_test_batches",
             "limit_predict_batches",
-            "val_check_interval",
-            "check_val_every_n_epoch",
             "num_sanity_val_steps",
             "log_every_n_steps",
-            "enable_checkpointing",
-            "enable_progress_bar",
             "enable_model_summary",
             "profiler",
             "barebones",
             "reload_dataloaders_every_n_epochs",
-            "default_root_dir",
             "enable_autolog_hparams",
             "model_registry",
             "overfit_batches",
