@@ -328,9 +328,7 @@ TRAINER: Table = {
     "max_steps": yours("steps= of sf.run.loop"),
     "max_time": yours("limit= of sf.run.loop"),
     "max_epochs": yours("epochs= of sf.run.batches, or steps= of sf.run.loop"),
-    **dict.fromkeys(
-        ["logger", "loggers"], yours("report= of sf.run.loop: sf.run.jsonl, sf.run.tensorboard, a function")
-    ),
+    **dict.fromkeys(["logger", "loggers"], yours("report= of sf.run.loop: sf.run.jsonl, a function, ...")),
     "enable_progress_bar": yours("report= of sf.run.loop: sf.run.progress() is what it does by itself"),
     "callbacks": yours("functions: report= and evaluate= of sf.run.loop"),
     **dict.fromkeys(["enable_checkpointing", "default_root_dir"], yours("save= and every= of sf.run.loop")),
