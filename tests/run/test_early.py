@@ -82,7 +82,12 @@ def test_an_evaluation_that_fails_costs_no_steps(tmp_path: Path) -> None:
 
 def test_time_for_an_evaluation_is_left_where_one_comes_next(monkeypatch: pytest.MonkeyPatch) -> None:
     needs: list[float] = []
-    monkeypatch.setattr(interrupts.Interrupts, "reason", lambda self, seconds: needs.append(seconds) or 0)
+
+    def reason(self: interrupts.Interrupts, seconds: float) -> int:
+        needs.append(seconds)
+        return 0
+
+    monkeypatch.setattr(interrupts.Interrupts, "reason", reason)
     monkeypatch.setattr("shardfn.run.looping.time", SimpleNamespace(monotonic=iter(range(0, 10**6, 100)).__next__))
     run(5, evaluate=(state_of, 2))
     # Steps and evaluations take 100 s each; at 2 and 4 it is asked twice, and at 2 no evaluation has been measured.
@@ -110,7 +115,7 @@ def test_after_a_run_that_ended_early_no_other_is_kept(tmp_path: Path) -> None:
     assert "the run before this one has ended early" in told(lambda: run(4, save=tmp_path / "c"))
 
 
-def two(folder: Path) -> list[str]:
+def two(folder: Path) -> str:
     mesh = mesh_here()
 
     def stop(n: int) -> None:
