@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import shardfn as sf
-from examples.run import files, joined, stretches
+from examples.run import end, files, joined, stretches
 from examples.train_lm import DATA, Config, init, loss_fn, optimizer
 from shardfn import P
 
@@ -28,8 +28,11 @@ SCHEDULE = 2000  # steps of the learning rate's cosine; the run is ended before
 EVERY = 10  # steps between checkpoints
 
 
-def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> None:
-    """Steps until there is a file `stop`, or this many were taken; rank 0 writes a line about each."""
+def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> sf.run.Run:
+    """Steps until there is a file `stop`, or this many were taken; rank 0 writes a line about each.
+
+    When it is found, that file is called `stopped`.
+    """
     torch.set_num_threads(1)
     mesh = sf.make_mesh(replica=-1, shard=shard, device="cpu")
     text = stretches(joined(files(Path(json.__file__).parent, "*.py")[0]), CONFIG.context + 1)
@@ -45,7 +48,7 @@ def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> None:
 
     def step(state: Any, rows: Tensor) -> Any:
         if stop.exists() and mesh.get_rank() == 0:
-            stop.unlink()
+            stop.rename(folder / "stopped")
             os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(pace)
         return trained(state, rows)
@@ -56,7 +59,8 @@ def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> None:
 
     params = sf.shard(init(CONFIG, 0), mesh, sf.hybrid_shard("shard", "replica"))
     state = {"model": params, "optimizer": opt.init(params)}
-    sf.run.loop(step, state, batches, steps=until, save=folder / "checkpoints", every=EVERY, keep=2, report=[report])
+    saves: dict[str, Any] = {"save": folder / "checkpoints", "every": EVERY, "keep": 2}
+    return sf.run.loop(step, state, batches, steps=until, report=[report], **saves)[1]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -72,7 +76,9 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.0, help="seconds that each step waits")
     parser.add_argument("--shard", type=int, default=2, help="ranks along this axis (default: %(default)s)")
     args = parser.parse_args()
-    train(args.folder, args.until, args.pace, args.shard)
+    run = train(args.folder, args.until, args.pace, args.shard)
+    if not (args.folder / "stopped").exists():
+        end(run)
 
 
 if __name__ == "__main__":

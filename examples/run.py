@@ -9,6 +9,7 @@ import json
 import math
 import os
 import resource
+import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -130,6 +131,12 @@ def fit(
     counted, state = Counted(step), {"model": params, "optimizer": optimizer.init(params)}
     state, run = sf.run.loop(counted, state, batches, steps=steps, evaluate=evaluate, report=report)
     return state["model"], run, counted.log
+
+
+def end(run: sf.run.Run) -> None:
+    """Ends the program of a run that has to go on, so that torchrun and schedulers start it again."""
+    if run.ended != "finished":
+        sys.exit(os.EX_TEMPFAIL)
 
 
 def curve(run: sf.run.Run, name: str = "loss") -> list[float]:

@@ -8,7 +8,7 @@ summed over `replica` on the shard only. AdamW touches this rank's shards and no
 and gathers otherwise; nothing else on this page changes. In the end one step's ledger is printed next to `formula`.
 
 With `--resume` it goes on from the newest checkpoint in `--out`, on whatever mesh it is started: a run whose processes
-die, and which `torchrun --max-restarts 3` starts again, ends at the same loss.
+die, and which `torchrun --max-restarts 3` starts again, ends at the same loss. One that SIGTERM ends has status 75.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardfn as sf
 import shardfn.optim as so
-from examples.run import Counted, Params, Reports, compare, corpus, hybrid_arguments, leave, stretches
+from examples.run import Counted, Params, Reports, compare, corpus, end, hybrid_arguments, leave, stretches
 from shardfn import P
 
 DATA = ("replica", "shard")  # the batch is cut over both: r x s ranks
@@ -207,7 +207,8 @@ def main() -> None:
     trained = train(
         config, mesh, corpus(), args.steps, args.seed, args.strategy, (shown, sf.run.jsonl(curve)), **args.saves
     )
-    if mesh.get_rank() == 0 and trained.run.ended == "finished":
+    end(trained.run)
+    if mesh.get_rank() == 0:
         compare(trained.log, trained.expected)
         # What is trained on shards speaks as whole parameters, without a mesh: it is the same function.
         whole, context = trained.params, config.context

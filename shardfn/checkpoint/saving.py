@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,7 @@ class Pending:
     Attributes:
         path: of the checkpoint.
         error: why it was not written, until `wait` has raised it; None if nothing is wrong so far.
+        ended: when it was over, on the clock of `time.monotonic`; None until then.
 
     Example:
         ``pending = save_async(path, state); ...; pending.wait()``
@@ -73,6 +75,7 @@ class Pending:
     def __init__(self, save: _Save, asks: Team) -> None:
         self.path, self.asks = save.path, asks
         self.error: Exception | None = None
+        self.ended: float | None = None
         self._save = save
         # A process that fails must not wait for it: others would wait for that process.
         self._thread = threading.Thread(target=self._write, name=f"checkpoint {self.path.name}", daemon=True)
@@ -87,6 +90,7 @@ class Pending:
             _log.error("the checkpoint %s was not written: %s", self.path, error)
         finally:
             self._save.forget()
+            self.ended = time.monotonic()
 
     def done(self) -> bool:
         """Whether it is over, written or failed. It does not wait."""

@@ -59,6 +59,11 @@ def world_of_thread() -> World:
     return found
 
 
+def worlds() -> list[World]:
+    """Those that this process knows."""
+    return list(_worlds.values())
+
+
 def forget_world() -> None:
     """This rank leaves its world."""
     _worlds.pop(id(dist.group.WORLD), None)

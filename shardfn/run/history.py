@@ -43,7 +43,7 @@ class Run:
         start: the step that it went on from; 0 of a new run.
         step: how many steps have been taken in all.
         ended: `"finished"` after the last step; `"preempted"` by a signal, or `"time"` before the limit, and then the
-            same call goes on from there.
+            program should end, with a status other than 0, and the same call in the next one goes on from there.
         metrics: name -> step -> value, of the steps taken here; steps count from 1. Those that `evaluate` gave are
             `eval/...`.
     """

@@ -14,12 +14,13 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 MARGIN = 2.0  # seconds for what is not measured
+REPEAT = 2.0  # seconds within which a signal comes from several sides: from the scheduler, and from torchrun
 _log = logging.getLogger("shardfn")
 _imported = time.monotonic()
 
 
 class Interrupts:
-    """While the block runs, the first signal asks for an end, and the second one does what it did before.
+    """While the block runs, the first signal asks for an end, and one that comes later does what it did before.
 
     Signals reach the main thread of a process; a run on another thread leaves them as they are.
 
@@ -29,7 +30,8 @@ class Interrupts:
 
     def __init__(self, limit: float | None) -> None:
         self.end = None if limit is None else process_start() + limit
-        self.signalled = False
+        self.signalled: float | None = None  # when
+        self._why = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -41,12 +43,14 @@ class Interrupts:
         self._restore()
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.signalled:
+        now = time.monotonic()
+        if self.signalled is None:
+            self.signalled = now
+            name = signal.Signals(number).name
+            _log.warning("%s: the run saves and ends; another one, %g s from now, ends it at once", name, REPEAT)
+        elif now - self.signalled > REPEAT:
             self._restore()
             os.kill(os.getpid(), number)
-            return
-        self.signalled = True
-        _log.warning("%s: the run saves and ends; another one ends it at once", signal.Signals(number).name)
 
     def _restore(self) -> None:
         for number, before in self._before.items():
@@ -54,18 +58,17 @@ class Interrupts:
                 signal.signal(number, before)
         self._before = {}
 
-    def reason(self, step: float, save: float) -> int:
-        """Why it should stop now, by its number in `REASONS`.
+    def reason(self, needs: float) -> int:
+        """Why it should stop now, by its number in `REASONS`. What was said once is never taken back.
 
         Args:
-            step: seconds that a step takes.
-            save: seconds that a checkpoint takes.
+            needs: seconds that it takes to stop.
         """
-        if self.signalled:
-            return 2
-        if self.end is not None and time.monotonic() + 3 * step + 1.5 * save + MARGIN > self.end:
-            return 1
-        return 0
+        if self.signalled is not None:
+            self._why = 2
+        elif self._why == 0 and self.end is not None and time.monotonic() + needs + MARGIN > self.end:
+            self._why = 1
+        return self._why
 
 
 def seconds_of(limit: float | timedelta | None, saves: bool) -> float | None:

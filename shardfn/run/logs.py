@@ -13,8 +13,9 @@ from typing import Any, TextIO
 class jsonl:
     """A report that appends a line of JSON for each step: `{"step": 12, "loss": 3.25, ...}`.
 
-    A run that goes on from a step first cuts off what the file has of later ones, so that no step is there twice. What
-    is not finite becomes `null`, since JSON has no such numbers.
+    A run that goes on from a step first cuts off what the file has of later ones, so that no step is there twice, and
+    what is evaluated again at that step replaces what there was. What is not finite becomes `null`,
+    since JSON has no such numbers.
 
     Args:
         path: of the file, which is made with its folder.
@@ -26,17 +27,24 @@ class jsonl:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: TextIO | None = None
+        self._start, self._at = 0, 0
+        self._there: dict[frozenset[str], str] = {}  # the lines of the step that it goes on from, by their names
 
     def begin(self, step: int, steps: int) -> None:
         """Opens the file, and cuts it off after a step."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b") as file:
             file.seek(0)
-            whole = 0
+            whole = self._at = 0
+            self._start, self._there = step, {}
             for line in file:
-                if not line.endswith(b"\n") or _step(line) > step:
+                if not line.endswith(b"\n") or (number := _step(line)) > step:
                     break
                 whole += len(line)
+                if number == step:
+                    self._there[frozenset(json.loads(line))] = line.decode()
+                else:
+                    self._at = whole
             file.truncate(whole)
         self._file = self.path.open("a")
 
@@ -44,7 +52,12 @@ class jsonl:
         """Appends a line."""
         assert self._file is not None, "`begin` comes first"
         known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **known}) + "\n")
+        line = json.dumps({"step": step, **known}) + "\n"
+        if step == self._start:
+            self._there[frozenset({"step", *known})] = line
+            self._file.truncate(self._at)
+            line = "".join(self._there.values())
+        self._file.write(line)
         self._file.flush()
 
     def end(self) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from shardfn.checkpoint.team import Team, team_of
-from shardfn.run.agreeing import REASONS, Exchange, Word, compare
+from shardfn.run.agreeing import REASONS, Exchange, Word, common, compare
 from shardfn.run.arguments import Asked, Evaluation, asked
+from shardfn.run.early import ended, refuse
 from shardfn.run.failing import Failing
 from shardfn.run.figures import Figures, tokens_of
-from shardfn.run.history import Run, Series
+from shardfn.run.going import Going
+from shardfn.run.history import Run
 from shardfn.run.interrupts import Interrupts
-from shardfn.run.late import STEPS, Late, checked
+from shardfn.run.late import STEPS, checked
 from shardfn.run.nonfinite import explain, wrong_metrics
 from shardfn.run.randomness import grids, place, seed_all
 from shardfn.run.reporting import Report, Reports
@@ -53,9 +54,10 @@ def loop(
     from `seed`, the step, and this rank's place among those that read other rows. On another number of ranks the rows
     are the same, and these random numbers are not.
 
-    SIGTERM and SIGUSR1 end it: all ranks stop after the same step, whichever got the signal, save, and return. A second
-    signal ends the process at once. The same happens before `limit`, in time for a checkpoint as long as the slowest
-    one was.
+    SIGTERM and SIGUSR1 end it: all ranks stop after the same step, whichever got the signal, save, and return. Another
+    signal ends the process at once, but for those that come within two seconds. The same happens before `limit`, in
+    time for a checkpoint as long as the slowest one was. A program then ends too, and with a status other than 0, as in
+    `sys.exit(75)`, so that whatever started it knows that the run is not over.
 
     Metrics are read two steps late, so the host never waits for the device in a steady step. Before each checkpoint
     they are read to the end, and the state is looked through: one with nan is never written.
@@ -74,9 +76,9 @@ def loop(
         every: steps between two checkpoints, which are written in the background.
         keep: how many of the newest stay; None for all.
         resume: go on from the newest whole checkpoint in `save`, if there is one. If not, there must be none.
-        evaluate: `(state) -> metrics`, which are reported as `eval/...`: at each checkpoint, and at the end; or
+        evaluate: `(state) -> metrics`, which are reported as `eval/...`: after each checkpoint, and at the end; or
             `(function, steps)` for an interval of its own; or a dict of these by name. It leaves the state as it is,
-            and its random numbers are its own.
+            and its random numbers are its own. A run that goes on from a step after which it is due begins with it.
         report: `(step, metrics) -> None`, or several, called on the first rank with each step's metrics and figures:
             `seconds`, `tokens_per_second`, `memory_gib`, and with `flops` also `tflops` and `mfu`. Default:
             `sf.run.progress()`; `[]` for none.
@@ -96,7 +98,8 @@ def loop(
         FloatingPointError: the loss is not finite. With `save`, the steps since the last checkpoint are run again, and
             it names the first stage that made such a number, in forward or backward, and the rank. The same on every
             rank.
-        RuntimeError: another rank has failed.
+        RuntimeError: another rank has failed; or a run before, in the same program, has ended early, and this one has
+            another folder: it would keep what it makes of a state that is half trained.
 
     Example:
         ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", every=500, keep=3)``
@@ -105,7 +108,7 @@ def loop(
     given = {"steps": steps, "save": save, "every": every, "keep": keep, "resume": resume, "evaluate": evaluate,
              "report": report, "seed": seed, "limit": limit, "flops": flops, "peak": peak}  # fmt: skip
     where, places, wanted = _asked(team, step, state, batches, given)
-    going = _Going(
+    going = Going(
         team=team,
         asked=wanted,
         failing=Failing(team),
@@ -123,9 +126,13 @@ def loop(
             state, reached, why = _trained(going, state, start)
             if going.saver is not None:
                 going.saver.finish()
+            ended(wanted.save, why)
+            going.close()
         except BaseException:
             if going.saver is not None:
                 going.saver.abandon()
+            with contextlib.suppress(Exception):  # what has failed says more
+                going.close()
             raise
         finally:
             going.reports.end()
@@ -138,69 +145,15 @@ def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any
     try:
         found, where = asked(step, batches, given), place(batches, state)
         facts = found.facts()
-    except (TypeError, ValueError) as error:
+        refuse(found.save)
+    except (TypeError, ValueError, RuntimeError) as error:
         wrong = error
     compare(team, facts, wrong)
     assert found is not None, "it was wrong otherwise"
     return *where, found
 
 
-@dataclass
-class _Going:
-    """A run that is under way.
-
-    Attributes:
-        team: its ranks.
-        asked: how it was called.
-        failing: a context for what may fail on one rank.
-        stepping: how a step runs.
-        exchange: of words between ranks.
-        reports: who is told.
-        figures: of steps.
-        saver: writes checkpoints, if any are asked for.
-        interrupts: why it should stop.
-        late: metrics that have not been read.
-        history: those that have.
-        bad: the first step that is not finite here, and what in it.
-        recent: seconds of the last few steps.
-    """
-
-    team: Team
-    asked: Asked
-    failing: Failing
-    stepping: Stepping
-    exchange: Exchange
-    reports: Reports
-    figures: Figures
-    saver: Saver | None
-    interrupts: Interrupts = field(default_factory=lambda: Interrupts(None))
-    late: Late = field(default_factory=Late)
-    history: dict[str, Series] = field(default_factory=dict)
-    bad: tuple[int, str] | None = None
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
-
-    def word(self) -> Word:
-        """What this rank has to say."""
-        save = 0.0 if self.saver is None else self.saver.seconds
-        return Word(
-            stop=self.interrupts.reason(max(self.recent, default=0.0), save),
-            failed=0 if self.error is None else 1 + self.team.rank,
-            bad=0 if self.bad is None else Word.far(self.bad[0]),
-        )
-
-    @property
-    def error(self) -> Exception | None:
-        """What has failed here, and not stopped the step."""
-        return self.reports.error or (None if self.saver is None else self.saver.error)
-
-    def tell(self, step: int, metrics: dict[str, float], figures: dict[str, float]) -> None:
-        """Remembers and reports the metrics of a step."""
-        for name, value in metrics.items():
-            self.history.setdefault(name, Series()).add(step, value)
-        self.reports.step(step, {**metrics, **{name: x for name, x in figures.items() if name not in metrics}})
-
-
-def _begun(going: _Going, state: Any) -> tuple[Any, int]:
+def _begun(going: Going, state: Any) -> tuple[Any, int]:
     """The state to go on from, and its step; a new run is saved first, so that there always is a checkpoint."""
     saver = going.saver
     if saver is None:
@@ -222,37 +175,40 @@ def _begun(going: _Going, state: Any) -> tuple[Any, int]:
     return state, 0
 
 
-def _trained(going: _Going, state: Any, start: int) -> tuple[Any, int, str]:
+def _trained(going: Going, state: Any, start: int) -> tuple[Any, int, str]:
     """The state after the last step that is taken, how many have been, and why no more are."""
     reached = start
+    if start:  # whoever wrote this checkpoint may have ended before the evaluation that follows it
+        _evaluated(going, state, start)
     with going.failing.here():
-        rows = going.stepping.rows(start) if start < going.asked.steps else iter(())
+        going.rows = going.stepping.rows(start) if start < going.asked.steps else iter(())
     going.figures.restart()
     while reached < going.asked.steps:
         began = time.monotonic()
         with going.failing.here():
-            state = _stepped(going, state, reached, rows, first=reached == start)
+            state = _stepped(going, state, reached, first=reached == start)
         going.recent.append(time.monotonic() - began)
         reached += 1
         if going.saver is not None:
             going.saver.look()
-        word, due = going.exchange.turn(reached, going.word()), _due(going, reached)
-        if due and not word:
-            word = _settled(going)
-        if word:
-            return _stopped(going, state, reached)
-        if due:
-            _evaluated(going, state, reached)
+        heard = going.exchange.turn(reached, going.word(reached))
+        if not heard and not going.due(reached):
+            continue
+        word = common(heard, _settled(going, reached))
+        _raise_wrong(going, state, word)
+        if word.stop or going.saves(reached):
             _saved(going, state, reached)
-    if _settled(going).failed:
-        _raise_failed(going)
+        if word.stop and reached < going.asked.steps:
+            return state, reached, REASONS[word.stop]
+        _evaluated(going, state, reached)
+    _raise_wrong(going, state, _settled(going, reached))
     return state, reached, REASONS[0]
 
 
-def _stepped(going: _Going, state: Any, n: int, rows: Any, first: bool) -> Any:
+def _stepped(going: Going, state: Any, n: int, first: bool) -> Any:
     """Launches step `n`, which counts from 0, and reads the metrics of an earlier one."""
     before = kinds_of(state) if first else None
-    state, metrics, batch = going.stepping.one(n, rows, state)
+    state, metrics, batch = going.stepping.one(n, going.rows, state)
     if before is not None:
         before.check(kinds_of(state))
         going.figures.tokens = tokens_of(batch, going.figures.places)
@@ -262,7 +218,7 @@ def _stepped(going: _Going, state: Any, n: int, rows: Any, first: bool) -> Any:
     return state
 
 
-def _read(going: _Going, until: int) -> None:
+def _read(going: Going, until: int) -> None:
     for step, metrics in going.late.until(until):
         wrong = wrong_metrics(metrics)
         if wrong and going.bad is None:
@@ -270,38 +226,32 @@ def _read(going: _Going, until: int) -> None:
         going.tell(step, metrics, going.figures.of(step, metrics))
 
 
-def _due(going: _Going, step: int) -> bool:
-    """Whether something follows a step for which all its metrics have to be known."""
-    intervals = [n for _, n in going.asked.evaluate.values()]
-    if going.saver is not None and going.asked.every is not None:
-        intervals.append(going.asked.every)
-    return step == going.asked.steps or any(step % n == 0 for n in intervals)
-
-
-def _settled(going: _Going) -> Word:
+def _settled(going: Going, reached: int) -> Word:
     """What all ranks say when each has read its metrics to the end."""
     with going.failing.here():
         _read(going, going.asked.steps)
-    return going.exchange.now(going.word())
+    return going.exchange.now(going.word(reached))
 
 
-def _stopped(going: _Going, state: Any, reached: int) -> tuple[Any, int, str]:
-    """The end after a step on which all ranks agree; with an error, unless all is well and it is only early."""
-    word, saver = _settled(going), going.saver
+def _raise_wrong(going: Going, state: Any, word: Word) -> None:
+    """Raises on all ranks, if something has failed on one, or was not finite."""
     if word.failed:
         _raise_failed(going)
     if word.bad_step is not None:
-        if saver is not None:
-            saver.finish()
         found = going.bad[1] if going.bad is not None and going.bad[0] == word.bad_step else ""
-        raise explain(going.team, going.stepping, state, saver, word.bad_step, found)
-    if saver is not None and saver.saved != reached:
-        _refuse_nan(going, state, reached)
-        saver.save(state, reached)
-    return state, reached, REASONS[word.stop if reached < going.asked.steps else 0]
+        raise _explained(going, state, word.bad_step, found)
 
 
-def _raise_failed(going: _Going) -> None:
+def _explained(going: Going, state: Any, step: int, found: str) -> FloatingPointError:
+    """The error for a step that is not finite, when steps since the last checkpoint have run again."""
+    if going.saver is not None:
+        going.saver.finish()
+    with going.failing.here():
+        going.close()  # which read the same
+    return explain(going.team, going.stepping, state, going.saver, step, found)
+
+
+def _raise_failed(going: Going) -> None:
     """Raises on all ranks what has failed on one."""
     error = going.error
     if going.saver is not None and error is not going.saver.error:
@@ -313,26 +263,26 @@ def _raise_failed(going: _Going) -> None:
     raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
 
 
-def _evaluated(going: _Going, state: Any, step: int) -> None:
-    for name, (function, interval) in going.asked.evaluate.items():
-        if step % interval == 0 or step == going.asked.steps:
-            with going.failing.here():
-                seed_all(going.asked.seed, name, step, going.stepping.place)
-                found = checked(function(state), f"sf.run.loop: evaluate ({name})")
-                going.tell(step, {f"{name}/{key}": float(value) for key, value in found.items()}, {})
+def _evaluated(going: Going, state: Any, step: int) -> None:
+    began, names = time.monotonic(), going.evaluations(step)
+    for name in names:
+        with going.failing.here():
+            seed_all(going.asked.seed, name, step, going.stepping.place)
+            found = checked(going.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
+            going.tell(step, {f"{name}/{key}": float(value) for key, value in found.items()}, {})
+    if names:
+        going.evaluation = max(going.evaluation, time.monotonic() - began)
     going.figures.restart()
 
 
-def _saved(going: _Going, state: Any, step: int) -> None:
-    saver, every = going.saver, going.asked.every
-    if saver is None or not (step == going.asked.steps or (every is not None and step % every == 0)):
-        return
-    _refuse_nan(going, state, step)
-    saver.save(state, step)
-    going.figures.restart()
+def _saved(going: Going, state: Any, step: int) -> None:
+    if going.saver is not None:
+        _refuse_nan(going, state, step)
+        going.saver.save(state, step)
+        going.figures.restart()
 
 
-def _refuse_nan(going: _Going, state: Any, step: int) -> None:
+def _refuse_nan(going: Going, state: Any, step: int) -> None:
     """Raises FloatingPointError on all ranks for a state that has nan on one, though its metrics were finite."""
     with going.failing.here():
         found = not_numbers(state)
@@ -341,6 +291,4 @@ def _refuse_nan(going: _Going, state: Any, step: int) -> None:
         return
     if step == 0:
         raise FloatingPointError(f"sf.run.loop: the state has nan before the first step, in {', '.join(names[:8])}")
-    assert going.saver is not None, "nobody else asks"
-    going.saver.finish()
-    raise explain(going.team, going.stepping, state, going.saver, step, f"the state has nan in {', '.join(names[:8])}")
+    raise _explained(going, state, step, f"the state has nan in {', '.join(names[:8])}")

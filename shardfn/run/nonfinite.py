@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -54,7 +55,8 @@ def explain(
 def _watched(team: Team, stepping: Stepping, state: Any, start: int, bad: int) -> str:
     """What is first not finite in the steps up to the bad one."""
     rows = stepping.rows(start)
-    with debug(nan=True):
+    with contextlib.ExitStack() as end, debug(nan=True):
+        end.callback(stepping.close, rows)
         for n in range(start, bad):
             found = ""
             try:

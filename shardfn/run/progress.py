@@ -39,6 +39,8 @@ class progress:
         """Shows a step, if it is time to."""
         self.step = step
         self._shown |= metrics
+        if step == self.first:  # evaluated again: how long a step takes is not known yet
+            return
         now = time.monotonic()
         first = self.said < 0
         if first or now - self.before >= (self.seconds if self._bar is None else REFRESH):

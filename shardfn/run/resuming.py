@@ -161,7 +161,11 @@ class Saver:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.wait()
-            self.seconds = max(self.seconds, time.monotonic() - self.began)
+            self.seconds = max(self.seconds, (pending.ended or time.monotonic()) - self.began)
+
+    def needs(self) -> float:
+        """Seconds to wait for the last one and to write another, with something to spare."""
+        return (1.5 if self.pending is None else 2.5) * self.seconds
 
     def abandon(self) -> None:
         """Gives up the last one after a moment, where a rank has failed: it may be writing, or may have gone."""

@@ -47,6 +47,12 @@ class Stepping:
                 f"sf.run.loop: batches({start}) returned a {type(found).__name__}, not an iterator of batches"
             ) from None
 
+    def close(self, rows: Iterator[Any]) -> None:
+        """Ends what gives batches, if it was made here: a caller's own iterator may be read further."""
+        close = getattr(rows, "close", None)
+        if callable(close) and rows is not self.batches:
+            close()
+
     def one(self, n: int, rows: Iterator[Any], state: Any) -> tuple[Any, dict[str, Any], Any]:
         """Runs step `n`, which counts from 0: the state, the metrics, and the batch.
 

@@ -7,12 +7,16 @@ from contextlib import contextmanager
 
 import torch
 
+from shardfn.mesh.groups import worlds
+
 
 def reset() -> None:
-    """Seed 0 and float32 as the default dtype, so that no test depends on the ones before it."""
+    """Seed 0, float32 as the default dtype, and no run that ended early: no test depends on the ones before it."""
     # Not torch.manual_seed: without a GPU it keeps a stack trace for CUDA at every call.
     torch.default_generator.manual_seed(0)
     torch.set_default_dtype(torch.float32)
+    for world in worlds():
+        world.agreed.pop("run that ended early", None)  # which is `shardfn.run.early.KEY`
 
 
 @contextmanager

@@ -17,11 +17,18 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.run import interrupts
+from shardfn.run.early import forget
 from shardfn.run.interrupts import process_start
 from shardfn.testing import World
 from tests.run.toy import Rows, begin, mesh_here, step_of
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def begun() -> None:
+    """Nothing has ended early in this process."""
+    forget()
 
 
 def signalled(folder: Path, ranks: list[int], number: int, at: int, end: int) -> tuple[Any, Any, bool]:
@@ -102,21 +109,26 @@ print(time.monotonic() - process_start())
     assert 0.5 < float(told.stdout) < time.monotonic() - began + 0.02
 
 
-def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+def test_a_later_signal_ends_the_process_and_the_same_one_twice_does_not() -> None:
     code = """
 import os, signal, time, shardfn as sf
+from shardfn.run import interrupts
+interrupts.REPEAT = 0.5
 def step(state, batch):
     if batch == 2:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        print("still here")
+        print("still here", flush=True)
+        time.sleep(0.6)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("and here", flush=True)
     return state, {"loss": 0.0}
 sf.run.loop(step, 0, range(9), steps=9, report=[])
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert told.returncode == -signal.SIGTERM
-    assert told.stdout == ""
-    assert "SIGTERM: the run saves and ends; another one ends it at once" in told.stderr
+    assert told.stdout == "still here\n"
+    assert "SIGTERM: the run saves and ends; another one, 0.5 s from now, ends it at once" in told.stderr
 
 
 def test_a_run_on_another_thread_leaves_signals_alone() -> None:
@@ -132,6 +144,28 @@ def test_a_run_on_another_thread_leaves_signals_alone() -> None:
     thread.join()
     assert ended[0][0] == 3
     assert found == [before] * 3
+
+
+def taken_back() -> tuple[str, int]:
+    """One rank says once that its time is over, and never again."""
+    mesh, said = mesh_here(), [0, 1] if dist.get_rank() == 1 else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interrupts.Interrupts, "reason", lambda *_: said.pop(0) if said else 0)
+        _, run = sf.run.loop(step_of(mesh), begin(mesh), Rows(mesh), steps=9, report=[])
+    return run.ended, run.step
+
+
+@pytest.mark.world(2)
+def test_a_run_that_stops_says_why_also_when_the_reason_has_gone(world: World) -> None:
+    assert world.run(taken_back) == [("time", 3)] * 2
+
+
+def test_a_reason_stays() -> None:
+    age = time.monotonic() - process_start()
+    one = interrupts.Interrupts(age + 1000)
+    assert [one.reason(needs) for needs in (1.0, 2000.0, 1.0)] == [0, 1, 1]
+    one.signalled = time.monotonic()
+    assert one.reason(1.0) == 2
 
 
 PROGRAM = """
