@@ -209,6 +209,30 @@ def test_workers_do_not_outlive_their_process(end: str) -> None:
     assert (done.returncode, "by itself" in done.stderr) == {"o": (-9, False), "r": (1, True), "p": (0, False)}[end[0]]
 
 
+GROUP = """
+import os, signal, time
+import shardfn as sf
+class Rows:
+    def __len__(self):
+        return 64
+    def __getitem__(self, row):  # so slowly that few are read ahead
+        time.sleep(0.005)
+        return row
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: None)
+batches = sf.run.batches(Rows(), sf.make_mesh(data=1, device="cpu"), "data", 8, 0, workers=2, prefetch=1, epochs=1)
+for step, batch in enumerate(batches):
+    if step < 2:
+        os.killpg(0, (signal.SIGUSR1, signal.SIGTERM)[step])
+print("read", step)
+"""
+
+
+def test_a_signal_to_all_of_a_process_group_leaves_workers_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", GROUP], capture_output=True, text=True, timeout=60, process_group=0)
+    assert done.stdout == "read 7\n", done.stderr
+
+
 def on_the_device(prefetch: int) -> Any:
     with simulated(ranks=1) as device:
         mesh = sf.make_mesh(data=1, device=device.name)

@@ -170,32 +170,3 @@ def test_a_signal_to_torchrun_saves_and_ends_the_run(number: int, tmp_path: Path
     ended, step = said.pop().split()
     assert ended == "preempted"
     assert sf.checkpoint.latest(folder) == folder / f"step-{int(step):08}"
-
-
-GROUP = """
-import sys, time, torch
-import shardfn as sf
-def step(state, batch):
-    time.sleep(0.02)
-    if state == 3:
-        print("step 3", flush=True)
-    return state + 1, {"loss": 0.0}
-data = list(range(64))
-batches = sf.run.batches(data, sf.make_mesh(data=1, device="cpu"), "data", 8, 0, workers=2)
-_, run = sf.run.loop(step, 0, batches, steps=10**6, save=sys.argv[1], report=[])
-print(run.ended, flush=True)
-"""
-
-
-@pytest.mark.parametrize("number", interrupts.SIGNALS)
-def test_a_signal_to_a_process_and_its_children_leaves_it_the_workers(number: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", GROUP, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "step 3\n"
-            os.killpg(process.pid, number)
-            assert process.communicate(timeout=60)[0] == "preempted\n"
-        finally:
-            process.kill()
-    assert len(list(tmp_path.iterdir())) == 2

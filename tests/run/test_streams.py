@@ -125,7 +125,8 @@ def shuffled(source: sf.run.Stream) -> list[Any]:
 
 def after_the_end(last: str) -> tuple[list[float], list[float]]:
     """What the program draws while it reads a stream to its end, and what it would draw without one."""
-    batches = sf.run.batches(stream(), sf.make_mesh(data=1, device="cpu"), "data", 8, 7, last=last, epochs=1)  # type: ignore[arg-type]
+    more: Any = {"last": last, "epochs": 1, "shuffle": False}
+    batches = sf.run.batches(stream(), sf.make_mesh(data=1, device="cpu"), "data", 8, 7, **more)
     torch.default_generator.manual_seed(3)
     random.seed(3)
     found = [number for _ in batches for number in (torch.rand(()).item(), random.random())]
