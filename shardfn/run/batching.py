@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +56,11 @@ class Batches:
     steps: int | None
     _peers: Peers = field(repr=False)
     _open: Callable[[int], Generator[Read]] = field(repr=False)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Whose ranks read."""
+        return self._peers.mesh
 
     def __call__(self, start: int) -> Generator[Any]:
         """The batches of step `start` and of those after it, on the mesh's device.
@@ -189,8 +195,9 @@ def _reads(reader: Reader, workers: int, prefetch: int, device: torch.device, st
         found = ahead(partial(reader.each, start, steps), prefetch, device)
     else:
         found = reader.each(start, steps)
-    for one in found:
-        yield Read(State.BATCH, locked(one, device))
+    with contextlib.closing(found):
+        for one in found:
+            yield Read(State.BATCH, locked(one, device))
 
 
 def _checked_int(name: str, value: Any, least: int) -> None:

@@ -32,6 +32,11 @@ class Checked:
     _loader: Iterable[Any] = field(repr=False)
     _peers: Peers = field(repr=False)
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Whose ranks iterate."""
+        return self._peers.mesh
+
     def __iter__(self) -> Iterator[Any]:
         return self(0)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import optree
 import torch
+from torch import Tensor
 
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import grid_of
@@ -51,6 +53,43 @@ def _of_strategies(state: Any, grid: Grid) -> tuple[str, ...]:
     placements = [leaf.layout.placement for leaf in leaves if is_flat(leaf) and leaf.layout.grid == grid]
     used = {name for one in placements for name in (*one.axes, *one.replicas)}
     return tuple(name for name, _ in grid.sizes if name in used)
+
+
+@dataclass(frozen=True)
+class Generators:
+    """Where the generators are that `seed_all` seeds; of devices, only the current one."""
+
+    python: Any
+    numpy: Any
+    cpu: Tensor
+    device: Tensor | None
+
+    @staticmethod
+    def now() -> Generators:
+        """Their states; it does not wait."""
+        module = _module()
+        return Generators(
+            random.getstate(),
+            np.random.get_state(),
+            torch.default_generator.get_state(),
+            None if module is None else module.get_rng_state(),
+        )
+
+    def restore(self) -> None:
+        """They go on from there."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.default_generator.set_state(self.cpu)
+        module = _module()
+        if module is not None and self.device is not None:
+            module.set_rng_state(self.device)
+
+
+def _module() -> Any:
+    """Of the accelerator, if it is in use: a state is read from no other."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    module = None if device is None else torch.get_device_module(device)
+    return module if getattr(module, "is_initialized", lambda: True)() else None
 
 
 def seed_all(seed: int, *what: int | str) -> None:

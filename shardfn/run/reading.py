@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -109,8 +111,19 @@ def by_workers(data: Dataset[Any], steps: Iterable[int] | None, workers: int, pr
     loader: DataLoader[Any] = DataLoader(
         data, batch_size=None, sampler=cast(Any, steps), num_workers=workers, collate_fn=_same,
         prefetch_factor=max(1, prefetch), generator=torch.Generator(),  # else it would draw from torch's own
+        worker_init_fn=_apart,
     )  # fmt: skip
     yield from loader
+
+
+def _apart(_: int) -> None:
+    """What asks a run for its end is for the run: until then it needs its workers, which end by themselves after it.
+
+    Whoever starts processes, as torchrun, signals a process and all in its group. SIGTERM stays what it is, since by
+    that the process itself ends a worker that hangs.
+    """
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _same(batch: Any) -> Any:

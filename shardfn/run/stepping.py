@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardfn.run.late import checked
-from shardfn.run.randomness import seed_all
+from shardfn.run.randomness import Generators, seed_all
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,18 @@ class Stepping:
     place: int
     steps: int
 
-    def rows(self, start: int) -> Iterator[Any]:
-        """The batches from a step on.
+    def rows(self, start: int) -> Rows:
+        """The batches from a step on. Random numbers in their code begin alike for every `start`.
+
+        So they are the same again in a loader that reads what comes before `start` once more, and drops it.
 
         Raises:
             TypeError: they are none.
         """
-        seed_all(self.seed, "batches", start, self.place)
+        seed_all(self.seed, "batches", self.place)
         found = self.batches(start) if callable(self.batches) else self.batches
         try:
-            return iter(found)
+            return Rows(iter(found))
         except TypeError:
             raise TypeError(
                 f"sf.run.loop: batches({start}) returned a {type(found).__name__}, not an iterator of batches"
@@ -60,7 +62,6 @@ class Stepping:
             ValueError: there is no batch for it.
             TypeError: the function returned something else than state and metrics.
         """
-        seed_all(self.seed, "batch", n, self.place)
         try:
             batch = next(rows)
         except StopIteration:
@@ -73,6 +74,28 @@ class Stepping:
             what = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
             raise TypeError(f"sf.run.loop: step returned {what}, not two values, (state, metrics)")
         return result[0], checked(result[1], "sf.run.loop: step"), batch
+
+
+@dataclass
+class Rows(Iterator[Any]):
+    """Batches whose code draws random numbers of its own, which go on from batch to batch whatever steps draw."""
+
+    _found: Iterator[Any]
+    _generators: Generators = field(default_factory=Generators.now)
+
+    def __next__(self) -> Any:
+        self._generators.restore()
+        try:
+            return next(self._found)
+        finally:
+            self._generators = Generators.now()
+
+    def close(self) -> None:
+        """Ends what reads, as threads and workers. There are no more batches."""
+        found, self._found = self._found, iter(())
+        close = getattr(found, "close", None)
+        if callable(close):
+            close()
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,11 +65,12 @@ class Streamed:
 
     def opened(self, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
         """Batches from a step on, by so many workers."""
-        found: Iterator[tuple[State, Any]] = self.steps(start, self.lanes)
+        found: Generator[tuple[State, Any]] = self.steps(start, self.lanes)
         if workers:
             found = ahead(partial(self._by_workers, start, workers, prefetch), max(1, prefetch), device)
-        for state, batch in found:
-            yield Read(state, locked(batch, device))
+        with contextlib.closing(found):
+            for state, batch in found:
+                yield Read(state, locked(batch, device))
 
     def check(self, workers: int) -> None:
         """Raises ValueError if there are more workers than lanes to read."""
@@ -96,7 +98,7 @@ class Streamed:
             full = State.BATCH if State.BATCH in states else State.FILLED
             yield full, joined([batch for _, batch in some])
 
-    def steps(self, start: int, lanes: range) -> Iterator[tuple[State, Any]]:
+    def steps(self, start: int, lanes: range) -> Generator[tuple[State, Any]]:
         """The rows that come from these lanes, collated."""
         each = self.batch // self.stream.lanes
         open_ = [
@@ -112,10 +114,11 @@ class Streamed:
         while True:
             with lent_generators():
                 taken = [lane.take() for lane in rows]
-                if any(one.ended for one in taken):
-                    yield State.END, None
-                    return
-                batch = self._collated([row for one in taken for row in one.rows], step, lanes)
+                ended = any(one.ended for one in taken)
+                batch = None if ended else self._collated([row for one in taken for row in one.rows], step, lanes)
+            if ended:
+                yield State.END, None
+                return
             real = [one for part in taken for one in part.real]
             whole = masked(batch, np.array(real)) if self.last == "pad" else batch
             yield State.BATCH if any(real) else State.FILLED, whole

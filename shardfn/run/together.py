@@ -173,9 +173,24 @@ def _took(
             one = Read(one.state, copier.start(one.batch))
     except Exception as error:
         one = Read(State.FAILED, error=error)
+    if len(who.places) > 1 and who.unequal and process_groups.worlds_of_threads():
+        return _among_threads(one, who), None
     if len(who.places) == 1 or not process_groups.between_processes():
         return one, None
     return one, _say([number, step, one.state, shapes, seen.digest if seen.looking else 0, len(seen.rows)], who)
+
+
+def _among_threads(mine: Read, who: Peers) -> Read:
+    """What a rank has that is a thread, where the end of one is the end of all; they wait for each other."""
+    states = gathered(torch.tensor([mine.state]), who.mesh, None, "the next batch", who.name).flatten().tolist()
+    if mine.error is not None:
+        return mine
+    if State.FAILED in states:
+        failed = who.ranks[states.index(State.FAILED)]
+        return Read(State.FAILED, error=RuntimeError(f"{who.name}: rank {failed} could not read its batch"))
+    if State.END in states:
+        return Read(State.END)
+    return Read(State.BATCH, mine.batch) if State.BATCH in states else mine
 
 
 def _say(row: list[int], who: Peers) -> _Said:

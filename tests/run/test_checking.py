@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import shardfn as sf
+from shardfn.run.randomness import place
 from shardfn.testing import World
 from tests.refusals import told
 
@@ -131,3 +137,69 @@ def test_wrong_arguments_are_refused(world: World) -> None:
         assert "axes=['data']" in axes
         assert "differ between ranks" in differ
         assert "has no length" in length
+
+
+class Drawing(torch.utils.data.Dataset[Any]):
+    """Each row is its number, and what the generators give when it is read."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> Any:
+        return row, torch.rand(()), random.random(), np.random.rand()
+
+
+def shuffling() -> Any:
+    return DataLoader(Drawing(), batch_size=2, shuffle=True)
+
+
+def sampling() -> Any:
+    return DataLoader(Drawing(), 2, sampler=RandomSampler(Drawing(), replacement=True, num_samples=40))
+
+
+def in_parts(folder: Path, make: Any, check: bool) -> tuple[list[Any], list[Any], float]:
+    """The batches of a run of 20 steps, those of one that stops after 5 of them, and how it stands after it."""
+    mesh, both = sf.make_mesh(device="cpu", data=1), []
+    for name, ends in (("once", [20]), ("parts", [5, 20])):
+        seen: list[Any] = []
+
+        def step(state: Any, batch: Any, seen: list[Any] = seen) -> Any:
+            seen.append([leaf.tolist() for leaf in batch])
+            return state + torch.rand(()).item(), {"loss": 0.0}
+
+        for end in ends:
+            loader = make()
+            given = sf.run.checked(loader, mesh, ()) if check else partial(after, loader)
+            state, _ = sf.run.loop(step, 0.0, given, steps=end, save=folder / name, report=[])
+        both.append((seen, state))
+    (once, drawn), (parts, again) = both
+    return once, parts, drawn - again
+
+
+def after(loader: Any, start: int) -> Any:
+    return itertools.islice(iter(loader), start, None)
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("make", [shuffling, sampling])
+@pytest.mark.world(1)
+def test_a_run_on_a_loader_that_shuffles_goes_on_with_its_rows(
+    world: World, make: Any, check: bool, tmp_path: Path
+) -> None:
+    ((once, parts, differ),) = world.run(in_parts, tmp_path, make, check)
+    assert len(once) == 20
+    assert parts == once
+    assert differ == 0.0
+    assert len({number for batch in once for leaf in batch[1:] for number in leaf}) == 3 * 40
+
+
+def own_numbers() -> list[tuple[int, int]]:
+    """Places of this rank by batches, which know their mesh, beside a state that knows none."""
+    mesh = sf.make_mesh(device="cpu", data=2, tensor=2)
+    one = sf.run.batches(torch.arange(64), mesh, "data", 8, 0)
+    return [place(batches, {"w": torch.ones(2)}) for batches in (one, sf.run.checked(one, mesh, "data"))]
+
+
+@pytest.mark.world(4)
+def test_ranks_with_the_same_rows_have_the_same_place(world: World) -> None:
+    assert world.run(own_numbers) == [[(rank // 2, 2)] * 2 for rank in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from torch.utils.data import Dataset
 
 import shardfn as sf
 from shardfn.run.feeding import ahead
+from shardfn.run.stepping import Stepping
 from shardfn.testing import World, WorldError, simulated, world
 from tests.refusals import told
 
@@ -64,10 +66,10 @@ def children() -> set[int]:
     return {int(pid) for pid in found}
 
 
-def gone(before: set[int]) -> bool:
+def gone(before: set[int], within: float = 10) -> bool:
     """Whether threads and processes have ended, soon."""
     gc.collect()
-    end = time.monotonic() + 10
+    end = time.monotonic() + within
     while (threads() or children() - before) and time.monotonic() < end:
         time.sleep(0.02)
     return not threads() and not children() - before
@@ -87,6 +89,28 @@ def left(workers: int) -> list[bool]:
     batches(0)
     found.append(len(list(made(Rows(), workers=workers, epochs=1))) == 8)
     return [*found, gone(before)]
+
+
+def closed(workers: int) -> list[bool]:
+    """Whether rows of a run that are closed have ended, though an error still knows them."""
+    before, found = children(), []
+    batches = made(Rows() if workers else torch.arange(64), workers=workers)
+    loader = torch.utils.data.DataLoader(Rows(), 8, num_workers=2)
+    for given in (batches, lambda start: itertools.islice(iter(loader), start, None)):
+        rows = Stepping(None, given, 0, 0, 8).rows(1)
+        try:
+            next(rows)
+            raise ValueError("a step failed")
+        except ValueError as error:
+            found.append(not gone(before, 0.1))
+            rows.close()
+            found += [gone(before, 2), error.__traceback__ is not None, next(rows, None) is None]
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_threads_and_workers_end_when_rows_are_closed(workers: int) -> None:
+    assert world(1).run(closed, workers) == [[True] * 8]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -183,6 +207,30 @@ def test_workers_do_not_outlive_their_process(end: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "reading\n"
     assert (done.returncode, "by itself" in done.stderr) == {"o": (-9, False), "r": (1, True), "p": (0, False)}[end[0]]
+
+
+GROUP = """
+import os, signal, time
+import shardfn as sf
+class Rows:
+    def __len__(self):
+        return 64
+    def __getitem__(self, row):  # so slowly that few are read ahead
+        time.sleep(0.005)
+        return row
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: None)
+batches = sf.run.batches(Rows(), sf.make_mesh(data=1, device="cpu"), "data", 8, 0, workers=2, prefetch=1, epochs=1)
+for step, batch in enumerate(batches):
+    if step < 2:
+        os.killpg(0, (signal.SIGUSR1, signal.SIGTERM)[step])
+print("read", step)
+"""
+
+
+def test_a_signal_to_all_of_a_process_group_leaves_workers_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", GROUP], capture_output=True, text=True, timeout=60, process_group=0)
+    assert done.stdout == "read 7\n", done.stderr
 
 
 def on_the_device(prefetch: int) -> Any:

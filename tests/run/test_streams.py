@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,42 @@ def shuffled(source: sf.run.Stream) -> list[Any]:
     return [
         one.tolist() for seed in (0, 1) for one in sf.run.batches(source, mesh, "data", 64, seed, epochs=2)
     ]  # fmt: skip
+
+
+def after_the_end(last: str) -> tuple[list[float], list[float]]:
+    """What the program draws while it reads a stream to its end, and what it would draw without one."""
+    more: Any = {"last": last, "epochs": 1, "shuffle": False}
+    batches = sf.run.batches(stream(), sf.make_mesh(data=1, device="cpu"), "data", 8, 7, **more)
+    torch.default_generator.manual_seed(3)
+    random.seed(3)
+    found = [number for _ in batches for number in (torch.rand(()).item(), random.random())]
+    torch.default_generator.manual_seed(3)
+    random.seed(3)
+    return found, [number for _ in found[::2] for number in (torch.rand(()).item(), random.random())]
+
+
+@pytest.mark.parametrize("last", ["drop", "pad"])
+def test_the_programs_own_random_numbers_are_left_alone_to_the_end(last: str) -> None:
+    ((found, alone),) = world(1).run(after_the_end, last)
+    assert found == alone
+    assert len(found) >= 4
+
+
+def unequal(start: int, last: str) -> int:
+    lengths = [4, 4, 4, 12]  # of which rank 0 has other lanes than rank 1
+    source = sf.run.Stream(range(4), partial(counted, lengths), lanes=2, block=1, lengths=lengths)
+    mesh = sf.make_mesh(data=2, device="cpu")
+    batches = sf.run.batches(source, mesh, "data", 2, 7, start=start, epochs=1, shuffle=False, last=last)  # type: ignore[arg-type]
+    return len(list(batches))
+
+
+def counted(lengths: list[int], file: int) -> Iterator[torch.Tensor]:
+    yield from torch.arange(lengths[file])
+
+
+@pytest.mark.parametrize("last", ["drop", "pad"])
+def test_ranks_that_are_threads_end_at_the_step_of_processes(last: str) -> None:
+    for start in (0, 2):
+        found = world(2, "threads").run(unequal, start, last)
+        assert found == world(2).run(unequal, start, last)
+        assert found[0] == found[1] == {"drop": 8, "pad": 16}[last] - start
