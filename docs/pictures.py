@@ -12,6 +12,8 @@ the variable above.
 schedule.png: one step of two ranks in time. When each collective was issued is read from the ledger, when each stage
 computed from hooks around it, on rank 0; the fastest of twenty steps.
 loop.png: a run of `sf.run.loop` on two ranks, of which one gets a signal.
+fitting.png: one step of two ranks with `accumulate(micro="auto")`, of which one runs out of memory, in time: when each
+micro-batch began and ended, by hooks around its forward and backward; the fastest of five steps.
 elastic.png: the steps of the run that `benchmarks.elastic` disturbs, and when it does so. It makes network namespaces,
 and takes a few minutes.
 """
@@ -44,6 +46,7 @@ from shardfn.checkpoint import saving
 from shardfn.mesh.nodes import across
 from shardfn.run.order import Order
 from shardfn.testing import World
+from shardfn.transforms.fitting import recall
 
 HERE = Path(__file__).resolve().parent
 BLUE, GREEN, ORANGE, RED, GREY = "#38618c", "#4f9d69", "#e08e45", "#c0504d", "#9aa7b5"
@@ -540,9 +543,97 @@ def draw_elastic(path: Path) -> None:
     figure.savefig(path)
 
 
+# --- batches that fit ---
+
+
+class Marked(torch.autograd.Function):
+    """Passes its input on, and says when its gradient has come."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mark: Callable[[], None]) -> Tensor:
+        ctx.mark = mark
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        ctx.mark()
+        return ct, None
+
+
+def times_of_fitting() -> list[dict[str, Any]]:
+    """When each micro-batch of some steps began and ended, with its rows, and when this rank ran out of memory."""
+    mesh = sf.make_mesh(shard=2, device="cpu")
+    params = sf.init_sharded(makers(8, 512), 0, mesh, sf.full_shard("shard"))
+    room, times = 2 if dist.get_rank() == 1 else 99, {"parts": [], "out": []}  # type: ignore[var-annotated]
+
+    def loss(params: Params, x: Tensor) -> Tensor:
+        rows, began = len(x), time.perf_counter()
+        one = [rows, began, began]
+        times["parts"].append(one)
+
+        def mark() -> None:
+            one[2] = time.perf_counter()
+
+        x = Marked.apply(x.requires_grad_(), mark)
+        for k, p in enumerate(sf.layers(params)):
+            mark()
+            if k == 5 and rows > room:
+                times["out"].append((rows, time.perf_counter()))
+                raise torch.OutOfMemoryError(f"{rows} rows")
+            x = block(p, x.flatten(0, 1)).unflatten(0, (rows, -1))
+        return x.square().mean()
+
+    def step(params: Params, x: Tensor) -> Any:
+        return sf.accumulate(loss, x, micro="auto")(params)
+
+    run = sf.shard_map(step, mesh=mesh, in_specs=..., out_specs=...)
+    sf.shard_map(lambda p, x: sf.accumulate(loss, x, micro=8)(p), mesh=mesh, in_specs=..., out_specs=...)(
+        params, torch.ones(8, 64, 512)
+    )
+    found = []
+    for _ in range(5):
+        for kept in times.values():
+            kept.clear()
+        recall("[]", [0, 1])
+        dist.barrier()
+        run(params, torch.ones(8, 64, 512))
+        found.append({name: list(kept) for name, kept in times.items()})
+    return found
+
+
+def draw_fitting(path: Path) -> None:
+    with World(2, deadline=300) as world:
+        every = zip(*world.run(times_of_fitting), strict=True)
+    found = min(every, key=lambda both: both[0]["parts"][-1][2] - both[0]["parts"][0][1])
+    began, ms = min(one["parts"][0][1] for one in found), 1e3
+    figure = Figure(figsize=(9.2, 2.3), dpi=100, layout="constrained")
+    axes = figure.subplots()
+    for rank, one in enumerate(found):
+        for rows, a, b in one["parts"]:
+            color = {8: GREY, 4: GREY, 2: BLUE}[rows]
+            axes.barh(rank, (b - a) * ms, left=(a - began) * ms, height=0.55, color=color, edgecolor="white")
+            axes.text(((a + b) / 2 - began) * ms, rank, str(rows), ha="center", va="center", color="white", fontsize=9)
+        for rows, at in one["out"]:
+            axes.plot((at - began) * ms, rank, "X", color=RED, markersize=9, markeredgecolor="white")
+            a = next(a for n, a, _ in one["parts"] if n == rows)
+            axes.text((a - began) * ms, rank + 0.46, " out of memory", ha="left", va="center", color=RED, fontsize=8.5)
+    for attempt, rows in enumerate((8, 4, 2)):
+        at = min(a for one in found for n, a, _ in one["parts"] if n == rows)
+        parts = 2**attempt
+        axes.axvline((at - began) * ms, color=GREY, linewidth=0.8, linestyle=":")
+        text = f" {parts} part{'s' if parts > 1 else ''}"
+        axes.text((at - began) * ms, -0.5, text, ha="left", va="center", fontsize=8.5)
+    axes.set_yticks(range(2), ["rank 0", "rank 1"])
+    axes.set_ylim(1.7, -0.7)
+    axes.set_xlabel("ms since the step began")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
 DRAWN = {
     "data": draw_data,
     "elastic": draw_elastic,
+    "fitting": draw_fitting,
     "loop": draw_loop,
     "mesh": draw_mesh,
     "nodes": draw_nodes,

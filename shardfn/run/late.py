@@ -72,13 +72,12 @@ class Late:
         copies, waits = [], []
         for device, names in by_device.items():
             wide = torch.float32 if device.type == "mps" else torch.float64
+            # Its memory may be given away while it is copied, but only to later work of the same stream.
             packed = torch.stack([metrics[name].detach().reshape(()).to(wide) for name in names])
             if device.type != "cpu":
                 host = torch.empty(len(names), dtype=wide, pin_memory=device.type != "mps")
                 packed = host.copy_(packed, non_blocking=True)
-                event = torch.get_device_module(device).Event()
-                event.record()
-                waits.append(event)
+                waits.append(_arrival(device))
             copies.append((names, packed))
         self.coming.append(_Coming(step, list(metrics), known, copies, waits))
 
@@ -87,3 +86,14 @@ class Late:
         while self.coming and self.coming[0].step <= step:
             one = self.coming.popleft()
             yield one.step, one.read()
+
+
+def _arrival(device: torch.device) -> Any:
+    """An event behind what was launched on a device, which need not be the current one."""
+    module = torch.get_device_module(device)
+    event = module.Event()
+    if hasattr(module, "current_stream"):
+        event.record(module.current_stream(device))
+    else:
+        event.record()  # MPS has one stream
+    return event

@@ -12,15 +12,22 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.folders import checkpoints
-from shardfn.checkpoint.team import Team
+from shardfn.checkpoint.saving import finish
+from shardfn.checkpoint.sources import source_of
+from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.compat import process_groups
+from shardfn.run.randomness import grids
 from shardfn.tiers import copying
 from shardfn.tiers.tensors import on_disk
+from shardfn.transforms.fitting import recall, remembered
 
+HEAD = {"step": int, "run.seed": int, "run.batches": str, "run.parts": str}  # what a checkpoint has besides the state
 MOMENT = 3.0  # seconds for which a run that failed lets its last checkpoint go on
 
 
@@ -73,9 +80,9 @@ def identity_of(batches: Any) -> str:
         raise TypeError(f"sf.run.loop: batches.identity is a dict of plain values, and {error}") from None
 
 
-def tree(state: Any, step: int, origin: Origin) -> dict[str, Any]:
+def tree(state: Any, step: int, origin: Origin, parts: str = "") -> dict[str, Any]:
     """What a checkpoint holds."""
-    return {"state": state, "step": step, "run": {"seed": origin.seed, "batches": origin.batches}}
+    return {"state": state, "step": step, "run": {"seed": origin.seed, "batches": origin.batches, "parts": parts}}
 
 
 def newest(team: Team, folder: Path) -> Path | None:
@@ -101,9 +108,46 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, int]:
         ValueError: it is of another run.
     """
     # The numbers first: what is of another run must not overwrite the state.
-    head = checkpoint.load(path, {"step": 0, "run": {"seed": 0, "batches": ""}}, ignore="state.*")
-    origin.check(Origin(head["run"]["seed"], head["run"]["batches"]), path)
-    return checkpoint.load(path, tree(state, 0, origin))["state"], head["step"]
+    finish()
+    team = _team(state)
+    head = team.together(f"load {path}", lambda: _head(path) if team.rank == 0 else {})[0]
+    origin.check(Origin(head["run.seed"], head["run.batches"]), path)
+    found = checkpoint.load(path, tree(state, 0, origin))["state"]
+    _recall(team, head["run.parts"])
+    return found, head["step"]
+
+
+def _team(state: Any) -> Team:
+    return team_of(grids(state), "run")
+
+
+def _ranks(team: Team) -> list[int]:
+    return [process_groups.global_rank()] if team.group is None else dist.get_process_group_ranks(team.group)
+
+
+def _head(path: Path) -> dict[str, Any]:
+    """What a checkpoint has besides the state, by name."""
+    numbers = source_of(path).numbers
+    lacks = [name for name, kind in HEAD.items() if not isinstance(numbers.get(name), kind)]
+    if lacks:
+        raise CheckpointError(
+            f"it is not of sf.run.loop, or of that of another version of shardfn: it has no {' and no '.join(lacks)}. "
+            f"Pass another folder; sf.checkpoint.load reads what is in this one"
+        )
+    return {name: numbers[name] for name in HEAD}
+
+
+def _parts(state: Any) -> str:
+    """In how many parts batches have fitted, on all ranks of a state, as JSON; once, where all ranks know the same."""
+    team = _team(state)
+    every = team.gathered(remembered(_ranks(team)), "comparing the parts of batches")
+    return json.dumps(every[:1] if len(set(every)) == 1 else every)
+
+
+def _recall(team: Team, parts: str) -> None:
+    every = json.loads(parts)
+    known = every[0] if len(every) == 1 else every[team.rank] if len(every) == team.size else "[]"
+    recall(known, _ranks(team))
 
 
 @dataclass
@@ -140,9 +184,8 @@ class Saver:
         """
         self.finish()
         self.began, self.saved = time.monotonic(), step
-        self.pending = checkpoint.save_async(
-            self.path(step), tree(state, step, self.origin), keep=self.keep, overwrite=True
-        )
+        held = tree(state, step, self.origin, _parts(state))
+        self.pending = checkpoint.save_async(self.path(step), held, keep=self.keep, overwrite=True)
 
     def look(self) -> None:
         """Sees whether the last one is over, and how long it took; it does not wait."""

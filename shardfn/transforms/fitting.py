@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,12 +23,13 @@ from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, independent_axes, mesh_of
 from shardfn.shards.layout import is_flat
 from shardfn.transforms.cutting import Batch, batch_of
-from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, versions
+from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, handled, versions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
+Key = tuple[Any, ...]  # the function, the ranks that run it together, and the shapes of the batch
 _log = logging.getLogger("shardfn")
 _SUBJECT = (
     "the micro-batches",
@@ -39,15 +41,57 @@ FIX = "Take a smaller batch or less memory for each row: sf.stage(remat=True), r
 
 @dataclass
 class Known:
-    """What one lane of a world knows of each function and batch: in how many parts it fits, and how large it is."""
+    """What one lane of a world knows of each function and batch: in how many parts it fits, and how large it is.
 
-    parts: dict[tuple[str, ...], int] = field(default_factory=dict)
-    elements: dict[tuple[str, ...], int] = field(default_factory=dict)
+    Attributes:
+        parts: in which it fits.
+        elements: of the batch.
+        compared: with other ranks, since the process began.
+    """
 
-    def first(self, key: tuple[str, ...], elements: int) -> int:
+    parts: dict[Key, int] = field(default_factory=dict)
+    elements: dict[Key, int] = field(default_factory=dict)
+    compared: set[Key] = field(default_factory=set)
+
+    def first(self, key: Key, elements: int) -> int:
         """In how many parts to try what is new: no fewer than smaller batches of the same function have needed."""
-        same = [one for one in self.parts if one[0] == key[0] and self.elements[one] <= elements]
+        same = [one for one in self.parts if one[:2] == key[:2] and self.elements[one] <= elements]
         return max((self.parts[one] for one in same), default=1)
+
+    def among(self, ranks: Sequence[int]) -> list[Key]:
+        """What these ranks, of which this is one, have found out by themselves."""
+        return [key for key in self.parts if len(key[1]) == 1 or set(key[1]) <= set(ranks)]
+
+
+def known_here() -> Known:
+    """What this lane of this world knows."""
+    known: Known = world_of_thread().agreed.setdefault(f"fitting {lane()}", Known())
+    return known
+
+
+def remembered(ranks: Sequence[int]) -> str:
+    """In how many parts batches fit that these ranks have cut, as JSON that says nothing of their numbers."""
+    known, places = known_here(), {rank: place for place, rank in enumerate(ranks)}
+    cut = {key[:2] for key, parts in known.parts.items() if parts > 1}
+    found = []
+    for key in known.among(ranks):
+        if key[:2] in cut:
+            name, them, *shapes = key
+            who = [places[rank] for rank in them] if len(them) > 1 else []
+            found.append([name, who, shapes, known.elements[key], known.parts[key]])
+    return json.dumps(found)
+
+
+def recall(text: str, ranks: Sequence[int]) -> None:
+    """These ranks know again what `remembered` said of them, or of as many others, and nothing else."""
+    known = known_here()
+    for key in known.among(ranks):
+        del known.parts[key], known.elements[key]
+        known.compared.discard(key)
+    for name, places, shapes, elements, parts in json.loads(text):
+        if all(place < len(ranks) for place in places):
+            key = (name, tuple(ranks[place] for place in places) or (0,), *shapes)
+            known.elements[key], known.parts[key] = elements, parts
 
 
 def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, described: Sequence[str], name: str) -> T:
@@ -75,16 +119,17 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
         agree([f"{name}: {wrong}"], axis, "accumulate", wrong, _SUBJECT)
         assert wrong is not None, "it is there, or something is wrong with it"
         raise wrong
-    known: Known = world_of_thread().agreed.setdefault(f"fitting {lane()}", Known())
+    known = known_here()
     shapes = [f"{x.dtype} {list(x.shape)}" for x in batch.tensors]
-    key = ("\n".join([name, *described, f"micro={micro!r}", str(axis_ranks(axis)), _weight(params)]), *shapes)
-    if key not in known.parts:
-        elements = sum(x.numel() for x in batch.tensors)
-        first = known.first(key, elements) if micro == "auto" else micro
+    key = ("\n".join([name, *described, f"micro={micro!r}", _weight(params)]), tuple(axis_ranks(axis)), *shapes)
+    if key not in known.compared:
         agree([*described, f"micro={micro!r}", *shapes], axis, "accumulate", subject=_SUBJECT)
-        known.elements[key], known.parts[key] = elements, min(first, batch.rows)
+        known.compared.add(key)
     if micro != "auto":
         return run(batch.parts(micro))
+    if key not in known.parts:
+        elements = sum(x.numel() for x in batch.tensors)
+        known.elements[key], known.parts[key] = elements, min(known.first(key, elements), batch.rows)
     value, known.parts[key] = _as_few_as_fit(run, batch, known.parts[key], params, axis_ranks(axis), name)
     return value
 
@@ -93,11 +138,11 @@ def _as_few_as_fit(
     run: Callable[[list[Any]], T], batch: Batch, parts: int, params: Any, ranks: list[int], name: str
 ) -> tuple[T, int]:
     given = [*(x for x in optree.tree_leaves(params) if isinstance(x, Tensor)), *batch.tensors]
-    random, before = RandomNumbers(given), versions(given)
+    random, before, outer = RandomNumbers(given), versions(given), handled()
     tried: list[int] = []
     while True:
         tried.append(parts)
-        found = _tried(run, batch.parts(parts), ranks, name, lambda: versions(given) == before)
+        found = _tried(run, batch.parts(parts), ranks, name, lambda: versions(given) == before, outer)
         if not isinstance(found, str):
             return found[0], parts
         emptied()
@@ -114,23 +159,28 @@ def _as_few_as_fit(
 
 
 def _tried(
-    run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], name: str, whole: Callable[[], bool]
+    run: Callable[[list[Any]], T],
+    pieces: list[Any],
+    ranks: list[int],
+    name: str,
+    whole: Callable[[], bool],
+    outer: Collection[int],
 ) -> tuple[T] | str:
     """What it returns, alone in a tuple; or who ran out of memory, and how, when all ranks have come back from it.
 
-    `whole` says whether what it was given is as it was.
+    `whole` says whether what it was given is as it was; `outer` are errors that were handled before.
     """
     parts = f"{len(pieces)} part{'s' if len(pieces) > 1 else ''}"
     if len(ranks) == 1:
         try:
             return (run(pieces),)
         except Exception as error:
-            told = exhausted(error)
+            told = exhausted(error, outer)
             if told is None:
                 raise
         return _refuse_changed({} if whole() else {0: Fared("off", told, changed=True)}, told, name, parts)
     with Attempt(ranks, f"accumulate of {name} in {parts}") as attempt:
-        found = _run(run, pieces, ranks, name, attempt)
+        found = _run(run, pieces, ranks, name, attempt, outer)
         if isinstance(found, tuple):
             return found
         attempt.interrupt()
@@ -149,13 +199,18 @@ def _tried(
 
 
 def _run(
-    run: Callable[[list[Any]], T], pieces: list[Any], ranks: list[int], name: str, attempt: Attempt
+    run: Callable[[list[Any]], T],
+    pieces: list[Any],
+    ranks: list[int],
+    name: str,
+    attempt: Attempt,
+    outer: Collection[int],
 ) -> tuple[T] | Fared:
     """What it returns, when it has on all ranks; or how this one fared in what was called off."""
     try:
         value = run(pieces)
     except Exception as error:
-        told = exhausted(error)
+        told = exhausted(error, outer)
         if told is not None and not can_call_off(ranks):
             raise RuntimeError(
                 f"accumulate: {name} ran out of memory on rank {dist.get_rank()} in micro={len(pieces)} ({told}), and "

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +15,30 @@ SPOKEN = re.compile("OutOfMemoryError|MemoryError|out of memory|can't allocate m
 """In what another rank says of its error."""
 
 
-def exhausted(error: BaseException) -> str | None:
-    """What the allocator says, if it is for want of memory that this was raised; else None."""
+def handled() -> set[int]:
+    """The ids of the exceptions that the caller's callers are handling: they are the context of whatever is raised."""
+    return _ids(sys.exception())
+
+
+def _ids(error: BaseException | None) -> set[int]:
     seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            waiting += [one.__cause__, one.__context__]
+    return seen
+
+
+def exhausted(error: BaseException, before: Collection[int] = ()) -> str | None:
+    """What the allocator says, if it is for want of memory that this was raised; else None.
+
+    Args:
+        error: what was raised.
+        before: what was `handled` before that, and is no reason for it.
+    """
+    seen = set(before) - {id(error)}
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop()
@@ -38,11 +61,20 @@ _WORDS = (
 
 
 class RandomNumbers:
-    """Where torch's own random numbers stood, on the CPU and on the device of these tensors."""
+    """Where torch's own random numbers stood, on the CPU, the device of these tensors and the accelerator in use."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.numbers = torch.get_rng_state()
         devices = {x.device for x in tensors} - {torch.device("cpu"), torch.device("meta")}
+        device = torch.accelerator.current_accelerator(check_available=True)
+        self.unused: Any = None
+        if device is not None:
+            module = torch.get_device_module(device)
+            if getattr(module, "is_initialized", lambda: True)():
+                index = torch.accelerator.current_device_index()
+                devices.add(torch.device(device.type, index))
+            else:
+                self.unused = module
         self.more = [(one, torch.get_device_module(one).get_rng_state(one)) for one in devices]
 
     def restore(self) -> None:
@@ -50,6 +82,8 @@ class RandomNumbers:
         torch.set_rng_state(self.numbers)
         for device, state in self.more:
             torch.get_device_module(device).set_rng_state(state, device)
+        if self.unused is not None and self.unused.is_initialized():  # it began with its seed
+            self.unused.manual_seed(self.unused.initial_seed())
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:

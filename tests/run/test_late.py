@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import shardfn as sf
@@ -63,3 +64,25 @@ def test_metrics_are_read_in_order_and_not_before_they_are_asked_for() -> None:
         late.put(n, {"a": torch.tensor(n), "b": 0.5 * n, "c": torch.tensor(float(n), requires_grad=True)})
     assert list(late.until(2)) == [(1, {"a": 1.0, "b": 0.5, "c": 1.0}), (2, {"a": 2.0, "b": 1.0, "c": 2.0})]
     assert [step for step, _ in late.until(9)] == [3, 4]
+
+
+def recorded() -> Any:
+    """Whether one copy of metrics is waited for, and on the current stream of the metrics' device."""
+    asked, on = [], []
+    with simulated() as device, pytest.MonkeyPatch.context() as patch:
+        module = torch.get_device_module(device.name)
+        theirs = module.current_stream()
+
+        def current_stream(where: Any = None) -> Any:
+            asked.append(where)
+            return theirs
+
+        patch.setattr(module, "current_stream", current_stream, raising=False)
+        patch.setattr(module.Event, "record", lambda self, stream=None: on.append(stream))
+        loss = torch.ones((), device=device.name)
+        Late().put(1, {"loss": loss, "count": loss + 1})
+        return asked == [loss.device], [one is theirs for one in on]
+
+
+def test_metrics_are_waited_for_on_the_stream_of_their_own_device() -> None:
+    assert world(1, "alone").run(recorded) == [(True, [True])]

@@ -16,6 +16,7 @@ import pytest
 import shardfn as sf
 from shardfn.run.figures import peak_of
 from shardfn.run.progress import described, lasting
+from shardfn.testing import World
 from tests.refusals import told
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,10 +56,54 @@ def test_lines_of_json_are_json_whatever_the_numbers(tmp_path: Path) -> None:
     assert lines(tmp_path / "metrics") == [{"step": 1, "loss": None, "norm": None, "rate": 0.1}]
 
 
-def test_a_new_run_begins_the_file_anew(tmp_path: Path) -> None:
-    for loss in (1.0, 2.0):
+def test_a_new_run_begins_a_file_anew_and_keeps_the_old_one(tmp_path: Path) -> None:
+    for loss in (1.0, 2.0, 3.0):
         run(2, sf.run.jsonl(tmp_path / "metrics"), loss=loss)
-    assert [line["loss"] for line in lines(tmp_path / "metrics")] == [2.0, 2.0]
+    for name, loss in (("metrics.1", 1.0), ("metrics.2", 2.0), ("metrics", 3.0)):
+        assert [line["loss"] for line in lines(tmp_path / name)] == [loss, loss]
+
+
+FOREIGN = {
+    "a data set": '{"text": "a"}\n{"text": "b"}\n',
+    "one with steps": '{"step": 1, "text": "a"}\n',
+    "something later": '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 2.0}\n[3]\n',
+    "steps in no order": '{"step": 2, "loss": 2.0}\n{"step": 1, "loss": 2.0}\n',
+    "one line": '{"text": "a"}',
+    "no text": "\0\0",
+}
+
+
+@pytest.mark.parametrize("begins", [0, 1])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, name: str, begins: int) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(FOREIGN[name])
+    said = told(lambda: sf.run.jsonl(path).begin(begins, 9))
+    assert said.startswith("ValueError: sf.run.jsonl: line ")
+    assert f"of {path} is none of a run's metrics" in said
+    assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("train.jsonl", FOREIGN[name])]
+
+
+def into_a_data_set(path: Path) -> str:
+    return told(lambda: run(9, sf.run.jsonl(path)))
+
+
+@pytest.mark.world(2)
+def test_of_a_file_of_something_else_all_ranks_hear(world: World, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(FOREIGN["a data set"])
+    first, second = world.run(into_a_data_set, tmp_path / "train.jsonl")
+    assert first.startswith("ValueError: sf.run.jsonl: line 1 of ")
+    assert second.startswith("RuntimeError: sf.run.loop: rank 0 has failed: ValueError: sf.run.jsonl: line 1 of ")
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"step": ', '{"step": 3', '{"step": 3, "loss": 1'])
+def test_a_line_that_was_torn_is_cut_off(tmp_path: Path, torn: str) -> None:
+    path, kept = tmp_path / "metrics", '{"step": 1, "loss": null}\n{"step": 2, "a": 2.0}\n{"step": 2, "eval/a": 2.0}\n'
+    path.write_text(f"{kept}{torn}")
+    report = sf.run.jsonl(path)
+    report.begin(2, 9)
+    report.end()
+    assert path.read_text() == kept
 
 
 def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:

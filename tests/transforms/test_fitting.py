@@ -470,6 +470,56 @@ def on_a_device() -> int:
         return run.micro
 
 
+def random_numbers_set_back(initialized: bool) -> Any:
+    """How often the device's numbers are read, set back and begun anew, where the program itself brings rows there."""
+    with simulated(1) as device, pytest.MonkeyPatch.context() as patch:
+        in_use = [initialized]
+        patch.setattr(torch.get_device_module(device.name), "is_initialized", lambda: in_use[0], raising=False)
+
+        def loss(p: Tensor, x: Tensor) -> Tensor:
+            in_use[0] = True
+            x = x.to(device.name)
+            if len(x) > 2:
+                raise out()
+            return (p * x.cpu()).sum()
+
+        device.generators.clear()
+        sf.accumulate(loss, torch.ones(8, 2), micro="auto")(torch.ones(2))
+        return [device.generators[name] for name in ("get_rng_state", "set_rng_state", "manual_seed")]
+
+
+def test_random_numbers_of_a_device_that_only_the_program_knows_are_set_back() -> None:
+    with World(1, kind="alone") as world:
+        assert world.run(random_numbers_set_back, True) == [[1, 2, 0]]
+        assert world.run(random_numbers_set_back, False) == [[0, 0, 2]]
+
+
+def test_an_error_is_not_for_want_of_memory_because_it_comes_after_one_that_was() -> None:
+    parts = []
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        parts.append(len(x))
+        raise ValueError("a mistake")
+
+    def again(loss: Callable[..., Tensor]) -> Any:
+        try:
+            raise out()
+        except torch.OutOfMemoryError:
+            run = sf.accumulate(loss, torch.ones(8, 2), micro="auto")
+            run(torch.ones(2))
+            return run.micro
+
+    assert told(lambda: again(loss)) == "ValueError: a mistake"
+    assert parts == [8]
+
+    def large(p: Tensor, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise out()
+        return (p * x).sum()
+
+    assert again(large) == 4
+
+
 def test_a_device_of_its_own() -> None:
     with World(1, kind="alone") as world:
         assert world.run(on_a_device) == [4]
