@@ -75,6 +75,10 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
     save = given["save"]
     if save is not None and not isinstance(save, (str, os.PathLike)):
         raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
+    if save is not None and not os.fspath(save):
+        raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
+    if save is not None and Path(save).is_file():
+        raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a file, not a folder")
     for name in ("every", "keep"):
         if save is None and given[name] is not None:
             raise ValueError(
@@ -130,7 +134,7 @@ def _takes(function: Any, arguments: int, name: str, form: str) -> None:
         signature.bind(*[None] * arguments)
     except TypeError as error:
         raise TypeError(
-            f"sf.run.loop: {name} is called as {form}, and {name}{signature} does not take that: {error}"
+            f"sf.run.loop: {name} is called as {form.rstrip(',')}, and {name}{signature} does not take that: {error}"
         ) from None
 
 
@@ -161,6 +165,8 @@ def _evaluations(given: Any, interval: int) -> dict[str, tuple[Evaluate, int]]:
 def _evaluation(given: Any, interval: int) -> tuple[Evaluate, int]:
     function = given
     if isinstance(given, tuple) and len(given) == 2:
+        if callable(given[1]):
+            raise TypeError("sf.run.loop: evaluate=(steps, function); the function comes first: (function, steps)")
         function, interval = given[0], _count("evaluate", given[1], "(function, steps between two evaluations)")
     if not callable(function):
         raise TypeError(

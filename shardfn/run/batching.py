@@ -145,7 +145,7 @@ def _made(
     last: Last, collate: Collate | None, workers: int, prefetch: int,
 ) -> Batches:  # fmt: skip
     if not isinstance(axes, tuple) or not all(isinstance(name, str) for name in axes):
-        raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, or a tuple of names")
+        raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, 'data', or a tuple of names")
     check_axes(axes, mesh, f"{NAME}(axes={axes!r})")
     for name, value, least in (("batch", batch, 1), ("workers", workers, 0), ("prefetch", prefetch, 0)):
         _checked_int(name, value, least)

@@ -77,7 +77,7 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName) -> Checked:
     sizes(mesh)
     try:
         if not isinstance(names, tuple):
-            raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, or a tuple of names")
+            raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, 'data', or a tuple of names")
         check_axes(names, mesh, f"{NAME}(axes={axes!r})")
         if not isinstance(loader, Iterable):
             raise TypeError(f"{NAME}: the loader is of type {type(loader).__name__}, which gives no batches")

@@ -17,7 +17,7 @@ from shardfn.run.interrupts import Interrupts
 from shardfn.run.late import Late
 from shardfn.run.reporting import Reports
 from shardfn.run.resuming import Saver
-from shardfn.run.stepping import Stepping
+from shardfn.run.stepping import Kinds, Stepping
 
 
 @dataclass
@@ -38,6 +38,7 @@ class Going:
         history: those that have.
         bad: the first step that is not finite here, and what in it.
         recent: seconds of the last few steps.
+        kinds: of the state, which are the same after each step; None before the first.
         evaluation: seconds that the slowest evaluation took.
         rows: batches.
     """
@@ -55,6 +56,7 @@ class Going:
     history: dict[str, Series] = field(default_factory=dict)
     bad: tuple[int, str] | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    kinds: Kinds | None = None
     evaluation: float = 0.0
     rows: Iterator[Any] = field(default_factory=lambda: iter(()))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,8 @@ def checked(metrics: Any, who: str) -> dict[str, Any]:
         TypeError, ValueError: they are something else.
     """
     if not isinstance(metrics, Mapping):
-        raise TypeError(f"{who}: metrics are a {type(metrics).__name__}, not a dict: name them, {{'loss': loss}}")
+        what = "None: is a `return` missing?" if metrics is None else f"a {type(metrics).__name__}, not a dict"
+        raise TypeError(f"{who}: metrics are {what}; they are numbers by name, {{'loss': loss}}")
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise TypeError(f"{who}: metrics have the key {name!r}, and keys are strings")
@@ -31,8 +33,11 @@ def checked(metrics: Any, who: str) -> dict[str, Any]:
                     f"{who}: metrics[{name!r}] has shape {tuple(value.shape)} and {value.dtype}: a metric is one real "
                     f"number: reduce it, by .mean() or .sum(), or give its parts names of their own"
                 )
-        elif not isinstance(value, Real):
-            raise TypeError(f"{who}: metrics[{name!r}] is a {type(value).__name__}, not a number or a tensor of one")
+        elif not isinstance(value, (Real, np.bool_)):
+            turned = "; a step returns (state, metrics), in this order" if who.endswith("step") else ""
+            raise TypeError(
+                f"{who}: metrics[{name!r}] is a {type(value).__name__}, not a number or a tensor of one{turned}"
+            )
     return dict(metrics)
 
 

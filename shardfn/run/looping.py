@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from shardfn.checkpoint.team import Team, team_of
+from shardfn.optim.torch import comes_later
 from shardfn.run.agreeing import REASONS, Exchange, Word, common, compare
 from shardfn.run.arguments import Asked, Evaluation, asked
 from shardfn.run.early import ended, refuse
@@ -168,7 +169,17 @@ def _begun(going: Going, state: Any) -> tuple[Any, int]:
         began = time.monotonic()
         state, step = loaded(path, state, saver.origin)
         saver.saved, saver.seconds = step, time.monotonic() - began
+        if step > going.asked.steps:
+            raise ValueError(
+                f"sf.run.loop: steps={going.asked.steps}, and {path} is of step {step} already: `steps` counts from "
+                f"the run's beginning, so pass more, or another folder"
+            )
         return state, step
+    if comes_later(state):
+        raise ValueError(
+            "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
+            "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
+        )
     _refuse_nan(going, state, 0)
     saver.save(state, 0)
     saver.finish()
@@ -207,10 +218,13 @@ def _trained(going: Going, state: Any, start: int) -> tuple[Any, int, str]:
 
 def _stepped(going: Going, state: Any, n: int, first: bool) -> Any:
     """Launches step `n`, which counts from 0, and reads the metrics of an earlier one."""
-    before = kinds_of(state) if first else None
+    if first and not comes_later(state):
+        going.kinds = kinds_of(state)
     state, metrics, batch = going.stepping.one(n, going.rows, state)
-    if before is not None:
-        before.check(kinds_of(state))
+    if first:
+        if going.kinds is None:
+            going.kinds = kinds_of(state)
+        going.kinds.check(kinds_of(state))
         going.figures.tokens = tokens_of(batch, going.figures.places)
     going.late.put(n + 1, metrics)
     _read(going, n + 1 - STEPS)
@@ -277,6 +291,9 @@ def _evaluated(going: Going, state: Any, step: int) -> None:
 
 def _saved(going: Going, state: Any, step: int) -> None:
     if going.saver is not None:
+        with going.failing.here():
+            if going.kinds is not None:  # None before the first step
+                going.kinds.check(kinds_of(state))
         _refuse_nan(going, state, step)
         going.saver.save(state, step)
         going.figures.restart()

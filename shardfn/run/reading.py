@@ -77,7 +77,10 @@ def _rows(source: Any, part: Part, seed: int) -> list[Any]:
     seeds = [mixed(seed, "row", *each) for each in zip(part.epochs.tolist(), part.rows.tolist(), strict=True)]
     if callable(getattr(inner, "__getitems__", None)):
         seed_all(seeds[0])
-        return list(inner.__getitems__(numbers))
+        try:
+            return list(inner.__getitems__(numbers))
+        except StopIteration as error:
+            raise RuntimeError(f"sf.run.batches: rows {numbers} of the source raised StopIteration") from error
     return [_row(inner, number, seed) for number, seed in zip(numbers, seeds, strict=True)]
 
 
@@ -85,6 +88,8 @@ def _row(source: Any, number: int, seed: int) -> Any:
     seed_all(seed)
     try:
         return source[number]
+    except StopIteration as error:  # which whoever iterates over batches would take for their end
+        raise RuntimeError(f"sf.run.batches: row {number} of the source raised StopIteration") from error
     except Exception as error:
         error.add_note(f"sf.run.batches: row {number} of the source, {type(source).__name__}, was read")
         raise

@@ -52,7 +52,8 @@ class Stepping:
     def close(self, rows: Iterator[Any]) -> None:
         """Ends what gives batches, if it was made here: a caller's own iterator may be read further."""
         close = getattr(rows, "close", None)
-        if callable(close) and rows is not self.batches:
+        theirs = isinstance(rows, Rows) and rows.found is self.batches
+        if callable(close) and not theirs:
             close()
 
     def one(self, n: int, rows: Iterator[Any], state: Any) -> tuple[Any, dict[str, Any], Any]:
@@ -69,7 +70,10 @@ class Stepping:
                 f"sf.run.loop: the batches ended after {n} of {self.steps} steps: pass steps={n}, or batches that go on"
             ) from None
         seed_all(self.seed, n, self.place)
-        result = self.function(state, batch)
+        try:
+            result = self.function(state, batch)
+        except StopIteration as error:
+            raise RuntimeError(f"sf.run.loop: step {n} raised StopIteration") from error
         if not isinstance(result, tuple) or len(result) != 2:
             what = f"{len(result)} values" if isinstance(result, tuple) else f"a {type(result).__name__}"
             raise TypeError(f"sf.run.loop: step returned {what}, not two values, (state, metrics)")
@@ -80,19 +84,19 @@ class Stepping:
 class Rows(Iterator[Any]):
     """Batches whose code draws random numbers of its own, which go on from batch to batch whatever steps draw."""
 
-    _found: Iterator[Any]
+    found: Iterator[Any]
     _generators: Generators = field(default_factory=Generators.now)
 
     def __next__(self) -> Any:
         self._generators.restore()
         try:
-            return next(self._found)
+            return next(self.found)
         finally:
             self._generators = Generators.now()
 
     def close(self) -> None:
         """Ends what reads, as threads and workers. There are no more batches."""
-        found, self._found = self._found, iter(())
+        found, self.found = self.found, iter(())
         close = getattr(found, "close", None)
         if callable(close):
             close()
@@ -109,7 +113,7 @@ class Kinds:
         """Raises ValueError, if the state that a step returned is something else."""
         if self.tree != other.tree:
             raise ValueError(
-                f"sf.run.loop: step returned a state of another structure: it was given {_brief(self.tree)}, and "
+                f"sf.run.loop: step returned a state of another structure: the run began with {_brief(self.tree)}, and "
                 f"returned {_brief(other.tree)}: the next step, and a checkpoint, could not go on from that"
             )
         for path, mine, theirs in zip(self.tree.paths(), self.leaves, other.leaves, strict=True):
