@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -574,7 +574,7 @@ def times_of_fitting() -> list[dict[str, Any]]:
         def mark() -> None:
             one[2] = time.perf_counter()
 
-        x = Marked.apply(x.requires_grad_(), mark)
+        x = cast(Any, Marked).apply(x.requires_grad_(), mark)
         for k, p in enumerate(sf.layers(params)):
             mark()
             if k == 5 and rows > room:

@@ -55,13 +55,16 @@ class _Ahead:
             self.found.get_nowait()
 
 
-_open: weakref.WeakSet[_Ahead] = weakref.WeakSet()
+_open: weakref.WeakKeyDictionary[_Ahead, threading.Thread] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _end_all() -> None:
-    for one in list(_open):
+    found = list(_open.items())
+    for one, _ in found:
         one.end()
+    for _, thread in found:  # one that is inside torch when the interpreter ends aborts the process
+        thread.join(PATIENCE)
 
 
 def ahead(open_: Callable[[], Iterator[Any]], depth: int, device: torch.device) -> Generator[Any]:
@@ -71,8 +74,8 @@ def ahead(open_: Callable[[], Iterator[Any]], depth: int, device: torch.device) 
     copied to locked memory, from which it reads by itself.
     """
     shared = _Ahead(queue.Queue(depth), threading.Event())
-    _open.add(shared)
     thread = threading.Thread(target=_read, args=(open_, shared, device), name="shardfn-feed", daemon=True)
+    _open[shared] = thread
     thread.start()
     try:
         while True:

@@ -22,8 +22,8 @@ def checked(metrics: Any, who: str) -> dict[str, Any]:
         TypeError, ValueError: they are something else.
     """
     if not isinstance(metrics, Mapping):
-        what = "None: is a `return` missing?" if metrics is None else f"a {type(metrics).__name__}, not a dict"
-        raise TypeError(f"{who}: metrics are {what}; they are numbers by name, {{'loss': loss}}")
+        what = "None (is a `return` missing?)" if metrics is None else f"a {type(metrics).__name__}"
+        raise TypeError(f"{who}: metrics are {what}, not a dict: name them, {{'loss': loss}}")
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise TypeError(f"{who}: metrics have the key {name!r}, and keys are strings")

@@ -25,9 +25,7 @@ def shown(value: Any) -> str:
     if isinstance(value, Call):
         return f"{value.name}(...)"
     if isinstance(value, (list, tuple, set, frozenset)) and any(isinstance(one, Source) for one in value):
-        return (
-            f"{{{', '.join(map(shown, value))}}}" if isinstance(value, set | frozenset) else str([*map(shown, value)])
-        )
+        return f"[{', '.join(map(shown, value))}]"
     text = value if isinstance(value, str) and len(value) < 200 else _SHORT.repr(value)
     return " ".join(text.split()) if len(text) < 200 else f"{text[:190]}..."
 

@@ -60,7 +60,9 @@ def test_a_run_on_some_of_the_ranks_goes_on_without_the_others(world: World, tmp
 def fitted(folder: Path, ends: list[int], bad: int, fresh: bool = True, micro: Any = "auto") -> tuple[Any, ...]:
     """The parts in which each step ran, losses and parameters, where rank 1 runs out of memory at a step."""
     mesh = sf.make_mesh(device="cpu", shard=2)
-    layer, used, losses = sf.stage(block), [], []
+    layer = sf.stage(block)
+    used: list[int] = []
+    losses: list[float] = []
     source = torch.randn(160, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P("shard"), ...), out_specs=...)
