@@ -1,6 +1,6 @@
 """What is around a step: which rows each rank reads, the loop, its checkpoints, and what is seen of it.
 
-Imports `checkpoint`, `stages`, `shards`, `collectives` and `mesh`.
+Imports `checkpoint`, `optim`, `transforms`, `shards`, `tiers`, `collectives` and `mesh`.
 """
 
 from shardfn.run.batching import Batches, batches
