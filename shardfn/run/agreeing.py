@@ -86,11 +86,9 @@ class Exchange:
         if self._travels is None:
             return Word()
         (said, work), self._travels = self._travels, None
-        if not work.is_completed():
-            with waiting.on("agreeing whether the run goes on", self.team.group.group_name, note="in sf.run.loop"):
-                work.wait()
-        else:
-            work.wait()  # it raises, if it failed
+        # Every rank counts every time, though it need not wait: by the counts others see who has not come.
+        with waiting.on("agreeing whether the run goes on", self.team.group.group_name, note="in sf.run.loop"):
+            work.wait()
         return Word(*map(int, said.tolist()))
 
 

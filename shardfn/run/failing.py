@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
+import uuid
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -15,14 +15,14 @@ from shardfn.mesh import waiting
 
 TOGETHER = 1.0  # seconds within which ranks fail together
 
-_runs = itertools.count()
-
 
 class Failing:
     """One run's: a context around what may fail on this rank alone."""
 
     def __init__(self, team: Team) -> None:
-        self.key = f"shardfn/run/{next(_runs)}/failed"
+        # Ranks may have made different numbers of runs before, so that a number here would not do.
+        name = team.gathered(uuid.uuid4().hex, "starting the run")[0]
+        self.key = f"shardfn/run/{name}/failed"
         self.ranks = list(range(team.size)) if team.group is None else dist.get_process_group_ranks(team.group)
         self.alone = team.group is None or process_groups.worlds_of_threads()
         waiting.goes_on()

@@ -1,0 +1,38 @@
+"""What ranks tell each other at every step is counted alike on all of them, whoever comes late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+import shardfn as sf
+from shardfn.checkpoint.team import team_of
+from shardfn.mesh import waiting
+from shardfn.mesh.axes import grid_of
+from shardfn.run.agreeing import Exchange, Word
+from shardfn.testing import World
+
+TURNS = 12
+
+
+def counted() -> tuple[int, list[Word]]:
+    """How often this rank came to a turn, as others see it, and what it heard."""
+    team = team_of([grid_of(sf.make_mesh(device="cpu", data=2))], "run")
+    exchange, heard = Exchange(team), []
+    for turn in range(1, TURNS + 1):
+        if (turn + dist.get_rank()) % 2:
+            time.sleep(0.01)
+        heard.append(exchange.turn(turn, Word(stop=2 if turn == 5 and dist.get_rank() else 0)))
+    exchange.now(Word())
+    assert team.group is not None
+    found = waiting._state(0, {}, {}, "ended")["counts"][team.group.group_name]
+    return sum(n for key, n in found.items() if key.startswith("agreeing")), heard
+
+
+@pytest.mark.world(2)
+def test_every_rank_comes_to_every_turn(world: World) -> None:
+    for count, heard in world.run(counted):
+        assert count == TURNS + 1
+        assert [word.stop for word in heard] == [0] * 5 + [2] + [0] * (TURNS - 6)
