@@ -61,7 +61,8 @@ def _refused(start: Start, serves: bool, error: str) -> str:
     if "EADDRINUSE" in error:
         return (
             f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program "
-            f"uses: export MASTER_PORT=PORT, a free one, for all ranks, or end what is left of an earlier run"
+            f"uses, or another process that is rank 0, too: export MASTER_PORT=PORT, a free one, for all ranks, or end "
+            f"what is left of an earlier run"
         )
     if serves:
         return (
