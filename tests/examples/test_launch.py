@@ -109,15 +109,15 @@ def test_what_a_job_asks_for_fits_together(script: Path) -> None:
 
 
 def test_torchrun_on_one_node(folder: Path) -> None:
-    script = start(folder, ["bash", str(RECIPES / "torchrun_one_node.sh"), "--steps", "7"], {"NPROC": "2"})
-    assert said(script) == expected(2, "{'replica': 1, 'shard': 2}")
+    script = start(folder, ["bash", str(RECIPES / "torchrun_one_node.sh"), "--steps", "7"], {"NPROC": "1"})
+    assert said(script) == expected(1, "{'replica': 1, 'shard': 1}")
 
 
 def test_torchrun_on_two_nodes(folder: Path) -> None:
-    at = {"NPROC": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    at = {"NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     command = ["bash", str(RECIPES / "torchrun_two_nodes.sh"), "--steps", "7"]
     both = [start(folder, command, at | {"NODE_RANK": str(node)}) for node in range(2)]
-    assert said(*both) == expected(4, "{'replica': 2, 'shard': 2}")
+    assert said(*both) == expected(2, "{'replica': 2, 'shard': 1}")
 
 
 def test_a_script_that_lacks_its_node_says_so(folder: Path) -> None:
@@ -130,19 +130,19 @@ def test_a_script_that_lacks_its_node_says_so(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "nodes", "tasks", "mesh"),
     [
-        ("slurm_one_node", 1, 4, "{'replica': 1, 'shard': 4}"),
-        ("slurm_two_nodes", 2, 2, "{'replica': 2, 'shard': 2}"),
-        ("slurm_two_nodes_torchrun", 2, 1, "{'replica': 2, 'shard': 2}"),
+        ("slurm_one_node", 1, 2, "{'replica': 1, 'shard': 2}"),
+        ("slurm_two_nodes", 2, 1, "{'replica': 2, 'shard': 1}"),
+        ("slurm_two_nodes_torchrun", 2, 1, "{'replica': 2, 'shard': 1}"),
     ],
 )
 def test_a_job(folder: Path, name: str, nodes: int, tasks: int, mesh: str) -> None:
     job = {
         "SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": ",".join(["localhost", "127.0.0.1"][:nodes]),
         "SLURM_NTASKS_PER_NODE": str(tasks), "SLURM_NTASKS": str(tasks * nodes), "SLURM_NNODES": str(nodes),
-        "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "NPROC": "2",
+        "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "NPROC": "1",
     }  # fmt: skip
     script = start(folder, ["bash", str(RECIPES / f"{name}.sbatch"), "--steps", "7"], job)
-    assert said(script) == expected(4, mesh)
+    assert said(script) == expected(2, mesh)
 
 
 def pods(job: dict[str, Any], changed: dict[str, str]) -> list[list[str]]:

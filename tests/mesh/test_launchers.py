@@ -317,13 +317,6 @@ def test_ranks_that_alternate_between_nodes_are_told_once(tmp_path: Path) -> Non
     assert re.match(r"make_mesh\(replica=2, shard=2\): axis 'shard' spans nodes, .* --distribution=block", ran.stderr)
 
 
-def test_torchrun_in_a_job_step_wins(tmp_path: Path) -> None:
-    command, job = srun("--ntasks=1")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ran = run([*command, *torchrun, program(tmp_path)[1]], job)
-    assert (ran.returncode, sorted(ran.stdout.splitlines())) == (0, ["0 2 0 2 0", "1 2 1 2 1"])
-
-
 def test_a_program_that_a_job_did_not_start_by_srun_says_that_it_is_alone(tmp_path: Path) -> None:
     ran = run(program(tmp_path), BATCH)
     assert (ran.returncode, ran.stdout) == (0, "0 1 None None None\n")

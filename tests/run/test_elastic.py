@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,14 +62,3 @@ def test_a_run_goes_on_without_a_host_and_with_it_again(job: Job, tmp_path: Path
     wanted = {row["step"]: row["loss"] for row in elastic_rank.rows_of(apart)}
     for row in rows:
         assert abs(row["loss"] / wanted[row["step"]] - 1) < 1e-12
-
-
-@pytest.mark.parametrize("job", [(2, 1, 2)], indirect=True)
-def test_hosts_whose_ranks_make_no_mesh_end_with_an_error(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.elastic.RESTARTS", 1)
-    for host in job.places:
-        job.start(host)
-    codes: list[Any] = [agent.wait(150) for agent in job.agents.values()]
-    assert all(code > 0 for code in codes), job.tails()
-    assert "needs a multiple of 2 processes, but the world has 3" in (job.folder / "a.log").read_text()
-    assert job.steps() == []

@@ -151,10 +151,12 @@ def test_many_tensors_that_come_and_go_take_no_more_room(file: File) -> None:
         del other
 
     come_and_go()
-    before = file.nbytes, len(os.listdir("/proc/self/fd")), threading.active_count()
+    nbytes, files, threads = file.nbytes, len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(100):
         come_and_go()
-    assert (file.nbytes, len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert file.nbytes == nbytes
+    assert len(os.listdir("/proc/self/fd")) <= files  # those of others may go meanwhile
+    assert threading.active_count() <= threads
     tensors.collect()
     assert not [one for one in tensors._stretches.values() if one[0].file is file]
 
