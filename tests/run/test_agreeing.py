@@ -17,18 +17,24 @@ from shardfn.testing import World
 TURNS = 12
 
 
+def seen(group: str) -> int:
+    """How often others see this rank come to a turn."""
+    found = waiting._state(0, {}, {}, "ended")["counts"].get(group, {})
+    return sum(n for key, n in found.items() if key.startswith("agreeing"))
+
+
 def counted() -> tuple[int, list[Word]]:
-    """How often this rank came to a turn, as others see it, and what it heard."""
+    """How often this rank came to a turn, and what it heard."""
     team = team_of([grid_of(sf.make_mesh(device="cpu", data=2))], "run")
-    exchange, heard = Exchange(team), []
+    assert team.group is not None
+    group, exchange, heard = team.group.group_name, Exchange(team), []
+    before = seen(group)
     for turn in range(1, TURNS + 1):
         if (turn + dist.get_rank()) % 2:
             time.sleep(0.01)
         heard.append(exchange.turn(turn, Word(stop=2 if turn == 5 and dist.get_rank() else 0)))
     exchange.now(Word())
-    assert team.group is not None
-    found = waiting._state(0, {}, {}, "ended")["counts"][team.group.group_name]
-    return sum(n for key, n in found.items() if key.startswith("agreeing")), heard
+    return seen(group) - before, heard
 
 
 @pytest.mark.world(2)
