@@ -15,7 +15,6 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardfn.collectives.agree import agree, gathered
@@ -297,8 +296,3 @@ def _undecided(contents: list[int], who: Peers) -> bool:
     """Whether some ranks have had the same rows so far, though too few to say that it is no accident."""
     one_each = dict(zip(who.places, contents, strict=True))
     return who.distinct and len(set(one_each.values())) < len(one_each)
-
-
-def this_place(who: Peers) -> int:
-    """Where this rank stands along the axes."""
-    return who.places[who.ranks.index(dist.get_rank())]

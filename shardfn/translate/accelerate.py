@@ -15,7 +15,6 @@ _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHA
 _LAUNCH = yours("starting processes: torchrun")
 _TPU = yours("there are no TPUs here, and of a run on GPUs it says nothing")
 _ONE = missing("for functions: see docs/parallel.md; a module has no such axis", "1", "None")
-_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 
 
 def _strategy(draft: Draft, key: str, value: Any) -> None:

@@ -115,7 +115,6 @@ def _config(draft: Draft, key: str, value: Any) -> None:
         draft.row(key, value, "open", "a file: translate that, beside this one")
 
 
-_ZERO = deepspeed.CONFIG
 _SAME = dict.fromkeys(
     [
         "contiguous_gradients",
