@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardfn.translate import deepspeed, fsdp
+from shardfn.translate import deepspeed, deepspeed_bits, deepspeed_zero, fsdp
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import TranslateError
 from shardfn.translate.meanings import By, Section, Table, Whole, always, apply, flag, meant, missing, sets, yours
@@ -137,7 +137,7 @@ def _file(draft: Draft, key: str, value: Any) -> None:
 
 def _offload(kind: str) -> Whole:
     def read(draft: Draft, key: str, value: Any) -> None:
-        deepspeed.device(draft, key, value, kind)
+        deepspeed_zero.device(draft, key, value, kind)
 
     return Whole(read)
 
@@ -149,13 +149,13 @@ def _accumulate(draft: Draft, key: str, value: Any) -> None:
 DEEPSPEED: Table = {
     "deepspeed_config_file": Whole(_file),
     "hf_ds_config": Whole(_file),
-    "zero_stage": Whole(deepspeed.stage),
+    "zero_stage": Whole(deepspeed_zero.stage),
     "gradient_accumulation_steps": Whole(_accumulate),
     "gradient_clipping": deepspeed.CLIP,
     "offload_optimizer_device": _offload("optimizer"),
     "offload_param_device": _offload("param"),
-    "offload_optimizer_nvme_path": deepspeed.SCRATCH,
-    "offload_param_nvme_path": deepspeed.SCRATCH,
+    "offload_optimizer_nvme_path": deepspeed_zero.SCRATCH,
+    "offload_param_nvme_path": deepspeed_zero.SCRATCH,
     "zero3_init_flag": yours("interop.meta(), and interop.load or sf.init_sharded: no rank has the whole"),
     "zero3_save_16bit_model": yours("checkpoint.export(..., dtype=torch.bfloat16) or interop.save_pretrained"),
     "is_train_batch_min": yours("how a batch's size is found"),
@@ -252,7 +252,7 @@ def _precision(draft: Draft, key: str, value: Any) -> None:
             draft.say("output_dtype", made, key)
         text = "gather_dtype=, reduce_dtype= and input_dtype= of the stages, and torch.autocast around the model"
     elif draft.get("deepspeed"):
-        deepspeed.sixteen_bits(draft, str(made), key)
+        deepspeed_bits.sixteen_bits(draft, str(made), key)
         draft.row(key, value, "becomes", "gather_dtype=, reduce_dtype= and input_dtype= of the stages")
         return
     else:

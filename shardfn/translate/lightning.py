@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardfn.translate import deepspeed, fsdp
+from shardfn.translate import deepspeed, deepspeed_bits, deepspeed_zero, fsdp
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import Call, TranslateError
 from shardfn.translate.meanings import By, Meaning, Table, Whole, always, apply, flag, meant, missing, sets, yours
@@ -133,7 +133,7 @@ _SAME = dict.fromkeys(
 def _away(name: str, kind: str, draft: Draft, given: Mapping[str, Any]) -> None:
     where = given.get(f"offload_{kind}_device", "cpu")
     if given.get(name) is True:
-        deepspeed.device(draft, name, where, "optimizer" if kind == "optimizer" else "param")
+        deepspeed_zero.device(draft, name, where, "optimizer" if kind == "optimizer" else "param")
 
 
 def _bits(fact: str) -> Whole:
@@ -155,14 +155,14 @@ def _bits(fact: str) -> Whole:
 
 
 DEEPSPEED: Table = {
-    "stage": Whole(deepspeed.stage),
+    "stage": Whole(deepspeed_zero.stage),
     "zero_optimization": flag(always("by stage="), sets("sf.ddp", cut="ddp")),
     "config": Whole(_config),
     "offload_optimizer": By({"TRUE": always("by offload_optimizer_device"), "FALSE": always("the device")}),
     "offload_parameters": By({"TRUE": always("by offload_params_device"), "FALSE": always("the device")}),
     "offload_optimizer_device": By({"CPU": always("with offload_optimizer"), "NVME": always("with offload_optimizer")}),
     "offload_params_device": By({"CPU": always("with offload_parameters"), "NVME": always("with offload_parameters")}),
-    "nvme_path": deepspeed.SCRATCH,
+    "nvme_path": deepspeed_zero.SCRATCH,
     "remote_device": yours("sf.init_sharded makes each rank's part where the strategy keeps it"),
     **_SAME,
     **dict.fromkeys(
@@ -238,7 +238,7 @@ def _sixteen(draft: Draft, key: str, value: Any, made: str, true: bool) -> None:
             text.append("gather_dtype=, reduce_dtype= and input_dtype= of the stages")
         draft.say("cast_inputs", True, key)
     elif kind == "deepspeed":
-        deepspeed.sixteen_bits(draft, made, key)
+        deepspeed_bits.sixteen_bits(draft, made, key)
         text.append("gather_dtype=, reduce_dtype= and input_dtype= of the stages")
         draft.facts["lightning_bits"] = made
     if not true and kind != "deepspeed":
@@ -268,7 +268,7 @@ def _named(draft: Draft, key: str, value: Any) -> None:
     draft.facts["lightning"] = kind
     cut = {"fsdp": "full_shard", "deepspeed": "zero2", "ddp": "ddp"}[kind]
     if kind == "deepspeed" and "_stage_" in said:
-        cut = deepspeed.STAGES[whole(key, said.split("_stage_")[1][:1], 1)] if said[16:17] in "123" else ""
+        cut = deepspeed_zero.STAGES[whole(key, said.split("_stage_")[1][:1], 1)] if said[16:17] in "123" else ""
     if not cut:
         raise TranslateError(f"{key}: {shown(value)} is not one of stage 1, 2, 3")
     draft.say("cut", cut, key)
