@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from shardfn import P, interop, lora, quant
 from shardfn.mesh.spec import dotted
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
+from tests.heard import heard
 from tests.interop import zoo
 from tests.lora import dense
 from tests.models import DATA, STRATEGIES, data_mesh, distance, mesh_of
@@ -228,24 +228,19 @@ def test_merged_parameters_need_no_adapters(world: World, tmp_path: Path) -> Non
             assert max(found) < 1e-12, name
 
 
-def heard() -> list[str]:
+def merged_aloud() -> list[str]:
     """What the log says on this rank while parameters in few bits are merged, sharded and whole."""
-    case, said = Case("linear", few_bits=True), list[str]()
+    case = Case("linear", few_bits=True)
     params = sf.shard(case.tree, data_mesh(dist.get_world_size()), STRATEGIES["full_shard"])
-    handler, log = logging.Handler(), logging.getLogger("shardfn")
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    try:
+    with heard() as said:
         lora.merge(params, case.adapters, case.model)
         lora.merge(quant.dequantize(case.tree), case.adapters, case.model)
-    finally:
-        log.removeHandler(handler)
     return said
 
 
 @pytest.mark.world(2, "processes")
 def test_one_rank_says_that_merged_parameters_have_all_bits(world: World) -> None:
-    first, second = world.run(heard)
+    first, second = world.run(merged_aloud)
     assert [("few bits" in line) for line in first] == [True]
     assert second == []
 

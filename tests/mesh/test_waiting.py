@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import signal
 import sys
@@ -24,6 +23,7 @@ from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.verdict import State, waits_in_vain
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.errors import GRACE
+from tests.heard import heard
 
 stage = sf.stage(lambda p, x: x + p.sum())
 
@@ -151,27 +151,23 @@ def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
 def only_slow() -> list[str]:
     """Each rank is late in turn, by many times the patience; what the log said."""
     waiting.PATIENCE, waiting.TICK = 0.1, 0.02
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardfn").addHandler(handler)
     generator = torch.Generator().manual_seed(0)
     plain = {k: torch.randn(40, 4, dtype=torch.float64, generator=generator) for k in "abc"}
     rank, mesh = dist.get_rank(), sf.make_mesh(shard=-1, device="cpu")
     params = sf.shard(plain, mesh, sf.full_shard("shard"))
     try:
-        for late in range(mesh.size()):
-            if rank == late:
-                time.sleep(0.3)
-            step(params)
-            if rank == late:
-                time.sleep(0.3)
-            under(total, params)
-            if rank != late:
-                time.sleep(0.3)
-            dist.barrier()
+        with heard() as said:
+            for late in range(mesh.size()):
+                if rank == late:
+                    time.sleep(0.3)
+                step(params)
+                if rank == late:
+                    time.sleep(0.3)
+                under(total, params)
+                if rank != late:
+                    time.sleep(0.3)
+                dist.barrier()
     finally:
-        logging.getLogger("shardfn").removeHandler(handler)
         waiting.PATIENCE, waiting.TICK = 5.0, 1.0
     return said
 

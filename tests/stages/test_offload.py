@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from shardfn.testing import World, simulated
 from shardfn.testing import world as shared_world
 from shardfn.tiers import tensors
 from shardfn.tiers.placing import file_of
+from tests.heard import heard
 from tests.models import squares, variables
 
 on_threads = pytest.mark.world(2, "threads")
@@ -473,28 +473,21 @@ def test_a_file_that_fails_is_an_error_and_does_no_lasting_harm(world: World, tm
 
 def on_the_host(scratch: str) -> tuple[list[str], bool]:
     _, flat, x = setting(scratch)
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("shardfn")
-    log.addHandler(handler)
 
     def named_alone(p: Any, x: Tensor) -> Tensor:
         return plain(p, x)
 
     found = []
-    try:
+    with heard() as said:
         for remat in (False, "offload", sf.offload()):
             found.append(optree.tree_leaves(by_steps(sf.stage(named_alone, remat=remat), flat, x)))
-    finally:
-        log.removeHandler(handler)
-    return heard, all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    return said, all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def test_on_a_mesh_of_cpus_the_host_changes_nothing(world: World, tmp_path: Any) -> None:
-    for heard, equal in world.run(on_the_host, str(tmp_path)):
+    for said, equal in world.run(on_the_host, str(tmp_path)):
         assert equal
-        (message,) = heard
+        (message,) = said
         assert "it changes nothing here" in message
 
 
