@@ -55,6 +55,8 @@ OPTIMIZERS = "tests/optim/test_optim.py"
 ACCUMULATE = "tests/transforms/test_accumulate.py"
 
 TRANSFERS = "tests/tiers/test_transfers.py"
+RUN = "tests/run"
+FITTING = "tests/transforms/test_fitting.py"
 
 MUTANTS = [
     # what is kept elsewhere
@@ -519,6 +521,136 @@ MUTANTS = [
         "copies = snapshots.taken([one.values for one in found.boxes])",
         "copies = [one.values for one in found.boxes]",
         "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
+    ),
+    # the run
+    Mutant(
+        "random numbers are the same at every step",
+        "run/stepping.py",
+        "seed_all(self.seed, n, self.place)",
+        "seed_all(self.seed, self.place)",
+        f"{RUN}/test_loop.py::test_random_numbers_are_those_of_step_and_place_whatever_happens_between",
+    ),
+    Mutant(
+        "batches draw from the numbers of steps",
+        "run/stepping.py",
+        "self._generators.restore()",
+        "pass",
+        f"{RUN}/test_checking.py::test_a_run_on_a_loader_that_shuffles_goes_on_with_its_rows",
+    ),
+    Mutant(
+        "a loader begins otherwise when it goes on",
+        "run/stepping.py",
+        'seed_all(self.seed, "batches", self.place)',
+        'seed_all(self.seed, "batches", start, self.place)',
+        f"{RUN}/test_checking.py::test_a_run_on_a_loader_that_shuffles_goes_on_with_its_rows",
+    ),
+    Mutant(
+        "a step's end of iteration is the batches'",
+        "run/reading.py",
+        "    except StopIteration as error:  # which whoever iterates over batches would take for their end\n"
+        "        raise RuntimeError(",
+        "    except ZeroDivisionError as error:\n        raise RuntimeError(",
+        f"{RUN}/test_states.py::test_what_stops_iteration_inside_does_not_end_a_run_in_silence",
+    ),
+    Mutant(
+        "workers get what is for the run",
+        "run/reading.py",
+        "    os.setpgid(0, 0)\n",
+        "",
+        f"{RUN}/test_feeding.py::test_a_signal_to_all_of_a_process_group_leaves_workers_alone",
+    ),
+    Mutant(
+        "a stream's end keeps the reader's generators",
+        "run/streaming.py",
+        "            if ended:\n                yield State.END, None",
+        "            if ended:\n                torch.manual_seed(0)\n                yield State.END, None",
+        f"{RUN}/test_streams.py::test_the_programs_own_random_numbers_are_left_alone_to_the_end",
+    ),
+    Mutant(
+        "an order is that of every epoch",
+        "run/order.py",
+        'mixed(self.seed, "order", epoch)',
+        'mixed(self.seed, "order")',
+        f"{RUN}/test_order.py::test_epochs_and_seeds_have_orders_of_their_own",
+    ),
+    Mutant(
+        "the same rows on all ranks pass",
+        "run/together.py",
+        "if i != j and rows[i] >= TELLING:",
+        "if False:",
+        f"{RUN}/test_checking.py::test_a_forgotten_sampler_is_an_error_at_the_first_step",
+    ),
+    Mutant(
+        "a reason to stop goes away again",
+        "run/interrupts.py",
+        "return self._why",
+        "return 2 if self.signalled is not None else int("
+        "self.end is not None and time.monotonic() + needs + MARGIN > self.end)",
+        f"{RUN}/test_interrupts.py::test_a_reason_stays",
+    ),
+    Mutant(
+        "a stopped run is not told why",
+        "run/looping.py",
+        "word = common(heard, _settled(going, reached))",
+        "word = _settled(going, reached)",
+        f"{RUN}/test_interrupts.py::test_a_run_that_stops_says_why_also_when_the_reason_has_gone",
+    ),
+    Mutant(
+        "an evaluation that was left out stays out",
+        "run/looping.py",
+        "    if start:  # whoever",
+        "    if False:  # whoever",
+        f"{RUN}/test_early.py::test_an_evaluation_that_a_stop_has_left_out_comes_when_the_run_goes_on",
+    ),
+    Mutant(
+        "a state with nan is saved",
+        "run/looping.py",
+        "        _refuse_nan(going, state, step)\n        going.saver.save",
+        "        going.saver.save",
+        f"{RUN}/test_nonfinite.py::test_a_state_with_nan_is_never_saved_though_the_loss_was_finite",
+    ),
+    Mutant(
+        "a state of another kind is saved",
+        "run/looping.py",
+        "if going.kinds is not None:  # None",
+        "if False:  # None",
+        f"{RUN}/test_states.py::test_a_state_that_becomes_something_else_later_is_not_saved",
+    ),
+    Mutant(
+        "another run's rows are gone on with",
+        "run/resuming.py",
+        '    origin.check(Origin(head["run.seed"], head["run.batches"]), path)\n',
+        "",
+        f"{RUN}/test_refusals.py::test_a_run_goes_on_only_as_the_one_it_was",
+    ),
+    Mutant(
+        "some turns are not counted",
+        "run/agreeing.py",
+        '        with waiting.on("agreeing whether the run goes on", self.team.group.group_name, note="in sf.run.loop"):\n'
+        "            work.wait()\n",
+        "        work.wait()\n",
+        f"{RUN}/test_agreeing.py::test_every_rank_comes_to_every_turn",
+    ),
+    Mutant(
+        "metrics are waited for on the current device",
+        "run/late.py",
+        "event.record(module.current_stream(device))",
+        "event.record()",
+        f"{RUN}/test_late.py::test_metrics_are_waited_for_on_the_stream_of_their_own_device",
+    ),
+    Mutant(
+        "what runs again draws other numbers",
+        "transforms/fitting.py",
+        "        random.restore()\n",
+        "",
+        f"{FITTING}::test_whatever_the_step_does",
+    ),
+    Mutant(
+        "whatever fails after want of memory is want of memory",
+        "transforms/shortage.py",
+        "seen = set(before) - {id(error)}",
+        "seen = set[int]()",
+        f"{FITTING}::test_an_error_is_not_for_want_of_memory_because_it_comes_after_one_that_was",
     ),
 ]
 
