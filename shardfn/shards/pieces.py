@@ -193,12 +193,12 @@ def _constants(layout: Layout) -> tuple[int, int, bool]:
 def _segments_of(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
     if torch.compiler.is_compiling():
         return tuple([Segment(*row) for row in _rows(layout, entries, start, stop)])
-    return _segments(layout, entries, start, stop)
+    return _segments(layout, process_groups.global_rank(), entries, start, stop)
 
 
 @dynamo.constant_when_traced
 def _rows(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Any, ...]:
-    found = _segments(layout, entries, start, stop)
+    found = _segments(layout, process_groups.global_rank(), entries, start, stop)
     return tuple((one.path, one.whole, one.shape, one.corner, one.first, one.start, one.stop) for one in found)
 
 
@@ -206,12 +206,11 @@ def _rows(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tu
 def _of_layout(layout: Layout, rank: int) -> tuple[tuple[Segment, ...], Layout, tuple[int, ...], int, int, bool]:
     """All that is known of a flat shard on a rank but its numbers, as `Unit` takes it."""
     every, held = tuple(range(len(layout.entries))), layout.held(rank)
-    return _segments(layout, every, 0, held), layout, every, 0, held, layout.trainable
+    return _segments(layout, rank, every, 0, held), layout, every, 0, held, layout.trainable
 
 
 @functools.lru_cache(maxsize=4096)
-def _segments(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
-    rank = process_groups.global_rank()
+def _segments(layout: Layout, rank: int, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
     if not layout.here(rank):
         return ()
     corners = {one.path: one.corner for one in layout.ranges(rank)}
