@@ -67,16 +67,16 @@ def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tenso
             f"a batch norm that trains got one value for each channel on all ranks along {axis!r} together, which has "
             f"no variance: the input has shape {tuple(x.shape)}"
         )
-    mean = pvary(psum(wide.sum(dims), axis), axis) / count
-    away = wide - mean.view(channel)
-    var = pvary(psum(away.square().sum(dims), axis), axis) / count
+    mean = psum(wide.sum(dims), axis) / count
+    away = wide - pvary(mean, axis).view(channel)
+    var = psum(away.square().sum(dims), axis) / count
     if m.training and m.track_running_stats and m.running_mean is not None:
         m.num_batches_tracked.add_(1)
         share = 1.0 / m.num_batches_tracked.to(wide.dtype) if m.momentum is None else m.momentum
         with torch.no_grad():
             m.running_mean.add_((mean.detach() - m.running_mean) * share)
             m.running_var.add_((var.detach() * count / (count - 1) - m.running_var) * share)
-    out = away * torch.rsqrt(var + m.eps).view(channel)
+    out = away * torch.rsqrt(pvary(var, axis) + m.eps).view(channel)
     if m.weight is not None:
         out = out * m.weight.view(channel)
     if m.bias is not None:
