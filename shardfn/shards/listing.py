@@ -1,0 +1,365 @@
+"""Who holds what, in lines of text: each line some words, each word with the style that a terminal may give it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardfn.compat import process_groups
+from shardfn.mesh.grid import Grid
+from shardfn.shards.colors import colors, over
+from shardfn.shards.holdings import Flat, Held, Plain, Section, Stage, along, lives, owners, pieces_of, word
+from shardfn.shards.layout import Layout, Range
+from shardfn.shards.placement import Reshard
+
+Line = list[tuple[str, str]]
+NAMED = 16  # ranks; where there are more, positions along axes are told in place of them
+PARTS = 4  # of a parameter that are told one by one
+BAR = 16, 44  # columns, at least and at most
+KEPT = "\N{NO-BREAK SPACE}"  # within what stays in one line
+MOST = 8  # positions along an axis of the mesh
+
+
+def lines(sections: Sequence[Section], width: int) -> Iterator[Line]:
+    """All of it."""
+    for number, section in enumerate(sections):
+        if number:
+            yield []
+        page = Page(section, colors(section), width)
+        yield from page.mesh()
+        for run in section.runs:
+            yield []
+            yield from page.stages(run)
+        yield []
+        yield from page.totals()
+
+
+@dataclass(frozen=True)
+class Page:
+    """One section, as wide as a terminal."""
+
+    section: Section
+    color: dict[int, str]
+    width: int
+
+    # --- the mesh ---
+
+    def mesh(self) -> Iterator[Line]:
+        """The mesh as a grid of its ranks, of which this one is underlined."""
+        grid = self.section.grid
+        if grid is None:
+            yield [("no mesh", "bold"), (": what this process has", "")]
+            return
+        ranks = len(grid.ranks)
+        yield [("mesh ", "bold"), (str(grid), "bold"), (f": {ranks} rank{'s' * (ranks > 1)}", "")]
+        *outer, (last, columns) = grid.sizes
+        cell, names = len(str(max(grid.ranks))) + 2, [name for name, _ in outer]
+        rows = list(itertools.product(*(range(size) for _, size in outer)))
+        title = ["  " + " ".join(f"{name} {i}" for name, i in zip(names, at, strict=True)) for at in rows]
+        left = max(map(len, title)) + 2
+        shown = some_of(columns, min(MOST, max(4, (self.width - left) // (cell + 1))))
+        yield [(" " * left + last, "dim")]
+        yield [(" " * left, ""), *(((f"{'…' if i is None else i:^{cell}} "), "dim") for i in shown)]
+        for row in some_of(len(rows), MOST):
+            if row is None:
+                yield [("  …", "dim")]
+                continue
+            line: Line = [(f"{title[row]:<{left}}", "dim")]
+            for i in shown:
+                line += [(f"{'…':^{cell}}", "dim")] if i is None else [self._cell(grid.ranks[row * columns + i], cell)]
+                line.append((" ", ""))
+            yield line
+
+    def _cell(self, rank: int, cell: int) -> tuple[str, str]:
+        mine = " underline" if rank == process_groups.global_rank() else ""
+        return f"{rank:^{cell}}", f"{over(self.color[rank])} on {self.color[rank]}{mine}"
+
+    # --- stages ---
+
+    def stages(self, run: Sequence[Stage]) -> Iterator[Line]:
+        """Stages that differ only in their names."""
+        first = run[0]
+        name = first.name or ("at the top" if any(one.path for one in first.plain) else "(the tree itself)")
+        if len(run) > 1:
+            name += f" … {run[-1].name} ({len(run)} alike)"
+        for flat in first.flats:
+            yield from self._filled(f"{name}: ", described(flat))
+            yield from self._flat(flat)
+        if first.plain:
+            nbytes = size(first.most)
+            where = "" if self.section.grid is None else ", the same on every rank unless it was made otherwise"
+            yield from self._filled(f"{name}: ", f"{'plain tensors' if len(first.plain) > 1 else 'a plain tensor'}, "
+                                                 f"{nbytes}{' a rank' if where else ''}{where}")  # fmt: skip
+            yield from self._table([_plain(one) for one in first.plain])
+
+    def _filled(self, name: str, text: str) -> Iterator[Line]:
+        head, *more = textwrap.wrap(name.replace(" ", KEPT) + text, self.width, subsequent_indent="    ")
+        yield [(head[: len(name)].replace(KEPT, " "), "bold"), (head[len(name) :].replace(KEPT, " "), "")]
+        yield from ([(line.replace(KEPT, " "), "")] for line in more)
+
+    def _table(self, rows: Sequence[tuple[str, str, str]]) -> Iterator[Line]:
+        names, shapes = (max(len(row[i]) for row in rows) for i in (0, 1))
+        yield from ([(f"  {name:<{names}}  {shape:<{shapes}}  {note}".rstrip(), "")] for name, shape, note in rows)
+
+    def _flat(self, flat: Flat) -> Iterator[Line]:
+        layout = flat.layout
+        if not flat.piece:
+            return
+        every = range(len(layout.entries))
+        names = _column([flat.name(i) or "(itself)" for i in every], self.width // 4)
+        shapes = _column([shape_of(layout, i) for i in every], self.width // 3)
+        left = 2 + len(names[0]) + 2 + len(shapes[0]) + 2
+        bar = max(BAR[0], min(BAR[1], (self.width - left) // 2))
+        room = max(self.width - left - bar - 3, 24)
+        shades = {piece: self.color[rank] for piece, rank in first_holders(self.section, layout).items()}
+        yield [(" " * left, ""), *self._pieces(layout, shades, bar)]
+        known = owners(layout) if len(layout.grid.ranks) <= NAMED else None
+        for i, name, shape in zip(every, names, shapes, strict=True):
+            told = held_by(layout, i, None if known is None else known[layout.entries[i].path])
+            who, *more = _broken(told, room)
+            yield [(f"  {name}  ", ""), (f"{shape}  ", "dim"), *_stretch(layout, i, shades, bar), (f"  {who}", "")]
+            yield from ([(" " * (left + bar + 3) + text, "")] for text in more)
+
+    def _pieces(self, layout: Layout, shades: dict[int, str], bar: int) -> Line:
+        """The buffer, cut into its pieces, each with the names of those that hold it."""
+        if layout.size * 2 > bar:
+            return [(f"│{f'{layout.size} pieces':^{bar - 1}}│", "dim")]
+        line: Line = []
+        for piece in range(layout.size):
+            start, stop = (bar * k // layout.size for k in (piece, piece + 1))
+            who = _cut(self._who(layout, piece), stop - start - 1)
+            line.append((f"│{who:<{stop - start - 1}}", f"{over(shades[piece])} on {shades[piece]}"))
+        return [*line, ("│", "dim")]
+
+    def _who(self, layout: Layout, piece: int) -> str:
+        if len(layout.grid.ranks) > NAMED:
+            return str(piece) if layout.size > 1 else "every rank"
+        holders = [rank for rank in sorted(layout.grid.ranks) if layout.here(rank) and layout.index(rank) == piece]
+        return ranks(holders, layout.grid)
+
+    # --- sums ---
+
+    def totals(self) -> Iterator[Line]:
+        """What each rank holds of all, and what there is."""
+        section = self.section
+        kinds: dict[Held, list[int]] = {}
+        for rank, held in section.held.items():
+            kinds.setdefault(held, []).append(rank)
+        for held, holders in itertools.islice(kinds.items(), PARTS):
+            some = [f"{size(n)} {kind}" for kind, n in held._asdict().items() if n]
+            kind = f" ({', '.join(some)})" if len(some) > 1 else ""
+            yield [(f"{_holders(holders, section)}: ", "bold"), (f"{size(sum(held))}{kind}", "")]
+        if len(kinds) > PARTS:
+            least, most = min(map(sum, kinds)), max(map(sum, kinds))
+            yield [(f"{len(kinds) - PARTS} more kinds of ranks: ", "bold"), (f"{size(least)} to {size(most)} each", "")]
+        whole, count, numel = _whole(section)
+        yield [("the whole: ", "bold"),
+               (f"{size(whole)}, {numel:,} numbers in {count} parameter{'s' * (count != 1)}", "")]  # fmt: skip
+
+
+def _whole(section: Section) -> tuple[int, int, int]:
+    flats = [flat for flat in section.flats if not flat.shared]
+    plain = [one for stage in section.stages for one in stage.plain if not one.note.startswith("the same as")]
+    return (
+        sum(stage.whole for stage in section.stages),
+        sum(len(flat.layout.entries) for flat in flats) + len(plain),
+        sum(flat.numbers for flat in flats) + sum(one.numel for one in plain),
+    )
+
+
+def _holders(holders: list[int], section: Section) -> str:
+    grid = section.grid
+    if grid is None:
+        return "this process"
+    if len(holders) == len(grid.ranks):
+        return "each rank" if len(holders) > 1 else f"rank {holders[0]}"
+    if len(grid.ranks) <= NAMED:
+        return f"rank{'s' * (len(holders) > 1)} {ranks(holders, grid)}"
+    fixed = {name: {section.places[rank][name] for rank in holders} for name, n in grid.sizes if n > 1}
+    at = ", ".join(f"{name}={min(some)}" for name, some in fixed.items() if len(some) == 1)
+    return f"the {len(holders)} ranks{f' at {at}' if at else ''}"
+
+
+# --- words ---
+
+
+def described(flat: Flat) -> str:
+    """Its dtype, and how it is placed."""
+    layout, placement = flat.layout, flat.layout.placement
+    words = [word(layout.dtype)]
+    if flat.itemsize and flat.dtype != layout.dtype:
+        words.append(f"now {word(flat.dtype)}")
+    words.append("trained" if layout.trainable else "frozen")
+    if any(map(layout.packed_at, range(len(layout.entries)))):
+        words.append("packed in few bits")
+    axes = [name for name in placement.axes if layout.grid.size(name) > 1]
+    words.append(f"1/{layout.size} over {' x '.join(axes)}" if axes else "whole")
+    copies = copied_over(layout)
+    if layout.grid.size(copies) == len(layout.grid.ranks) > 1:
+        words[-1] += " on every rank"
+    elif copies:
+        words.append(f"the same over {' x '.join(copies)}")
+    words += [f"only at {name}={position}" for name, position in placement.only_at]
+    if layout.state_layout is not layout and layout.state_layout.size > layout.size:
+        words.append(f"gradients and state 1/{layout.state_layout.size} over {' x '.join(placement.gradients)}")
+    words += _travels(layout) + [f"{kind} on {'the host' if tier == 'host' else tier}" for kind, tier in zip(
+        ("parameters", "gradients", "state"), placement.tiers, strict=True) if tier != "device"]  # fmt: skip
+    if flat.shared:
+        return ", ".join([*words, f"the same tensor as {flat.shared}"])
+    if not flat.itemsize:
+        return ", ".join([*words, "no numbers"])
+    of = f" of {size(flat.whole)}" if flat.layout.size > 1 else ""
+    return ", ".join([*words, f"{size(flat.piece)} a rank{of}".replace(" ", KEPT)])
+
+
+def copied_over(layout: Layout) -> tuple[str, ...]:
+    """Axes along which ranks hold the same of every parameter."""
+    same = [layout.same_axes(number) for number in range(len(layout.entries))]
+    return tuple(name for name, n in layout.grid.sizes if n > 1 and all(name in axes for axes in same))
+
+
+def _travels(layout: Layout) -> list[str]:
+    """What is gathered, in what, and for how long."""
+    placement, words = layout.placement, list[str]()
+    if layout.size > 1 and layout.trainable:
+        words.append(_kept(placement.reshard))
+    if layout.size > 1 and placement.gather is not None:
+        words.append(f"gathered in {placement.gather}")
+    if placement.reduce is not None and layout.trainable:
+        words.append(f"gradients travel in {placement.reduce}")
+    return words
+
+
+def _kept(reshard: Reshard) -> str:
+    if isinstance(reshard, tuple):
+        return f"backward gathers from a copy over {' x '.join(reshard)}"
+    if reshard == "step":
+        return "the gathered copy kept for the step"
+    return "gathered again for backward" if reshard else "the gathered copy kept for backward"
+
+
+def shape_of(layout: Layout, number: int) -> str:
+    """A parameter's whole shape, and how other axes than the buffer's cut it, or in what bits it is."""
+    spec, packed = layout.entries[number].spec, layout.packed_at(number)
+    more = f" {spec}" if spec.axes else f" {packed.format}" if packed is not None else ""
+    return f"{list(layout.meant_shape(number))}{more}"
+
+
+def held_by(layout: Layout, number: int, parts: dict[Range, list[int]] | None) -> list[str]:
+    """Who holds which elements of a parameter: by rank, where the parts of each are known."""
+    whole, unit = layout.whole_shape(number), "bytes" if layout.packed_at(number) else "elements"
+    if parts is not None and len(parts) <= PARTS:
+        return [f"{ranks(who, layout.grid)}: {region(part, whole, unit)}" for part, who in parts.items()]
+    if parts is not None:
+        most = max(part.stop - part.start for part in parts)
+        everyone = sorted(rank for who in parts.values() for rank in who)
+        return [f"{ranks(everyone, layout.grid)}: {len(parts)} parts, up to {most:,} {unit} each"]
+    pieces = pieces_of(layout, number)
+    axes = " x ".join(name for name in layout.placement.axes if layout.grid.size(name) > 1) or "every rank"
+    if len(pieces) > PARTS:
+        return [f"{axes} {pieces[0]} to {pieces[-1]}: up to {layout.piece:,} {unit} each"]
+    entry, found = layout.entries[number], []
+    for piece in pieces:
+        start, stop, _ = layout.within(number, piece)
+        part = Range(entry.path, start, stop, entry.shape, (0,) * len(entry.shape))
+        found.append(f"{f'{axes} {piece}' if layout.size > 1 else axes}: {region(part, entry.shape, unit)}")
+    return found
+
+
+def region(part: Range, whole: Sequence[int], unit: str = "elements") -> str:
+    """Elements of a parameter, as a slice of it where they are whole rows."""
+    numel = math.prod(part.shape)
+    if (part.start, part.stop) == (0, numel):
+        return _box(part.corner, part.shape, whole) or "all"
+    row = numel // part.shape[0]
+    if part.start % row == 0 and part.stop % row == 0 and unit == "elements":
+        first, last = part.start // row, part.stop // row
+        return _box((part.corner[0] + first, *part.corner[1:]), (last - first, *part.shape[1:]), whole)
+    box = _box(part.corner, part.shape, whole)
+    return f"{unit} {part.start:,}:{part.stop:,}" + f" of {box}" * bool(box)
+
+
+def _box(corner: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> str:
+    """A part of a tensor as Python's slices; nothing for all of it."""
+    slices = [":" if n == total else f"{at}:{at + n}" for at, n, total in zip(corner, shape, whole, strict=True)]
+    while slices and slices[-1] == ":":
+        slices.pop()
+    return f"[{', '.join(slices)}]" if slices else ""
+
+
+def ranks(some: Sequence[int], grid: Grid) -> str:
+    """Numbers of ranks, neighbours as `0-3`."""
+    if len(some) == len(grid.ranks) > 1:
+        return "every rank"
+    runs: list[list[int]] = []
+    for rank in some:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
+
+
+def first_holders(section: Section, layout: Layout) -> dict[int, int]:
+    """The first rank that holds each piece."""
+    found: dict[int, int] = {}
+    for rank, where in section.places.items():
+        if lives(layout, where):
+            found.setdefault(along(layout.grid, where, layout.placement.axes), rank)
+    return found
+
+
+def _stretch(layout: Layout, number: int, shades: dict[int, str], bar: int) -> Line:
+    """Where in the buffer a parameter lies, in the colors of those that hold it."""
+    entry, padded = layout.entries[number], layout.padded
+    start = min(bar * entry.offset // padded, bar - 1)
+    stop = max(start + 1, min(math.ceil(bar * (entry.offset + entry.numel) / padded), bar))
+    pieces = pieces_of(layout, number)
+    middles = ((2 * at + 1) * layout.size // (2 * bar) for at in range(start, stop))
+    shown = (shades[min(max(piece, pieces.start), pieces.stop - 1)] for piece in middles)
+    mark = "━" if entry.numel else "·"
+    line = [(mark * len(list(some)), color) for color, some in itertools.groupby(shown)]
+    return [(" " * start, ""), *line, (" " * (bar - stop + 1), "")]
+
+
+def _plain(one: Plain) -> tuple[str, str, str]:
+    note = f"{one.dtype}, {size(one.nbytes)}" if one.nbytes else one.dtype
+    return one.path or "(itself)", str(list(one.shape)), f"{note}, {one.note}" if one.note else note
+
+
+def size(n: int) -> str:
+    """Bytes, in a unit that suits them."""
+    value, unit = float(n), "B"
+    for bigger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, bigger
+    return f"{value:.4g} {unit}"
+
+
+def some_of(count: int, room: int) -> list[int | None]:
+    """The first of so many things, and the last, with None for those between, if there is no room for all."""
+    return [*range(count)] if count <= room else [*range(room - 2), None, count - 1]
+
+
+def _column(words: Sequence[str], most: int) -> list[str]:
+    short = [_cut(word, most) for word in words]
+    return [f"{word:<{max(map(len, short))}}" for word in short]
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: max(most - 1, 0)] + "…"[:most]
+
+
+def _broken(parts: Iterable[str], room: int) -> list[str]:
+    """Parts in lines, none of which is broken within."""
+    found: list[str] = []
+    for part in parts:
+        if found and len(found[-1]) + 3 + len(part) <= room:
+            found[-1] += f"   {part}"
+        else:
+            found.append(part)
+    return found or [""]

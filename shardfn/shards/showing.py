@@ -1,0 +1,137 @@
+"""Who holds what of a tree on a mesh: to be read on a terminal, in a notebook, or as a picture."""
+
+from __future__ import annotations
+
+import html
+import io
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardfn.shards import holdings, listing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def show(tree: Any, mesh: DeviceMesh | None = None) -> Shown:
+    """Which rank holds which elements of which parameter, how each stage is placed, and what that takes.
+
+    It reads layouts alone: nothing is sent, moved or copied, so one rank may call it without the others, on a mesh of
+    any size, and for tensors on the meta device. Ranks are told by their numbers while there are at most 16; on larger
+    meshes by their positions along the axes that cut a stage. Stages that differ only in their names are told once.
+
+    Args:
+        tree: parameters, gradients or an optimizer's state: flat shards, plain tensors, or both. The tree of a module
+            is `interop.functional(module).tree`.
+        mesh: for plain tensors, which every rank is taken to hold as this one does. Default: the one of the flat
+            shards, else the one in scope, else none, and a tree is what this process has. Flat shards of several meshes
+            are shown mesh by mesh.
+
+    Returns:
+        What prints itself at a prompt and in a notebook; `str(...)` of it is plain text, and `.save("params.png")`
+        makes a picture of it.
+
+    Raises:
+        ValueError: nothing to show; flat shards of another mesh than was passed.
+        TypeError: a module.
+
+    Example:
+        ``print(show(params))``, or ``show(opt.init(params)).save("state.svg")``
+    """
+    return Shown(holdings.sections(tree, mesh))
+
+
+class Shown:
+    """Who holds what.
+
+    Attributes:
+        sections: what there is, mesh by mesh.
+    """
+
+    def __init__(self, sections: tuple[holdings.Section, ...]) -> None:
+        self.sections = sections
+
+    def nbytes(self, rank: int) -> int:
+        """What a rank holds, padding included; a plain tensor counts as it does here."""
+        held = [section.held for section in self.sections]
+        if not any(rank in one for one in held):
+            raise ValueError(f"show: rank {rank} is on none of the meshes")
+        return sum(sum(one[rank]) for one in held if rank in one)
+
+    def text(self, width: int | None = None) -> str:
+        """Lines of at most so many columns, where words allow it. Default: those of the terminal."""
+        found = listing.lines(self.sections, width or _columns())
+        return "\n".join("".join(word for word, _ in line).rstrip() for line in found)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        """With colors, where that is a terminal's."""
+        if not sys.stdout.isatty() or "NO_COLOR" in os.environ or find_spec("rich") is None:
+            return self.text()
+        from rich.console import Console
+
+        with io.StringIO() as out:
+            Console(file=out, force_terminal=True, width=_columns()).print(self, end="")
+            return out.getvalue()
+
+    def __rich__(self) -> Any:
+        return self._styled(_columns())
+
+    def _styled(self, width: int) -> Any:
+        from rich.text import Text
+
+        lines = (Text.assemble(*line) for line in listing.lines(self.sections, width))
+        return Text("\n", no_wrap=True, overflow="ignore").join(lines)
+
+    def _repr_html_(self) -> str:
+        if find_spec("rich") is None:
+            return f"<pre>{html.escape(self.text(WIDE))}</pre>"
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), record=True, width=WIDE, force_jupyter=False)
+        console.print(self._styled(WIDE))
+        return console.export_html(inline_styles=True, code_format=f'<pre style="{MONO}">{{code}}</pre>')
+
+    def figure(self) -> Figure:
+        """The picture, which a notebook shows, too.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing.
+        """
+        if find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(
+                "show: pictures need matplotlib, which is in the extra examples: pip install 'shardfn[examples]'",
+                name="matplotlib",
+            )
+        from shardfn.shards.drawing import draw
+
+        return draw(self.sections)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture, in the format that the name's ending says: `.svg`, `.png`, `.pdf`.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing.
+            ValueError: an ending that no picture has.
+        """
+        figure = self.figure()
+        known = figure.canvas.get_supported_filetypes()
+        ending = Path(path).suffix.removeprefix(".").lower()
+        if ending not in known:
+            raise ValueError(f"show: {os.fspath(path)!r} names no kind of picture: end it in .svg, .png or .pdf")
+        figure.savefig(path, dpi=150)
+
+
+WIDE = 120  # columns, of what no terminal shows
+MONO = "white-space:pre;overflow-x:auto;line-height:1.25;font-family:Menlo,'DejaVu Sans Mono',consolas,monospace"
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size((WIDE, 24)).columns
