@@ -39,8 +39,10 @@ def debug(
 
     Args:
         memory: lent memory is filled with nan when it is given back, so that whoever still reads it sees that.
-        collectives: before each collective the ranks along its axis compare what they are about to do, and all of
-            them raise an error where they differ. Costs an exchange, and a wait of the host, for each.
+        collectives: before each collective, those of stages and pipelines included, the ranks along its axis compare
+            what they are about to do, and from which line. All of them raise a ValueError where they differ, with what
+            each was about to do; a rank that cannot come any more is named within seconds. Costs an exchange, and a
+            wait of the host, for each.
         nan: after each stage's forward and backward, the first that made a number which is not finite raises a
             FloatingPointError on all ranks that run it, with its name, the rank, and whether what it was given was
             finite. Costs a wait of the host and an exchange for each. What is compiled around stages is not watched.

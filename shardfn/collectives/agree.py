@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,10 +13,12 @@ from torch import Tensor
 
 from shardfn.collectives import kernels
 from shardfn.compat import process_groups
-from shardfn.mesh import waiting
+from shardfn.debugging import debugging
+from shardfn.mesh import positions, waiting
 from shardfn.mesh.axes import axis_of, sizes
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import cpu_group
+from shardfn.mesh.verdict import ranks_named
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,39 +54,66 @@ def agree(
         ValueError: the ranks differ, and the message says which and in what; or something is wrong on another one.
         RuntimeError: some rank did not come to compare before the process group's timeout.
     """
-    if _along(mesh, axes).size == 1:
+    whole = _along(mesh, axes)
+    if whole.size == 1:
         return
+    what, advice = subject
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-
-    what, advice = subject
+    place = positions.outside(f"a comparison of {what} of {name!r}", whole.group) if debugging.collectives else None
+    if place is not None:
+        text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     alone = (
         f"{name}: {what} are new to this rank ({'; '.join(described[:6])}), and not every other rank has come to "
         f"compare"
     )
+    row = torch.tensor([digest, -len(text) if mine else len(text)])
     try:
-        digests, marked = gathered(
-            torch.tensor([digest, -len(text) if mine else len(text)]), mesh, axes, f"comparing {what}", name, alone
-        ).T.tolist()
+        with contextlib.nullcontext() if place is None else positions.at(place):
+            digests, marked = gathered(row, mesh, axes, f"comparing {what}", name, alone).T.tolist()
     except RuntimeError as error:
         more = alone if waiting.elsewhere(error) else f"{alone}. {advice}"
         raise RuntimeError(f"{error}. {more}") from waiting.cause(error)
     if len(set(digests)) == 1:
         return
+    positions.alike()
     failed, lengths = [n < 0 for n in marked], [abs(n) for n in marked]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     rows = gathered(padded, mesh, axes, f"comparing {what}, which differ", name)
-    lines = [bytes(row[:n].tolist()).decode().split("\n") for row, n in zip(rows, lengths, strict=True)]
+    lines = [bytes(row[:n].tolist()).decode(errors="replace").split("\n") for row, n in zip(rows, lengths, strict=True)]
     if mine:
         raise mine
     if any(failed):
         rank = failed.index(True)
         raise ValueError(f"{name}: rank {rank} failed: {' '.join(lines[rank][1:]).removeprefix(f'{name}: ')}")
+    elsewhere = {line[0].partition(_CALLED)[0] for line in lines}
+    if len(elsewhere) > 1:
+        each = [": ".join(filter(None, some[:2])) for some in lines]
+        raise ValueError(f"{name}: ranks do different things: {told(whole, each)}. {ALIKE}")
     rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
-    only = [f"rank 0 has {line}" for line in lines[0] if line not in lines[rank]][:3]
-    only += [f"rank {rank} has {line}" for line in lines[rank] if line not in lines[0]][:3]
+    only = [f"rank 0 has {line}{_called(lines[0])}" for line in lines[0][1:] if line not in lines[rank]][:3]
+    only += [f"rank {rank} has {line}{_called(lines[rank])}" for line in lines[rank][1:] if line not in lines[0]][:3]
     raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
+
+
+def _called(lines: list[str]) -> str:
+    """From where a rank compares, if it says so."""
+    _, called, where = lines[0].partition(_CALLED)
+    return called + where
+
+
+_CALLED = ", called at "
+ALIKE = "All ranks along an axis call the same collectives, on values of the same shape and dtype, in the same order"
+
+
+def told(along: Axis, said: Sequence[str]) -> str:
+    """What each rank along an axis has said, in the order of `gathered`: ranks that say the same together."""
+    who: dict[str, list[int]] = {}
+    ranks = sorted(dist.get_process_group_ranks(process_groups.group_of(along.group)))
+    for rank, one in zip(ranks, said, strict=True):
+        who.setdefault(one, []).append(rank)
+    return "; ".join(f"{ranks_named(some)} {'has' if len(some) == 1 else 'have'} {one}" for one, some in who.items())
 
 
 def gathered(

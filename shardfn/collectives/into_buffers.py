@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -20,8 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.collectives import launching
+from shardfn.collectives.comparing import compare, values
 from shardfn.collectives.ledger import record, recording
 from shardfn.compat import process_groups
+from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, per_mesh
 from shardfn.mesh.grid import Axis
@@ -134,28 +136,9 @@ def arrived(work: Handle, op: str, group: str, stage: str) -> None:
         work.wait()
 
 
-# A send copies to the other side at once if that waits for it, which would hold up the rank that is late anyway.
-_NAME = "shardfn-link"
-_launchers: dict[str, ThreadPoolExecutor] = {}  # by lane: one may wait for a hop, which must not hold up the others
-
-
-def _launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
-    """Starts works on the lane's launcher, in the order of the calls, and at once on that thread itself."""
-    if not threading.current_thread().name.startswith(_NAME):
-        part = lane()
-        if part not in _launchers:
-            _launchers.setdefault(part, ThreadPoolExecutor(1, thread_name_prefix=_NAME))
-        return _launchers[part].submit(start)
-    done: Future[list[Any]] = Future()
-    done.set_result(start())
-    return done
-
-
 def forget(groups: Sequence[Any]) -> None:
     """All that was under way in these groups has ended, and is nothing to what comes."""
-    launcher = _launchers.get(lane())
-    if launcher is not None:
-        launcher.submit(lambda: None).result()  # what waits there to be started meets the end of its group first
+    launching.settle()  # what waits there to be started meets the end of its group first
     for group in groups:
         _left.pop(group, None)
 
@@ -226,6 +209,8 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
 
 def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
     """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
+    if debugging.collectives:
+        compared("all_gather", comm, (whole.nbytes, dtype))
     how = _transport("all_gather", whole, dtype, comm)
     return TRANSPORTS["all_gather"][how](whole, comm)
 
@@ -240,6 +225,8 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtyp
         pieces //= comm.axis.size
         index //= comm.axis.size
         region = whole.view(pieces, -1)[index]
+        if debugging.collectives:  # before the first of them starts: the others do so on another thread
+            compared("all_gather", comm, (region.nbytes, dtype))
         how = _transport("all_gather", region, dtype, comm)
         steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, comm), how))
     work: Handle = steps[0][0]()
@@ -251,7 +238,7 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtyp
 def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
     """One collective when another has arrived, whose result it needs."""
     if how == "direct":
-        return _Launched(_launch(lambda: (first.wait(), [start()])[1]), [])
+        return _Launched(launching.launch(lambda: (first.wait(), [start()])[1]), [])
     if device.type == "cpu":
         return Later(first, start)
     module = torch.get_device_module(device)
@@ -284,6 +271,8 @@ class Pieces(NamedTuple):
 def gather_pieces(buffers: Sequence[Pieces], comm: Communicator) -> Handle:
     """As `all_gather` of each of these buffers, of which all messages are under way together."""
     size, last = comm.axis.size, comm.axis.index == comm.axis.size - 1
+    if debugging.collectives:
+        compared("all_gather", comm, *((buffer.whole.nbytes, buffer.dtype) for buffer in buffers))
     into: list[list[Tensor]] = [[] for _ in range(size)]
     out: list[Tensor] = []
     for whole, own, tag, dtype in buffers:
@@ -308,6 +297,8 @@ def scatter_pieces(
     """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, whose own for this one come into
     `into[i]`, in step; `add` adds up what has come. `numel` elements are what all ranks' pieces have together.
     """
+    if debugging.collectives:
+        compared("reduce_scatter", comm, (numel * dtype.itemsize, dtype))
     if recording():
         sent = numel * dtype.itemsize * (comm.axis.size - 1) // comm.axis.size
         record("reduce_scatter", comm.axis.group, dtype, sent, "direct", comm.names)
@@ -330,6 +321,8 @@ def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Calla
         def scratch(n: int) -> Tensor:
             return _real(complex_scratch(n // 2))
 
+    if debugging.collectives:
+        compared("reduce_scatter", comm, (flat.nbytes, flat.dtype))
     how = _transport("reduce_scatter", flat, flat.dtype, comm)
     return TRANSPORTS["reduce_scatter"][how](flat, out, comm, scratch)
 
@@ -337,8 +330,17 @@ def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Calla
 def all_reduce(x: Tensor, comm: Communicator) -> Handle:
     """Sums `x` over ranks, in place."""
     x = _real(x)
+    if debugging.collectives:
+        compared("all_reduce", comm, (x.nbytes, x.dtype))
     how = _transport("all_reduce", x, x.dtype, comm)
     return TRANSPORTS["all_reduce"][how](x, comm)
+
+
+def compared(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype], more: str = "") -> None:
+    """Whether all ranks are about to do this, with buffers of so many bytes: where `debugging.collectives` asks."""
+    if comm.checks:
+        told = " + ".join(values(dtype, [nbytes // dtype.itemsize]) for nbytes, dtype in buffers)
+        compare(op, told + more, comm.axis, served=True)
 
 
 def _transport(op: str, x: Tensor, dtype: torch.dtype, comm: Communicator) -> str:
@@ -395,7 +397,7 @@ def _swap(
         works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
         return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
 
-    return _Launched(_launch(launch), _left.setdefault(group, []))
+    return _Launched(launching.launch(launch), _left.setdefault(group, []))
 
 
 def _tagged(tag: int, x: Tensor) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.collectives.into_buffers import _launch
+from shardfn.collectives.launching import launch
 from shardfn.compat import dispatch, process_groups
 from shardfn.mesh import waiting
 
@@ -163,11 +163,11 @@ def ragged(p: Peers, x: Tensor, send: Sequence[int], receive: Sequence[int], *wh
     kind = (*what, x.dtype, x.shape[1:])
     number, group = next(p.calls), p.group()
 
-    def launch() -> list[Any]:
+    def begin() -> list[Any]:
         works = [group.recv([into[i]], i, _tag((*kind, receive[i]), number)) for i in p.others if receive[i]]
         return works + [group.send([out[i]], i, _tag((*kind, send[i]), number)) for i in p.others if send[i]]
 
-    works = _launch(launch)
+    works = launch(begin)
     into[p.index].copy_(out[p.index])
     _arrive(works, kind, group)
     return came
@@ -181,11 +181,11 @@ def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message])
     """
     tag, group = _tag(what, next(p.calls)), p.group()
 
-    def launch() -> list[Any]:
+    def begin() -> list[Any]:
         works = [group.recv([x], i, tag) for i, x in into]
         return works + [group.send([x], i, tag) for i, x in out]
 
-    works = _launch(launch)
+    works = launch(begin)
     return lambda: _arrive(works, what, group)
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardfn.compat import autograd, dynamo
-from shardfn.mesh import lanes
+from shardfn.debugging import debugging
+from shardfn.mesh import lanes, positions
 from shardfn.mesh.axes import Axes, axis_of, grid_of, known_axes, mesh_numbered
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names
 from shardfn.mesh.groups import world_of_thread
@@ -32,9 +33,21 @@ class _Scope(threading.local):
 _scope = _Scope()
 
 
-@contextlib.contextmanager
-def scope(mesh: DeviceMesh, axes: Axes | None = None) -> Iterator[None]:
+def scope(mesh: DeviceMesh, axes: Axes | None = None) -> contextlib.AbstractContextManager[None]:
     """Axis names inside mean those of `mesh`; `axes` is `known_axes(mesh)`, where the caller has it."""
+    if debugging.collectives and not torch.compiler.is_compiling():
+        return _watched(mesh, axes)
+    return _scoped(mesh, axes)
+
+
+@contextlib.contextmanager
+def _watched(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
+    with positions.body(), _scoped(mesh, axes):
+        yield
+
+
+@contextlib.contextmanager
+def _scoped(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
     axes = known_axes(mesh) if axes is None else axes
     before = _scope.mesh, _scope.axes
     _scope.mesh, _scope.axes = mesh, axes

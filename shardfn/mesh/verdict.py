@@ -17,9 +17,12 @@ State = dict[str, Any]
 beat        how often it has looked
 ended       how it ended; empty if it has not
 vain        rank -> what that waits for in vain, as this one has found, and which waits: [thread, group, key, count]
+last        what it came to together with others, the last time that they compared it
+left        group -> number of its last comparison there, whose call it has left since, and how it has
 threads     None, while it does not wait; else those that live and have waited, and the main one:
     thread, main, used      its number, whether it is the main one, the groups it has used
-    wait                    None, while it does not; else what `waiting` says of it
+    wait                    None, while it does not; else what `waiting` says of it, among it
+        place               None, or the comparison that it is at: [group, number there, number in its call]
 counts      group -> key -> how often the rank came to that
 """
 Thread = tuple[int, int]  # rank, number
@@ -64,15 +67,25 @@ def _decidable(thread: dict[str, Any], state: State) -> bool:
 def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], found: dict[Thread, list[int]]) -> bool:
     """Whether a rank has not come to a wait, and cannot any more, if what is in `found` waits in vain."""
     state = states.get(rank)
-    if state is None or not (state["ended"] or state["threads"]):
+    if state is None or came(state, wait["group"], wait["key"], wait["count"]):
         return False
-    if came(state, wait["group"], wait["key"], wait["count"]):
-        return False
-    if state["ended"]:
+    if state["ended"] or left(state, wait):
         return True
+    if not state["threads"]:
+        return False
     users = [thread for thread in state["threads"] if wait["group"] in thread["used"]]
     users = users or [thread for thread in state["threads"] if thread["main"]]
     return all((rank, thread["thread"]) in found for thread in users)
+
+
+def left(state: State, wait: dict[str, Any]) -> str:
+    """How a rank has left the call in which another one waits, for which it came to all but this; empty if it has not.
+
+    Ranks compare whether a collective is the first of its call, so whatever it comes to next is something else.
+    """
+    group, number, inside = wait.get("place") or ("", 0, 0)
+    last, how = state.get("left", {}).get(group, (0, ""))
+    return str(how) if inside > 1 and last == number - 1 else ""
 
 
 def came(state: State, group: str, key: str, count: int) -> bool:
@@ -86,24 +99,26 @@ def given_up(found: dict[Thread, list[int]], states: dict[int, State]) -> Vain:
     waits = {(rank, t["thread"]): t["wait"] for rank, s in states.items() for t in s["threads"] or ()}
     for (rank, thread), lost in found.items():
         wait = waits[(rank, thread)]
-        told = f"rank {rank} waits in vain for {wait['told']}: {standing(lost, states)}"
+        told = f"rank {rank} waits in vain for {wait['told']}: {standing(lost, states, wait)}"
         vain.setdefault(str(rank), [told]).append([thread, wait["group"], wait["key"], wait["count"]])
     return vain
 
 
-def standing(ranks: Iterable[int], states: dict[int, State]) -> str:
-    """What these ranks do, in words."""
+def standing(ranks: Iterable[int], states: dict[int, State], wait: dict[str, Any] | None = None) -> str:
+    """What these ranks do, in words, while one waits for them."""
     told: dict[str, list[int]] = {}
     for rank in ranks:
-        told.setdefault(_does(states.get(rank)), []).append(rank)
+        state = states.get(rank)
+        told.setdefault((left(state, wait) if state and wait else "") or _does(state), []).append(rank)
     return "; ".join(f"{ranks_named(some)}{':' * (len(some) > 1)} {does}" for does, some in told.items())
 
 
 def _does(state: State | None) -> str:
+    after = f", after {state['last']}" if state and state.get("last") else ""
     if state is None or not (state["ended"] or state["vain"] or state["threads"]):
-        return "has not come, and does something else"
+        return f"has not come, and does something else{after}"
     if state["ended"]:
-        return str(state["ended"])
+        return f"{state['ended']}{after}"
     waits = [thread["wait"]["told"] for thread in state["threads"] or () if thread["wait"]]
     return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
 

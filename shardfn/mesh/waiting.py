@@ -8,6 +8,9 @@ waits itself for a rank that is given up. Then the group is broken, on which the
 Ranks of a host that has vanished, see `silence`, are given up by each rank that waits for them, for itself.
 
 A rank that computes is waited for without end, and so is one that waits for something which was not announced here.
+
+With `debug(collectives=True)` ranks also say where they stand, see `positions`: what they are about to do, the last
+that they came to, and which calls they have left; who has left the call in which others wait cannot come to that.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from typing import Any
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
-from shardfn.mesh import silence
+from shardfn.debugging import debugging
+from shardfn.mesh import positions, silence
 from shardfn.mesh.verdict import (
     CALL,
     SHOWN,
@@ -48,6 +52,7 @@ from shardfn.mesh.verdict import (
 
 PATIENCE = 5.0  # seconds until a rank that waits says what it waits for
 TICK = 1.0  # seconds between two looks
+PATIENCE_COMPARING, TICK_COMPARING = 1.0, 0.25  # the same while ranks compare what they are about to do
 MOST_KINDS = 4096  # that are counted of one group
 
 _log = logging.getLogger("shardfn")
@@ -117,7 +122,7 @@ class on:
 
     def __str__(self) -> str:
         of = f" of {self.of!r}" if self.of != "" else ""
-        along = _along.get(self.group)
+        along = named(self.group)
         return f"{self.what}{of}{f' over {along}' if along else ''}"
 
 
@@ -125,11 +130,13 @@ class on:
 def during(call: str) -> Iterator[None]:
     """What this thread waits for is a part of this call of the user's, `"sf.unshard"` say: messages name it."""
     me = get_ident()
-    outer = _calls.setdefault(me, call)
+    own = me not in _calls
+    if own:
+        _calls[me] = f"{call}, called at {positions.caller()}" if debugging.collectives else call
     try:
         yield
     finally:
-        if outer is call:
+        if own:
             _calls.pop(me, None)
 
 
@@ -147,6 +154,19 @@ def along(group: str, axes: str) -> None:
     _along[group] = axes
 
 
+def named(group: str) -> str:
+    """The axes by which messages call a group; empty if nobody has said them."""
+    return _along.get(group, "")
+
+
+def _patience() -> float:
+    return min(PATIENCE, PATIENCE_COMPARING) if debugging.collectives else PATIENCE
+
+
+def _tick() -> float:
+    return min(TICK, TICK_COMPARING) if debugging.collectives else TICK
+
+
 def joined() -> None:
     """This process has entered a world, whose ranks may come to wait for each other: somebody looks after them."""
     global _watcher
@@ -158,6 +178,7 @@ def joined() -> None:
         _watcher.over = True
     _waits.clear()
     _counts.clear()
+    positions.clear()
     _watcher = _Watcher(dist.get_rank())
     store = process_groups.default_store()
     store.set(_ADDRESSES.format(_watcher.rank), json.dumps(silence.own_addresses()))
@@ -178,6 +199,7 @@ def forget(groups: Iterable[str]) -> None:
     names = set(groups)
     for key in [key for key in list(_counts) if key[1] in names or key[1].startswith("meeting ")]:
         _counts.pop(key, None)
+    positions.forget(names)
 
 
 def _forked() -> None:
@@ -187,6 +209,7 @@ def _forked() -> None:
     _waits.clear()
     _calls.clear()
     _counts.clear()
+    positions.clear()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -261,8 +284,9 @@ def _came(store: Any, keys: list[str]) -> bool:
 
 
 def _state(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
+    told = {"beat": beat, "ended": ended, "vain": vain or {}, "last": positions.last(), "left": positions.left()}
     if not stuck and not ended:
-        return {"beat": beat, "ended": "", "vain": vain or {}, "threads": None, "counts": {}}
+        return {**told, "threads": None, "counts": {}}
     main, alive = threading.main_thread().ident, set(sys._current_frames())
     used: dict[int, list[str]] = {main or 0: []}
     counts: dict[str, dict[str, int]] = {}
@@ -276,7 +300,7 @@ def _state(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str
         {"thread": thread, "main": thread == main, "used": groups, "wait": _wait(thread, stuck.get(thread))}
         for thread, groups in used.items()
     ]
-    return {"beat": beat, "ended": ended, "vain": vain or {}, "threads": threads, "counts": counts}
+    return {**told, "threads": threads, "counts": counts}
 
 
 def _key(what: str, of: Any) -> str:
@@ -294,12 +318,19 @@ def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
         "count": wait.count,
         "sided": wait.sided,
         "first": sum(_counts.get((thread, wait.group), {}).values()) < 2,
+        "place": _place(thread),
     }
 
 
+def _place(thread: int) -> list[Any] | None:
+    here = positions.reaching.get(thread)
+    return [here.group, here.number, here.inside] if here is not None else None
+
+
 def _named_wait(wait: on, thread: int) -> str:
-    call = _calls.get(thread)
-    return f"{wait} in {call}" if call else str(wait)
+    call, here = _calls.get(thread), positions.reaching.get(thread)
+    what = str(wait) if here is None else here.text
+    return f"{what} in {call}" if call else what
 
 
 def _ranks(wait: on) -> list[int]:
@@ -335,17 +366,34 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     if _watcher is None or " in vain for " in str(error) or not _BROKEN.search(str(error)):
         return error
     states: dict[int, State] = {}
+    others: list[int] = []
+    silently = ""
     with contextlib.suppress(Exception):  # the store may have gone with a rank
-        others = [rank for rank in _ranks(wait) if rank != _watcher.rank]
-        states = _read(process_groups.default_store(), others[:64])
+        others = [rank for rank in _ranks(wait) if rank != _watcher.rank][:64]
+        states = _read(process_groups.default_store(), others)
+        silently = " without a word"
     for state in states.values():
         if str(_watcher.rank) in state["vain"]:
             return RuntimeError(advised(state["vain"][str(_watcher.rank)][0]))
     known = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
+    spoke = [rank for rank, state in states.items() if state["ended"] or state["vain"]]
+    gone = [] if spoke else _gone(others)
     told = f"rank {_watcher.rank} waited in vain for {_named_wait(wait, get_ident())}"
-    if known:
+    if known and not gone:
         return RuntimeError(advised(f"{told}: {standing(known, states)}"))
-    return RuntimeError(f"{told}: a rank has ended; look at its output first ({brief(error)})")
+    who = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
+    after = f", after {positions.last()}" if positions.last() else ""
+    return RuntimeError(f"{told}: {who} ended{silently}{after}; look at its output first ({brief(error)})")
+
+
+def _gone(ranks: Sequence[int]) -> list[int]:
+    """Those of these ranks whose processes have ended, as far as this one's connections tell."""
+    gone: list[int] = []
+    with contextlib.suppress(RuntimeError):
+        for pause in (0.0, 0.1, 0.3):  # one connection may be closed sooner than another
+            time.sleep(pause)
+            gone = gone or [rank for rank in ranks if process_groups.disconnected(rank)]
+    return gone
 
 
 def _read(store: Any, ranks: Iterable[int]) -> dict[int, State]:
@@ -356,6 +404,10 @@ def _texts(store: Any, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
     """What each of these ranks has set under a key, if it has."""
     there = [rank for rank in ranks if store.check([key.format(rank)])]
     return dict(zip(there, store.multi_get([key.format(rank) for rank in there]) if there else [], strict=True))
+
+
+def _stands() -> tuple[str, Any]:
+    return positions.last(), positions.left()
 
 
 # --- the thread that looks ---
@@ -372,6 +424,7 @@ class _Watcher:
         since: each thread's wait, and when it was first seen.
         spoke: when that was last in the log.
         told: whether others may believe that this rank waits.
+        stands: what else they believe.
         ended: why it comes to nothing any more; empty if it may.
         vain: what was given up.
         suspects: the waits that seem to be in vain, with the beat of each rank when they first did.
@@ -386,6 +439,7 @@ class _Watcher:
     since: dict[int, tuple[weakref.ref[on], float]] = field(default_factory=dict)
     spoke: dict[int, float] = field(default_factory=dict)
     told: bool = False
+    stands: Any = ("", {})
     ended: str = ""
     vain: Vain = field(default_factory=dict)
     suspects: tuple[Any, dict[int, int]] = ((), {})
@@ -395,7 +449,7 @@ class _Watcher:
 
     def run(self) -> None:
         while not self.over:
-            time.sleep(TICK)
+            time.sleep(_tick())
             try:
                 with self.looks:
                     if not self.over and dist.is_initialized():
@@ -413,11 +467,11 @@ class _Watcher:
             seen = self.since.get(thread)
             since[thread] = seen if seen is not None and seen[0]() is wait else (weakref.ref(wait), now)
         self.since = since
-        stuck = {thread: wait for thread, wait in waits.items() if now - since[thread][1] >= PATIENCE}
+        stuck = {thread: wait for thread, wait in waits.items() if now - since[thread][1] >= _patience()}
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
-        if any(now - began >= TICK for _, began in since.values()) and self.vanished(stuck):
+        if any(now - began >= _tick() for _, began in since.values()) and self.vanished(stuck):
             return
-        if stuck or self.told:
+        if stuck or self.told or self.stands != _stands():
             self.tell(stuck)
         if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
             self.think(stuck, now)
@@ -463,7 +517,7 @@ class _Watcher:
     def tell(self, stuck: dict[int, on]) -> None:
         self.reach()
         self.beat += 1
-        self.told = bool(stuck)
+        self.told, self.stands = bool(stuck), _stands()
         self.store.set(_KEY.format(self.rank), json.dumps(_state(self.beat, stuck, self.vain, self.ended)))
 
     def think(self, stuck: dict[int, on], now: float) -> None:
@@ -486,7 +540,7 @@ class _Watcher:
                 waited = now - self.since[thread][1]
                 self.spoke[thread] = now + 2 * waited
                 late = [r for r in _ranks(wait) if r != self.rank and not (r in states and came(states[r], *mine))]
-                said = standing(late, states) if late else "all have come, and it has not arrived"
+                said = standing(late, states, _wait(thread, wait)) if late else "all have come, and it has not arrived"
                 more = f". {wait.note}" if wait.note else ""
                 what = _named_wait(wait, thread)
                 _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, what, said, more)

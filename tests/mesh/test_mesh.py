@@ -127,7 +127,11 @@ def groups_made() -> list[int]:
         made.append(new_group.call_count)
 
     def add(mesh: DeviceMesh, *axes: Any) -> None:
-        under(mesh, lambda: [sf.psum(torch.ones(1), axis) for axis in axes])
+        # A call that is checked compares what it does, in groups of their own.
+        sf.shard_map(
+            lambda: [sf.psum(torch.ones(1), axis) for axis in axes],
+            mesh=mesh, in_specs=..., out_specs=..., check=False,
+        )()  # fmt: skip
 
     for axes in ("a", ("b",), ("b", "a"), ("c", "a"), ("b", "c", "a"), ("a", "c")):
         count(lambda axes=axes: add(own, axes, axes))

@@ -104,7 +104,7 @@ PROGRAMS: dict[str, tuple[Any, Any, str, str]] = {
 ENDINGS: dict[str, tuple[Any, Any, str, str]] = {
     "ends": (step, ends, "rank 1 has ended", ""),
     "raises": (step, raises, "rank 1 has failed: ValueError: broken here", ""),
-    "killed": (step, killed, "a rank has ended; look at its output first (", ""),
+    "killed": (step, killed, "rank 1 has ended without a word; look at its output first (", ""),
     "save, ends": (save, ends, "rank 1 has ended", ""),
     "new arguments, ends": (lambda p: under(total, p), ends, "rank 1 has ended", ""),
 }
@@ -298,7 +298,7 @@ def test_a_rank_that_is_killed_before_a_group_is_made_is_noticed(monkeypatch: py
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         begun = time.monotonic()
-        with pytest.raises(RuntimeError, match="a rank has ended") as caught:
+        with pytest.raises(RuntimeError, match="rank 1 has ended without a word") as caught:
             group_over([0, 1], "a use of its own")
         assert time.monotonic() - begun < 10
         raise RuntimeError(f"told: {caught.value}")
