@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
 DispatchMode = TorchDispatchMode
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
+
+
+class Watching(TorchDispatchMode):
+    """A mode that sees each op and changes nothing: what runs inside takes the same way as outside.
+
+    Attributes:
+        supports_higher_order_operators: they run as they would.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether torch.compile goes on inside."""
+        return True
+
+    def __enter__(self) -> Any:
+        _push_mode(self)  # the base class keeps flags for the whole process, which threads would mix up
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _pop_mode()
 
 
 def outside_modes() -> Any:
@@ -188,4 +211,20 @@ def drawing(op: Any) -> tuple[Any, int] | None:
 def plain(x: torch.Tensor) -> bool:
     """Whether a tensor has data and nobody watches the ops on it: no fake tensor, no tracing."""
     watched: Any = type(x).__torch_dispatch__
-    return watched is torch.Tensor.__torch_dispatch__ and not torch._C._len_torch_dispatch_stack()
+    return watched is torch.Tensor.__torch_dispatch__ and not traced()
+
+
+def running(kind: type[Mode]) -> Mode | None:
+    """The innermost mode of this class that sees the ops here; autograd's own threads have those of who called it."""
+    stack = (torch._C._get_dispatch_stack_at(i) for i in reversed(range(torch._C._len_torch_dispatch_stack())))
+    return next((mode for mode in stack if isinstance(mode, kind)), None)
+
+
+def traced() -> bool:
+    """Whether a dispatch mode runs that may change what ops do: one of torch's own, or of a pretended device.
+
+    What only counts or keeps what ops give, as `torch.utils.flop_counter` and checkpoints do, changes nothing, and may
+    run on some ranks alone.
+    """
+    modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
+    return any(getattr(mode, "_mode_key", None) is not None or getattr(mode, "pretends", False) for mode in modes)

@@ -38,6 +38,19 @@ def followed(x: torch.Tensor) -> set[tuple[int, str]]:
         return {(top.level(), one) for one in found} | followed(functorch.get_unwrapped(x) if own else x)
 
 
+def tangents(x: torch.Tensor) -> list[torch.Tensor]:
+    """What forward mode follows of a tensor, on each level of torch.func's transforms, without their wrapping."""
+    functorch, found = torch._C._functorch, list[torch.Tensor]()
+    if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(x).tangent) is not None:
+        found.append(unwrapped(tangent))
+    top = functorch.peek_interpreter_stack()
+    if top is None:
+        return found
+    own = functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
+    with temporarily_pop_interpreter_stack():
+        return found + tangents(functorch.get_unwrapped(x) if own else x)
+
+
 def constant(x: torch.Tensor) -> torch.Tensor | None:
     """The tensor inside what torch.func's gradients have wrapped; None if some level follows a gradient of it."""
     functorch = torch._C._functorch

@@ -1,0 +1,79 @@
+"""What the checker reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal[
+    "output", "gradient", "sum", "vary", "losses", "means", "replica", "same", "batch_norm", "closure", "collectives"
+]
+PROBABLY = ("means", "same", "batch_norm")
+"""What may be meant, if seldom: a warning."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a function.
+
+    Attributes:
+        kind: what, in a word.
+        axes: along which of the mesh's axes.
+        path: of the argument or result, as Python: `params['w']`.
+        where: the user's file and line; empty where there is none.
+        fix: the call to insert, or what else to write.
+        text: all of that in a sentence or two.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    path: str
+    where: str
+    fix: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class VaryingError(ValueError):
+    """Values that are declared to be the same on all ranks along an axis differ, or the other way round.
+
+    Shapes are right: without the checker such a program runs, and computes something else than what is written.
+
+    Attributes:
+        findings: what is wrong, first cause first.
+    """
+
+    def __init__(self, message: str, findings: tuple[Finding, ...] = ()) -> None:
+        super().__init__(message)
+        self.findings = findings
+
+
+class VaryingWarning(UserWarning):
+    """Values that differ between ranks, or are the same, where that is probably not meant.
+
+    Attributes:
+        findings: what it is.
+    """
+
+    def __init__(self, message: str, findings: tuple[Finding, ...] = ()) -> None:
+        super().__init__(message)
+        self.findings = findings
+
+
+def said(name: str, findings: tuple[Finding, ...], probably: bool) -> str:
+    """All findings as one message."""
+    head = (
+        f"{name}: probably not meant"
+        if probably
+        else f"{name}: what ranks hold is not what the function declares (shapes are right)"
+    )
+    if len(findings) == 1:
+        return f"{head}: {findings[0]}"
+    return "\n".join(
+        [
+            f"{head}; {len(findings)} findings, first cause first:",
+            *(f"  {i}. {one}" for i, one in enumerate(findings, 1)),
+        ]
+    )

@@ -1,0 +1,263 @@
+"""A dispatch mode that takes down what a function does with tensors: forward, backward and inside every transform.
+
+It stands below autograd and torch.func, so what it sees are plain tensors, and the ops that really run. What happens
+past them, in memory that a stage's engine fills say, it is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.check import seen, sites
+from shardfn.check.here import active, here
+from shardfn.check.torch_ops import facts_of
+from shardfn.check.trace import Call, Claimed, Effect, Gradient, Mask, Node, Part, Summed, Trace, Used, Variable
+from shardfn.check.values import Evidence, Values, like_of
+from shardfn.compat import autograd, dispatch, functorch
+
+
+def current() -> Recorder | None:
+    """The recorder of the checked call that runs on this thread, or of which autograd runs a part here."""
+    if not active[0] or here.paused:
+        return None
+    return here.recorder or dispatch.running(Recorder)
+
+
+class Recorder(dispatch.Watching):
+    """Records the ops that run inside.
+
+    Attributes:
+        trace: what was recorded.
+        values: what each tensor is known as.
+        name: what is checked, for messages.
+        axes_of: names of the axes along which a process group's ranks stand.
+    """
+
+    def __init__(self, name: str, axes: dict[str, int], groups: Callable[[str], Iterable[str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.trace = Trace(name, axes)
+        self.values = Values(self.trace)
+        self.name, self.axes_of = name, groups
+        self._parameters: dict[Any, int] = {}
+        self._before: Recorder | None = None
+
+    def __enter__(self) -> Recorder:
+        self._before, here.recorder = here.recorder, self
+        active[0] += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        active[0] -= 1
+        here.recorder = self._before
+        self.values.forget()
+
+    # --- ops ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if dispatch.traced():  # fake tensors, in what DTensor does say, which the mode below takes
+            return func(*args, **kwargs)
+        if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
+            return NotImplemented
+        namespace = getattr(func, "namespace", "")
+        if here.paused or namespace in ("prim", "prims", "profiler") or namespace.startswith("shardfn_"):
+            with self._on_this_thread():
+                return func(*args, **kwargs)
+        if namespace.startswith(("c10d", "_c10d")):
+            return seen.communicated(self.values, func, args, kwargs)
+        if sites.caller() == "engine":
+            return func(*args, **kwargs)
+        return seen.op(self.values, func, facts_of(func), args, kwargs)
+
+    @contextlib.contextmanager
+    def _on_this_thread(self) -> Iterator[None]:
+        """Backward of a CUDA tensor runs on a thread of autograd's own."""
+        before, here.recorder = here.recorder, self
+        try:
+            yield
+        finally:
+            here.recorder = before
+
+    # --- what is told to it ---
+
+    def input(self, x: Tensor, path: str, allowed: Mask | None, variable: bool = True) -> int:
+        """An argument, which may vary along the axes `allowed`; None: as its bits do."""
+        x = functorch.unwrapped(x)
+        everywhere = (1 << len(self.trace.axes)) - 1
+        effect: Effect = "exactly" if allowed is not None else "union"
+        node = Node("input", (), None, effect, allowed or 0, "input", records=True, like=like_of(x), about=path)
+        at = self.values.add(node)
+        if variable and (x.is_floating_point() or x.is_complex()):
+            node.variable = 1 << len(self.trace.variables)
+            self.trace.variables.append(Variable(path, everywhere & ~(allowed or 0), at))
+        self.values.keep(x, at)
+        return at
+
+    def number(self, x: complex, path: str) -> int:
+        """A number that the function returned, which ranks compare."""
+        at = self.values.add(Node("number", (), None, root="constant", about=path))
+        digest = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big")
+        self.values.evidence.append(Evidence(self.values.key(None, digest), at, 3 if x != x else hash(x)))
+        return at
+
+    def part_of(self, whole: int, allowed: Mask) -> int:
+        """One parameter in a flat shard, which ranks compare by itself."""
+        return self.values.add(Node("input", (whole,), None, "exactly", allowed, "input"))
+
+    def moved(self, name: str, group: str, x: Tensor, y: Tensor) -> None:
+        """A collective along the axes of a group made `y` of `x`."""
+        takes, gives = COLLECTIVES[name][0], COLLECTIVES[name][1]
+        axes = self.trace.mask(self.axes_of(group))
+        effect: Effect = "plus" if gives == "V" else "minus"
+        if name in ("replicated", "verified"):
+            effect = "union"
+        backward = autograd.inside_backward()
+        parent = self.values.node_of(x)
+        at = self.values.add(
+            Node(name, (parent,), self.values.site(), effect, axes, backward=backward,
+                 records=torch.is_grad_enabled() and seen.differentiable(y), like=like_of(y), about=takes)
+        )  # fmt: skip
+        self.values.keep(y, at)
+
+    def gathered(self, x: Tensor, names: Iterable[str], y: Tensor) -> None:
+        """Into `y`, by no op, went what all ranks along these axes have; `x` is this rank's."""
+        x, y = functorch.unwrapped(x), functorch.unwrapped(y)
+        parent, axes = self.values.node_of(x), self.trace.mask(names)
+        at = self.values.add(
+            Node("all_gather_invariant", (parent,), self.values.site(), "minus", axes, like=like_of(y))
+        )
+        self.values.keep(y, at, written=True, whole=True)
+
+    def parameters(
+        self, stage: Any, paths: Sequence[str], shard: Tensor, given: Sequence[Tensor], allowed: Sequence[Mask]
+    ) -> None:
+        """The whole parameters of a flat shard, as a stage's function gets them."""
+        parent = self.values.node_of(functorch.unwrapped(shard))
+        everywhere = (1 << len(self.trace.axes)) - 1
+        for number, (path, x, axes) in enumerate(zip(paths, given, allowed, strict=True)):
+            for tangent in functorch.tangents(x):
+                self.declared(tangent, axes, [tangent], "tangent")
+            x = functorch.unwrapped(x)
+            node = Node(
+                "parameter", (parent,), self.values.site(), "exactly", axes, "parameter", records=True,
+                like=like_of(x), about=path,
+            )  # fmt: skip
+            if x.is_floating_point() or x.is_complex():
+                node.variable = 1 << len(self.trace.variables)
+                self.trace.variables.append(Variable(path, everywhere & ~axes, len(self.trace.nodes)))
+            self._parameters[(stage, number)] = at = self.values.add(node)
+            self.values.keep(x, at)
+
+    def part(self, stage: Any, number: int, gradient: Tensor) -> None:
+        """A stage's gradient of one of its parameters is about to be summed over ranks."""
+        variable = self._parameters.get((stage, number))
+        if variable is not None:
+            node = self.values.node_of(functorch.unwrapped(gradient))
+            self.trace.events.append(Part(variable, node, self.trace.nodes[variable].axes))
+
+    def summed(self, axes: Mask) -> None:
+        """A stage sums gradients along these axes."""
+        self.trace.events.append(Summed(len(self.trace.nodes), axes))
+
+    def declared(self, x: Tensor, axes: Mask, of: Iterable[Tensor], op: str) -> None:
+        """A value that the library made, and of which it knows along what it varies."""
+        x = functorch.unwrapped(x)
+        parents = tuple(self.values.node_of(functorch.unwrapped(y)) for y in of)
+        backward = autograd.inside_backward()
+        at = self.values.add(Node(op, parents, self.values.site(), "exactly", axes, backward=backward, like=like_of(x)))
+        self.values.keep(x, at)
+
+    def called(
+        self, name: str, names: Iterable[str], x: Tensor, number: bool, said: Any, pieces: Iterable[str] = ()
+    ) -> None:
+        """The function calls a collective, on a flat shard perhaps, which is in `pieces` along some axes."""
+        caller, backward = sites.who_calls(), autograd.inside_backward()
+        if caller == "library" or (backward and caller != "user"):
+            return  # it knows what it does
+        node = self.values.node_of(functorch.unwrapped(x))
+        self.trace.events.append(
+            Call(
+                name,
+                self.trace.mask(names),
+                node,
+                self.values.site(),
+                number,
+                said,
+                caller == "user",
+                backward,
+                self.trace.mask(pieces),
+            )
+        )
+
+    def differentiated(self, loss: Tensor, begin: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """`value_and_grad` has these gradients."""
+        end = len(self.trace.nodes)
+        found = []
+        for variable, gradient in pairs:
+            plain = functorch.unwrapped(gradient)
+            of = self.values.node_of(functorch.unwrapped(variable))
+            at = self.values.add(
+                Node("gradient", (self.values.node_of(plain),), self.values.site(), backward=True,
+                     like=like_of(plain))
+            )  # fmt: skip
+            self.values.keep(plain, at)
+            found.append((of, at))
+        node = self.values.node_of(functorch.unwrapped(loss))
+        self.trace.events.append(Gradient(node, begin, end, found, self.values.site()))
+
+    def used(self, pairs: Iterable[tuple[Tensor, Tensor, Iterable[str] | None]]) -> None:
+        """An optimizer is about to use these parameters and gradients; with each the axes that cut a flat one."""
+        for parameter, gradient, cut in pairs:
+            nodes = [self.values.node_of(functorch.unwrapped(x)) for x in (parameter, gradient)]
+            axes = None if cut is None else self.trace.mask(cut)
+            self.trace.events.append(Used(nodes[0], nodes[1], self.values.site(), axes))
+
+    def claimed(self, what: str, x: Tensor, allowed: Mask) -> None:
+        """A function mapped inside takes or gives a value that may vary along these axes alone."""
+        node = self.values.node_of(functorch.unwrapped(x))
+        self.trace.events.append(Claimed(what, node, allowed, self.values.site()))
+
+    def same(self, x: Tensor, y: Tensor) -> None:
+        """A tensor stands for another one, with its derivative."""
+        self.values.keep(functorch.unwrapped(x), self.values.node_of(functorch.unwrapped(y)))
+
+    def filled(self, x: Tensor) -> None:
+        """Something that is no op has written to a tensor."""
+        self.values.filled(x)
+
+
+COLLECTIVES = {
+    "psum": "VI",
+    "pmax": "VI",
+    "pmin": "VI",
+    "pvary": "IV",
+    "all_gather": "VV",
+    "reduce_scatter": "VV",
+    "all_gather_invariant": "VI",
+    "local_slice": "IV",
+    "ppermute": "VV",
+    "all_to_all": "VV",
+    "ragged_all_to_all": "VV",
+    "replicated": "II",
+    "verified": "II",
+}
+"""What each takes and gives: varying, or invariant."""
+
+
+def pieces(tree: Any) -> dict[int, tuple[str, ...]]:
+    """Along which axes the flat shards in a tree are cut, by the identity of their values."""
+    nodes = optree.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "layout") and hasattr(node, "values"))
+    return {
+        id(node.values): node.layout.placement.axes
+        for node in nodes
+        if not isinstance(node, Tensor) and hasattr(node, "layout")
+    }

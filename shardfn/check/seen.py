@@ -1,0 +1,241 @@
+"""What an op did: which values it read, which it made and wrote, and what of that only ranks together can tell."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.check import sites
+from shardfn.check.bits import bits, ordinary
+from shardfn.check.here import quietly
+from shardfn.check.torch_ops import Facts
+from shardfn.check.trace import Node, Root
+from shardfn.check.values import UNKNOWN, Evidence, Values, like_of
+from shardfn.compat import autograd
+
+MEAN, SUM = 1, 2  # what torch calls them in the arguments of a loss
+
+
+def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Runs an op and takes down what it did."""
+    if facts.kind == "each":
+        return _each(values, func, facts, args, kwargs)
+    written = [args[k] if isinstance(k, int) else kwargs.get(k) for k in facts.writes if _has(args, kwargs, k)]
+    replaced = written if facts.kind in ("copy", "empty") else [kwargs.get(k) for k in facts.out]
+    given = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
+    parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, given)))
+    out = func(*args, **kwargs)
+    results = _tensors(out)
+    if not results and not written:
+        if facts.base == "_local_scalar_dense":
+            values.add(Node("item", parents, values.site()))
+        return out
+    if facts.base == "set_" and not given:  # to a storage, of which its memory tells
+        return out
+    if facts.kind == "empty":
+        for x in results:
+            values.keep(x, UNKNOWN)
+        return out
+    first = results[0] if results else next(iter(_tensors(written)), None)
+    if first is None:
+        return out
+    node = _made(values, facts, parents, args, kwargs, given, results or [first])
+    random = facts.random and (facts.chance is None or bool([*args, 0.0][min(facts.chance, len(args))]))
+    if random and facts.drawn is not None:
+        node, random = _by_seed(values, node, facts, results[facts.drawn]), False
+    into = _tensors(written)
+    for x in into:
+        values.keep(x, node, written=True, whole=bool(replaced))
+    for x in results:
+        if not any(x is y for y in into):
+            values.keep(x, _drawn(values, facts, x, node) if random else values.view_of(x, node))
+    if random:
+        for x in into:
+            values.keep(x, _drawn(values, facts, x, node), written=True, whole=bool(replaced))
+    return out
+
+
+def _made(
+    values: Values,
+    facts: Facts,
+    parents: tuple[int, ...],
+    args: Any,
+    kwargs: Any,
+    given: list[Tensor],
+    made: list[Tensor],
+) -> int:
+    first = made[0]
+    root: Root = "" if parents else "constant"
+    numbers, caller = _numbers(args, kwargs, facts.sizes), sites.caller()
+    node = Node(
+        facts.base, parents, values.site(), root=root, backward=autograd.inside_backward(),
+        records=not (facts.detaches and not sites.stands_in())
+        and torch.is_grad_enabled() and differentiable(first),
+        like=like_of(first),
+    )  # fmt: skip
+    if facts.base == "mean" and _over_rows(args, given):
+        node.count = max(given[0].numel() // max(first.numel(), 1), 1)
+    elif facts.base == "sum" and _over_rows(args, given):
+        node.rows = _rows(given[0])
+    elif facts.reduction is not None:
+        said = args[facts.reduction] if facts.reduction < len(args) else MEAN
+        node.count = given[0].numel() if said == MEAN else 0
+        node.rows = _rows(given[1 if facts.base.startswith("nll_loss") else 0]) if said == SUM else ()
+    elif facts.statistics and _trains(facts, args, kwargs) and not sites.called_by("instance_norm"):
+        node.root = "statistics"
+    node.number = _divisor(facts.base, args)
+    at = values.add(node)
+    # Those of the library's own may rightly differ, and backward repeats what forward was given.
+    if numbers and caller == "user" and not node.backward:
+        values.evidence.append(Evidence(values.key(node.site, facts.digest), at, hash(numbers)))
+    if facts.base.startswith("nll_loss") and facts.base.endswith("forward") and node.count:
+        with quietly():
+            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(made[1])))  # its weight
+    elif node.count and (facts.base == "mean" or facts.reduction is not None):
+        values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, node.count))
+    elif facts.base in ("div", "div_") and len(given) == 2 and given[1].numel() == 1:
+        with quietly():
+            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(given[1])))
+    elif node.number is not None:
+        values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, hash(node.number)))
+    return at
+
+
+def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of torch's own, raw or in a compiled graph: what it gives, when it has come, its bits say."""
+    out = func(*args, **kwargs)
+    changed = _tensors((args, kwargs)) if str(func).split(".")[1].endswith("_") else []
+    for x in (*changed, *_tensors(out)):
+        values.filled(x)
+    return out
+
+
+def _drawn(values: Values, facts: Facts, x: Tensor, node: int) -> int:
+    """A node for what was drawn, which ranks compare."""
+    made = values.trace.nodes[node]
+    at = values.add(
+        Node(facts.base, (node,), made.site, root="random", backward=made.backward, records=made.records,
+             like=like_of(x))
+    )  # fmt: skip
+    values.show(x, at, made.site, facts.digest)
+    return at
+
+
+def _by_seed(values: Values, node: int, facts: Facts, seed: Tensor) -> int:
+    """A node for what an op made of its arguments and of what it drew, which ranks compare by itself."""
+    made = values.trace.nodes[node]
+    drawn = values.add(Node(facts.base, (), made.site, root="random", backward=made.backward, like=like_of(seed)))
+    values.show(seed, drawn, made.site, facts.digest)
+    return values.add(
+        Node(facts.base, (node, drawn), made.site, backward=made.backward, records=made.records, like=made.like)
+    )
+
+
+def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
+    """An op on lists, item by item."""
+    lists = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if _is_list(v)]
+    if not lists:
+        return func(*args, **kwargs)
+    shared = [x for v in (*args, *kwargs.values()) if isinstance(v, Tensor) for x in (v,)]
+    copies = facts.base in ("_foreach_copy_", "_foreach_zero_")
+    length = len(lists[0][1])
+    same = tuple(map(values.node_of, shared))
+    parents = []
+    for i in range(length):
+        read = [v[i] for k, v in lists if len(v) == length and not (copies and k in facts.writes)]
+        parents.append(tuple(dict.fromkeys((*map(values.node_of, read), *same))))
+    out = func(*args, **kwargs)
+    numbers = _numbers(args, kwargs, frozenset())
+    for i in range(length):
+        like = lists[0][1][i]
+        at = values.add(
+            Node(facts.base, parents[i], values.site(), root="" if parents[i] else "constant",
+                 backward=autograd.inside_backward(),
+                 records=torch.is_grad_enabled() and differentiable(like), like=like_of(like),
+                 number=_divisor(facts.base.removeprefix("_foreach_"), args))
+        )  # fmt: skip
+        if numbers and sites.caller() == "user" and not values.trace.nodes[at].backward:
+            values.evidence.append(Evidence(values.key(values.trace.nodes[at].site, facts.digest), at, hash(numbers)))
+        for k, v in lists:
+            if k in facts.writes and i < len(v):
+                values.keep(v[i], at, written=True, whole=copies)
+        if isinstance(out, (list, tuple)) and i < len(out) and isinstance(out[i], Tensor):
+            values.keep(out[i], at)
+    for k, x in (*enumerate(args), *kwargs.items()):
+        if k in facts.writes and isinstance(x, Tensor):  # of all items, as whether any is infinite
+            together = values.add(Node(facts.base, tuple(dict.fromkeys(sum(parents, ()))), values.site()))
+            values.keep(x, together, written=True)
+    return out
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors in what an op takes or gives: tensors, lists and tuples of them, dicts."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [x for item in tree for x in _tensors(item)]
+    return [x for item in tree.values() for x in _tensors(item)] if isinstance(tree, dict) else []
+
+
+def _numbers(args: Any, kwargs: Any, sizes: frozenset[int | str]) -> tuple[Any, ...]:
+    """The numbers among an op's arguments, but for shapes."""
+    found: list[Any] = []
+    for k, v in (*enumerate(args), *kwargs.items()):
+        if k in sizes or isinstance(v, Tensor):
+            continue
+        for one in v if isinstance(v, (list, tuple)) else (v,):
+            if isinstance(one, float) and math.isnan(one):
+                found.append(3)  # its hash is not the same on every rank
+            elif isinstance(one, (int, float, complex)):
+                found += [one, one + one]  # -1 and -2 have the same hash
+    return tuple(found)
+
+
+def _has(args: Any, kwargs: Any, k: int | str) -> bool:
+    return k < len(args) if isinstance(k, int) else k in kwargs
+
+
+def _is_list(v: Any) -> bool:
+    return isinstance(v, (list, tuple)) and bool(v) and isinstance(v[0], Tensor)
+
+
+def differentiable(x: Tensor) -> bool:
+    """Whether a tensor may have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _divisor(base: str, args: Any) -> float | None:
+    """The Python number that an op divides by, or by whose inverse it multiplies."""
+    number = args[1] if len(args) > 1 and isinstance(args[1], (int, float)) else 0
+    if base not in ("div", "div_", "mul", "mul_") or not number or not math.isfinite(number):
+        return None
+    if base.startswith("div"):
+        return float(number)
+    near = round(1 / number)
+    return float(near) if math.isclose(1 / number, near, rel_tol=1e-12) else 1 / number
+
+
+def _rows(x: Tensor) -> tuple[int, ...]:
+    """How many elements the first dimensions have, of one, of two, and so on."""
+    return tuple(itertools.accumulate(x.shape, operator.mul)) if x.numel() > 1 else ()
+
+
+def _over_rows(args: Any, given: list[Tensor]) -> bool:
+    """Whether a mean is one over the rows, and not over the features of each."""
+    dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    return bool(given) and (not dims or 0 in [d % max(given[0].ndim, 1) for d in dims])
+
+
+def _trains(facts: Facts, args: Any, kwargs: Any) -> bool:
+    if "legit" in facts.base or facts.base in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"):
+        return any(v is True for v in args[3:])
+    return "with_update" in facts.base or any(v is True for v in args)
+
+
+def _has_numbers(x: Tensor) -> bool:
+    return not ordinary(x) or x.numel() > 0

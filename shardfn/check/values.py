@@ -1,0 +1,188 @@
+"""What each tensor of a recorded call is known as: the node of the value that it has now.
+
+A value is known by its tensor; where autograd makes another one for the same memory, by that. What was not seen to be
+made, or was written to without an op, is known by its bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.check import sites
+from shardfn.check.bits import bits, ordinary
+from shardfn.check.here import quietly
+from shardfn.check.trace import Mask, Node, Trace
+from shardfn.compat import autograd
+
+UNKNOWN = -1  # memory whose value nobody has seen being written
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is known of a storage: a value for all of it, how often it was written to, and what its stretches are.
+
+    Attributes:
+        stretches: of a flat shard, `(begin, end, axes)`: elements of a parameter, and along which axes they vary.
+    """
+
+    weak: Any
+    node: int
+    stamp: int = 0
+    stretches: Sequence[tuple[int, int, Mask]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Bits, or a number from Python, that ranks compare: `key` says what it is of, the same on every rank."""
+
+    key: int
+    node: int
+    seen: Any
+
+
+class Values:
+    """The tensors of a call.
+
+    Attributes:
+        trace: what was recorded.
+        evidence: what ranks have to compare before they know what varies.
+        counts: of how many rows a mean is, which they compare, too.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.evidence: list[Evidence] = []
+        self.counts: list[Evidence] = []
+        self._tensors: dict[int, tuple[weakref.ref[Tensor], int, _Memory, int]] = {}
+        self._memories: dict[int, _Memory] = {}
+        self._times: dict[tuple[Any, int], int] = {}
+        self._last: sites.Site | None = None
+        self._adds = threading.Lock()
+
+    def site(self) -> sites.Site | None:
+        """The user's line that leads here; on a thread of autograd's own, the last one that led somewhere."""
+        found = sites.here()
+        if found is not None:
+            self._last = found
+        return self._last
+
+    def node_of(self, x: Tensor) -> int:
+        """The node of the value that a plain tensor has now."""
+        number = _memory_number(x)
+        known = self._tensors.get(id(x))
+        if known is not None and known[0]() is x and known[2] is self._memories.get(number):
+            _, node, memory, stamp = known
+            found = node if stamp == memory.stamp else memory.node
+        else:
+            known_memory = self._memories.get(number)
+            found = UNKNOWN if known_memory is None or _gone(known_memory) else known_memory.node
+        return self._found(x) if found == UNKNOWN else found
+
+    def _found(self, x: Tensor) -> int:
+        """A node for a value that was not seen to be made."""
+        site = self.site()
+        made = autograd.inside_backward()
+        at = self.add(Node("closed over", (), site, root="closure", backward=made, like=like_of(x)))
+        if sites.caller() == "user":
+            self.show(x, at, site, hash((1, *like_of(x)[0])))
+        memory = self._memories.get(_memory_number(x))
+        if memory is None or _gone(memory):
+            self.keep(x, at)
+            if ordinary(x) and not _covers(x):
+                self._memories[_memory_number(x)].node = UNKNOWN
+        else:
+            self._tensors[id(x)] = (weakref.ref(x), at, memory, memory.stamp)
+        return at
+
+    def filled(self, x: Tensor) -> None:
+        """Something that is no op has written to a tensor."""
+        self.keep(x, UNKNOWN, written=True, whole=True)
+
+    def forget(self) -> None:
+        """The call is over: memory may be used for something else."""
+        self._memories.clear()
+
+    def keep(self, x: Tensor, node: int, written: bool = False, whole: bool = False) -> None:
+        """From now on a tensor has this value."""
+        number = _memory_number(x)
+        memory = self._memories.get(number)
+        if memory is None or _gone(memory):
+            memory = self._memories[number] = _Memory(_weak(x), node)
+        elif written:
+            memory.stamp += 1
+            memory.stretches = ()
+            covers = whole and _covers(x)
+            if node == UNKNOWN:
+                memory.node = UNKNOWN
+            elif covers or memory.node in (node, UNKNOWN):
+                memory.node = node if covers or memory.node == node else UNKNOWN
+            else:
+                memory.node = self.add(Node("written in part", (memory.node, node), self.site()))
+        self._tensors[id(x)] = (weakref.ref(x), node, memory, memory.stamp)
+
+    def show(self, x: Tensor, at: int, site: sites.Site | None, digest: int) -> None:
+        """Has ranks compare the bits of a node."""
+        with quietly():
+            self.evidence.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
+
+    def add(self, node: Node) -> int:
+        """The place of a new node."""
+        with self._adds:  # backward may run on several threads
+            self.trace.nodes.append(node)
+            return len(self.trace.nodes) - 1
+
+    def key(self, site: sites.Site | None, digest: int) -> int:
+        """What comes for the how-manieth time from where; the same on every rank that does the same."""
+        place = (site, digest)
+        times = self._times[place] = self._times.get(place, 0) + 1
+        return hash((0 if site is None else site.digest, digest, times))
+
+    def stretches(self, flat: Tensor, parts: Iterable[tuple[Tensor, Mask]]) -> None:
+        """The parameters in a flat shard, or in its gradient, and along which axes each varies."""
+        memory = self._memories.get(_memory_number(flat))
+        if memory is not None:
+            offsets = [(int(part.storage_offset()), int(part.numel()), axes) for part, axes in parts]
+            memory.stretches = [(begin, begin + numel, axes) for begin, numel, axes in offsets]
+
+    def view_of(self, x: Tensor, node: int) -> int:
+        """The node of a view, which of a flat shard may be one of a single parameter in it."""
+        memory = self._memories.get(_memory_number(x))
+        if memory is None or not memory.stretches or _gone(memory) or not x.is_contiguous() or not x.numel():
+            return node
+        begin = x.storage_offset()
+        for start, stop, axes in memory.stretches:
+            if start <= begin and begin + x.numel() <= stop:
+                made = self.trace.nodes[node]
+                one = Node("part", (node,), made.site, "exactly", axes, "input", made.backward, made.records)
+                one.like = like_of(x)
+                return self.add(one)
+        return node
+
+
+def like_of(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    """What a message tells of a tensor; a nested one has no shape to tell."""
+    return () if x.is_nested else tuple(x.shape), x.dtype
+
+
+def _memory_number(x: Tensor) -> int:
+    return autograd.storage_of(x) if ordinary(x) else -id(x)
+
+
+def _weak(x: Tensor) -> Any:
+    return autograd.weak_storage(x) if ordinary(x) else weakref.ref(x)
+
+
+def _gone(memory: _Memory) -> bool:
+    weak = memory.weak
+    return weak() is None if isinstance(weak, weakref.ref) else bool(weak.expired())
+
+
+def _covers(x: Tensor) -> bool:
+    return not ordinary(x) or x.untyped_storage().nbytes() == x.numel() * x.element_size()
