@@ -5,7 +5,9 @@ model code. `shard_map` runs such a function on a mesh of processes, and collect
 gradient that calculus gives them, under every torch.func transform.
 """
 
-from shardfn import checkpoint, interop, lora, optim, parallel, quant, run
+from shardfn import checkpoint, interop, lora, optim, parallel, quant, run, translate
+from shardfn.check.findings import Finding, VaryingError, VaryingWarning
+from shardfn.check.typeof import typeof
 from shardfn.collectives.functional import (
     all_gather,
     all_to_all,
@@ -56,6 +58,7 @@ from shardfn.shards.putting import put
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
 from shardfn.shards.sharding import shard, shard_named, unshard
+from shardfn.shards.showing import show
 from shardfn.stages.offloading import offload
 from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage
@@ -67,6 +70,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AxisName",
+    "Finding",
     "FlatShard",
     "Layout",
     "Ledger",
@@ -75,6 +79,8 @@ __all__ = [
     "Placement",
     "Record",
     "Strategy",
+    "VaryingError",
+    "VaryingWarning",
     "accumulate",
     "all_gather",
     "all_to_all",
@@ -128,10 +134,13 @@ __all__ = [
     "shard_grad_op",
     "shard_map",
     "shard_named",
+    "show",
     "skip",
     "stage",
     "strategy",
+    "translate",
     "transports",
+    "typeof",
     "uncut",
     "unshard",
     "value_and_grad",

@@ -28,8 +28,9 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives import kernels, ops
-from shardfn.mesh.grid import Axis, AxisName
+from shardfn.mesh.grid import Axis, AxisName, as_names
 from shardfn.mesh.scope import bound_axis, current_mesh, refuse_independent
 
 T = TypeVar("T")
@@ -367,8 +368,14 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
     bound = bound_axis(axis, name)
     refuse_independent(axis, name)
 
+    recorder = None if torch.compiler.is_compiling() else recording.current()
+
+    pieces = {} if recorder is None or isinstance(x, Tensor) else recording.pieces(x)
+
     def on(leaf: Any) -> Any:
         tensor = _tensor(leaf, name)
+        if recorder is not None:
+            recorder.called(name, as_names(axis), tensor, tensor is not leaf, axis, pieces.get(id(leaf), ()))
         op, *statics = f(tensor, bound)
         if bound.size > 1 or op in (ops.pmax, ops.pmin):
             return op(tensor, *statics)

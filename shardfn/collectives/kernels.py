@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfn.check.here import paused
+from shardfn.check.recording import current as checker
 from shardfn.collectives import messages
 from shardfn.collectives.ledger import record, recording
 from shardfn.compat import process_groups
-from shardfn.compat.dispatch import WIRE
+from shardfn.compat.dispatch import WIRE, plain
 from shardfn.mesh import waiting
 
 # What gloo adds up; NCCL takes these and more. Other dtypes can be moved, as bits, but not reduced.
@@ -38,6 +40,12 @@ def _kernel(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A complex tensor travels as its two parts; what comes out is not a view, so autograd allows writing into it."""
 
     def kernel(x: Tensor, *args: Any) -> Tensor:
+        recorder = checker()
+        if recorder is not None and plain(x):  # which cannot know what other ranks have sent
+            with paused():
+                out = kernel(x, *args)
+            recorder.filled(out)
+            return out
         with waiting.on(move.__name__, args[-1]):  # its group
             if x.is_complex():
                 out = torch.view_as_complex(move(torch.view_as_real(x.resolve_conj()), *args))

@@ -86,6 +86,7 @@ class _Attribution(threading.local):
         self.stage = ""
         self.backward: bool | None = None
         self.scheduled = False
+        self.silent = False
 
 
 attribution = _Attribution()
@@ -128,6 +129,18 @@ class unscheduled:
         attribution.scheduled = self.before
 
 
+class unrecorded:
+    """A context: what moves inside is recorded nowhere, since it is no part of the program."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        self.before, attribution.silent = attribution.silent, True
+
+    def __exit__(self, *_: object) -> None:
+        attribution.silent = self.before
+
+
 @contextlib.contextmanager
 def ledger() -> Iterator[Ledger]:
     """Records every collective of the code inside, on this rank.
@@ -162,6 +175,8 @@ def record_buffers(nbytes: int) -> None:
 
 def _heard() -> list[Ledger]:
     """The ledgers that are open on this thread, or where autograd runs one for another, on that."""
+    if attribution.silent:
+        return []
     return attribution.open or (_open[0] if len(_open) == 1 and autograd.autograd_thread() else [])
 
 

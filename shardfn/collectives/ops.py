@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
+from shardfn.check.findings import Finding, VaryingError
+from shardfn.check.here import paused
 from shardfn.collectives import kernels
-from shardfn.collectives.agree import agree
+from shardfn.collectives.comparing import DEBUG, compare, values
 from shardfn.collectives.primitive import Op, primitive
 from shardfn.compat import dispatch, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh.grid import Axis
+from shardfn.mesh.positions import caller
 
 
 def collective(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
-    """A primitive for which ranks meet, and which they compare first where `debugging` says so."""
+    """A primitive for which ranks meet, and which they compare first where `debugging` says so or a call is checked."""
     names = [argument.split()[-1] for argument in statics.split(",")]
 
-    def compared(x: Tensor, *args: Any) -> Tensor:
-        if debugging.collectives and dispatch.plain(x):
-            _compare(name, x, dict(zip(names, args, strict=True)))
-        return kernel(x, *args)
+    def compared(x: Tensor, args: tuple[Any, ...]) -> None:
+        _compared(name, x, dict(zip(names, args, strict=True)))
 
-    return primitive(name, statics, compared, transpose)
+    return followed(name, statics, kernel, transpose, compared)
 
 
-def _compare(name: str, x: Tensor, statics: dict[str, Any]) -> None:
+def followed(
+    name: str,
+    statics: str,
+    kernel: Op,
+    transpose: Op | None,
+    compared: Callable[[Tensor, tuple[Any, ...]], None] | None = None,
+) -> Op:
+    """A primitive of which a checked call takes down what it does."""
+
+    def told(x: Tensor, *args: Any) -> Tensor:
+        recorder = recording.current()
+        if compared is not None and (debugging.collectives or recorder is not None) and dispatch.plain(x):
+            compared(x, args)
+        if recorder is None or not dispatch.plain(x):
+            return kernel(x, *args)
+        with paused():
+            out = kernel(x, *args)
+        recorder.moved(name, args[-1], x, out)
+        return out
+
+    return primitive(name, statics, told, transpose)
+
+
+def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
     if not statics["group"]:
         return
     group = process_groups.group_of(statics["group"])
@@ -41,24 +63,18 @@ def _compare(name: str, x: Tensor, statics: dict[str, Any]) -> None:
         shape = [*x.shape[: statics["dim"]], "...", *x.shape[statics["dim"] + 1 :]]
     else:
         shape = list(x.shape)
-    what = f"{name}({x.dtype} {shape}{', ' * bool(said)}{said}), called at {_caller()}"
     along = Axis(group.size(), group.rank(), statics["group"])
-    agree([what], along, "debug(collectives=True)", subject=_CALLS)
-
-
-_CALLS = (
-    "collectives",
-    "All ranks along an axis call the same collectives, on values of the same shape and dtype, in the same order",
-)
-_NOT_USERS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
-
-
-def _caller() -> str:
-    """The line outside of this package and of torch that leads here; in backward that is who asked for it."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    told = f"{values(x.dtype, shape)}{', ' * bool(said)}{said}"
+    recorder = recording.current()
+    with paused():
+        try:
+            compare(name, told, along, by=DEBUG if recorder is None else recorder.name)
+        except ValueError as error:
+            if recorder is None:
+                raise
+            names = recorder.trace.names(recorder.trace.mask(recorder.axes_of(statics["group"])))
+            found = Finding("collectives", names, "", caller(), "call the same collectives on all ranks", str(error))
+            raise VaryingError(str(error), (found,)) from None
 
 
 psum: Op = collective(
@@ -67,7 +83,7 @@ psum: Op = collective(
     kernel=lambda x, group: kernels.all_reduce(x, "sum", group),
     transpose=lambda ct, group: pvary(ct, group),
 )
-pvary: Op = primitive(
+pvary: Op = followed(
     "pvary",
     "str group",
     kernel=lambda x, group: kernels.copy(x),
@@ -93,7 +109,7 @@ all_gather_invariant: Op = collective(
     kernel=lambda x, dim, index, size, group: kernels.all_gather(x, dim, size, group),
     transpose=lambda ct, dim, index, size, group: local_slice(ct, dim, index, size, group),
 )
-local_slice: Op = primitive(
+local_slice: Op = followed(
     "local_slice",
     "int dim, int index, int size, str group",
     kernel=lambda x, dim, index, size, group: kernels.piece(x, dim, index, size),
@@ -118,13 +134,13 @@ ragged_all_to_all: Op = collective(
     transpose=lambda ct, dim, send, receive, index, group: ragged_all_to_all(ct, dim, receive, send, index, group),
 )
 
-replicated: Op = primitive(
+replicated: Op = followed(
     "replicated",
     "str what, str group",
     kernel=lambda x, what, group: kernels.copy(x),
     transpose=lambda ct, what, group: verified(ct, what, group),
 )
-verified: Op = primitive(
+verified: Op = followed(
     "verified",
     "str what, str group",
     kernel=lambda x, what, group: kernels.copy(_verified(x, what, group)),
@@ -149,5 +165,5 @@ def _verified(x: Tensor, what: str, group: str) -> Tensor:
 def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
     """Begins to send `x` to the next rank of a ring; the function returned waits for what comes from the one before."""
     if debugging.collectives and dispatch.plain(x):
-        _compare("a step of a ring", x, {"group": group})
+        _compared("a step of a ring", x, {"group": group})
     return kernels.shifted(x, index, size, group)

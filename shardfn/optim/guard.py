@@ -17,6 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.compat import dynamo
 from shardfn.optim.away import NOWHERE, placed, placed_together, refuse_elsewhere, released
 from shardfn.optim.checks import gradients_differ, moves, state_differs
@@ -104,6 +105,17 @@ class Guard:
             passed = self._passed = spec, kinds, own, own + others, _places(leaves, own, own + others)
         self._refuse_swapped(leaves, *passed[2:4], spec)
         return leaves, passed[4]
+
+    def pairs(self, leaves: list[Any]) -> list[tuple[Tensor, Tensor, tuple[str, ...] | None]]:
+        """The parameters among these leaves, each with its gradient and the axes that cut both, if they are flat."""
+        assert self._passed is not None, "they were compared"
+        _, _, own, others, _ = self._passed
+        both = zip(leaves[:own], leaves[own:others], strict=False)
+        found: list[tuple[Tensor, Tensor, tuple[str, ...] | None]] = []
+        for p, g in both:
+            if isinstance(_values(p), Tensor) and isinstance(_values(g), Tensor):
+                found.append((_values(p), _values(g), tuple(p.layout.placement.axes) if is_unit(p) else None))
+        return found
 
     def _refuse_swapped(self, leaves: list[Any], first: int, last: int, spec: Any) -> None:
         known = self._known()
@@ -210,6 +222,8 @@ def guarded(name: str, init: Init, step: Step) -> tuple[Init, Step]:
     def checked(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         found = guard.compare(params, grads, state)
         use = None if found is None else guard.use(*found, state)
+        if found is not None and (recorder := recording.current()) is not None:
+            recorder.used(guard.pairs(found[0]))
         if guard.away and found is not None:
             refuse_elsewhere(name, state)
         made = step(params, grads, state)

@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.into_buffers import Handle, all_gather, arrived, communicator_of
 from shardfn.collectives.ledger import attributed_to
@@ -150,6 +151,8 @@ def _whole(node: FlatShard, new: Tensor, donated: bool, fine: Layout, handles: l
             along = communicator_of(mesh, names)
             handle = all_gather(whole.view(torch.uint8), along, whole.dtype)
             handles.append((layout.stage, along.group_names[0], handle))
+    if (recorder := recording.current()) is not None:
+        recorder.gathered(new, names, values if donated else whole)
     return values if donated else whole
 
 

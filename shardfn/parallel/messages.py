@@ -24,9 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardfn.check.here import paused
+from shardfn.check.recording import current
+from shardfn.collectives.comparing import compare
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import record
 from shardfn.compat import functorch, process_groups
+from shardfn.debugging import debugging
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import per_mesh
 from shardfn.mesh.grid import AxisName, as_names
@@ -144,7 +148,7 @@ class _Line:
         self.expect()
         assert self.coming is not None
         data, work = self.coming
-        _tried(work.wait)
+        _tried(self._arrived, work)
         self.coming = None
         (length,) = _LENGTH.unpack_from(data)
         body = data[_LENGTH.size : min(ROOM, _LENGTH.size + length)]
@@ -154,6 +158,11 @@ class _Line:
                 _tried(self._coming(more, _MORE).wait)
             body += more
         return pickle.loads(body), data
+
+    def _arrived(self, work: Any) -> None:
+        peer = dist.get_global_rank(self.group, self.peer)
+        with waiting.on("a message of a pipeline", self.group.group_name, f"rank {peer}", [peer], sided=True):
+            work.wait()
 
     def _coming(self, data: bytearray, tag: int) -> Any:
         return _tried(self.group.recv, [torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
@@ -202,6 +211,8 @@ class Team:
         Raises:
             ValueError, TypeError, RuntimeError: something went wrong on another rank, or it is gone.
         """
+        if debugging.collectives:
+            compare("pipeline", f"{self.size} ranks", self.communicator.axis, served=True)
         said, failure = None, None
         self.ends = {}
         for line in self.lines.values():
@@ -347,21 +358,30 @@ class Team:
     def _message(
         self, source: int, data: bytearray, way: Way, tags: list[int], packed: bytes, tree: bytes, said: Any
     ) -> Message:
-        kinds, line, group = unpacked(packed), self.lines[source], getattr(self.communicator, way)
+        with paused():  # nobody can know what other ranks have sent
+            found = self._arrived(source, data, way, tags, unpacked(packed))
+        if (recorder := current()) is not None:
+            for x in found:
+                recorder.filled(x)
+        return Message(said, tree, unpacked(packed), found)
+
+    def _arrived(
+        self, source: int, data: bytearray, way: Way, tags: list[int], kinds: tuple[Kind, ...]
+    ) -> list[Tensor]:
+        line, group = self.lines[source], getattr(self.communicator, way)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in kinds]
         places = _places([range(n) for n in sizes])
         line.here = places[-1]
         line.expect()
         if any(sizes) and not tags:  # they came with the note
-            found = [
+            return [
                 _within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in zip(places, kinds, strict=False)
             ]
-            return Message(said, tree, kinds, found)
         found = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
         rows = [self._row(x) for x in found if x.nbytes]
         for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
             _tried(work.wait)
-        return Message(said, tree, kinds, found)
+        return found
 
     def _row(self, x: Any) -> Tensor:
         """A tensor's bytes, in order: its own memory where they are in order there."""

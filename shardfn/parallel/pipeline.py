@@ -19,6 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives.functional import axis_index, axis_size, ppermute, psum, pvary
 from shardfn.compat import autograd, functorch
 from shardfn.mesh.grid import AxisName, as_names
@@ -26,7 +27,7 @@ from shardfn.mesh.scope import independent_along, refuse_independent
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.partition import with_leaves
-from shardfn.transforms.autodiff import layouts_of, moves
+from shardfn.transforms.autodiff import follow, layouts_of, moves
 from shardfn.transforms.custom_vjp import custom_vjp
 from shardfn.transforms.step import Step
 
@@ -99,7 +100,7 @@ def _job(part: Part, arguments: Any, team: Team, schedule: Schedule) -> tuple[_J
     inside, records = functorch.inside_transform(), torch.is_grad_enabled()
     needs = [inside or (records and leaves[i].requires_grad) for i in moving]
     flat = [(i, layouts[i]) for i in moving]
-    collected = {i for i, layout in flat if layout is not None and layout.state_layout is layout}
+    collected = {i: layout for i, layout in flat if layout is not None and layout.state_layout is layout}
     made = _Job(part, leaves, tree, moving, needs, inside, inside or records, collected, team, schedule)
     return made, [leaves[i] for i in moving]
 
@@ -145,7 +146,7 @@ class _Job:
     needs: list[bool]
     inside: bool
     records: bool
-    collected: set[int]
+    collected: dict[int, Layout]
     team: Team
     schedule: Schedule
 
@@ -184,6 +185,7 @@ class _Job:
             work = _Work(self, variables, step)
             dtypes = self.team.run(work.run)
             found = step.finish()
+            follow(found, variables, [self.collected.get(i) for i in self.moving])
         total = psum(work.loss.to(dtypes[-1]), self.team.axis)
         if not any(self.needs):
             return (total,), ()
@@ -199,7 +201,12 @@ class _Job:
         (ct,) = cotangents
         if ct is None:
             return [None] * len(needs)
-        return [(g * ct).to(g.dtype) if need else None for g, need in zip(residuals, needs, strict=True)]
+        found = [(g * ct).to(g.dtype) if need else None for g, need in zip(residuals, needs, strict=True)]
+        if (recorder := recording.current()) is not None:
+            for scaled, g in zip(found, residuals, strict=True):
+                if scaled is not None:  # stages have summed it over the ranks along which the loss varies
+                    recorder.same(scaled, g)
+        return found
 
 
 class _Waiting(NamedTuple):

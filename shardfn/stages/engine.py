@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import autograd, process_groups
@@ -26,7 +27,7 @@ from shardfn.mesh.lanes import in_lane, lane
 from shardfn.mesh.scope import independent_axes, refuse_independent
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
-from shardfn.stages import nonfinite
+from shardfn.stages import following, nonfinite
 from shardfn.stages.agreement import agreed, alone, compare
 from shardfn.stages.away import Away
 from shardfn.stages.call import Call, Residuals, differentiated, evaluate, leaving
@@ -285,6 +286,9 @@ class Engine:
         decoding = self.memories.take(signature)
         if decoding is not None:
             own.add(decoding.storage)
+        if (recorder := recording.current()) is not None:
+            for gather, shard, some in zip(run.plan.each, run.shards, parameters, strict=False):
+                following.parameters(recorder, gather.layout, shard, some)
         given = [x for x in (*run.shards, *inputs) if not x.is_inference()]
         given += [] if slot is None else [slot.buffer]
         given += [] if decoding is None else [decoding.memory.buffer]
@@ -321,9 +325,12 @@ class Engine:
         # Two memories in turn. By what all ranks send alike, and not by a place on the tape, which may differ between
         # them: when a memory is free again decides the order of hops.
         turn = self.reductions.turn() if any(needs[: len(run.shards)]) else 0
+        recorder = recording.current()
         for k, (gather, shard) in enumerate(zip(run.plan.each, run.shards, strict=True)):
             if not needs[k]:
                 continue
+            if recorder is not None:
+                following.gradients(recorder, gather.layout, of_parameters[k])
             variable = run.collected[k] if collect else None
             summed = run.signature.options.sum_dtype(shard.dtype)
             reduction = self._reduction(run.signature, gather, (k, turn), summed, shard.dtype, variable is not None)
@@ -331,7 +338,12 @@ class Engine:
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, of_parameters[k], total, defer)
             found[k] = pending if total is None else None
-        return [None if pending is None else self.reductions.wait(pending) for pending in found]
+        arrived = [None if pending is None else self.reductions.wait(pending) for pending in found]
+        if recorder is not None:
+            for gather, shard, gradient in zip(run.plan.each, run.shards, arrived, strict=False):
+                if gradient is not None:
+                    following.summed(recorder, gather.layout, shard, gradient)
+        return arrived
 
     def _reduction(
         self,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import dynamo, functorch
@@ -25,7 +26,7 @@ from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.quant.formats import Format, check_format
 from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.shards.partition import with_leaves
-from shardfn.stages import traced
+from shardfn.stages import following, traced
 from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.engine import Engine, engine_of
 from shardfn.stages.offloading import Offload, offload
@@ -334,6 +335,7 @@ def _shards(signature: Signature) -> Iterator[tuple[int, Layout]]:
 
 def _whole(values: Tensor, layout: Layout, options: Options) -> list[Tensor]:
     """The parameters of a shard, differentiably. Gradients are summed in the wider of the dtypes asked for."""
+    shard = values
     lower = (options.gather_dtype or values.dtype) if values.dtype.is_floating_point else values.dtype
     wire = wire_of(layout, values.dtype, options.gather)
     if wire is not None:
@@ -344,7 +346,10 @@ def _whole(values: Tensor, layout: Layout, options: Options) -> list[Tensor]:
         values = functional.pvary(values, layout.placement.replicas)
     if layout.size > 1:
         values = functional.all_gather(values, layout.placement.axes)
-    return layout.views(values.to(lower))
+    views = layout.views(values.to(lower))
+    if (recorder := recording.current()) is not None:
+        following.parameters(recorder, layout, shard, views)
+    return views
 
 
 def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:

@@ -18,11 +18,13 @@ from shardfn.collectives.into_buffers import (
     Handle,
     Later,
     Together,
+    compared,
     exchanged,
     sends_pieces,
 )
 from shardfn.collectives.ledger import record, recording
 from shardfn.compat import dispatch
+from shardfn.debugging import debugging
 from shardfn.quant.formats import Format
 
 STEP = 64  # bytes: a piece is a multiple of them
@@ -81,6 +83,8 @@ def reduce_scatter(
     Each piece is rounded once, but for the one that stays here, and sums are in the dtype of `out`: Quantized Gradient
     ZeRO (Wang et al. 2023, ZeRO++, section 3.3) by one all-to-all. `scratch(n)` lends `n` bytes until the wait.
     """
+    if debugging.collectives:
+        compared("reduce_scatter", comm, (flat.nbytes, flat.dtype), more=f" in {format}")
     size, index = comm.axis.size, comm.axis.index
     wire = Wire(format, len(flat) // size, len(tag))
     pieces = flat.view(size, -1)

@@ -14,6 +14,7 @@ from shardfn.compat import functorch
 from shardfn.transforms.autodiff import (
     Variables,
     detached,
+    follow,
     name_of,
     reaches_others,
     scalar,
@@ -159,6 +160,8 @@ def _one_by_one(losses: Callable[[Any], Iterator[tuple[Tensor, Any]]], params: A
             auxes.append(optree.tree_map(detached, aux))
             del value, aux
         collected = step.finish()
-    gradient = moving.gradient(unshared(totals(sums, collected, variables, moving.layouts)))
+        follow(collected, variables, moving.layouts)
+    found = unshared(totals(sums, collected, variables, moving.layouts))
+    gradient = moving.gradient(found)
     total = torch.stack(values).sum()
     return (total, auxes) if has_aux else total, gradient

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from shardfn.check import recording
 from shardfn.collectives import functional
 from shardfn.compat import autograd, dynamo, functorch
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_axes, mesh_of, scope
-from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.owned import escaped, owner
 from shardfn.transforms.step import Step
@@ -72,7 +73,11 @@ def value_and_grad(
             return scalar(f(*with_leaves(args, chosen, variables.tree(values)), **kwargs), has_aux, name_of(f))
 
         engine = _by_torch_func if torch.compiler.is_compiling() or functorch.inside_transform() else _by_autograd
+        recorder = None if torch.compiler.is_compiling() else recording.current()
+        begin = 0 if recorder is None else len(recorder.trace.nodes)
         value, aux, found = engine(loss, variables.values, variables.layouts)
+        if recorder is not None:
+            recorder.differentiated(value, begin, zip(variables.values, found, strict=True))
         trees = variables.gradient(found)
         return (value, aux) if has_aux else value, trees[0] if isinstance(argnums, int) else trees
 
@@ -143,8 +148,32 @@ def _by_autograd(
                 if value.requires_grad and variables:
                     by_autograd = list(torch.autograd.grad(value, variables, create_graph=keep, allow_unused=True))
             collected = step.finish()
+            follow(collected, variables, layouts)
         found = unshared(totals(by_autograd, collected, variables, layouts))
     return (value, aux, found) if keep else (detached(value), optree.tree_map(detached, aux), found)
+
+
+def follow_parts(recorder: recording.Recorder, flat: Tensor, layout: Layout) -> None:
+    """Tells a checked call what is where in a flat shard, or in its gradient."""
+    number = {entry.path: k for k, entry in enumerate(layout.entries)}
+    held = local_parameters(FlatShard(flat, layout))
+    recorder.values.stretches(
+        flat, [(x, recorder.trace.mask(layout.cut_axes(number[path]))) for path, x in held.items()]
+    )
+
+
+def follow(collected: dict[int, Tensor], variables: Sequence[Tensor], layouts: Sequence[Layout | None]) -> None:
+    """Tells a checked call along which axes the gradients vary that stages have summed."""
+    recorder = recording.current()
+    if recorder is None:
+        return
+    for variable, layout in zip(variables, layouts, strict=True):
+        if layout is not None and id(variable) in collected:
+            cut = {name for number in range(len(layout.entries)) for name in layout.cut_axes(number)}
+            axes = (*layout.state_layout.placement.axes, *cut)
+            gradient = collected[id(variable)]
+            recorder.declared(gradient, recorder.trace.mask(axes), [variable], "gradient of a stage")
+            follow_parts(recorder, gradient, layout.state_layout)
 
 
 def totals(

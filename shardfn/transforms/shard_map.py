@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import optree
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives import kernels, ops
 from shardfn.collectives.agree import agree
-from shardfn.compat.dispatch import plain
+from shardfn.compat.dispatch import plain, traced
 from shardfn.compat.dynamo import one_graph, refuse_in_graph, trace_dicts
 from shardfn.compat.functorch import inside_transform
 from shardfn.mesh.axes import axis_of, known_axes, sizes
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
 from shardfn.shards.replicated import checksum
-from shardfn.transforms.varying import Following, check_claim, mark
+from shardfn.transforms.checking import Checked, asked, claim
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +40,7 @@ def shard_map(
     in_specs: Any,
     out_specs: Any,
     inputs: Literal["local", "global"] = "local",
+    check: bool = True,
 ) -> F: ...
 @overload
 def shard_map(
@@ -50,6 +51,7 @@ def shard_map(
     in_specs: Any,
     out_specs: Any,
     inputs: Literal["local", "global"] = "local",
+    check: bool = True,
 ) -> Callable[[F], F]: ...
 
 
@@ -61,6 +63,7 @@ def shard_map(
     in_specs: Any,
     out_specs: Any,
     inputs: Literal["local", "global"] = "local",
+    check: bool = True,
 ) -> Any:
     """Runs `f` on every rank of a mesh, each on its own shards; under it, axis names resolve.
 
@@ -76,8 +79,9 @@ def shard_map(
         out_specs: a tree prefix of specs for the result.
         inputs: `"global"`: every rank passes the whole value, and gets its piece, a copy; for tests and
             initialisation. The derivative with respect to a whole value is whole, the same on every rank, and that
-            of the same function on one process. Values that meet across what varies need `pvary` as ever; where
-            somebody differentiates, a missing one is an error.
+            of the same function on one process. Values that meet across what varies need `pvary` as ever.
+        check: whether the first call for each kind of arguments is checked: what varies along which axis is followed,
+            forward and backward, and compared with the specs. `SHARDFN_CHECK=always|first|off` overrides it.
 
     Returns:
         The function on local shards, returning local shards. A call with new shapes checks them, and that all
@@ -88,7 +92,8 @@ def shard_map(
 
     Raises:
         ValueError: specs that do not fit the arguments or the result, and ranks that differ; each names the tree path,
-            the shapes, the mesh sizes and the fix.
+            the shapes, the mesh sizes and the fix. `VaryingError` is one: what is declared to be the same on all ranks
+            is not, or is reduced twice. `VaryingWarning` is a warning of what is probably not meant.
         TypeError: something that is not a spec.
         NameError: there is no mesh, neither passed nor in scope.
 
@@ -98,8 +103,11 @@ def shard_map(
     if inputs not in ("local", "global"):
         raise ValueError(f'shard_map: inputs={inputs!r}; it is "local" or "global"')
     if f is None:
-        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, inputs=inputs)
+        return functools.partial(
+            shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, inputs=inputs, check=check
+        )
     function = f
+    when = asked() or ("first" if check else "off")
     seen: set[Any] = set()
     axes = None if mesh is None else known_axes(mesh)
 
@@ -113,11 +121,17 @@ def shard_map(
                     if inputs == "global":
                         refuse_in_graph(_GLOBAL)
                     return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
-            followed = inputs == "global" and _differentiated((args, kwargs))
-            args, kwargs = _enter(function, args, kwargs, in_specs, where, inputs, seen)
-            with Following(where, f"shard_map({_name(function)})") if followed else contextlib.nullcontext():
-                result = function(*args, **kwargs)
-            _leave(function, result, out_specs, where, seen, followed)
+            inside = recording.current()
+            look = when == "always" or inside is not None
+            entered = _enter(function, args, kwargs, in_specs, where, inputs, seen, look, when)
+            if inside is not None:
+                claim(inside, f"shard_map({_name(function)}) in_specs", entered.leaves, entered.pieces, where)
+            elif when != "off" and entered.new and where.size() > 1 and not traced():
+                return _check(function, entered, out_specs, where, seen, _differentiated((args, kwargs)))
+            result = function(*entered.args, **entered.kwargs)
+            leaves = _leave(function, result, out_specs, where, seen, inside is not None)
+            if inside is not None:
+                claim(inside, f"shard_map({_name(function)}) out_specs", leaves, [one.value for one in leaves], where)
             return result
 
     return mapped
@@ -129,6 +143,32 @@ _GLOBAL = (
 )
 
 
+class _Entered(NamedTuple):
+    """The arguments as the body meets them.
+
+    Attributes:
+        args, kwargs: all of them.
+        new: whether the call is one that is checked.
+        leaves, pieces: each leaf with its spec, and what the body gets of it, where anybody looked.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    new: bool
+    leaves: list[Leaf]
+    pieces: list[Any]
+
+
+def _check(f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool) -> Any:
+    """A call that is recorded, and judged when it has run."""
+    checked = Checked(f"shard_map({_name(f)})", mesh, outer)
+    with checked.recorder:
+        checked.take(entered.leaves, entered.pieces)
+        result = f(*entered.args, **entered.kwargs)
+        checked.finish(_leave(f, result, out_specs, mesh, seen, True))
+    return result
+
+
 def _enter(
     f: Function,
     args: tuple[Any, ...],
@@ -137,19 +177,31 @@ def _enter(
     mesh: DeviceMesh,
     inputs: str,
     seen: set[Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments as the body meets them; checked where their signature is new."""
+    look: bool,
+    when: str,
+) -> _Entered:
+    """The arguments as the body meets them; checked where their signature is new, or somebody looks at them."""
     leaves, signature = _signature("in", (args, kwargs), mesh)
-    if signature in seen and inputs == "local" and not any(map(is_dtensor, leaves)):
-        return args, kwargs
+    new = signature not in seen
+    if not new and not look and inputs == "local" and not any(map(is_dtensor, leaves)):
+        return _Entered(args, kwargs, False, [], [])
     name = f"shard_map({_name(f)})"
-    compared: list[str] = []
+    compared = [f"the check {when!r}"]  # at the end of which all ranks meet
     alone = signature in seen or inside_transform()
     try:
         values = [*args, *kwargs.values()]
-        named = zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True)
+        named = list(zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True))
         whole = inputs == "global" and not alone
-        local = [_checked(value, label, specs, mesh, inputs, name, compared, whole) for value, (label, specs) in named]
+        found = [match(specs, value, f"{name} in_specs for {label}", label) for value, (label, specs) in named]
+        pieces = [[_localized(leaf, mesh, inputs, name) for leaf in some] for some in found]
+        for some, cut in zip(found, pieces, strict=True):
+            compared += [_compared(leaf, piece) for leaf, piece in zip(some, cut, strict=True)]
+            if whole:
+                compared += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in some if _is_whole(leaf)]
+        local = [
+            optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), cut)
+            for value, cut in zip(values, pieces, strict=True)
+        ]
     except (ValueError, TypeError) as error:
         if not seen and not alone:  # a first call, for which the other ranks wait, with good arguments perhaps
             agree([str(error)], mesh, name, mine=error)
@@ -157,19 +209,13 @@ def _enter(
     if not alone:
         agree(compared, mesh, name)
     seen.add(signature)
-    return tuple(local[: len(args)]), dict(zip(kwargs, local[len(args) :], strict=True))
-
-
-def _checked(
-    value: Any, label: str, specs: Any, mesh: DeviceMesh, inputs: str, name: str, compared: list[str], whole: bool
-) -> Any:
-    """One argument as the body meets it; adds to `compared` what it was, its numbers too where all ranks have all."""
-    found = match(specs, value, f"{name} in_specs for {label}", label)
-    pieces = [_localized(leaf, mesh, inputs, name) for leaf in found]
-    compared += [_compared(leaf, piece) for leaf, piece in zip(found, pieces, strict=True)]
-    if whole:
-        compared += [f"{leaf.path}: numbers {checksum(leaf.value)}" for leaf in found if _is_whole(leaf)]
-    return optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), pieces)
+    return _Entered(
+        tuple(local[: len(args)]),
+        dict(zip(kwargs, local[len(args) :], strict=True)),
+        new or look,
+        [leaf for some in found for leaf in some],
+        [piece for cut in pieces for piece in cut],
+    )
 
 
 def _is_whole(leaf: Leaf) -> bool:
@@ -179,15 +225,17 @@ def _is_whole(leaf: Leaf) -> bool:
     )
 
 
-def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], followed: bool) -> None:
+def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set[Any], look: bool) -> list[Leaf]:
+    """Checks a result whose signature is new; its leaves with their specs, where somebody looks at them."""
     _, signature = _signature("out", result, mesh)
-    if signature not in seen or followed:
-        name = f"shard_map({_name(f)})"
-        for leaf in match(out_specs, result, f"{name} out_specs", "result"):
-            check(leaf, mesh, f"{name} out_specs")
-            if followed and isinstance(leaf.spec, P):
-                check_claim(leaf.value, leaf.spec.axes, f"{name} out_specs: {leaf.path}")
-        seen.add(signature)
+    if signature in seen and not look:
+        return []
+    name = f"shard_map({_name(f)})"
+    leaves = match(out_specs, result, f"{name} out_specs", "result")
+    for leaf in leaves:
+        check(leaf, mesh, f"{name} out_specs")
+    seen.add(signature)
+    return leaves
 
 
 def _signature(side: str, tree: Any, mesh: DeviceMesh) -> tuple[list[Any], Any]:
@@ -279,9 +327,7 @@ def _cut(value: Tensor, spec: P, mesh: DeviceMesh, path: str) -> Tensor:
     whole = tuple(name for name, size in sizes(mesh).items() if size > 1 and name not in spec.axes)
     if whole and (value.is_floating_point() or value.is_complex()):
         piece = ops.replicated(piece, f"{path} along {', '.join(map(repr, whole))}", axis_of(mesh, whole).group)
-    piece = kernels.copy(piece) if piece is value else piece
-    mark([piece], [name for name in spec.axes if sizes(mesh)[name] > 1])
-    return piece
+    return kernels.copy(piece) if piece is value else piece
 
 
 def _differentiated(tree: Any) -> bool:

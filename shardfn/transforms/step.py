@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from shardfn.compat import autograd
+from shardfn.debugging import debugging
+from shardfn.mesh import positions
 
 Defer = Literal["nothing", "replicas", "everything"]
 
@@ -69,17 +71,25 @@ class Step:
         self.pass_: int | None = None
         self.engines: list[Member] = []
         self.tapes: list[tuple[Member, Any]] = []
+        self.watched: Any = None
 
     def __enter__(self) -> Step:
+        if debugging.collectives:
+            self.watched = positions.body()
+            self.watched.__enter__()
         _steps.open.append(self)
         self.live = True
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *error: Any) -> None:
         _steps.open.remove(self)
         self.live = False
-        for engine in self.engines:
-            engine.end()
+        try:
+            for engine in self.engines:
+                engine.end()
+        finally:
+            if self.watched is not None:
+                self.watched.__exit__(*error)
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:

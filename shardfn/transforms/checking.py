@@ -1,0 +1,346 @@
+"""A call that is checked: it runs as it would, while what it does is recorded; then ranks compare, and judge it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.check.bits import bits, constant
+from shardfn.check.findings import PROBABLY, Finding, VaryingError, VaryingWarning, said
+from shardfn.check.here import paused
+from shardfn.check.judging import Argument, Compared, judged
+from shardfn.check.recording import Recorder
+from shardfn.check.trace import Mask, Output
+from shardfn.check.values import Evidence
+from shardfn.collectives import kernels
+from shardfn.collectives.agree import gathered
+from shardfn.collectives.comparing import compare
+from shardfn.collectives.ledger import unrecorded
+from shardfn.compat import functorch
+from shardfn.mesh.axes import axis_of, known_axes, sizes
+from shardfn.mesh.grid import as_names
+from shardfn.mesh.scope import current_mesh
+from shardfn.mesh.spec import Leaf, P
+from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
+from shardfn.transforms.autodiff import follow_parts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_WORDS = ("always", "first", "off")
+
+
+def asked() -> str | None:
+    """What `SHARDFN_CHECK` says, for every function: `always`, `first` or `off`; None if it says nothing.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    found = os.environ.get("SHARDFN_CHECK", "").strip().lower()
+    if found and found not in _WORDS:
+        raise ValueError(f"SHARDFN_CHECK={found!r}; it is always, first (at the first call of each kind), or off")
+    return found or None
+
+
+def flat_axes(layout: Layout) -> tuple[str, ...]:
+    """The axes along which ranks may hold different elements of a flat shard."""
+    cut = {name for number in range(len(layout.entries)) for name in layout.cut_axes(number)}
+    return (*layout.placement.axes, *layout.placement.only_at_axes, *cut)
+
+
+@contextlib.contextmanager
+def _silently() -> Iterator[None]:
+    """What runs inside belongs to no call, no transform and no ledger."""
+    with paused(), functorch.outside_transforms(), torch.no_grad(), unrecorded():
+        yield
+
+
+class Checked:
+    """One checked call of a function.
+
+    Args:
+        name: the function, for messages.
+        mesh: whose ranks compare.
+        outer: whether somebody outside differentiates it.
+    """
+
+    def __init__(self, name: str, mesh: DeviceMesh, outer: bool) -> None:
+        several = {axis: size for axis, size in sizes(mesh).items() if size > 1}
+        self.name, self.mesh = name, mesh
+        self.recorder = Recorder(name, several, self._axes_of)
+        self.recorder.trace.outer = outer
+        self.arguments: list[Argument] = []
+        self.shown: list[Tensor | int] = []  # the bits of each argument
+        self.constants: list[Tensor | None] = []
+        self.grads: list[tuple[str, Tensor, Any]] = []
+
+    def _axes_of(self, group: str) -> Iterable[str]:
+        """The names of the axes along which a group's ranks stand."""
+        for mesh in filter(None, (self.mesh, current_mesh())):
+            for names, axis in known_axes(mesh).used.items():
+                if axis.group == group:
+                    return as_names(names)
+        return ()
+
+    # --- what goes in ---
+
+    def take(self, leaves: Sequence[Leaf], pieces: Sequence[Any]) -> None:
+        """The arguments, as the function gets them."""
+        with _silently():
+            for leaf, piece in zip(leaves, pieces, strict=True):
+                self._take(leaf, piece)
+
+    def _take(self, leaf: Leaf, piece: Any) -> None:
+        mask = self.recorder.trace.mask
+        if is_flat(piece):
+            if isinstance(piece.values, Tensor):
+                self._flat(leaf.path, piece)
+            return
+        if not isinstance(piece, Tensor):
+            for x in optree.tree_leaves(piece):
+                if isinstance(x, Tensor):
+                    self._argument(x, leaf.path, None, leaf)
+            return
+        self._argument(piece, leaf.path, mask(leaf.spec.axes) if isinstance(leaf.spec, P) else None, leaf)
+
+    def _argument(self, x: Tensor, path: str, allowed: Mask | None, leaf: Leaf) -> None:
+        x = functorch.unwrapped(x)
+        node = self.recorder.input(x, path, allowed)
+        plain = isinstance(leaf.spec, P)
+        self.arguments.append(Argument(path, node, allowed, plain, False, f"in_specs {leaf.spec}" if plain else ""))
+        self.shown.append(bits(x))
+        self.constants.append(constant(x) if allowed is None or (plain and allowed) else None)
+        if x.is_leaf and x.requires_grad:
+            before = None if x.grad is None else (weakref.ref(x.grad), x.grad._version)
+            self.grads.append((f"{path}.grad", x, before))
+
+    def _flat(self, path: str, flat: FlatShard) -> None:
+        """A flat shard, of which each parameter says along which axes it is the same."""
+        layout, trace = flat.layout, self.recorder.trace
+        whole = self.recorder.input(flat.values, path, trace.mask(flat_axes(layout)))
+        everywhere = (1 << len(trace.axes)) - 1
+        if trace.nodes[whole].axes == everywhere and all(
+            trace.mask(layout.cut_axes(k)) == everywhere for k in range(len(layout.entries))
+        ):
+            return
+        values = functorch.unwrapped(flat.values)
+        if values.shape != (layout.piece,):  # a batch of shards
+            return
+        held = local_parameters(FlatShard(values, layout))
+        follow_parts(self.recorder, values, layout)
+        for number, entry in enumerate(layout.entries):
+            cut = trace.mask(layout.cut_axes(number))
+            node = self.recorder.part_of(whole, cut)
+            self.arguments.append(Argument(f"{path}, {entry.path}", node, cut, False, False, str(layout)))
+            self.shown.append(bits(held[entry.path]) if entry.path in held else 0)
+            self.constants.append(None)
+
+    # --- what comes out ---
+
+    def finish(self, leaves: Sequence[Leaf]) -> None:
+        """Ranks compare and judge, where the function has run to its end on this rank.
+
+        Raises:
+            VaryingError: what the function declares is not so. Every rank raises the same.
+        """
+        with _silently():
+            results = self._results(leaves)
+            self._all_end()
+        compared = self.compared(results)
+        with _silently():
+            found = self._together(judged(self.recorder.trace, compared))
+        every = tuple(sorted(found, key=lambda one: one.kind in PROBABLY))
+        if any(one.kind not in PROBABLY for one in every):
+            raise VaryingError(said(self.name, every, False), every)
+        if every:
+            warnings.warn(VaryingWarning(said(self.name, every, True), every), stacklevel=4)
+
+    def _all_end(self) -> None:
+        """Raises VaryingError where other ranks still call collectives."""
+        try:
+            compare("the end of the function", "", axis_of(self.mesh, tuple(sizes(self.mesh))), by=self.name)
+        except ValueError as error:
+            names = tuple(self.recorder.trace.axes)
+            fix = "call the same collectives on all ranks"
+            raise VaryingError(str(error), (Finding("collectives", names, "", "", fix, str(error)),)) from None
+
+    def _results(self, leaves: Sequence[Leaf]) -> list[tuple[str, Tensor, Mask]]:
+        """Takes down what the function returned; by path, what is declared to be the same along some axis."""
+        trace, found = self.recorder.trace, []
+        everywhere = (1 << len(trace.axes)) - 1
+        for leaf in leaves:
+            x: Any = leaf.value.values if is_flat(leaf.value) else leaf.value
+            if isinstance(x, (int, float, complex)) and isinstance(leaf.spec, P):
+                at = self.recorder.number(x, leaf.path)
+                trace.events.append(Output(leaf.path, at, trace.mask(leaf.spec.axes)))
+                found.append((leaf.path, torch.as_tensor(x), trace.mask(leaf.spec.axes)))
+            if not isinstance(x, Tensor):
+                continue
+            if is_flat(leaf.value):
+                allowed: Mask | None = trace.mask(flat_axes(leaf.value.layout))
+            else:
+                allowed = trace.mask(leaf.spec.axes) if isinstance(leaf.spec, P) else None
+            plain = functorch.unwrapped(x)
+            outer = trace.outer and (x.requires_grad or functorch.wrapped(x)) and plain.is_floating_point()
+            trace.events.append(Output(leaf.path, self.recorder.values.node_of(plain), allowed, outer))
+            if allowed is not None and allowed != everywhere:
+                found.append((leaf.path, plain, allowed))
+        for path, x, before in self.grads:
+            if x.grad is not None and (before is None or before[0]() is not x.grad or before[1] != x.grad._version):
+                value = trace.nodes[self.recorder.values.node_of(x)]  # as it is declared, so is its derivative
+                allowed = value.axes if value.effect == "exactly" else None
+                trace.events.append(Output(path, self.recorder.values.node_of(x.grad), allowed))
+                found.append((path, x.grad, everywhere if allowed is None else allowed))
+        return found
+
+    @_silently()
+    def compared(self, results: Sequence[tuple[str, Tensor, Mask]]) -> Compared:
+        """Ranks compare the bits of what they have taken down."""
+        recorder = self.recorder
+        evidence, counts = _numbers(recorder.values.evidence), _numbers(recorder.values.counts)
+        constants = _whole([0 if c is None else c for c in self.constants])
+        shown = _whole([*self.shown, *(bits(x) for _, x, _ in results)])
+        # What is passed and returned may be another tree on each rank: where it is not, ranks compare by place.
+        paths = _keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
+        head = self._gathered(torch.tensor([_digest(evidence), _digest(counts), len(shown), hash(tuple(paths))]))
+        apart = self._along(head)
+        nodes = self._spread(evidence) if apart[0] else {}
+        uneven = self._spread(counts) if apart[1] else {}
+        first = len(self.arguments)
+        if apart[2] or apart[3]:
+            differs = self._spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
+        else:
+            along = self._along(self._gathered(torch.tensor(shown, dtype=torch.int64))) if shown else []
+            differs = dict(enumerate(along))
+            for k, (_, x, allowed) in enumerate(results, first):
+                differs[k] = self._beyond_rounding(x, differs[k] & ~allowed)
+        for k, argument in enumerate(self.arguments):
+            nodes[argument.node] = nodes.get(argument.node, 0) | differs.get(k, 0)
+        outputs = {path: differs[k] for k, (path, _, _) in enumerate(results, first) if differs.get(k)}
+        arguments = [
+            Argument(a.path, a.node, a.allowed, a.plain, bool(c), a.spec)
+            for a, c in zip(self.arguments, constants, strict=True)
+        ]
+        return Compared(nodes, uneven, outputs, arguments)
+
+    def _beyond_rounding(self, x: Tensor, axes: Mask) -> Mask:
+        """Those of the axes along which numbers differ by more than the order in which they may have been added."""
+        if not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided or not x.numel():
+            return axes
+        parts = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        wide = parts.detach().to(torch.float64 if parts.dtype == torch.float64 else torch.float32)
+        for name in self.recorder.trace.names(axes):
+            group = axis_of(self.mesh, name).group
+            high, low = kernels.all_reduce(wide, "max", group), kernels.all_reduce(wide, "min", group)
+            scale = torch.maximum(high.abs(), low.abs()).amax()
+            apart = ~((high - low).amax() <= scale * torch.finfo(x.dtype).eps ** 0.5)  # not a number is apart, too
+            if not bool(kernels.all_reduce(apart.long(), "max", axis_of(self.mesh, tuple(sizes(self.mesh))).group)):
+                axes &= ~self.recorder.trace.mask([name])
+        return axes
+
+    def _gathered(self, row: Tensor) -> Tensor:
+        """Every rank's row."""
+        return gathered(row, self.mesh, None, "comparing what varies", self.name)
+
+    def _along(self, rows: Tensor) -> list[Mask]:
+        """For each column the axes along which ranks have different numbers."""
+        shape = tuple(sizes(self.mesh).values())
+        grid = rows.view(*shape, rows.shape[1])
+        found = [0] * rows.shape[1]
+        for k, name in enumerate(self.recorder.trace.axes):
+            dim = list(sizes(self.mesh)).index(name)
+            apart = (grid.amax(dim) != grid.amin(dim)).reshape(-1, rows.shape[1]).any(0).tolist()
+            found = [mask | bit << k for mask, bit in zip(found, map(int, apart), strict=True)]
+        return found
+
+    def _spread(self, own: list[tuple[int, int, int]], absent: bool = True) -> dict[int, Mask]:
+        """By node, the axes along which other ranks have something else under its key; or, with `absent`, nothing."""
+        most = int(self._gathered(torch.tensor([len(own)])).max())
+        table = torch.zeros(most, 3, dtype=torch.int64)
+        if own:
+            table[: len(own)] = torch.tensor([(key, seen, 1) for key, _, seen in own])
+        rows = self._gathered(table)
+        known = [{key: seen for key, seen, there in rank if there} for rank in rows.tolist()]
+        shape = tuple(sizes(self.mesh).values())
+        places, here = torch.arange(len(known)).view(shape), axis_of(self.mesh, tuple(sizes(self.mesh))).index
+        found: dict[int, Mask] = {}
+        for k, name in enumerate(self.recorder.trace.axes):
+            lines = places.movedim(list(sizes(self.mesh)).index(name), -1).reshape(-1, sizes(self.mesh)[name]).tolist()
+            line = next(line for line in lines if here in line)
+            for key, node, _ in own:
+                if len({known[r].get(key) for r in line if absent or key in known[r]}) > 1:
+                    found[node] = found.get(node, 0) | 1 << k
+        return found
+
+    def _together(self, own: list[Finding]) -> list[Finding]:
+        """What any rank has found."""
+        text = json.dumps([dataclasses.astuple(one) for one in own]).encode()
+        many, longest = (
+            gathered(torch.tensor([len(own), len(text)]), self.mesh, None, "comparing findings", self.name)
+            .amax(0)
+            .tolist()
+        )
+        if not many:
+            return []
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = gathered(padded, self.mesh, None, "comparing findings", self.name)
+        told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+        every = [Finding(kind, tuple(axes), *words) for some in told for kind, axes, *words in some]
+        return list({(one.kind, one.axes, one.path, one.path or one.text): one for one in reversed(every)}.values())[
+            ::-1
+        ]
+
+
+def claim(recorder: Recorder, what: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh) -> None:
+    """What a function mapped inside one that is checked declares of its arguments, or of its result."""
+    trace = recorder.trace
+    elsewhere = trace.mask(name for name in trace.axes if name not in sizes(mesh))
+    for leaf, piece in zip(leaves, pieces, strict=True):
+        if isinstance(leaf.spec, P) and isinstance(piece, Tensor):
+            recorder.claimed(f"{what}: {leaf.path}", piece, trace.mask(leaf.spec.axes) | elsewhere)
+
+
+def _numbers(evidence: list[Evidence]) -> list[tuple[int, int, int]]:
+    """Key, node and number; numbers on devices are waited for at once."""
+    seen = _whole([one.seen for one in evidence])
+    return [(one.key, one.node, n) for one, n in zip(evidence, seen, strict=True)]
+
+
+def _keys(paths: Iterable[str]) -> list[int]:
+    """A number for each path, the same on every rank."""
+    return [int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big") for path in paths]
+
+
+def _whole(values: list[Any]) -> list[int]:
+    """Plain numbers, of numbers and 0-d tensors."""
+    found: list[int] = [0] * len(values)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(i)
+        else:
+            found[i] = value
+    for places in by_device.values():
+        for i, n in zip(places, torch.stack([values[i].long() for i in places]).tolist(), strict=True):
+            found[i] = n
+    return found
+
+
+def _digest(evidence: list[tuple[int, int, int]]) -> int:
+    total = 0
+    for key, _, seen in evidence:  # in any order: branches may do the same in another one
+        said = f"{key},{seen}".encode()
+        total += int.from_bytes(hashlib.blake2b(said, digest_size=7).digest(), "big")
+    return total % 2**62
