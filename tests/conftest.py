@@ -22,7 +22,7 @@ LOADED = {
 
 # The files that take longest: several workers begin with them, so that in the end none waits long for another.
 LONG = (
-    "examples/test_launch", "mesh/test_launchers",
+    "examples/test_launch", "mesh/test_launchers", "collectives/test_hangs", "check/test_right",
     "optim/test_optim", "stages/test_compiled_step", "test_random_programs", "collectives/test_transforms",
     "interop/test_loading", "test_documents", "stages/test_stage", "interop/test_functional",
     "stages/test_stage_hidden", "parallel/test_meshes", "mesh/test_mesh", "stages/test_stage_transforms",

@@ -1,0 +1,213 @@
+"""Data parallelism by hand: parameters that all ranks have, and rows that each has of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad
+
+import shardfn as sf
+from shardfn import P
+from tests.check.programs.setting import (
+    DATA,
+    ROWS,
+    D,
+    Made,
+    On,
+    plainly,
+    right,
+)
+from tests.models import drawn
+
+
+@right(shard=2)
+def ddp_by_pvary(on: On) -> Made:
+    draw = drawn(1)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return sf.psum((x @ sf.pvary(w, "shard")).square().sum(), "shard") / ROWS
+
+    step = on(sf.value_and_grad(loss), (P(), P("shard")), P())
+    return lambda: step(w, on.cut(x, "shard")), plainly(lambda w: (x @ w).square().sum() / ROWS, w)
+
+
+@right(shard=2)
+def ddp_by_pvary_of_a_tree_and_pmean(on: On) -> Made:
+    draw = drawn(2)
+    params, x, y = {"w": draw(3, D), "b": draw(D)}, draw(ROWS, 3), draw(ROWS, D)
+
+    def loss(p: Any, x: Tensor, y: Tensor, data: Any = ()) -> Tensor:
+        p = sf.pvary(p, data)
+        return sf.pmean(F.mse_loss(torch.tanh(x @ p["w"] + p["b"]), y), data)
+
+    step = on(lambda p, x, y: sf.value_and_grad(loss)(p, x, y, "shard"), (P(), P("shard"), P("shard")), P())
+    return lambda: step(params, *on.cut((x, y), "shard")), plainly(loss, params, x, y)
+
+
+@right(shard=2)
+def ddp_by_the_sum_of_gradients(on: On) -> Made:
+    draw = drawn(3)
+    params, x = {"w": draw(3, D), "b": draw(D)}, draw(ROWS, 3)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (x @ p["w"] + p["b"]).square().sum() / ROWS
+
+    def step(p: Any, x: Tensor) -> Any:
+        value, grads = sf.value_and_grad(loss)(p, x)
+        return sf.psum(value, "shard"), sf.psum(grads, "shard")
+
+    mapped = on(step, (P(), P("shard")), P())
+    return lambda: mapped(params, on.cut(x, "shard")), plainly(loss, params, x)
+
+
+@right(shard=2)
+def ddp_by_the_mean_of_gradients(on: On) -> Made:
+    draw = drawn(4)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ w).square().mean()
+
+    mapped = on(lambda w, x: sf.pmean(sf.value_and_grad(loss)(w, x), "shard"), (P(), P("shard")), P())
+    return lambda: mapped(w, on.cut(x, "shard")), plainly(loss, w, x)
+
+
+@right(shard=2)
+def ddp_by_one_bucket_and_backward(on: On) -> Made:
+    """As DDP does it: `backward`, gradients copied into one buffer, one sum, and the buffer copied back."""
+    draw = drawn(5)
+    ws, x = [draw(3, D), draw(D, D), draw(D)], draw(ROWS, 3)
+
+    def loss(ws: Any, x: Tensor) -> Tensor:
+        return (torch.tanh(x @ ws[0]) @ ws[1] + ws[2]).square().mean()
+
+    def step(ws: Any, x: Tensor) -> Any:
+        leaves = [w.detach().clone().requires_grad_() for w in ws]
+        loss(leaves, x).backward()
+        bucket = torch.cat([w.grad.flatten() for w in leaves])
+        bucket = sf.psum(bucket, "shard").div_(sf.axis_size("shard"))
+        pieces = bucket.split([w.numel() for w in leaves])
+        return [piece.view_as(w) for piece, w in zip(pieces, leaves, strict=True)]
+
+    mapped = on(step, (P(), P("shard")), P())
+    return lambda: mapped(ws, on.cut(x, "shard")), plainly(loss, ws, x)[1]
+
+
+@right(shard=2)
+def ddp_update_by_hand_with_momentum(on: On) -> Made:
+    draw = drawn(6)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ w).square().mean()
+
+    def step(w: Tensor, speed: Tensor, x: Tensor, data: Any = ()) -> Any:
+        with torch.no_grad():
+            gradient = sf.pmean(sf.grad(loss)(w, x), data)
+            speed.mul_(0.9).add_(gradient)
+            w.sub_(speed, alpha=0.1)
+        return w, speed
+
+    mapped = on(lambda w, v, x: step(w, v, x, "shard"), (P(), P(), P("shard")), P())
+
+    def run(mapped: Any, x: Tensor) -> Any:
+        state = (w.clone(), torch.zeros_like(w))
+        for _ in range(3):
+            state = mapped(*state, x)
+        return state
+
+    return lambda: run(mapped, on.cut(x, "shard")), run(step, x)
+
+
+@right(shard=2)
+def the_gradient_of_a_mapped_function(on: On) -> Made:
+    """`grad` and `backward` outside of shard_map, of what it returned."""
+    draw = drawn(7)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
+        return sf.pmean(torch.tanh(x @ sf.pvary(w, data)).square().mean(), data)
+
+    mapped = on(lambda w, x: loss(w, x, "shard"), (P(), P("shard")), P())
+
+    def run() -> Any:
+        leaf = w.clone().requires_grad_()
+        mapped(leaf, on.cut(x, "shard")).backward()
+        return leaf.grad, sf.grad(mapped)(w, on.cut(x, "shard")), grad(mapped)(w, on.cut(x, "shard"))
+
+    return run, (plainly(loss, w, x)[1],) * 3
+
+
+@right(shard=2)
+def whole_arguments_differentiated_outside(on: On) -> Made:
+    draw = drawn(8)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
+        return sf.psum((x @ sf.pvary(w, data)).square().sum(), data) / ROWS
+
+    mapped = on(lambda w, x: loss(w, x, "shard"), (P(), P("shard")), P(), inputs="global")
+    return lambda: sf.value_and_grad(mapped, (0, 1))(w, x), plainly(loss, w, x, argnums=(0, 1))
+
+
+@right(shard=2)
+def whole_arguments_differentiated_inside(on: On) -> Made:
+    draw = drawn(9)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
+        return sf.psum((x @ sf.pvary(w, data)).square().sum(), data) / ROWS
+
+    step = on(lambda w, x: sf.grad(loss)(w, x, "shard"), (P(), P("shard")), P(), inputs="global")
+    return lambda: step(w, x), plainly(loss, w, x)[1]
+
+
+@right(replica=2, shard=2)
+def rows_over_two_axes_reduced_one_after_another(on: On) -> Made:
+    draw = drawn(10)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).square().sum() / ROWS
+
+    def step(w: Tensor, x: Tensor) -> Any:
+        value, gradient = sf.value_and_grad(loss)(w, x)
+        gradient = sf.psum(sf.psum(gradient, "shard"), "replica")
+        return sf.psum(value, DATA), gradient
+
+    mapped = on(step, (P(), P(DATA)), P())
+    return lambda: mapped(w, on.cut(x, DATA)), plainly(loss, w, x)
+
+
+@right(shard=2)
+def zero1_by_hand(on: On) -> Made:
+    """Gradients scattered, an update on this rank's piece, and the pieces gathered for all."""
+    draw = drawn(11)
+    w, x = draw(D, 3), draw(ROWS, D)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ w).square().sum() / ROWS
+
+    def step(w: Tensor, x: Tensor) -> Tensor:
+        piece = sf.reduce_scatter(sf.grad(loss)(w, x), "shard")
+        return sf.all_gather(sf.local_slice(w, "shard") - 0.1 * piece, "shard", to="invariant")
+
+    mapped = on(step, (P(), P("shard")), P())
+    return lambda: mapped(w, on.cut(x, "shard")), w - 0.1 * plainly(loss, w, x)[1]
+
+
+@right(shard=2)
+def fsdp_by_hand(on: On) -> Made:
+    draw = drawn(12)
+    w, x = draw(D, 3), draw(ROWS, D)
+
+    def loss(w: Tensor, x: Tensor, data: Any = ()) -> Tensor:
+        return sf.psum((x @ sf.all_gather(w, data)).square().sum(), data) / ROWS
+
+    step = on(lambda w, x: sf.value_and_grad(loss)(w, x, "shard"), (P("shard"), P("shard")), (P(), P("shard")))
+    value, gradient = plainly(loss, w, x)
+    return lambda: step(*on.cut((w, x), "shard")), (value, on.cut(gradient, "shard"))

@@ -1,0 +1,159 @@
+"""Tensors, ops and modes of every kind go through a checked call as they would, and have the type that they should."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardfn as sf
+from shardfn import P
+from shardfn.testing import World, WorldError, world
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    with world(2, "threads") as made:
+        yield made
+
+
+def once(f: Callable[..., Any], **more: Any) -> Any:
+    """The first call of a function of what is the same on both ranks, and of what is each rank's own."""
+    mesh = sf.make_mesh(a=2, device="cpu")
+    own = torch.arange(5.0) + dist.get_rank()
+    return sf.shard_map(f, mesh=mesh, in_specs=(P(), P("a")), out_specs=P(), **more)(torch.ones(5), own)
+
+
+SUMS: dict[str, Callable[[], tuple[Any, Callable[[Any], Tensor]]]] = {
+    "sparse": lambda: (torch.eye(5).to_sparse(), lambda s: torch.sparse.mm(s, torch.ones(5, 1)).sum()),
+    "compressed": lambda: (torch.eye(5).to_sparse_csr(), lambda s: (s @ torch.ones(5, 1)).sum()),
+    "opaque": lambda: (torch.ones(5).to_mkldnn(), lambda s: s.to_dense().sum()),
+    "nested": lambda: (
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda s: torch.nested.to_padded_tensor(s, 0.0).sum(),
+    ),
+    "jagged": lambda: (
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda s: s.values().sum(),
+    ),
+    "quantized": lambda: (
+        torch.quantize_per_tensor(torch.ones(5), 0.5, 0, torch.qint8),
+        lambda s: s.dequantize().sum(),
+    ),
+}
+
+
+def strange(kind: str) -> None:
+    made, total = SUMS[kind]()
+    assert once(lambda w, x: w * total(made)).tolist() == [5.0] * 5  # closed over
+    if kind == "nested":
+        return  # has no shape, by which a call is known
+    mesh = sf.make_mesh(a=2, device="cpu")
+    passed = sf.shard_map(lambda s: total(s), mesh=mesh, in_specs=..., out_specs=P())
+    assert float(passed(made)) == 5.0
+
+
+@pytest.mark.parametrize("kind", SUMS)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_of_every_layout(ranks: World, kind: str) -> None:
+    ranks.run(strange, kind)
+
+
+def into(w: Tensor, x: Tensor) -> Tensor:
+    buffer = x * 1
+    return torch.mul(w, 2, out=buffer)
+
+
+def unscaled(w: Tensor, x: Tensor) -> Tensor:
+    gradients = [w * 2, x * 1]
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, torch.zeros(1), torch.ones(1))
+    return gradients[0]
+
+
+def distributed(w: Tensor, x: Tensor) -> Tensor:
+    whole: Any = DTensor.from_local(x, sf.make_mesh(a=2, device="cpu"), [Shard(0)], run_check=False)
+    found: Tensor = w * (whole * 2).sum().full_tensor()
+    return found
+
+
+def silent(f: Callable[..., Any], expected: float) -> None:
+    assert once(f).tolist() == [expected] * 5
+
+
+@pytest.mark.parametrize(("f", "expected"), [(into, 2.0), (unscaled, 2.0), (distributed, 50.0)])
+def test_what_only_passes_by_something_that_varies_is_the_same(
+    ranks: World, f: Callable[..., Any], expected: float
+) -> None:
+    ranks.run(silent, f, expected)
+
+
+def set_to(w: Tensor, x: Tensor) -> Tensor:
+    other = torch.empty(0)
+    other.set_(x.untyped_storage(), 0, (5,), (1,))
+    return other * 2
+
+
+def normed(w: Tensor, x: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten._fused_rms_norm(x, [5], w, 1e-5)[0]
+    return found
+
+
+def dropped(w: Tensor, x: Tensor) -> Tensor:
+    return torch.native_dropout(x, 0.0, True)[0]
+
+
+def varies(f: Callable[..., Any]) -> str:
+    with pytest.raises(sf.VaryingError) as caught:
+        once(f)
+    (found,) = caught.value.findings
+    assert found.kind == "output"
+    return str(found)
+
+
+@pytest.mark.parametrize("f", [set_to, normed, dropped])
+def test_what_is_made_of_a_cut_argument_is_said_to_vary_by_it(ranks: World, f: Callable[..., Any]) -> None:
+    for said in ranks.run(varies, f):
+        assert "(by x)" in said
+
+
+def counted() -> None:
+    counts = FlopCounterMode(display=False) if dist.get_rank() == 0 else contextlib.nullcontext()
+    with counts:
+        assert once(lambda w, x: sf.psum(x, "a")).tolist() == [1.0, 3.0, 5.0, 7.0, 9.0]
+        with pytest.raises(sf.VaryingError):
+            once(lambda w, x: x)
+
+
+def test_a_mode_that_counts_may_run_on_one_rank_alone(ranks: World) -> None:
+    ranks.run(counted)
+
+
+def told_apart() -> None:
+    once(lambda w, x: sf.psum(x, "a"), check=dist.get_rank() == 0)
+
+
+def test_all_ranks_check_or_none(ranks: World) -> None:
+    with pytest.raises(WorldError, match=re.escape("rank 0 has the check 'first'; rank 1 has the check 'off'")):
+        ranks.run(told_apart)
+
+
+DRAWS = "def draw(w, x):\n    _ = {rank}\n    return w * torch.rand(5, generator=generator)\n"
+
+
+def elsewhere() -> None:
+    rank = dist.get_rank()
+    names: dict[str, Any] = {"torch": torch, "generator": torch.Generator().manual_seed(1)}
+    exec(compile(DRAWS.format(rank=rank), f"/node{rank}/train.py", "exec"), names)
+    once(names["draw"])
+
+
+def test_the_same_file_may_lie_in_another_folder_on_each_rank(ranks: World) -> None:
+    ranks.run(elsewhere)
