@@ -37,13 +37,13 @@ def check(program: Program, folder: Path, kind: Any = "processes") -> None:
     )
 
 
-@settings(SETTINGS, max_examples=70)
+@settings(SETTINGS, max_examples=40)
 @given(program=programs(4))
 def test_programs_on_four_ranks(folder: Path, program: Program) -> None:
     check(program, folder)
 
 
-@settings(SETTINGS, max_examples=70)
+@settings(SETTINGS, max_examples=40)
 @given(program=programs(1))
 def test_programs_on_one_rank(folder: Path, program: Program) -> None:
     check(program, folder)
@@ -55,7 +55,7 @@ def test_programs_on_two_ranks(folder: Path, program: Program) -> None:
     check(program, folder)
 
 
-@settings(SETTINGS, max_examples=70)
+@settings(SETTINGS, max_examples=40)
 @given(program=programs(2, "threads"))
 def test_programs_on_threads(folder: Path, program: Program) -> None:
     check(program, folder, "threads")

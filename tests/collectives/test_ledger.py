@@ -335,12 +335,11 @@ def by_hand() -> Any:
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     x = torch.ones(8, 4)
 
-    def body(x: Tensor) -> Tensor:
+    def body(x: Tensor) -> tuple[Tensor, Tensor]:
         y = sf.psum(x, ("replica", "shard"))
-        y = sf.all_gather(y, "shard")
-        return sf.reduce_scatter(y, "replica")
+        return y, sf.reduce_scatter(sf.all_gather(x, "shard"), "replica")
 
-    run = sf.shard_map(body, mesh=mesh, in_specs=P(), out_specs=...)
+    run = sf.shard_map(body, mesh=mesh, in_specs=P(("replica", "shard")), out_specs=(P(), ...))
     run(x)
     with sf.ledger() as log:
         run(x)
@@ -364,7 +363,7 @@ def inside_a_stage() -> Any:
     f = sf.stage(lambda p, x: sf.all_gather(x @ p["w"], "tensor", dim=1))
 
     def loss(ps: Any) -> Tensor:
-        return f(ps[0], torch.ones(2, 4)).sum()
+        return f(ps[0], torch.ones(2, 4)).sum() / 4  # which four ranks add up
 
     run = sf.shard_map(sf.grad(loss), mesh=mesh, in_specs=(...,), out_specs=...)
     run(flat)

@@ -69,9 +69,9 @@ def terms(whole: Tensor, partial: tuple[str, ...], at: dict[str, int], kept: tup
     return grid[0, 0]
 
 
-def on_mesh(body: Any) -> Any:
+def on_mesh(body: Any, check: bool = True) -> Any:
     mesh = sf.make_mesh(a=2, b=2, device="cpu")
-    return sf.shard_map(body, mesh=mesh, in_specs=(), out_specs=...)()
+    return sf.shard_map(body, mesh=mesh, in_specs=(), out_specs=..., check=check)()
 
 
 def moved(before: Side, after: Side) -> tuple[str, str]:
@@ -168,7 +168,8 @@ ROWS = [  # left, right, the same by hand
 @pytest.mark.parametrize(("left", "right", "by_hand"), ROWS, ids=[f"{row[0]} -> {row[1]}" for row in ROWS])
 def test_a_pattern_is_the_collective_that_one_would_write(left: str, right: str, by_hand: Any) -> None:
     def body() -> list[float]:
-        x = draws.tensor_of((4, 8), torch.float64, sf.axis_index("a") * 2 + sf.axis_index("b"))
+        place = sum((i + 1) * sf.axis_index(axis) for i, axis in enumerate(AXES) if axis in left)
+        x = draws.tensor_of((4, 8), torch.float64, place)
 
         def loss(f: Any) -> Any:
             return sf.value_and_grad(lambda x: torch.sin(f(x)).sum())(x)
@@ -177,7 +178,8 @@ def test_a_pattern_is_the_collective_that_one_would_write(left: str, right: str,
         pairs += [((sf.redistribute(x, f"{left}->{right}"),), (by_hand(x),))]
         return [(one - two).abs().max().item() for ones, twos in pairs for one, two in zip(ones, twos, strict=True)]
 
-    for differences in world(4).run(on_mesh, body):
+    # Each rank's own loss, of what may be the same on all of them: its derivative is that of their sum.
+    for differences in world(4).run(on_mesh, body, False):
         assert worst(differences) <= 1e-12
 
 
@@ -196,7 +198,8 @@ def test_there_and_back_is_the_identity(there: str, back: str) -> None:
         x = draws.tensor_of((4, 8), torch.float64, sf.axis_index(AXES))
         return sf.redistribute(sf.redistribute(x, there), back).equal(x)
 
-    assert world(4).run(on_mesh, body) == [True] * 4
+    # What was gathered counts as varying, so that cutting it again has another derivative: values alone are compared.
+    assert world(4).run(on_mesh, body, False) == [True] * 4
 
 
 def test_a_tree_is_moved_leaf_by_leaf() -> None:

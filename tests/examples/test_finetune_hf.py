@@ -23,7 +23,7 @@ from examples import finetune_hf as example
 from examples.run import bytes_tokenizer
 from tests.interop.zoo import norms_in_float64
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
 
 TINY = example.Config(batch=8, context=16, warmup=2, dtype=torch.float64)
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}

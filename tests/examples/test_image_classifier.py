@@ -22,7 +22,7 @@ if find_spec("sklearn") is None:  # which takes seconds to load, and not every w
     pytest.skip("scikit-learn is not installed", allow_module_level=True)
 from examples import image_classifier as example
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
 
 TINY = example.Config(batch=16, width=8, blocks=2, warmup=2, clip=1e9, dtype=torch.float64)
 STEPS = 4

@@ -18,7 +18,7 @@ from examples.run import bytes_tokenizer, joined
 from tests.examples.test_finetune_hf import losses_in_float64
 from tests.interop.zoo import norms_in_float64
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
 
 TINY = example.Config(
     batch=8, context=16, rate=5e-2, full_rate=1e-2, warmup=2, rank=2, alpha=4, looks=2, dtype=torch.float64

@@ -22,7 +22,7 @@ from shardfn.testing import World, world
 pytest.importorskip("transformers")
 from examples import sentence_embeddings as example
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
 
 TINY = example.Config(batch=8, length=12, rate=3e-3, warmup=2, looks=2, dtype=torch.float64)
 STEPS = 6

@@ -36,8 +36,8 @@ def mine(batch: zoo.Batch) -> zoo.Batch:
     return {k: x.chunk(dist.get_world_size())[dist.get_rank()] for k, x in batch.items()}
 
 
-def mapped(f: Any, mesh: Any) -> Any:
-    return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)
+def mapped(f: Any, mesh: Any, check: bool = True) -> Any:
+    return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=..., check=check)
 
 
 def summed(values: Named) -> Named:

@@ -63,7 +63,9 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
     return differing(seeded(make)), zoo.numbers(*shape)
 
 
-def steps(model: Any, params: Any, mesh: Any, x: Tensor, count: Callable[[Any], Any]) -> tuple[Tensor, Named, Named]:
+def steps(
+    model: Any, params: Any, mesh: Any, x: Tensor, count: Callable[[Any], Any], check: bool
+) -> tuple[Tensor, Named, Named]:
     """Two steps, the second with the buffers of the first: the last value and gradient, and the buffers."""
     buffers = model.buffers
 
@@ -72,7 +74,7 @@ def steps(model: Any, params: Any, mesh: Any, x: Tensor, count: Callable[[Any], 
         return count(y.square().sum()), b
 
     for _ in range(2):
-        (value, buffers), grads = mapped(sf.value_and_grad(loss, has_aux=True), mesh)(params, buffers)
+        (value, buffers), grads = mapped(sf.value_and_grad(loss, has_aux=True), mesh, check)(params, buffers)
     return value, model.state_dict(grads), buffers
 
 
@@ -104,7 +106,7 @@ def of_ranks() -> dict[str, float]:
                 model = functional(copy.deepcopy(module), small=0, remat=remat, **more)
                 params = sf.shard(model.tree, mesh, sf.full_shard("shard"))
                 count = partial(sf.psum, axis="shard") if kind == "together" else (lambda v: v)
-                got = steps(model, params, mesh, x, count)
+                got = steps(model, params, mesh, x, count, check=kind == "together")
                 if kind == "together":
                     want = of_module(copy.deepcopy(module), whole)
                 else:

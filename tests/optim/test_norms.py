@@ -254,3 +254,16 @@ def test_products_of_trees_that_differ_are_refused(world: World) -> None:
 
     for _, off in world.run(body):
         assert off < 1e-6
+
+
+@pytest.mark.world(2, "threads")
+def test_norms_on_ranks_that_share_a_process(world: World) -> None:
+    """What is remembered of a layout is remembered for each rank."""
+
+    def body() -> float:
+        mesh = sf.make_mesh(shard=2, device="cpu")
+        whole = {"w": torch.arange(5.0, dtype=torch.float64), "b": torch.ones(3, dtype=torch.float64)}
+        flat = sf.shard(whole, mesh, sf.full_shard("shard"), stages=["w", "b"])
+        return abs(so.global_norm(flat).item() - 33**0.5)
+
+    assert max(world.run(body)) < 1e-12

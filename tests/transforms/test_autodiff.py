@@ -430,10 +430,12 @@ LAYOUTS: list[tuple[Any, dict[str, int], P, P]] = [
 ]
 
 
-def ratio(loss: Any, sizes: dict[str, int], rows: P, weights: P, engine: Any) -> tuple[float, float]:
+def ratio(
+    loss: Any, sizes: dict[str, int], rows: P, weights: P, engine: Any, check: bool = True
+) -> tuple[float, float]:
     """The smallest and the largest ratio of an element of this rank's gradient to that of one process."""
     mesh = sf.make_mesh(device="cpu", **sizes)
-    mapped = functools.partial(sf.shard_map, mesh=mesh, out_specs=..., inputs="global")
+    mapped = functools.partial(sf.shard_map, mesh=mesh, out_specs=..., inputs="global", check=check)
     x, w, y = data()
     found = mapped(lambda x, w, y: engine(lambda w: loss(x, w, y))(w), in_specs=(rows, weights, rows))(x, w, y)
     want = mapped(lambda g: g, in_specs=weights)(one_process())
@@ -475,7 +477,7 @@ def test_with_an_all_reduce_for_its_own_transpose_gradients_are_too_large_by_the
         return mean_loss(x, gather(w, "d"), y, "d", NaiveSum.apply)
 
     weights = P("d") if gather is sf.all_gather else P()
-    for low, high in world(ranks).run(ratio, naive, {"d": ranks}, P("d"), weights, sf.grad):
+    for low, high in world(ranks).run(ratio, naive, {"d": ranks}, P("d"), weights, sf.grad, False):
         assert abs(low - ranks) <= 1e-12
         assert abs(high - ranks) <= 1e-12
 
@@ -488,13 +490,16 @@ def test_per_sample_gradients_of_sharded_weights_are_those_of_one_process() -> N
         def loss(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
             return ((torch.tanh(x @ w) - y) ** 2).sum()
 
+        def whole(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            return loss(sf.all_gather(w, "d", to="invariant"), x, y)
+
         def per_sample(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            return vmap(sf.grad(lambda w, x, y: loss(sf.all_gather(w, "d"), x, y)), in_dims=(None, 0, 0))(w, x, y)
+            return vmap(sf.grad(whole), in_dims=(None, 0, 0))(w, x, y)
 
         run = sf.shard_map(per_sample, mesh=mesh, in_specs=(P("d"), P(), P()), out_specs=P(None, "d"), inputs="global")
         want = vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(w, x, y)
         size, rank = mesh.size(), mesh.get_local_rank()
-        return (run(w, x, y) - size * want.chunk(size, 1)[rank]).abs().max().item()  # all ranks add the same loss
+        return (run(w, x, y) - want.chunk(size, 1)[rank]).abs().max().item()
 
     assert worst(world(2).run(body)) <= 1e-12
 
