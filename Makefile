@@ -87,6 +87,7 @@ benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (more than an h
 	$(RUN) -m benchmarks.parallel $(ARGS)
 	$(RUN) -m benchmarks.checkpoint $(ARGS)
 	$(RUN) -m benchmarks.loop $(ARGS)
+	$(RUN) -m benchmarks.check $(ARGS)
 	$(RUN) -m benchmarks.parameter_memory $(ARGS)
 	$(RUN) -m benchmarks.transforms $(ARGS)
 	$(RUN) -m benchmarks.interop $(ARGS)

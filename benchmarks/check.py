@@ -1,0 +1,175 @@
+"""What the checker of `shard_map` costs: its first call, which it watches, and all others, which it does not.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.check
+
+A step of the GPT of 34 million parameters in float32, `full_shard`, AdamW on the shards, gloo, on two ranks and four.
+The same processes take turns: a step by a function that is mapped anew, with `check=True` and with `check=False`, and
+then steps by one that has run before. A figure is the median over the rounds, and a ratio that of the ratios; besides
+come the Python functions that the two call in a later step, and whether they train the same numbers, bit for bit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from benchmarks.crew import Crew, Usage
+from benchmarks.model import SEED, Config, Params, block, embed, head, makers, tokens
+from benchmarks.report import Goal, parser, publish
+from shardfn import P
+
+RANKS = (2, 4)
+MODES = {"check=True": True, "check=False": False}
+FOLDER = Path(sf.__file__).parent
+WATCHED = (
+    f"{FOLDER / 'check'}",
+    f"{FOLDER / 'transforms' / 'checking.py'}",
+    f"{FOLDER / 'transforms' / 'shard_map.py'}",
+)
+
+
+def built(_: Usage, config: Config) -> dict[str, Callable[..., Any]]:
+    """Functions by name; `check` says which of the two steps they make."""
+    mesh = sf.make_mesh(shard=dist.get_world_size(), device="cpu")
+    optimizer, rows = so.adamw(1e-3), tokens(config, dist.get_rank())
+    begin, layer, end = sf.stage(embed), sf.stage(block), sf.stage(head)
+
+    def loss_fn(params: Params, rows: Tensor) -> Tensor:
+        ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
+        x = begin(ordered[0], rows[:, :-1])
+        for p in ordered[1:-1]:
+            x = layer(p, x, config.heads)
+        return sf.psum(end(ordered[-1], x, rows[:, 1:]), "shard") / mesh.size()
+
+    def trained(params: Params, moments: Any, rows: Tensor) -> Any:
+        loss, grads = sf.value_and_grad(loss_fn)(params, rows)
+        return *optimizer.step(params, grads, moments), loss
+
+    def mapped(check: bool) -> Callable[..., Any]:
+        return sf.shard_map(trained, mesh=mesh, in_specs=(..., ..., P("shard")), out_specs=(..., ..., P()), check=check)
+
+    def fresh() -> tuple[Any, Any]:
+        params = sf.init_sharded(makers(config), SEED, mesh, sf.full_shard("shard"))
+        return params, optimizer.init(params)
+
+    def stepped(step: Callable[..., Any]) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        *kept[:], _ = step(*kept, rows)
+        return time.perf_counter() - began
+
+    def first(check: bool) -> float:
+        return stepped(mapped(check))
+
+    def later(check: bool, count: int) -> list[float]:
+        return [stepped(known[check]) for _ in range(count)]
+
+    def calls(check: bool) -> int:
+        return counted(lambda: stepped(known[check]))
+
+    def bits(check: bool) -> list[Tensor]:
+        """The parameters and moments after two steps from the same ones."""
+        step, state = mapped(check), fresh()
+        for _ in range(2):
+            *state, loss = step(*state, rows)
+        tensors = (leaf for leaf in optree.tree_leaves((state, loss)) if isinstance(leaf, Tensor))
+        return [leaf.reshape(-1).view(torch.uint8) for leaf in tensors]
+
+    def apart() -> int:
+        """How many bytes differ between what the two have trained."""
+        return sum(int((a != b).sum()) for a, b in zip(bits(True), bits(False), strict=True))
+
+    kept: list[Any] = [*fresh()]
+    known = {check: mapped(check) for check in MODES.values()}
+    for step in known.values():
+        stepped(step)
+    return {"first": first, "later": later, "calls": calls, "apart": apart}
+
+
+def counted(run: Callable[[], Any]) -> int:
+    """How many Python functions of the checker, and of `shard_map`, are called on this thread."""
+    found = 0
+
+    def called(frame: Any, event: str, _: Any) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(WATCHED)
+
+    sys.setprofile(called)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def measured(crew: Crew, rounds: int, steps: int) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Median seconds of each kind of step, and the medians over the rounds of what the checker takes for one."""
+    times: dict[str, dict[str, list[float]]] = {kind: {mode: [] for mode in MODES} for kind in ("first", "later")}
+    for number in range(rounds):
+        order = list(MODES) if number % 2 else list(MODES)[::-1]
+        for mode in order:
+            times["first"][mode].append(max(crew.turn("first", MODES[mode])))
+        for mode in order:
+            slowest = [max(each) for each in zip(*crew.turn("later", MODES[mode], steps), strict=True)]
+            times["later"][mode].append(statistics.median(slowest))
+    medians = {kind: {mode: statistics.median(found) for mode, found in modes.items()} for kind, modes in times.items()}
+    ratios = {
+        kind: statistics.median(a / b for a, b in zip(*modes.values(), strict=True)) for kind, modes in times.items()
+    }
+    return medians, ratios
+
+
+def of_ranks(ranks: int, config: Config, rounds: int, steps: int) -> tuple[list[dict[str, Any]], list[Goal]]:
+    """The rows and the goals for one number of ranks."""
+    with Crew(ranks, built, config) as crew:
+        medians, ratios = measured(crew, rounds, steps)
+        calls = {mode: max(crew.turn("calls", check)) for mode, check in MODES.items()}
+        differ = sum(crew.turn("apart"))
+    rows = [
+        {
+            "ranks": ranks,
+            "step": mode,
+            "first call ms": medians["first"][mode] * 1e3,
+            "later calls ms": medians["later"][mode] * 1e3,
+            "Python calls of a later one": calls[mode],
+        }
+        for mode in MODES
+    ]
+    return rows, [
+        Goal(f"first call, checked / not, {ranks} ranks", ratios["first"], 3.0),
+        Goal(f"later call, checked / not, {ranks} ranks", ratios["later"], 1.01),
+        Goal(f"Python calls of a later one, more, {ranks} ranks", calls["check=True"] - calls["check=False"], 0),
+        Goal(f"bytes that differ after two steps, {ranks} ranks", differ, 0),
+    ]
+
+
+def main() -> None:
+    options = parser("What the checker costs: the first call, and all others.")
+    options.add_argument("--rounds", type=int, default=10)
+    options.add_argument("--steps", type=int, default=4, help="later calls of a turn")
+    options.add_argument("--tiny", action="store_true", help="a model of no size: to try it")
+    args = options.parse_args()
+    config = Config()
+    if args.tiny:
+        config = Config(vocabulary=64, width=32, layers=2, heads=2, hidden=48, context=8)
+    rows: list[dict[str, Any]] = []
+    goals: list[Goal] = []
+    for ranks in RANKS:
+        more, ends = of_ranks(ranks, config, args.rounds, args.steps)
+        rows, goals = rows + more, goals + ends
+    publish("a step of training, as it is checked", rows, goals, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The benchmark of the checker runs, and what it counts is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_command_runs_and_says_what_the_checker_costs(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    command = [sys.executable, "-m", "benchmarks.check", "--tiny", "--rounds", "2", "--steps", "2", "--json", str(told)]
+    subprocess.run(
+        command, check=True, cwd=ROOT, timeout=200, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    found = json.loads(told.read_text())
+    assert [(row["ranks"], row["step"]) for row in found["rows"]] == [
+        (ranks, step) for ranks in (2, 4) for step in ("check=True", "check=False")
+    ]
+    assert all(row["Python calls of a later one"] > 0 for row in found["rows"])
+    more, differ = found["goals"][2::4], found["goals"][3::4]
+    assert len(found["goals"]) == 8
+    assert all(goal["value"] == 0 for goal in [*more, *differ])
