@@ -4,6 +4,8 @@
 
 data.png: which rows of two epochs are in which batch, and which ranks read them, as the order of the rows says.
 mesh.png: what each of four ranks holds of one stage, and which groups its collectives run in, as the layouts say.
+show.png: what `sf.show` draws of a language model whose embedding is frozen and whose head is whole on every rank.
+checker.png: what the checker takes down of two small programs on two ranks, and along what each value varies.
 nodes.png: eight ranks on two nodes, in blocks and in turn, and what `make_mesh` says of the axes.
 modules.png: the stages, loose parameters and tied weights that `functional` finds in GPT-2, and how large they are.
 memory.png: the memory of one rank during a training step, by four strategies: the resident size of the process, read
@@ -42,10 +44,14 @@ from torch import Tensor
 
 import shardfn as sf
 import shardfn.optim as so
+from shardfn.check.varying import varying
 from shardfn.checkpoint import saving
 from shardfn.mesh.nodes import across
+from shardfn.mesh.scope import scope
+from shardfn.mesh.spec import Leaf
 from shardfn.run.order import Order
 from shardfn.testing import World
+from shardfn.transforms.checking import Checked
 from shardfn.transforms.fitting import recall
 
 HERE = Path(__file__).resolve().parent
@@ -332,6 +338,34 @@ def _box(x: float, y: float, width: float, height: float) -> Any:
     return box
 
 
+# --- who holds what ---
+
+
+def draw_show(path: Path) -> None:
+    width, vocabulary = 256, 4096
+
+    def body() -> None:
+        mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
+        shapes = {
+            "qkv": (3 * width, width),
+            "out": (width, width),
+            "up": (4 * width, width),
+            "down": (width, 4 * width),
+        }
+        params = {
+            "embed": torch.zeros(vocabulary, width),
+            "blocks": [{name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(6)],
+            "head": torch.zeros(vocabulary // 2, width),
+        }
+        both, within = ("replica", "shard"), sf.hybrid_shard("shard", "replica")
+        ways = {"embed": sf.full_shard(both), "head": sf.ddp(both)}
+        shown = sf.show(sf.shard(params, mesh, lambda path, _: ways.get(path, within), frozen="embed"))
+        shown.figure().savefig(path)
+
+    with World(4, kind="fake") as world:
+        world.run(body)
+
+
 # --- a module ---
 
 
@@ -493,6 +527,67 @@ def draw_loop(path: Path) -> None:
     print(f"{found['run']} steps, {(end - began) * ms:.0f} ms")
 
 
+# --- the checker ---
+
+
+def followed(program: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[str, bool, bool]]:
+    """Of the gradient of a program by its first argument, each value: the op, whether it varies, and in which pass."""
+    mesh = sf.make_mesh(data=2, device="cpu")
+    checked = Checked("a program", mesh, outer=False)
+    pieces = [torch.ones(3), torch.arange(6.0).view(2, 3) + mesh.get_rank()]
+    with scope(mesh), checked.recorder:
+        checked.take([Leaf("w", pieces[0], sf.P()), Leaf("x", pieces[1], sf.P("data"))], pieces)
+        sf.grad(program)(*pieces)
+        types = varying(checked.recorder.trace, checked.compared([]).nodes)
+    nodes = zip(checked.recorder.trace.nodes, types.along, strict=True)
+    return [(node.about if node.op == "input" else node.op, bool(along), node.backward) for node, along in nodes]
+
+
+def forgetful(w: Tensor, x: Tensor) -> Tensor:
+    return sf.psum((x @ w).square().sum(), "data")
+
+
+def careful(w: Tensor, x: Tensor) -> Tensor:
+    return forgetful(sf.pvary(w, "data"), x)
+
+
+def draw_checker(path: Path) -> None:
+    figure = Figure(figsize=(9.2, 4.4), dpi=100, layout="constrained")
+    with World(2, deadline=300) as world:
+        for axes, program, title in zip(
+            figure.subplots(2, 1), (forgetful, careful), ("without pvary", "with pvary"), strict=True
+        ):
+            _values(axes, world.run(followed, program)[0], title)
+    figure.savefig(path)
+
+
+_SHOWN = {"x": "x", "w": "w", "pvary": "pvary", "mv": "x @ w", "pow": "square", "sum": "sum", "psum": "psum"}
+_BACK = {"gradient": "gradient of w", "psum": "psum", "mv": "x.T @ ct", "pvary": "pvary", "mul": "2 (x @ w) ct"}
+
+
+def _values(axes: Any, found: list[tuple[str, bool, bool]], title: str) -> None:
+    """Forward from left to right, backward below it from right to left."""
+    ahead = [(_SHOWN[op], varies) for op, varies, backward in found if not backward and op in _SHOWN]
+    ahead.sort(key=lambda one: one[0] != "x")
+    back = [(_BACK[op], varies) for op, varies, backward in found if backward and op in _BACK]
+    back = [one for n, one in enumerate(back) if one[0] not in [name for name, _ in back[n + 1 :]]]
+    axes.set_axis_off()
+    axes.set_title(title, loc="left", fontsize=10)
+    for row, boxes in ((0, ahead), (1, back)):
+        for n, (name, varies) in enumerate(boxes):
+            at = n if row == 0 else len(ahead) - 1 - n
+            gradient = name.startswith("gradient")
+            color = (RED if varies else GREEN) if gradient else BLUE if varies else GREY
+            axes.add_patch(Rectangle((at - 0.42, -row - 0.27), 0.84, 0.54, facecolor=color, edgecolor="white"))
+            axes.text(at, -row, name, ha="center", va="center", color="white", fontsize=9)
+            axes.text(at, -row - 0.4, "varies" if varies else "the same", ha="center", va="center", fontsize=7.5)
+            if n + 1 < len(boxes) and name != "x":
+                axes.text(at + (0.5 if row == 0 else -0.5), -row, "\u2192" if row == 0 else "\u2190", ha="center",
+                          va="center", color=GREY)  # fmt: skip
+    axes.set_xlim(-0.6, 6.6)
+    axes.set_ylim(-1.55, 0.4)
+
+
 # --- nodes ---
 
 
@@ -631,6 +726,7 @@ def draw_fitting(path: Path) -> None:
 
 
 DRAWN = {
+    "checker": draw_checker,
     "data": draw_data,
     "elastic": draw_elastic,
     "fitting": draw_fitting,
@@ -640,6 +736,7 @@ DRAWN = {
     "memory": draw_memory,
     "modules": draw_modules,
     "schedule": draw_schedule,
+    "show": draw_show,
 }
 
 
