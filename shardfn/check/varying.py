@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 
 from shardfn.check.trace import Gradient, Mask, Node, Trace
 
-_SCALES = frozenset({
+SCALES = frozenset({
     "neg", "mul", "div", "add", "sub", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "alias",
     "_to_copy", "expand", "select", "detach", "mean", "sum", "copy_", "lift_fresh", "t", "transpose", "permute",
     "written in part", "psum", "pvary",
 })  # fmt: skip
+"""Ops of which the result is some number times what it was, as a loss is scaled."""
 MEANS = frozenset({
     "mean", "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
     "binary_cross_entropy", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
@@ -156,7 +157,7 @@ def _explain(found: Varying, trace: Trace, at: int, node: Node, along: Mask) -> 
         gradient |= found.gradient[p]
         if trace.nodes[p].like == node.like and not node.backward and node.root != "parameter":
             holds |= found.holds[p]
-        if node.op in _SCALES:
+        if node.op in SCALES:
             mean = found.mean[p] if mean < 0 else mean
             rows = rows or found.rows[p]
             divisors = divisors or found.divisors[p]

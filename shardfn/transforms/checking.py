@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from shardfn.check.bits import bits, constant
+from shardfn.check.case import Argument, Compared
 from shardfn.check.findings import PROBABLY, Finding, VaryingError, VaryingWarning, said
 from shardfn.check.here import paused
-from shardfn.check.judging import Argument, Compared, judged
+from shardfn.check.judging import judged
 from shardfn.check.recording import Recorder
 from shardfn.check.trace import Mask, Output
 from shardfn.check.values import Evidence

@@ -71,6 +71,51 @@ def mean_of_selected_rows(shard_map, mesh):
     return train(shard_map, mesh, loss_fn, weights("w"), X, Y, REAL)
 
 
+@wrong("means", "data", "", "shardfn.pmean(grads, 'data')", trained(error, "w"))
+def psum_of_gradients_of_means(shard_map, mesh):
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y):
+        loss, grads = sf.value_and_grad(lambda p: (x @ p["w"] - y).square().mean())(params)
+        # fix: grads = sf.pmean(grads, "data")
+        grads = sf.psum(grads, "data")  # here
+        return sgd(params, grads), sf.pmean(loss, "data")
+
+    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+def averaged(shard_map, mesh, loss_fn, reduce):
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=(P(), P()))
+    def step(params, x, y):
+        loss, grads = sf.value_and_grad(loss_fn)(params, x, y)
+        return sgd(params, reduce(grads)), loss
+
+    return step(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+@wrong("means", "data", "", "shardfn.psum(grads, 'data')", trained(error, "w"))
+def pmean_of_gradients_of_the_mean(shard_map, mesh):
+    def loss_fn(params, x, y):
+        return sf.pmean((x @ params["w"] - y).square().mean(), "data")
+
+    def reduce(grads):
+        # fix: return sf.psum(grads, "data")
+        return sf.pmean(grads, "data")  # here
+
+    return averaged(shard_map, mesh, loss_fn, reduce)
+
+
+@wrong("means", "data", "", "shardfn.psum(grads, 'data')", trained(error, "w"))
+def pmean_of_gradients_of_a_sum_over_all_rows(shard_map, mesh):
+    def loss_fn(params, x, y):
+        return sf.psum(squares(x @ params["w"], y), "data") / COUNT
+
+    def reduce(grads):
+        # fix: return sf.psum(grads, "data")
+        return sf.pmean(grads, "data")  # here
+
+    return averaged(shard_map, mesh, loss_fn, reduce)
+
+
 IGNORED = torch.where(REAL > 0, LABELS, -100)
 
 

@@ -76,6 +76,58 @@ def ddp_by_the_mean_of_gradients(on: On) -> Made:
     return lambda: mapped(w, on.cut(x, "shard")), plainly(loss, w, x)
 
 
+def _reduced(on: On, loss: Any, reduce: Any) -> Made:
+    """The gradient of the mean over all rows, by a loss of this rank's and one call on its gradient."""
+    draw = drawn(40)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def step(w: Tensor, x: Tensor) -> Any:
+        return reduce(sf.grad(lambda w: loss((x @ w).tanh().square()))(w))
+
+    mapped = on(step, (P(), P("shard")), P())
+    return lambda: mapped(w, on.cut(x, "shard")), plainly(lambda w: (x @ w).tanh().square().mean(), w)[1]
+
+
+@right(shard=2)
+def the_sum_of_gradients_of_means_over_the_ranks(on: On) -> Made:
+    return _reduced(on, lambda y: y.mean() / sf.axis_size("shard"), lambda g: sf.psum(g, "shard"))
+
+
+@right(shard=2)
+def the_sum_of_gradients_of_means_divided_at_the_end(on: On) -> Made:
+    return _reduced(on, lambda y: y.mean(), lambda g: (sf.psum(g, "shard").t() / 2).t())
+
+
+@right(shard=2)
+def the_sum_of_gradients_of_a_mean_of_all(on: On) -> Made:
+    return _reduced(on, lambda y: sf.pmean(y.mean(), "shard"), lambda g: sf.psum(g, "shard"))
+
+
+@right(shard=2)
+def the_mean_of_gradients_of_the_sum_of_means(on: On) -> Made:
+    return _reduced(on, lambda y: sf.psum(y.mean(), "shard"), lambda g: sf.pmean(g, "shard"))
+
+
+@right(shard=2)
+def the_mean_of_gradients_of_a_sum_over_as_many_rows(on: On) -> Made:
+    return _reduced(on, lambda y: sf.psum(y.sum(), "shard") / y.numel(), lambda g: sf.pmean(g, "shard"))
+
+
+@right(replica=2, shard=2)
+def the_sums_of_gradients_of_means_along_two_axes(on: On) -> Made:
+    draw = drawn(41)
+    w, x = draw(3, D), draw(ROWS, 3)
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w).tanh().square().mean()
+
+    def step(w: Tensor, x: Tensor) -> Any:
+        return sf.psum(sf.psum(sf.grad(loss)(w, x), "shard"), "replica") / sf.axis_size(DATA)
+
+    mapped = on(step, (P(), P(DATA)), P())
+    return lambda: mapped(w, on.cut(x, DATA)), plainly(loss, w, x)[1]
+
+
 @right(shard=2)
 def ddp_by_one_bucket_and_backward(on: On) -> Made:
     """As DDP does it: `backward`, gradients copied into one buffer, one sum, and the buffer copied back."""

@@ -234,6 +234,6 @@ def a_loss_that_every_rank_has_times_its_part(on: On) -> Made:
     return _whole_on_all(on, lambda y, ranks: (1 / ranks) * y.exp().sum(), lambda y: y.exp().sum())
 
 
-@right(shard=2)
+@right(shard=4)
 def a_loss_scaled_before_and_after(on: On) -> Made:
     return _whole_on_all(on, lambda y, ranks: 8.0 * (y.exp().sum() / 3) / ranks, lambda y: 8.0 * y.exp().sum() / 3)

@@ -1,0 +1,131 @@
+"""A recorded call that is being judged: what the rules ask about it, and what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardfn.check.findings import Finding, Kind
+from shardfn.check.sites import Site
+from shardfn.check.trace import Call, Gradient, Mask, Trace
+from shardfn.check.varying import Varying, bits_of, roots_of, varying
+from shardfn.check.words import root_of, target
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of the function.
+
+    Attributes:
+        path: as Python.
+        node: its own.
+        allowed: along which axes its spec lets it vary; None where nothing is declared.
+        plain: whether a spec cuts it, and no layout.
+        constant: whether all of its elements are the same.
+        spec: as it was declared.
+    """
+
+    path: str
+    node: int
+    allowed: Mask | None
+    plain: bool
+    constant: bool
+    spec: str = ""
+
+
+@dataclass
+class Compared:
+    """What ranks found out by comparing bits: by node, the axes along which these differ.
+
+    Attributes:
+        nodes: values.
+        counts: how many rows a mean is over.
+        outputs: results, by path.
+        arguments: what was passed.
+    """
+
+    nodes: Mapping[int, Mask] = field(default_factory=dict)
+    counts: Mapping[int, Mask] = field(default_factory=dict)
+    outputs: Mapping[str, Mask] = field(default_factory=dict)
+    arguments: list[Argument] = field(default_factory=list)
+
+
+class Case:
+    """A call, and what was found so far.
+
+    Attributes:
+        types: along which axes each value varies.
+        blank: arguments without a spec that are nothing but zeros, say: nobody knows whether they shall stay the same.
+        asked: variables whose gradient was asked for.
+        batched: those of which it was asked for each of several rows.
+        until: by variable, the node before which it was used for its gradient.
+        found: findings, and the nodes where they are.
+        wrong: arguments that are not what they were declared, and along which axes.
+        partial: variables whose gradient is each rank's part, along which axes, and where it went.
+    """
+
+    def __init__(self, trace: Trace, compared: Compared) -> None:
+        self.trace, self.compared = trace, compared
+        self.types: Varying = varying(trace, compared.nodes)
+        self.blank = {a.node for a in compared.arguments if a.allowed is None and a.constant}
+        self.asked = self.batched = 0
+        self.until: dict[int, int] = {}
+        self.found: list[tuple[int, Finding]] = []
+        self.wrong: dict[int, Mask] = {}
+        self.partial: dict[int, tuple[Mask, str]] = {}
+        self._ask()
+
+    def _ask(self) -> None:
+        """Takes down which gradients the function asked for."""
+        nodes = self.trace.nodes
+        for event in self.gradients():
+            for of, at in event.pairs:
+                variables = nodes[of].variable | self.types.holds[of]
+                self.asked |= variables
+                if (nodes[of].like or ((),))[0] != (nodes[at].like or ((),))[0]:
+                    self.batched |= variables
+                for bit in bits_of(variables):
+                    self.until[bit.bit_length() - 1] = event.end
+
+    def told(self, at: int, bad: Mask) -> Mask:
+        """The axes along which a value varies by arguments alone that were reported."""
+        told = 0
+        for bit in bits_of(bad):
+            roots = self.roots(at, bit)
+            if roots and all(self.wrong.get(r, 0) & bit for r in roots):
+                told |= bit
+        return told
+
+    def because(self, at: int, bad: Mask) -> str:
+        """Where it begins to vary."""
+        roots = [r for k in bits_of(bad) for r in self.roots(at, k)]
+        if not roots:
+            return ""
+        shown = {root_of(self.trace.nodes[r], self.compared.nodes.get(r, 0)): None for r in sorted(set(roots))}
+        parts = list(shown)
+        return f" (by {', '.join(parts[:3])}{f' and {len(parts) - 3} more' * (len(parts) > 3)})"
+
+    def roots(self, at: int, bit: Mask) -> list[int]:
+        """The nodes at which a value begins to vary along an axis, the latest first."""
+        return roots_of(self.trace, self.types, at, bit, self.compared.nodes)
+
+    def expression(self, call: Call) -> str:
+        """What a collective was given, in the user's words where the value has a name."""
+        return (call.site.given if call.site else None) or target(self.trace.nodes[call.node].site) or "x"
+
+    def size(self, axes: Mask) -> int:
+        """How many ranks there are along these axes."""
+        size = 1
+        for name in self.trace.names(axes):
+            size *= self.trace.axes[name]
+        return size
+
+    def add(self, at: int, kind: Kind, axes: Mask, path: str, site: Site | None, fix: str, text: str) -> None:
+        """Takes down what is wrong, at a node, unless it was already."""
+        finding = Finding(kind, self.trace.names(axes), path, "" if site is None else str(site), fix, text)
+        if finding not in [one for _, one in self.found]:
+            self.found.append((at, finding))
+
+    def gradients(self) -> list[Gradient]:
+        """The gradients that the function asked for."""
+        return [event for event in self.trace.events if isinstance(event, Gradient)]

@@ -1,0 +1,110 @@
+"""Gradients that are each rank's part alone, of parameters that are the same on all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from shardfn.check.case import Case
+from shardfn.check.sites import Site
+from shardfn.check.trace import Mask, Used
+from shardfn.check.varying import bits_of
+from shardfn.check.words import line, named
+
+
+def stepped(case: Case, event: Used) -> None:
+    """What an optimizer gets varies along the axes along which the parameter does."""
+    types, at = case.types, event.gradient
+    if event.cut is None:
+        bad = types.along[at] & ~types.along[event.parameter]
+        holds = types.holds[event.parameter] | case.trace.nodes[event.parameter].variable
+        partial(case, bad, holds, f"an optimizer's step{line(event.site)}")
+        return
+    like = case.trace.nodes[at].like
+    here = like is None or math.prod(like[0]) > 0  # of what lives elsewhere a rank has nothing
+    same = event.cut & ~types.along[at]
+    if same and here and types.declared[at] and not types.guessed[at]:
+        made, names = case.trace.nodes[at], named(case.trace.names(same))
+        case.add(
+            at, "sum", same, "", made.site, f"leave {made.op} out: the gradient of a flat shard is summed already",
+            f"the gradient of a flat shard that goes into an optimizer's step{line(event.site)} is the same on all "
+            f"ranks along {names}, which cut it: {made.op}{line(made.site)} has put pieces of different parameters "
+            f"together. Leave it out: that gradient is summed already",
+        )  # fmt: skip
+
+
+def partial(case: Case, bad: Mask, variables: Mask, how: str) -> bool:
+    """Takes down that gradients of these variables vary where they do not."""
+    told = False
+    variables &= (1 << len(case.trace.variables)) - 1
+    for bit in bits_of(variables & case.asked or variables):
+        at = bit.bit_length() - 1
+        variable = case.trace.variables[at]
+        mine = bad & variable.same & ~case.types.along[variable.node]
+        if mine and variable.node not in case.blank:
+            before, first = case.partial.get(at, (0, how))
+            case.partial[at] = (before | mine, first)
+            told = True
+    return told
+
+
+def parts(case: Case) -> None:
+    """Says which parameters have gradients that are each rank's part, and where a `pvary` adds them up."""
+    groups: dict[tuple[Site | None, Mask], list[int]] = {}
+    met: dict[int, int] = {}
+    for at, (axes, _) in case.partial.items():
+        places = _met(case, at, axes, case.types.first) or _met(case, at, axes, case.types.touched)
+        if not places and _outside(case, at, axes):
+            continue
+        met[at] = min(places, default=-1)
+        site = case.trace.nodes[met[at]].site if places else None
+        if not places and _follows(case, axes):
+            continue
+        groups.setdefault((site, axes), []).append(at)
+    for (site, axes), members in groups.items():
+        first = case.trace.variables[members[0]]
+        names, how = case.trace.names(axes), case.partial[members[0]][1]
+        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        others = ", ".join(case.trace.variables[m].path for m in members[1:4])
+        more += f" ({others}{', ...' * (len(members) > 4)})" if others else ""
+        fix = f"shardfn.pvary({site.spelled(first.path) if site else first.path}, {named(names)})"
+        where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
+        case.add(
+            met[members[0]] if site else first.node, "gradient", axes, first.path, site, fix,
+            f"{first.path}{more} is the same on all ranks along {named(names)}, but the gradient that goes into "
+            f"{how} varies there: on each rank it is that rank's part alone. Write {fix}{where}: its transpose "
+            f"adds up the parts",
+        )  # fmt: skip
+
+
+def _met(case: Case, at: int, axes: Mask, places: Mapping[tuple[int, int], int]) -> list[int]:
+    """Where a variable met what varies along these axes, on the way to its gradient."""
+    found = [places.get((k, 1 << at)) for k in range(len(case.trace.axes)) if axes >> k & 1]
+    return [node for node in found if node is not None and node < case.until.get(at, len(case.trace.nodes))]
+
+
+def _follows(case: Case, axes: Mask) -> bool:
+    """Whether something else that is wrong along these axes is the cause."""
+    names = set(case.trace.names(axes))
+    return any(one.kind in ("sum", "vary", "losses") and names & set(one.axes) for _, one in case.found)
+
+
+def _outside(case: Case, at: int, axes: Mask) -> bool:
+    """Takes down a `pvary` of a variable that stands outside of what is differentiated by what it gave."""
+    for event in case.gradients():
+        for of, _ in event.pairs:
+            if not case.types.along[of] & axes or not case.types.holds[of] >> at & 1:
+                continue
+            roots = case.roots(of, bits_of(axes)[0])
+            made = next((case.trace.nodes[r] for r in roots if case.trace.nodes[r].op == "pvary"), None)
+            if made is not None:
+                path, names = case.trace.variables[at].path, named(case.trace.names(axes))
+                fix = f"shardfn.pvary({path}, {names}) inside of the function that is differentiated"
+                case.add(
+                    of, "gradient", axes, path, made.site, fix,
+                    f"the gradient of what pvary{line(made.site)} made of {path} is each rank's own, and goes into "
+                    f"{case.partial[at][1]}, which is the same on all ranks along {names}: nothing adds up the "
+                    f"parts, since pvary stands outside of what is differentiated. Write: {fix}",
+                )  # fmt: skip
+                return True
+    return False
