@@ -57,6 +57,8 @@ ACCUMULATE = "tests/transforms/test_accumulate.py"
 TRANSFERS = "tests/tiers/test_transfers.py"
 RUN = "tests/run"
 FITTING = "tests/transforms/test_fitting.py"
+WRONG = "tests/check/test_wrong.py::test_every_rank_hears_what_is_wrong_and_where_and_what_to_write"
+RIGHT = "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
 
 MUTANTS = [
     # what is kept elsewhere
@@ -650,6 +652,118 @@ MUTANTS = [
         "seen = set(before) - {id(error)}",
         "seen = set[int]()",
         f"{FITTING}::test_an_error_is_not_for_want_of_memory_because_it_comes_after_one_that_was",
+    ),
+    Mutant(
+        "a sum of what is the same everywhere is let through",
+        "check/reducing.py",
+        "if missing and (types.declared[call.node] or call.backward)",
+        "if missing and call.backward",
+        f"{WRONG}[psum_twice_loss]",
+    ),
+    Mutant(
+        "the axes that a sum takes away are kept",
+        "check/varying.py",
+        "            given &= ~node.axes\n",
+        "            pass\n",
+        f"{RIGHT}[a_mean_of_means_of_as_many_rows]",
+    ),
+    Mutant(
+        "what varies already may go through pvary",
+        "check/reducing.py",
+        "if call.name in _ONCE and along & call.axes:",
+        "if call.name in _ONCE and not along:",
+        f"{WRONG}[pvary_twice]",
+    ),
+    Mutant(
+        "ranks count other rows, and nobody compares",
+        "check/reducing.py",
+        "uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0",
+        "uneven = 0",
+        f"{WRONG}[mean_of_means_ragged]",
+    ),
+    Mutant(
+        "a loss of one rank's rows is taken for that of all",
+        "check/losses.py",
+        "bad = along & summed & case.types.along[mean] if mean >= 0 else 0",
+        "bad = 0",
+        f"{WRONG}[psum_forgotten_loss_not_returned_fsdp]",
+    ),
+    Mutant(
+        "a loss over the number of ranks is taken for a mean",
+        "check/losses.py",
+        "if ranks in divisors or by in",
+        "if by in",
+        f"{RIGHT}[a_loss_scaled_before_and_after]",
+    ),
+    Mutant(
+        "a loss that every rank has is not looked at",
+        "check/losses.py",
+        'if not roots or any(n.op != "all_gather" for n in roots):',
+        "if roots:",
+        f"{WRONG}[all_gather_returned_replicated]",
+    ),
+    Mutant(
+        "a sum that meets rows is let through",
+        "check/losses.py",
+        "if types.depends[at] & asked and at >= event.begin:",
+        "if types.depends[at] & asked and at >= event.end:",
+        f"{WRONG}[mean_of_the_batch_meets_its_rows]",
+    ),
+    Mutant(
+        "gradients are whatever they are",
+        "check/gradients.py",
+        "        if mine and variable.node not in case.blank:",
+        "        if mine and variable.node in case.blank:",
+        f"{WRONG}[missing_pvary_ddp]",
+    ),
+    Mutant(
+        "where a parameter met the rows is not said",
+        "check/varying.py",
+        "                found.first.setdefault((k, variable), at)",
+        "                found.first.setdefault((k, variable), 0)",
+        f"{WRONG}[missing_pvary_ddp]",
+    ),
+    Mutant(
+        "replicas are taken at their word",
+        "check/arguments.py",
+        "bad = case.compared.nodes.get(argument.node, 0) & ~argument.allowed",
+        "bad = 0",
+        f"{WRONG}[replicas_initialised_differently]",
+    ),
+    Mutant(
+        "every rank may read the same rows",
+        "check/arguments.py",
+        "if cut and not any(",
+        "if not cut and any(",
+        f"{WRONG}[same_batch_everywhere]",
+    ),
+    Mutant(
+        "a result may vary where its spec says that it does not",
+        "check/results.py",
+        "    bad &= ~case.told(at, bad)\n",
+        "    bad = 0\n",
+        f"{WRONG}[psum_forgotten_loss_returned]",
+    ),
+    Mutant(
+        "statistics of a batch are those of one rank's rows",
+        "check/seen.py",
+        '        node.root = "statistics"\n',
+        '        node.root = ""\n',
+        f"{WRONG}[batch_norm_local_statistics]",
+    ),
+    Mutant(
+        "what is written to keeps its value",
+        "check/values.py",
+        "            memory.stamp += 1\n",
+        "            pass\n",
+        "tests/check/test_property.py::test_what_is_called_the_same_is_the_same",
+    ),
+    Mutant(
+        "what was sent keeps the name of what it replaces",
+        "check/values.py",
+        "self.keep(x, UNKNOWN, written=True, whole=True)",
+        "pass",
+        f"{RIGHT}[collectives_of_torch_in_the_body]",
     ),
 ]
 
