@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import sys
 import threading
@@ -133,7 +134,8 @@ def test_programs_that_cannot_meet_end_with_an_error_on_every_rank(size: int, na
         assert mine in failure.message, failure.message
         assert other in failure.message, failure.message
         assert "pad them" not in failure.message or name in ("new arguments", "agree")
-        assert failure.message.count("waits in vain") == 1
+        # "waited", where the others broke the group before this rank had waited for long
+        assert len(re.findall("wait(?:s|ed) in vain", failure.message)) == 1
     assert len(caught.value.failures) == size
 
 

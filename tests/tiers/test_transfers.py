@@ -453,12 +453,15 @@ def test_a_stream_that_fails_leaves_the_rest_usable(file: File, verb: str, after
 def test_nothing_is_written_any_more_when_a_stream_has_failed(file: File) -> None:
     """It would be over what is written there next."""
     there, writes = kept(file, drawn(2500)), []
+    another = threading.Event()
 
     def first_fails(what: str, offset: int) -> None:
         if what == "write":
             writes.append(offset)
             if len(writes) == 1:
+                assert another.wait(30)
                 raise OSError(errno.EIO, "Input/output error")
+            another.set()
             time.sleep(0.05)
 
     with mock.patch.object(streaming, "CHUNK", 512), disk(first_fails):
