@@ -40,12 +40,14 @@ class Compared:
     Attributes:
         nodes: values.
         counts: how many rows a mean is over.
+        streams: random numbers that were drawn from distributions, by what was made of them.
         outputs: results, by path.
         arguments: what was passed.
     """
 
     nodes: Mapping[int, Mask] = field(default_factory=dict)
     counts: Mapping[int, Mask] = field(default_factory=dict)
+    streams: Mapping[int, Mask] = field(default_factory=dict)
     outputs: Mapping[str, Mask] = field(default_factory=dict)
     arguments: list[Argument] = field(default_factory=list)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardfn.check import arguments, gradients, losses, reducing, results, statistics
+from shardfn.check import arguments, gradients, losses, noise, reducing, results, statistics
 from shardfn.check.case import Case, Compared
 from shardfn.check.findings import Finding
 from shardfn.check.trace import Call, Claimed, Gradient, Output, Part, Summed, Trace, Used
@@ -34,6 +34,7 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
                 results.varies(case, event.what, event.node, bad, event.allowed, event.site)
             case Summed():
                 pass
+    noise.repeated(case)
     statistics.of_some_rows(case)
     gradients.parts(case)
     return [finding for _, finding in sorted(case.found, key=lambda one: one[0])]

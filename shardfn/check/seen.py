@@ -29,6 +29,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     replaced = written if facts.kind in ("copy", "empty") else [kwargs.get(k) for k in facts.out]
     given = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
     parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, given)))
+    stream = _stream([*args, *kwargs.values()], given[0].device) if facts.distributed and given else None
     out = func(*args, **kwargs)
     results = _tensors(out)
     if not results and not written:
@@ -45,6 +46,9 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     if first is None:
         return out
     node = _made(values, facts, parents, args, kwargs, given, results or [first])
+    if stream is not None:
+        site = values.trace.nodes[node].site
+        values.streams.append(Evidence(values.key(site, facts.digest + 1), node, stream))
     random = facts.random and (facts.chance is None or bool([*args, 0.0][min(facts.chance, len(args))]))
     if random and facts.drawn is not None:
         node, random = _by_seed(values, node, facts, results[facts.drawn]), False
@@ -104,6 +108,17 @@ def _made(
     elif node.number is not None:
         values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, hash(node.number)))
     return at
+
+
+def _stream(arguments: list[Any], device: torch.device) -> Tensor:
+    """The bits of the state of the generator that an op on a device is about to draw from."""
+    with quietly():
+        for one in arguments:
+            if isinstance(one, torch.Generator):
+                return bits(one.get_state())
+        if device.type == "cpu":
+            return bits(torch.get_rng_state())
+        return bits(torch.get_device_module(device).get_rng_state(device))
 
 
 def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:

@@ -18,13 +18,11 @@ _OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "e
               "log_normal_", "cauchy_", "random_", "set_")  # fmt: skip
 _DETACH = ("detach", "detach_", "_local_scalar_dense", "argmax", "argmin")
 _SIZES = ("size", "sizes", "input_sizes", "self_sizes", "normalized_shape", "stride", "output_size", "implicit")
-_SCALED = ("neg", "mul", "div", "add", "sub", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone",
-           "alias", "_to_copy", "expand", "select", "detach", "mean", "sum", "copy_", "mul_", "div_", "add_", "sub_",
-           "lift_fresh", "t", "transpose", "permute")  # fmt: skip
 _STATISTICS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
                "_batch_norm_with_update", "batch_norm_with_update", "_batch_norm_impl_index")  # fmt: skip
 _DRAWN = {"native_dropout": 1, "_scaled_dot_product_flash_attention": 6, "_scaled_dot_product_cudnn_attention": 6,
           "_scaled_dot_product_efficient_attention": 2}  # fmt: skip
+_DISTRIBUTIONS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 
 
 @dataclass(frozen=True)
@@ -39,12 +37,12 @@ class Facts:
             `"copy"`: replaces what it writes to; `"each"`: item by item of several lists.
         random: whether it draws.
         drawn: which of its results is what it drew, or the seed of that; None where all are.
+        distributed: whether it draws each number from a distribution of its own, which a tensor says.
         chance: position of the argument without which it draws nothing.
         writes: positions and names of the arguments that it writes to.
         out: those of them that it does not read, `out=`.
         sizes: positions and names of those that are only a shape.
         detaches: whether its result is not differentiated.
-        scaled: whether a mean remains one.
         reduction: position of the argument that says whether a loss is a mean or a sum, if it has one.
         statistics: whether it normalises by a batch's statistics, where it is told to train.
     """
@@ -55,12 +53,12 @@ class Facts:
     kind: Kind
     random: bool
     drawn: int | None
+    distributed: bool
     chance: int | None
     writes: tuple[int | str, ...]
     out: tuple[str, ...]
     sizes: frozenset[int | str]
     detaches: bool
-    scaled: bool
     reduction: int | None
     statistics: bool
 
@@ -100,7 +98,7 @@ def facts_of(op: Any) -> Facts:
     elif not takes:
         kind = "made"
     return Facts(
-        name, base, digest, kind, random, _DRAWN.get(base), chance, tuple(writes),
+        name, base, digest, kind, random, _DRAWN.get(base), base in _DISTRIBUTIONS, chance, tuple(writes),
         tuple(place for place in writes if isinstance(place, str)), frozenset(() if kind == "made" else sizes),
-        base in _DETACH, base in _SCALED, reduction, base in _STATISTICS,
+        base in _DETACH, reduction, base in _STATISTICS,
     )  # fmt: skip

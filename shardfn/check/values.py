@@ -54,12 +54,14 @@ class Values:
         trace: what was recorded.
         evidence: what ranks have to compare before they know what varies.
         counts: of how many rows a mean is, which they compare, too.
+        streams: the random numbers that are about to be drawn from distributions, by the state of their generator.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.evidence: list[Evidence] = []
         self.counts: list[Evidence] = []
+        self.streams: list[Evidence] = []
         self._tensors: dict[int, tuple[weakref.ref[Tensor], int, _Memory, int]] = {}
         self._memories: dict[int, _Memory] = {}
         self._times: dict[tuple[Any, int], int] = {}

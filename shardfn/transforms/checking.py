@@ -208,18 +208,19 @@ class Checked:
     @_silently()
     def compared(self, results: Sequence[tuple[str, Tensor, Mask]]) -> Compared:
         """Ranks compare the bits of what they have taken down."""
-        recorder = self.recorder
-        evidence, counts = _numbers(recorder.values.evidence), _numbers(recorder.values.counts)
+        values = self.recorder.values
+        evidence, counts, streams = map(_numbers, (values.evidence, values.counts, values.streams))
         constants = _whole([0 if c is None else c for c in self.constants])
         shown = _whole([*self.shown, *(bits(x) for _, x, _ in results)])
         # What is passed and returned may be another tree on each rank: where it is not, ranks compare by place.
         paths = _keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
-        head = self._gathered(torch.tensor([_digest(evidence), _digest(counts), len(shown), hash(tuple(paths))]))
-        apart = self._along(head)
+        digests = [_digest(evidence), _digest(counts), _digest(streams), len(shown), hash(tuple(paths))]
+        apart = self._along(self._gathered(torch.tensor(digests)))
         nodes = self._spread(evidence) if apart[0] else {}
         uneven = self._spread(counts) if apart[1] else {}
+        drawn = dict.fromkeys([node for _, node, _ in streams], 0) | (self._spread(streams) if apart[2] else {})
         first = len(self.arguments)
-        if apart[2] or apart[3]:
+        if apart[3] or apart[4]:
             differs = self._spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
         else:
             along = self._along(self._gathered(torch.tensor(shown, dtype=torch.int64))) if shown else []
@@ -233,7 +234,7 @@ class Checked:
             Argument(a.path, a.node, a.allowed, a.plain, bool(c), a.spec)
             for a, c in zip(self.arguments, constants, strict=True)
         ]
-        return Compared(nodes, uneven, outputs, arguments)
+        return Compared(nodes, uneven, drawn, outputs, arguments)
 
     def _beyond_rounding(self, x: Tensor, axes: Mask) -> Mask:
         """Those of the axes along which numbers differ by more than the order in which they may have been added."""

@@ -473,7 +473,7 @@ def jax_kept_from_another_map(shard_map, mesh):
     return alone(shard_map, mesh, lambda v: v + kept[0])
 
 
-@wrong("random", "data", "", lambda: torch.poisson(X.exp(), generator=torch.Generator().manual_seed(0)).sum())
+@wrong("same", "data", "", lambda: torch.poisson(X.exp(), generator=torch.Generator().manual_seed(0)).sum())
 def jax_one_key_for_all_rows(shard_map, mesh):
     """The same random numbers for every rank's rows."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any
 
 import optree
@@ -18,8 +19,6 @@ from tests.check.gallery.setting import Wrong
 from tests.models import distance
 
 FORWARD = ("jax_custom_jvp_forgets_psum", "jax_tangent_varies")  # which threads do not have
-# The page on JAX names them too.
-MISSED = ("jax_one_key_for_all_rows",)
 
 
 def world_of(case: Wrong) -> World:
@@ -37,15 +36,17 @@ def numbers(name: str, **options: Any) -> list[Tensor]:
 def said(name: str) -> list[tuple[str, tuple[str, ...], str]]:
     """Of each finding."""
     try:
-        numbers(name, check=True)
-    except sf.VaryingError as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", sf.VaryingWarning)
+            numbers(name, check=True)
+    except (sf.VaryingError, sf.VaryingWarning) as error:
         return [(one.kind, tuple(one.axes), one.path) for one in error.findings]
     except NotImplementedError:
         return [("NotImplementedError", FROM_JAX[name].axes, "")]
     return []
 
 
-@pytest.mark.parametrize("name", [name for name in FROM_JAX if name not in MISSED])
+@pytest.mark.parametrize("name", FROM_JAX)
 def test_what_jax_refuses_is_found(name: str) -> None:
     case = FROM_JAX[name]
     first, *others = world_of(case).run(said, name)

@@ -128,6 +128,24 @@ def same_batch_everywhere(shard_map, mesh):
     return step(weights("w"), X[rows], Y[rows])
 
 
+def counted() -> torch.Tensor:
+    rates = X.exp().chunk(2)
+    drawn = [torch.poisson(x, torch.Generator().manual_seed(mixed(0, f"data={i}"))) for i, x in enumerate(rates)]
+    return torch.cat(drawn).sum()
+
+
+@wrong("same", "data", "", "generator=shardfn.fold_in(seed, 'data')", counted)
+def one_seed_for_the_noise_of_all_rows(shard_map, mesh):
+    @shard_map(in_specs=P("data"), out_specs=P())
+    def counts(x):
+        seed = 0
+        # fix: generator = sf.fold_in(seed, 'data')
+        generator = torch.Generator().manual_seed(seed)
+        return sf.psum(torch.poisson(x.exp(), generator=generator).sum(), "data")  # here
+
+    return counts(part(X, mesh, "data"))
+
+
 @wrong(
     "output",
     "data",

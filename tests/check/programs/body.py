@@ -19,6 +19,7 @@ from tests.check.programs.setting import (
     D,
     Made,
     On,
+    folded,
     mlp,
     mlp_setting,
     plainly,
@@ -294,6 +295,22 @@ def generators_for_some_axes(on: On) -> Made:
     own = on.cut(x, "shard") + rand(half, 1)
     every = torch.cat([rand(half, 3, f"shard={i}") for i in range(2)])
     return lambda: mapped(on.cut(x, "shard")), (own, rand(half, 2), every, rand(half, 4, f"{DATA}={rank}"))
+
+
+@right(data=2)
+def draws_from_distributions(on: On) -> Made:
+    """Of one for all ranks by one generator, and of each rank's own by its own."""
+    draw = drawn(31)
+    rate, rates = draw(3).exp(), draw(ROWS, 3).exp()
+
+    def f(rate: Tensor, rates: Tensor) -> Any:
+        own = torch.poisson(rates, generator=sf.fold_in(5, 1, "data"))
+        return torch.poisson(rate, generator=sf.fold_in(5, 1)), own
+
+    everywhere = torch.poisson(rate, generator=torch.Generator().manual_seed(mixed(5, 1)))
+    by_rank = [torch.poisson(x, generator=folded(5, 1, i)) for i, x in enumerate(rates.chunk(2))]
+    mapped = on(f, (P(), P("data")), (P(), P("data")))
+    return lambda: mapped(rate, on.cut(rates, "data")), (everywhere, by_rank[on.index("data")])
 
 
 @right("processes", shard=2)
