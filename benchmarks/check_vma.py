@@ -45,14 +45,13 @@ MISTAKES = {
     "output": "an output varies, and its spec says that it does not",
     "sum": "a sum of what is the same on all ranks",
     "losses": "gradients of the sum of the ranks' mean losses",
-    "means": "a mean of means over other numbers of rows",
+    "means": "a mean of means, or a gradient reduced by the wrong call",
     "vary": "`pvary` or `local_slice` of what varies already",
     "batch_norm": "statistics of one rank's rows",
     "replica": "replicas that are not the same",
-    "same": "the same rows on all ranks",
+    "same": "the same rows, or random numbers, on all ranks",
     "closure": "a value read from outside differs",
     "collectives": "ranks issue other collectives",
-    "random": "the same random numbers for other rows",
     "NotImplementedError": "`pmax` is differentiated",
 }
 NO_JAX = (

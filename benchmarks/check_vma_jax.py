@@ -50,6 +50,7 @@ PROGRAMS: dict[str, Program] = {}
 CANNOT = {  # be said in JAX, and why
     "missing_pvary_backward_dot_grad": "there is no backward() and no .grad",
     "mean_of_means_ragged": "pieces of one array have one shape",
+    "missing_pvary_leaf_made_inside": "there is no requires_grad_()",
     "dropout_of_the_default_generator": "there is no default generator: each call takes a key",
     "closure_differs_between_ranks": "a body is traced once for all devices, and what it reads is one value",
 }
@@ -256,6 +257,15 @@ def missing_pvary_clip() -> Results:
 @wrong(sloped(error, "w"))
 def missing_pvary_torch_func_grad() -> Results:
     return graded(ddp, weights("w"), X, Y, value=False)
+
+
+def moment(gradient: Tree) -> Tree:
+    return jax.tree.map(lambda g: 0.1 * g**2, gradient)
+
+
+@wrong(lambda: {"value": moment(jax.grad(error)(weights("w")))})
+def missing_pvary_in_a_moment() -> Results:
+    return evaluated(lambda p, x, y: moment(jax.grad(ddp)(p, x, y)), weights("w"), X, Y)
 
 
 @wrong(sloped(error, "w"))
@@ -547,6 +557,19 @@ def psum_forgotten_loss_not_returned_fsdp() -> Results:
     return graded(mean_error, weights("w", "b"), X, Y, specs=SHARDED, cut=P("shard"), sizes=SHARD, value=False)
 
 
+@wrong(sloped(lambda p: squares(linear(p), Y) / ROWS, "w"))
+def sum_over_the_rows_of_one_rank() -> Results:
+    return graded(lambda p, x, y: squares(x @ p["w"], y) / len(x), weights("w"), X, Y, value=False)
+
+
+@wrong(sloped(lambda p: entropies(linear(p), LABELS).mean(), "w"))
+def cross_entropy_over_the_rows_of_one_rank() -> Results:
+    def loss(p: Tree, x: Any, labels: Any) -> Any:
+        return entropies(x @ p["w"], labels).sum() / len(labels)
+
+    return graded(loss, weights("w"), X, LABELS, value=False)
+
+
 @wrong(trained(error, "w", "b"))
 def psum_forgotten_hybrid() -> Results:
     def loss(p: Tree, x: Any, y: Any) -> Any:
@@ -708,6 +731,31 @@ def mean_of_means_masked() -> Results:
         return lax.pmean(each_masked(p, x, y, real) / real.sum(), "data")
 
     return graded(loss, weights("w"), X, Y, REAL)
+
+
+def reduced(loss: Callable[..., Any], reduce: Any) -> Results:
+    """A value that is the mean, and a gradient that is reduced by hand."""
+
+    def step(p: Tree, x: Any, y: Any) -> Results:
+        value, gradient = jax.value_and_grad(loss)(p, x, y)
+        return {"gradient": reduce(gradient, "data"), "value": lax.pmean(value, "data")}
+
+    return dict(on(step, (P(), P("data"), P("data")), P())(weights("w"), X, Y))
+
+
+@wrong(trained(error, "w"))
+def psum_of_gradients_of_means() -> Results:
+    return reduced(lambda p, x, y: ((x @ p["w"] - y) ** 2).mean(), lax.psum)
+
+
+@wrong(trained(error, "w"))
+def pmean_of_gradients_of_the_mean() -> Results:
+    return reduced(lambda p, x, y: lax.pmean(((x @ p["w"] - y) ** 2).mean(), "data"), lax.pmean)
+
+
+@wrong(trained(error, "w"))
+def pmean_of_gradients_of_a_sum_over_all_rows() -> Results:
+    return reduced(lambda p, x, y: lax.psum(squares(x @ p["w"], y), "data") / COUNT, lax.pmean)
 
 
 @wrong(trained(masked, "w"))
@@ -1292,6 +1340,19 @@ def jax_kept_from_another_map() -> Results:
 
     on(rows, (P("data"),), P("data"))(X)
     return evaluated(lambda v: v + kept[0], V)
+
+
+def own_keys() -> Results:
+    keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(2)]
+    return {"value": sum(jax.random.poisson(key, np.exp(x)).sum() for key, x in zip(keys, np.split(X, 2), strict=True))}
+
+
+@wrong(own_keys)
+def one_seed_for_the_noise_of_all_rows() -> Results:
+    def f(x: Any) -> Any:
+        return lax.psum(jax.random.poisson(jax.random.key(0), jnp.exp(x)).sum(), "data")
+
+    return evaluated(f, X, specs=(P("data"),))
 
 
 @wrong()

@@ -18,6 +18,7 @@ RECORDED = json.loads(Path(__file__).with_name("check_vma.json").read_text())
 TOLD: dict[str, Any] = RECORDED["programs"]
 FOUND = {name: Found(tuple(kinds), 0.0) for name, kinds in RECORDED["shardfn"].items()}
 HERE = [name for name in CASES if name in FOUND]
+assert len(HERE) == len(CASES), "record it again"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,6 +33,7 @@ def page() -> tuple[str, list[list[str]]]:
 def test_the_page_has_the_recorded_numbers() -> None:
     section, rows = page()
     assert f"JAX {RECORDED['jax']}" in section
+    assert f"runs {len(CASES)} wrong programs" in section
     assert rows == [[str(cell) for cell in one.values()] for one in summary(FOUND, TOLD)]
 
 
