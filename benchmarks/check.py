@@ -25,7 +25,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from benchmarks.crew import Crew, Usage
-from benchmarks.model import SEED, Config, Params, block, embed, head, makers, tokens
+from benchmarks.model import SEED, Config, Params, makers, staged, tokens
 from benchmarks.report import Goal, parser, publish
 from shardfn import P
 
@@ -42,15 +42,10 @@ WATCHED = (
 def built(_: Usage, config: Config) -> dict[str, Callable[..., Any]]:
     """Functions by name; `check` says which of the two steps they make."""
     mesh = sf.make_mesh(shard=dist.get_world_size(), device="cpu")
-    optimizer, rows = so.adamw(1e-3), tokens(config, dist.get_rank())
-    begin, layer, end = sf.stage(embed), sf.stage(block), sf.stage(head)
+    optimizer, rows, local_loss = so.adamw(1e-3), tokens(config, dist.get_rank()), staged(config)
 
     def loss_fn(params: Params, rows: Tensor) -> Tensor:
-        ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
-        x = begin(ordered[0], rows[:, :-1])
-        for p in ordered[1:-1]:
-            x = layer(p, x, config.heads)
-        return sf.psum(end(ordered[-1], x, rows[:, 1:]), "shard") / mesh.size()
+        return sf.pmean(local_loss(params, rows), "shard")
 
     def trained(params: Params, moments: Any, rows: Tensor) -> Any:
         loss, grads = sf.value_and_grad(loss_fn)(params, rows)

@@ -24,7 +24,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from benchmarks.crew import Crew, Usage
-from benchmarks.model import SEED, Config, Params, block, embed, head, makers, tokens
+from benchmarks.model import SEED, Config, Params, makers, staged, tokens
 from benchmarks.report import Goal, parser, publish
 from shardfn import P
 
@@ -35,15 +35,10 @@ SYSTEMS = ("bare loop", "sf.run.loop", "sf.run.loop, saving")
 def built(_: Usage, config: Config, folder: str) -> dict[str, Callable[..., Any]]:
     """Functions by name, each of which trains so many steps and returns the seconds of all but the first few."""
     mesh = sf.make_mesh(shard=dist.get_world_size(), device="cpu")
-    optimizer, rows = so.adamw(1e-3), tokens(config, dist.get_rank())
-    first, layer, last = sf.stage(embed), sf.stage(block), sf.stage(head)
+    optimizer, rows, local_loss = so.adamw(1e-3), tokens(config, dist.get_rank()), staged(config)
 
     def loss_fn(params: Params, rows: Tensor) -> Tensor:
-        ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
-        x = first(ordered[0], rows[:, :-1])
-        for p in ordered[1:-1]:
-            x = layer(p, x, config.heads)
-        return sf.psum(last(ordered[-1], x, rows[:, 1:]), "shard") / mesh.size()
+        return sf.pmean(local_loss(params, rows), "shard")
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P("shard")), out_specs=...)
     def trained(params: Params, moments: Any, rows: Tensor) -> Any:

@@ -107,6 +107,20 @@ def tokens(config: Config, rank: int) -> Tensor:
     return rows.to(config.device)
 
 
+def staged(config: Config, **options: Any) -> Callable[..., Tensor]:
+    """The mean loss of this rank's rows by stages; `options` are those of the blocks'."""
+    first, layer, last = sf.stage(embed), sf.stage(block, **options), sf.stage(head)
+
+    def local_loss(params: Params, rows: Tensor, *rope: Tensor) -> Tensor:
+        ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
+        x = first(ordered[0], rows[:, :-1])
+        for p in ordered[1:-1]:
+            x = layer(p, x, config.heads, *rope)
+        return last(ordered[-1], x, rows[:, 1:])
+
+    return local_loss
+
+
 class Stage(nn.Module):
     """A module around a pure function of one stage's parameters."""
 

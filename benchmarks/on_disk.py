@@ -32,7 +32,7 @@ import shardfn as sf
 import shardfn.optim as so
 from benchmarks.crew import Crew, Usage
 from benchmarks.disk import Bare, moved
-from benchmarks.model import SEED, Config, Params, block, embed, head, makers, rope_table, tokens
+from benchmarks.model import SEED, Config, Params, makers, rope_table, staged, tokens
 from benchmarks.report import Goal
 from shardfn import P
 
@@ -66,20 +66,15 @@ class Training:
         self.params = sf.init_sharded(makers(self.config), SEED, self.mesh, strategy(self.folder is not None))
         self.optimizer = so.adamw(RATE)
         self.state = self.optimizer.init(self.params)
-        self.stages = sf.stage(embed), sf.stage(block, remat=True), sf.stage(head)
+        self.local_loss = staged(self.config, remat=True)
 
     def step(self, context: int) -> float:
         """One on so many tokens a rank; this rank's loss."""
         config = replace(self.config, context=context)
         rope, rows = rope_table(config, torch.float32), tokens(config, dist.get_rank())
-        first, layer, last = self.stages
 
         def loss_fn(params: Params, rows: Tensor) -> Tensor:
-            ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
-            x = first(ordered[0], rows[:, :-1])
-            for p in ordered[1:-1]:
-                x = layer(p, x, config.heads, rope)
-            return last(ordered[-1], x, rows[:, 1:]) / self.mesh.size()
+            return self.local_loss(params, rows, rope) / self.mesh.size()
 
         def trained(params: Params, state: Any, rows: Tensor) -> Any:
             times = [time.perf_counter()]

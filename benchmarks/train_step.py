@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardfn as sf
 import shardfn.optim as so
 from benchmarks.crew import Crew, Usage, busy_seconds
-from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, tokens
+from benchmarks.model import SEED, Config, Params, Whole, block, embed, head, makers, staged, tokens
 from benchmarks.report import Goal, parser, publish
 from shardfn import P
 from shardfn.collectives import into_buffers
@@ -52,15 +52,10 @@ def shardfn_step(config: Config, mesh: DeviceMesh, strategy: sf.Strategy) -> tup
     params = sf.init_sharded(makers(config), SEED, mesh, strategy)
     optimizer, rows = so.adamw(RATE), tokens(config, dist.get_rank())
     state = optimizer.init(params)
-    first, layer, last = sf.stage(embed), sf.stage(block), sf.stage(head)
-    data = tuple(mesh.mesh_dim_names or ())
+    data, local_loss = tuple(mesh.mesh_dim_names or ()), staged(config)
 
     def loss_fn(params: Params, rows: Tensor) -> Tensor:
-        ordered = sf.layers([params["embed"], *params["blocks"], params["head"]])
-        x = first(ordered[0], rows[:, :-1])
-        for p in ordered[1:-1]:
-            x = layer(p, x, config.heads)
-        return last(ordered[-1], x, rows[:, 1:]) / mesh.size()
+        return local_loss(params, rows) / mesh.size()
 
     @sf.shard_map(mesh=mesh, in_specs=(..., ..., P(data)), out_specs=(..., ..., ...))
     def trained(params: Params, state: Any, rows: Tensor) -> Any:

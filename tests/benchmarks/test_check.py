@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.running import told
 
 
 def test_the_command_runs_and_says_what_the_checker_costs(tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    command = [sys.executable, "-m", "benchmarks.check", "--tiny", "--rounds", "2", "--steps", "2", "--json", str(told)]
-    subprocess.run(
-        command, check=True, cwd=ROOT, timeout=200, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    found = json.loads(told.read_text())
+    found = told("check", tmp_path, "--rounds", "2", "--steps", "2")
     assert [(row["ranks"], row["step"]) for row in found["rows"]] == [
         (ranks, step) for ranks in (2, 4) for step in ("check=True", "check=False")
     ]

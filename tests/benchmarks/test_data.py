@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import shardfn as sf
 from benchmarks.data import Memmap
+from tests.benchmarks.running import told
 from tests.run.test_tokens import written
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_command_runs(tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    subprocess.run(
-        [sys.executable, "-m", "benchmarks.data", "--tiny", "--json", str(told)],
-        check=True, cwd=ROOT, timeout=200, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    read = json.loads(told.read_text())
+    read = told("data", tmp_path)
     assert [goal["limit"] for goal in read["goals"]] == [1.02, 1.0, 1.0]
     assert all(goal["value"] > 0 for goal in read["goals"])
     assert [row["ranks"] for row in read["rows"] if "ranks" in row] == [1, 2]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +11,14 @@ from benchmarks.disk import BLOCK, THREADS, Bare, moved
 from benchmarks.model import Config
 from benchmarks.on_disk import Training
 from shardfn.testing import World
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.running import told
 
 
 def test_the_command_runs_and_finds_the_same_losses_and_no_growth(tmp_path: Path) -> None:
-    told, scratch = tmp_path / "told.json", tmp_path / "scratch"
+    scratch = tmp_path / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-m", "benchmarks.tiers", "--tiny", "--rounds", "1", "--layers", "2", "4"]
-    subprocess.run(
-        [*command, "--scratch", str(scratch), "--json", str(told)],
-        check=True, cwd=ROOT, timeout=300, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    goals = {goal["name"]: goal for goal in json.loads(told.read_text())["goals"]}
+    options = "--rounds", "1", "--layers", "2", "4", "--scratch", str(scratch)
+    goals = {goal["name"]: goal for goal in told("tiers", tmp_path, *options, seconds=300)["goals"]}
     for name in (
         "16 tokens: losses that differ from those in memory",
         "32 tokens: losses that differ from those in memory",

@@ -151,11 +151,8 @@ def a_mixture_of_experts_that_drops_nothing(on: On) -> Made:
     return _mixture(on, None)
 
 
-@right(expert=2)
-def experts_by_hand(on: On) -> Made:
+def _experts(on: On, experts: Tensor, gate: Tensor, x: Tensor) -> Made:
     """Each rank has one expert, and all have the same tokens; the other's part is added by psum."""
-    draw = drawn(55)
-    experts, gate, x = draw(2, D, D), draw(D, 2), draw(ROWS, D)
 
     def loss(experts: Tensor, gate: Tensor, x: Tensor, e: Any = ()) -> Tensor:
         weights = sf.pvary((x @ gate).softmax(1), e)
@@ -167,6 +164,19 @@ def experts_by_hand(on: On) -> Made:
     step = on(lambda *args: sf.value_and_grad(loss, (0, 1))(*args, "expert"), specs, (P(), specs[:2]))
     value, (a, b) = plainly(loss, experts, gate, x, argnums=(0, 1))
     return lambda: step(on.cut(experts, "expert"), gate, x), (value, (on.cut(a, "expert"), b))
+
+
+@right(expert=2)
+def experts_by_hand(on: On) -> Made:
+    draw = drawn(55)
+    return _experts(on, draw(2, D, D), draw(D, 2), draw(ROWS, D))
+
+
+@right(expert=2)
+def experts_that_begin_alike(on: On) -> Made:
+    """A dense layer, copied to each rank as its expert: a cut input that has the same bits everywhere."""
+    draw = drawn(133)
+    return _experts(on, draw(D, D)[None].repeat(2, 1, 1), draw(D, 2), draw(ROWS, D))
 
 
 def _piped(on: On, schedule: Any) -> Made:

@@ -273,25 +273,6 @@ def norms_of_rows_and_of_groups(on: On) -> Made:
     return lambda: step(w, on.cut(x, "data")), plainly(loss, w, x)
 
 
-@right(expert=2)
-def experts_that_begin_alike(on: On) -> Made:
-    """A dense layer, copied to each rank as its expert: a cut input that has the same bits everywhere."""
-    draw = drawn(133)
-    dense, gate, x = draw(D, D), draw(D, 2), draw(ROWS, D)
-    experts = dense[None].repeat(2, 1, 1)
-
-    def loss(experts: Tensor, gate: Tensor, x: Tensor, e: Any = ()) -> Tensor:
-        weights = sf.pvary((x @ gate).softmax(1), e)
-        first = sf.axis_index(e) * len(experts)
-        parts = [weights[:, first + i, None] * (sf.pvary(x, e) @ w) for i, w in enumerate(experts)]
-        return sf.psum(torch.stack(parts).sum(0), e).square().sum()
-
-    specs = P("expert"), P(), P()
-    step = on(lambda *args: sf.value_and_grad(loss, (0, 1))(*args, "expert"), specs, (P(), specs[:2]))
-    value, (a, b) = plainly(loss, experts, gate, x, argnums=(0, 1))
-    return lambda: step(on.cut(experts, "expert"), gate, x), (value, (on.cut(a, "expert"), b))
-
-
 @right("processes", shard=2)
 def a_loss_that_is_scaled(on: On) -> Made:
     draw = drawn(134)
