@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import json
 import os
 import warnings
 import weakref
@@ -23,18 +20,16 @@ from shardfn.check.here import paused
 from shardfn.check.judging import judged
 from shardfn.check.recording import Recorder
 from shardfn.check.trace import Mask, Output
-from shardfn.check.values import Evidence
-from shardfn.collectives import kernels
-from shardfn.collectives.agree import gathered
 from shardfn.collectives.comparing import compare
 from shardfn.collectives.ledger import unrecorded
 from shardfn.compat import functorch
-from shardfn.mesh.axes import axis_of, known_axes, sizes
+from shardfn.mesh.axes import known_axes, sizes
 from shardfn.mesh.grid import as_names
 from shardfn.mesh.scope import current_mesh
 from shardfn.mesh.spec import Leaf, P
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.transforms.autodiff import follow_parts
+from shardfn.transforms.exchange import Exchange, digest, keys, numbers, whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +74,7 @@ class Checked:
     def __init__(self, name: str, mesh: DeviceMesh, outer: bool) -> None:
         several = {axis: size for axis, size in sizes(mesh).items() if size > 1}
         self.name, self.mesh = name, mesh
+        self.ranks = Exchange(mesh, tuple(several), name)
         self.recorder = Recorder(name, several, self._axes_of)
         self.recorder.trace.outer = outer
         self.arguments: list[Argument] = []
@@ -160,7 +156,7 @@ class Checked:
             self._all_end()
         compared = self.compared(results)
         with _silently():
-            found = self._together(judged(self.recorder.trace, compared))
+            found = self.ranks.together(judged(self.recorder.trace, compared))
         every = tuple(sorted(found, key=lambda one: one.kind in PROBABLY))
         if any(one.kind not in PROBABLY for one in every):
             raise VaryingError(said(self.name, every, False), every)
@@ -170,7 +166,7 @@ class Checked:
     def _all_end(self) -> None:
         """Raises VaryingError where other ranks still call collectives."""
         try:
-            compare("the end of the function", "", axis_of(self.mesh, tuple(sizes(self.mesh))), by=self.name)
+            compare("the end of the function", "", self.ranks.everybody, by=self.name)
         except ValueError as error:
             names = tuple(self.recorder.trace.axes)
             fix = "call the same collectives on all ranks"
@@ -208,25 +204,25 @@ class Checked:
     @_silently()
     def compared(self, results: Sequence[tuple[str, Tensor, Mask]]) -> Compared:
         """Ranks compare the bits of what they have taken down."""
-        values = self.recorder.values
-        evidence, counts, streams = map(_numbers, (values.evidence, values.counts, values.streams))
-        constants = _whole([0 if c is None else c for c in self.constants])
-        shown = _whole([*self.shown, *(bits(x) for _, x, _ in results)])
+        ranks, values = self.ranks, self.recorder.values
+        evidence, counts, streams = map(numbers, (values.evidence, values.counts, values.streams))
+        constants = whole([0 if c is None else c for c in self.constants])
+        shown = whole([*self.shown, *(bits(x) for _, x, _ in results)])
         # What is passed and returned may be another tree on each rank: where it is not, ranks compare by place.
-        paths = _keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
-        digests = [_digest(evidence), _digest(counts), _digest(streams), len(shown), hash(tuple(paths))]
-        apart = self._along(self._gathered(torch.tensor(digests)))
-        nodes = self._spread(evidence) if apart[0] else {}
-        uneven = self._spread(counts) if apart[1] else {}
-        drawn = dict.fromkeys([node for _, node, _ in streams], 0) | (self._spread(streams) if apart[2] else {})
+        paths = keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
+        digests = [digest(evidence), digest(counts), digest(streams), len(shown), hash(tuple(paths))]
+        apart = ranks.along(ranks.gathered(torch.tensor(digests)))
+        nodes = ranks.spread(evidence) if apart[0] else {}
+        uneven = ranks.spread(counts) if apart[1] else {}
+        drawn = dict.fromkeys([node for _, node, _ in streams], 0) | (ranks.spread(streams) if apart[2] else {})
         first = len(self.arguments)
         if apart[3] or apart[4]:
-            differs = self._spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
+            differs = ranks.spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
         else:
-            along = self._along(self._gathered(torch.tensor(shown, dtype=torch.int64))) if shown else []
+            along = ranks.along(ranks.gathered(torch.tensor(shown, dtype=torch.int64))) if shown else []
             differs = dict(enumerate(along))
             for k, (_, x, allowed) in enumerate(results, first):
-                differs[k] = self._beyond_rounding(x, differs[k] & ~allowed)
+                differs[k] = ranks.beyond_rounding(x, differs[k] & ~allowed)
         for k, argument in enumerate(self.arguments):
             nodes[argument.node] = nodes.get(argument.node, 0) | differs.get(k, 0)
         outputs = {path: differs[k] for k, (path, _, _) in enumerate(results, first) if differs.get(k)}
@@ -236,74 +232,6 @@ class Checked:
         ]
         return Compared(nodes, uneven, drawn, outputs, arguments)
 
-    def _beyond_rounding(self, x: Tensor, axes: Mask) -> Mask:
-        """Those of the axes along which numbers differ by more than the order in which they may have been added."""
-        if not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided or not x.numel():
-            return axes
-        parts = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-        wide = parts.detach().to(torch.float64 if parts.dtype == torch.float64 else torch.float32)
-        for name in self.recorder.trace.names(axes):
-            group = axis_of(self.mesh, name).group
-            high, low = kernels.all_reduce(wide, "max", group), kernels.all_reduce(wide, "min", group)
-            scale = torch.maximum(high.abs(), low.abs()).amax()
-            apart = ~((high - low).amax() <= scale * torch.finfo(x.dtype).eps ** 0.5)  # not a number is apart, too
-            if not bool(kernels.all_reduce(apart.long(), "max", axis_of(self.mesh, tuple(sizes(self.mesh))).group)):
-                axes &= ~self.recorder.trace.mask([name])
-        return axes
-
-    def _gathered(self, row: Tensor) -> Tensor:
-        """Every rank's row."""
-        return gathered(row, self.mesh, None, "comparing what varies", self.name)
-
-    def _along(self, rows: Tensor) -> list[Mask]:
-        """For each column the axes along which ranks have different numbers."""
-        shape = tuple(sizes(self.mesh).values())
-        grid = rows.view(*shape, rows.shape[1])
-        found = [0] * rows.shape[1]
-        for k, name in enumerate(self.recorder.trace.axes):
-            dim = list(sizes(self.mesh)).index(name)
-            apart = (grid.amax(dim) != grid.amin(dim)).reshape(-1, rows.shape[1]).any(0).tolist()
-            found = [mask | bit << k for mask, bit in zip(found, map(int, apart), strict=True)]
-        return found
-
-    def _spread(self, own: list[tuple[int, int, int]], absent: bool = True) -> dict[int, Mask]:
-        """By node, the axes along which other ranks have something else under its key; or, with `absent`, nothing."""
-        most = int(self._gathered(torch.tensor([len(own)])).max())
-        table = torch.zeros(most, 3, dtype=torch.int64)
-        if own:
-            table[: len(own)] = torch.tensor([(key, seen, 1) for key, _, seen in own])
-        rows = self._gathered(table)
-        known = [{key: seen for key, seen, there in rank if there} for rank in rows.tolist()]
-        shape = tuple(sizes(self.mesh).values())
-        places, here = torch.arange(len(known)).view(shape), axis_of(self.mesh, tuple(sizes(self.mesh))).index
-        found: dict[int, Mask] = {}
-        for k, name in enumerate(self.recorder.trace.axes):
-            lines = places.movedim(list(sizes(self.mesh)).index(name), -1).reshape(-1, sizes(self.mesh)[name]).tolist()
-            line = next(line for line in lines if here in line)
-            for key, node, _ in own:
-                if len({known[r].get(key) for r in line if absent or key in known[r]}) > 1:
-                    found[node] = found.get(node, 0) | 1 << k
-        return found
-
-    def _together(self, own: list[Finding]) -> list[Finding]:
-        """What any rank has found."""
-        text = json.dumps([dataclasses.astuple(one) for one in own]).encode()
-        many, longest = (
-            gathered(torch.tensor([len(own), len(text)]), self.mesh, None, "comparing findings", self.name)
-            .amax(0)
-            .tolist()
-        )
-        if not many:
-            return []
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = gathered(padded, self.mesh, None, "comparing findings", self.name)
-        told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
-        every = [Finding(kind, tuple(axes), *words) for some in told for kind, axes, *words in some]
-        return list({(one.kind, one.axes, one.path, one.path or one.text): one for one in reversed(every)}.values())[
-            ::-1
-        ]
-
 
 def claim(recorder: Recorder, what: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh) -> None:
     """What a function mapped inside one that is checked declares of its arguments, or of its result."""
@@ -312,37 +240,3 @@ def claim(recorder: Recorder, what: str, leaves: Sequence[Leaf], pieces: Sequenc
     for leaf, piece in zip(leaves, pieces, strict=True):
         if isinstance(leaf.spec, P) and isinstance(piece, Tensor):
             recorder.claimed(f"{what}: {leaf.path}", piece, trace.mask(leaf.spec.axes) | elsewhere)
-
-
-def _numbers(evidence: list[Evidence]) -> list[tuple[int, int, int]]:
-    """Key, node and number; numbers on devices are waited for at once."""
-    seen = _whole([one.seen for one in evidence])
-    return [(one.key, one.node, n) for one, n in zip(evidence, seen, strict=True)]
-
-
-def _keys(paths: Iterable[str]) -> list[int]:
-    """A number for each path, the same on every rank."""
-    return [int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big") for path in paths]
-
-
-def _whole(values: list[Any]) -> list[int]:
-    """Plain numbers, of numbers and 0-d tensors."""
-    found: list[int] = [0] * len(values)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, []).append(i)
-        else:
-            found[i] = value
-    for places in by_device.values():
-        for i, n in zip(places, torch.stack([values[i].long() for i in places]).tolist(), strict=True):
-            found[i] = n
-    return found
-
-
-def _digest(evidence: list[tuple[int, int, int]]) -> int:
-    total = 0
-    for key, _, seen in evidence:  # in any order: branches may do the same in another one
-        said = f"{key},{seen}".encode()
-        total += int.from_bytes(hashlib.blake2b(said, digest_size=7).digest(), "big")
-    return total % 2**62

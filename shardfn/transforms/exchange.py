@@ -1,0 +1,144 @@
+"""How ranks compare what each of them has taken down: along which axes of a mesh it differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardfn.check.findings import Finding
+from shardfn.check.trace import Mask
+from shardfn.check.values import Evidence
+from shardfn.collectives import agree, kernels
+from shardfn.mesh.axes import axis_of, sizes
+from shardfn.mesh.grid import Axis
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The ranks of a mesh, who compare.
+
+    Attributes:
+        mesh: theirs.
+        axes: names of those along which there are several, one for each bit of a mask.
+        name: of the function that is checked, for messages.
+    """
+
+    mesh: DeviceMesh
+    axes: tuple[str, ...]
+    name: str
+
+    @property
+    def everybody(self) -> Axis:
+        """All axes as one."""
+        return axis_of(self.mesh, tuple(sizes(self.mesh)))
+
+    def beyond_rounding(self, x: Tensor, axes: Mask) -> Mask:
+        """Those of the axes along which numbers differ by more than the order in which they may have been added."""
+        if not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided or not x.numel():
+            return axes
+        parts = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+        wide = parts.detach().to(torch.float64 if parts.dtype == torch.float64 else torch.float32)
+        for k, name in enumerate(self.axes):
+            if not axes >> k & 1:
+                continue
+            group = axis_of(self.mesh, name).group
+            high, low = kernels.all_reduce(wide, "max", group), kernels.all_reduce(wide, "min", group)
+            scale = torch.maximum(high.abs(), low.abs()).amax()
+            apart = ~((high - low).amax() <= scale * torch.finfo(x.dtype).eps ** 0.5)  # not a number is apart, too
+            if not bool(kernels.all_reduce(apart.long(), "max", self.everybody.group)):
+                axes &= ~(1 << k)
+        return axes
+
+    def gathered(self, row: Tensor) -> Tensor:
+        """Every rank's row."""
+        return agree.gathered(row, self.mesh, None, "comparing what varies", self.name)
+
+    def along(self, rows: Tensor) -> list[Mask]:
+        """For each column the axes along which ranks have different numbers."""
+        shape = tuple(sizes(self.mesh).values())
+        grid = rows.view(*shape, rows.shape[1])
+        found = [0] * rows.shape[1]
+        for k, name in enumerate(self.axes):
+            dim = list(sizes(self.mesh)).index(name)
+            apart = (grid.amax(dim) != grid.amin(dim)).reshape(-1, rows.shape[1]).any(0).tolist()
+            found = [mask | bit << k for mask, bit in zip(found, map(int, apart), strict=True)]
+        return found
+
+    def spread(self, own: list[tuple[int, int, int]], absent: bool = True) -> dict[int, Mask]:
+        """By node, the axes along which other ranks have something else under its key; or, with `absent`, nothing."""
+        most = int(self.gathered(torch.tensor([len(own)])).max())
+        table = torch.zeros(most, 3, dtype=torch.int64)
+        if own:
+            table[: len(own)] = torch.tensor([(key, seen, 1) for key, _, seen in own])
+        rows = self.gathered(table)
+        known = [{key: seen for key, seen, there in rank if there} for rank in rows.tolist()]
+        shape = tuple(sizes(self.mesh).values())
+        places, here = torch.arange(len(known)).view(shape), self.everybody.index
+        found: dict[int, Mask] = {}
+        for k, name in enumerate(self.axes):
+            lines = places.movedim(list(sizes(self.mesh)).index(name), -1).reshape(-1, sizes(self.mesh)[name]).tolist()
+            line = next(line for line in lines if here in line)
+            for key, node, _ in own:
+                if len({known[r].get(key) for r in line if absent or key in known[r]}) > 1:
+                    found[node] = found.get(node, 0) | 1 << k
+        return found
+
+    def together(self, own: list[Finding]) -> list[Finding]:
+        """What any rank has found."""
+        text = json.dumps([dataclasses.astuple(one) for one in own]).encode()
+        many, longest = self.gathered(torch.tensor([len(own), len(text)])).amax(0).tolist()
+        if not many:
+            return []
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self.gathered(padded)
+        told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+        every = [Finding(kind, tuple(axes), *words) for some in told for kind, axes, *words in some]
+        return list({(one.kind, one.axes, one.path, one.path or one.text): one for one in reversed(every)}.values())[
+            ::-1
+        ]
+
+
+def numbers(evidence: list[Evidence]) -> list[tuple[int, int, int]]:
+    """Key, node and number; numbers on devices are waited for at once."""
+    seen = whole([one.seen for one in evidence])
+    return [(one.key, one.node, n) for one, n in zip(evidence, seen, strict=True)]
+
+
+def keys(paths: Iterable[str]) -> list[int]:
+    """A number for each path, the same on every rank."""
+    return [int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big") for path in paths]
+
+
+def whole(values: list[Any]) -> list[int]:
+    """Plain numbers, of numbers and 0-d tensors."""
+    found: list[int] = [0] * len(values)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(i)
+        else:
+            found[i] = value
+    for places in by_device.values():
+        for i, n in zip(places, torch.stack([values[i].long() for i in places]).tolist(), strict=True):
+            found[i] = n
+    return found
+
+
+def digest(evidence: list[tuple[int, int, int]]) -> int:
+    """One number for all."""
+    total = 0
+    for key, _, seen in evidence:  # in any order: branches may do the same in another one
+        said = f"{key},{seen}".encode()
+        total += int.from_bytes(hashlib.blake2b(said, digest_size=7).digest(), "big")
+    return total % 2**62
