@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.check import seen, sites
+from shardfn.check import frames, seen
 from shardfn.check.here import active, here
 from shardfn.check.torch_ops import facts_of
 from shardfn.check.trace import Call, Claimed, Effect, Gradient, Mask, Node, Part, Summed, Trace, Used, Variable
@@ -74,7 +74,7 @@ class Recorder(dispatch.Watching):
                 return func(*args, **kwargs)
         if namespace.startswith(("c10d", "_c10d")):
             return seen.communicated(self.values, func, args, kwargs)
-        if sites.caller() == "engine":
+        if frames.caller() == "engine":
             return func(*args, **kwargs)
         return seen.op(self.values, func, facts_of(func), args, kwargs)
 
@@ -180,7 +180,7 @@ class Recorder(dispatch.Watching):
         self, name: str, names: Iterable[str], x: Tensor, number: bool, said: Any, pieces: Iterable[str] = ()
     ) -> None:
         """The function calls a collective, on a flat shard perhaps, which is in `pieces` along some axes."""
-        caller, backward = sites.who_calls(), autograd.inside_backward()
+        caller, backward = frames.who_calls(), autograd.inside_backward()
         if caller == "library" or (backward and caller != "user"):
             return  # it knows what it does
         node = self.values.node_of(functorch.unwrapped(x))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.check import sites
+from shardfn.check import frames
 from shardfn.check.bits import bits, ordinary
 from shardfn.check.here import quietly
 from shardfn.check.torch_ops import Facts
@@ -75,10 +75,10 @@ def _made(
 ) -> int:
     first = made[0]
     root: Root = "" if parents else "constant"
-    numbers, caller = _numbers(args, kwargs, facts.sizes), sites.caller()
+    numbers, caller = _numbers(args, kwargs, facts.sizes), frames.caller()
     node = Node(
         facts.base, parents, values.site(), root=root, backward=autograd.inside_backward(),
-        records=not (facts.detaches and not sites.stands_in())
+        records=not (facts.detaches and not frames.stands_in())
         and torch.is_grad_enabled() and differentiable(first),
         like=like_of(first),
     )  # fmt: skip
@@ -90,7 +90,7 @@ def _made(
         said = args[facts.reduction] if facts.reduction < len(args) else MEAN
         node.count = given[0].numel() if said == MEAN else 0
         node.rows = _rows(given[1 if facts.base.startswith("nll_loss") else 0]) if said == SUM else ()
-    elif facts.statistics and _trains(facts, args, kwargs) and not sites.called_by("instance_norm"):
+    elif facts.statistics and _trains(facts, args, kwargs) and not frames.called_by("instance_norm"):
         node.root = "statistics"
     node.number = _divisor(facts.base, args)
     at = values.add(node)
@@ -174,7 +174,7 @@ def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> An
                  records=torch.is_grad_enabled() and differentiable(like), like=like_of(like),
                  number=_divisor(facts.base.removeprefix("_foreach_"), args))
         )  # fmt: skip
-        if numbers and sites.caller() == "user" and not values.trace.nodes[at].backward:
+        if numbers and frames.caller() == "user" and not values.trace.nodes[at].backward:
             values.evidence.append(Evidence(values.key(values.trace.nodes[at].site, facts.digest), at, hash(numbers)))
         for k, v in lists:
             if k in facts.writes and i < len(v):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.check import sites
+from shardfn.check import frames, sites
 from shardfn.check.bits import bits, ordinary
 from shardfn.check.here import quietly
 from shardfn.check.trace import Mask, Node, Trace
@@ -92,7 +92,7 @@ class Values:
         site = self.site()
         made = autograd.inside_backward()
         at = self.add(Node("closed over", (), site, root="closure", backward=made, like=like_of(x)))
-        if sites.caller() == "user":
+        if frames.caller() == "user":
             self.show(x, at, site, hash((1, *like_of(x)[0])))
         memory = self._memories.get(_memory_number(x))
         if memory is None or _gone(memory):

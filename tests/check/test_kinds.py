@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
 from shardfn import P
+from shardfn.check import frames
 from shardfn.testing import World, WorldError, world
+
+
+def test_the_files_by_which_callers_are_known_are_there() -> None:
+    package = Path(sf.__file__).parent
+    for place in (*frames._BACKWARD, *frames._OPS, *frames._ENGINE):
+        assert (package / place).is_file(), place
+    for place in (*frames._MODES, *frames._STAND_INS, *frames._MODELS, *frames._PYTHONS, frames._FUNCTIONAL):
+        assert Path(place).exists(), place
 
 
 @pytest.fixture(scope="module")
