@@ -656,8 +656,8 @@ MUTANTS = [
     Mutant(
         "a sum of what is the same everywhere is let through",
         "check/reducing.py",
-        "if missing and (types.declared[call.node] or call.backward)",
-        "if missing and call.backward",
+        "if missing and matters and (types.declared[call.node] or call.backward)",
+        "if missing and matters and call.backward",
         f"{WRONG}[psum_twice_loss]",
     ),
     Mutant(
@@ -684,15 +684,15 @@ MUTANTS = [
     Mutant(
         "a loss of one rank's rows is taken for that of all",
         "check/losses.py",
-        "bad = along & summed & case.types.along[mean] if mean >= 0 else 0",
+        "bad = along & summed & local(case, mean)",
         "bad = 0",
         f"{WRONG}[psum_forgotten_loss_not_returned_fsdp]",
     ),
     Mutant(
         "a loss over the number of ranks is taken for a mean",
-        "check/losses.py",
-        "if ranks in divisors or by in",
-        "if by in",
+        "check/scaling.py",
+        "if ranks in by or math.inf in by or",
+        "if math.inf in by or",
         f"{RIGHT}[a_loss_scaled_before_and_after]",
     ),
     Mutant(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardfn.check.findings import Finding, Kind
 from shardfn.check.sites import Site
 from shardfn.check.trace import Call, Gradient, Mask, Trace
-from shardfn.check.varying import Varying, bits_of, roots_of, varying
+from shardfn.check.varying import Varying, bits_of, is_number, roots_of, varying
 from shardfn.check.words import root_of, target
 
 
@@ -40,14 +40,14 @@ class Compared:
     Attributes:
         nodes: values.
         counts: how many rows a mean is over.
-        streams: random numbers that were drawn from distributions, by what was made of them.
+        watched: what no type follows from: losses; the state of a generator, by what was drawn; of what it was drawn.
         outputs: results, by path.
         arguments: what was passed.
     """
 
     nodes: Mapping[int, Mask] = field(default_factory=dict)
     counts: Mapping[int, Mask] = field(default_factory=dict)
-    streams: Mapping[int, Mask] = field(default_factory=dict)
+    watched: Mapping[int, Mask] = field(default_factory=dict)
     outputs: Mapping[str, Mask] = field(default_factory=dict)
     arguments: list[Argument] = field(default_factory=list)
 
@@ -111,9 +111,17 @@ class Case:
         """The nodes at which a value begins to vary along an axis, the latest first."""
         return roots_of(self.trace, self.types, at, bit, self.compared.nodes)
 
+    def alike(self, at: int, bit: Mask) -> bool:
+        """Whether a value that varies has the same bits on all ranks: what `pvary` and `all_gather` give."""
+        return all(self.trace.nodes[r].op in ("pvary", "all_gather") for r in self.roots(at, bit))
+
+    def is_number(self, at: int) -> bool:
+        """Whether a value has one element."""
+        return is_number(self.trace.nodes[at])
+
     def expression(self, call: Call) -> str:
         """What a collective was given, in the user's words where the value has a name."""
-        return (call.site.given if call.site else None) or target(self.trace.nodes[call.node].site) or "x"
+        return (call.site.given if call.site else None) or target(self.trace.nodes[call.node].site) or "..."
 
     def size(self, axes: Mask) -> int:
         """How many ranks there are along these axes."""

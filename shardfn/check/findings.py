@@ -8,8 +8,10 @@ from typing import Literal
 Kind = Literal[
     "output", "gradient", "sum", "vary", "losses", "means", "replica", "same", "batch_norm", "closure", "collectives"
 ]
-PROBABLY = ("means", "same", "batch_norm")
+PROBABLY = ("losses", "means", "same", "batch_norm")
 """What may be meant, if seldom: a warning."""
+LAST = ("means", "same", "batch_norm")
+"""What is no cause of anything else that is found."""
 
 
 @dataclass(frozen=True)

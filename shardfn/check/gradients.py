@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from shardfn.check.case import Case
 from shardfn.check.sites import Site
-from shardfn.check.trace import Mask, Used
+from shardfn.check.trace import Mask, Node, Used
 from shardfn.check.varying import bits_of
 from shardfn.check.words import line, named
 
@@ -20,17 +20,30 @@ def stepped(case: Case, event: Used) -> None:
         holds = types.holds[event.parameter] | case.trace.nodes[event.parameter].variable
         partial(case, bad, holds, f"an optimizer's step{line(event.site)}")
         return
-    like = case.trace.nodes[at].like
-    here = like is None or math.prod(like[0]) > 0  # of what lives elsewhere a rank has nothing
     same = event.cut & ~types.along[at]
-    if same and here and types.declared[at] and not types.guessed[at]:
-        made, names = case.trace.nodes[at], named(case.trace.names(same))
+    made = _reduced(case, at, same)
+    if made is not None:
+        names = named(case.trace.names(same))
         case.add(
             at, "sum", same, "", made.site, f"leave {made.op} out: the gradient of a flat shard is summed already",
             f"the gradient of a flat shard that goes into an optimizer's step{line(event.site)} is the same on all "
             f"ranks along {names}, which cut it: {made.op}{line(made.site)} has put pieces of different parameters "
             f"together. Leave it out: that gradient is summed already",
         )  # fmt: skip
+
+
+def _reduced(case: Case, at: int, same: Mask) -> Node | None:
+    """The collective along these axes by which all ranks have got one value of this shape; None if there is none."""
+    nodes, like = case.trace.nodes, case.trace.nodes[at].like
+    ahead, seen = [at], {at}
+    while ahead and same and like is not None and math.prod(like[0]):  # of what lives elsewhere a rank has nothing
+        node = nodes[ahead.pop()]
+        if node.effect == "minus" and node.axes & same:
+            return node
+        more = [p for p in node.parents if nodes[p].like == like and p not in seen and not case.types.along[p] & same]
+        seen.update(more)
+        ahead += more
+    return None
 
 
 def partial(case: Case, bad: Mask, variables: Mask, how: str) -> bool:

@@ -89,13 +89,7 @@ def _cut(case: Case, at: int, bit: Mask) -> list[int]:
     node = case.trace.nodes[at]
     if node.effect not in ("union", "minus") or node.root:
         return []
-    return [p for p in node.parents if case.types.along[p] & bit and not _alike(case, p, bit)]
-
-
-def _alike(case: Case, at: int, bit: Mask) -> bool:
-    """Whether a value that varies has the same bits on all ranks: what `pvary` and `all_gather` give."""
-    roots = case.roots(at, bit)
-    return all(case.trace.nodes[r].op in ("pvary", "all_gather") for r in roots)
+    return [p for p in node.parents if case.types.along[p] & bit and not case.alike(p, bit)]
 
 
 def _joined(node: Node) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardfn.check import arguments, gradients, losses, noise, reducing, results, statistics
+from shardfn.check import arguments, by_hand, gradients, losses, noise, reducing, results, statistics
 from shardfn.check.case import Case, Compared
 from shardfn.check.findings import Finding
 from shardfn.check.trace import Call, Claimed, Gradient, Output, Part, Summed, Trace, Used
@@ -18,7 +18,7 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
         match event:
             case Call():
                 reducing.called(case, event)
-                losses.by_hand(case, event)
+                by_hand.reduced(case, event)
             case Gradient():
                 losses.added_up(case, event)
                 losses.partial_sums(case, event)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from shardfn.check.case import Case
-from shardfn.check.trace import Call, Gradient, Mask, Node, Summed
-from shardfn.check.varying import SCALES, bits_of
+from shardfn.check.scaling import divided, local
+from shardfn.check.trace import Gradient, Mask, Node, Summed
+from shardfn.check.varying import bits_of
 from shardfn.check.words import line, named, target, written
 
 
@@ -14,11 +13,11 @@ def added_up(case: Case, event: Gradient) -> None:
     """A loss that each rank has a mean of, or all of, while its gradients are summed over the ranks."""
     along, mean = case.types.along[event.loss], case.types.mean[event.loss]
     summed = _axes_summed(case, event)
-    for bit in bits_of(along & summed):
-        if not _divided(case, event, case.size(bit)):
+    for bit in bits_of(along & summed & ~case.compared.watched.get(event.loss, 0)):
+        if not divided(case, event, case.size(bit)):
             _repeated(case, event, bit)
-    bad = along & summed & case.types.along[mean] if mean >= 0 else 0
-    if not bad or _divided(case, event, case.size(bad)) or _of_all(case, mean, case.size(bad)):
+    bad = along & summed & local(case, mean)
+    if not bad or divided(case, event, case.size(bad)):
         return
     made = case.trace.nodes[mean]
     fix = _reduced(case, mean, bad)
@@ -33,84 +32,8 @@ def added_up(case: Case, event: Gradient) -> None:
     )  # fmt: skip
 
 
-def by_hand(case: Case, call: Call) -> None:
-    """Gradients of each rank's mean that are summed, or those of the mean over all ranks that are averaged."""
-    for event in case.gradients():
-        if call.own and call.node in [at for _, at in event.pairs]:
-            if call.name == "psum":
-                _sum_of_means(case, call, event)
-            elif call.name == "pmean":
-                _mean_of_parts(case, call, event)
-
-
-def _sum_of_means(case: Case, call: Call, event: Gradient) -> None:
-    mean = case.types.mean[event.loss]
-    own = case.types.along[event.loss] & case.types.along[mean] if mean >= 0 else 0
-    bad, names = own & call.axes, named(call.said)
-    for ranks in {case.size(bad), case.size(own)}:  # sums along the other axes may come next
-        if not bad or _divided(case, event, ranks) or _of_all(case, mean, ranks):
-            return
-        if _divided_later(case, call.node, ranks):
-            return
-    fix = f"shardfn.pmean({case.expression(call)}, {names})"
-    case.add(
-        call.node, "means", bad, "", call.site, fix,
-        f"psum along {names}{line(call.site)} adds up gradients of losses that are means over each rank's rows"
-        f"{line(case.trace.nodes[mean].site)}: they are {case.size(bad)} times those of the mean over all "
-        f"rows. Write: {fix}",
-    )  # fmt: skip
-
-
-def _mean_of_parts(case: Case, call: Call, event: Gradient) -> None:
-    types, mean = case.types, case.types.mean[event.loss]
-    bad = call.axes & ~types.along[event.loss] & types.along[call.node]
-    ranks, names = case.size(bad), named(call.said)
-    of_each = mean >= 0 and (types.along[mean] & bad or case.trace.nodes[mean].number is not None)
-    if not bad or (of_each and not _divided(case, event, ranks)):  # of the sum of all ranks' means, it is the mean
-        return
-    fix = f"shardfn.psum({case.expression(call)}, {names})"
-    case.add(
-        call.node, "means", bad, "", call.site, fix,
-        f"pmean along {names}{line(call.site)} is given the gradients of a loss that is reduced along "
-        f"{named(case.trace.names(bad))} already: each rank's is its part, and their sum is the gradient, which this "
-        f"divides by {ranks}. Write: {fix}",
-    )  # fmt: skip
-
-
-def _divided_later(case: Case, at: int, ranks: int) -> bool:
-    """Whether what is made of a value, by sums and by scaling, is divided by the number of ranks."""
-    reached = {at}
-    for later, node in enumerate(case.trace.nodes[at + 1 :], at + 1):
-        if not reached.isdisjoint(node.parents) and node.op.removesuffix("_") in SCALES:
-            if node.number == ranks:
-                return True
-            reached.add(later)
-    return False
-
-
-def _divided(case: Case, event: Gradient, ranks: int) -> bool:
-    """Whether a loss, or all that was made of its gradient at once, is divided by the number of ranks."""
-    mean, rows = case.types.mean[event.loss], case.types.rows[event.loss]
-    divisors = case.types.divisors[event.loss]
-    by = math.prod(divisors)
-    if ranks in divisors or by in [n * ranks for n in (1, *rows)]:
-        return True
-    if mean >= 0 and case.trace.nodes[mean].number == ranks:
-        return True  # by as many rows as there are ranks, or by the ranks
-    if mean >= 0 and by >= ranks and math.isclose(by / ranks, round(by / ranks), rel_tol=1e-9):
-        return True
-    gradients = {at for _, at in event.pairs}
-    later = (n for n in case.trace.nodes[event.end :] if n.number == ranks)
-    return any(not gradients.isdisjoint(n.parents) for n in later)
-
-
-def _of_all(case: Case, mean: int, ranks: int) -> bool:
-    """Whether a sum is divided by what may be the number of all ranks' rows as well as of this one's elements."""
-    return case.trace.nodes[mean].number in [n * ranks for n in case.types.rows[mean]]
-
-
 def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
-    """A loss that each rank computes of all ranks' values."""
+    """A loss that each rank computes of all ranks' values, and that has the same bits on all."""
     roots = [case.trace.nodes[r] for r in case.roots(event.loss, bit)]
     if not roots or any(n.op != "all_gather" for n in roots):
         return

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 from shardfn.check.case import Case
+from shardfn.check.torch_ops import DISTRIBUTIONS
 from shardfn.check.words import line, named
 
 
 def repeated(case: Case) -> None:
     """Numbers drawn from distributions that vary, by generators that do not."""
-    for at, differs in case.compared.streams.items():
+    watched = case.compared.watched
+    for at in watched:
         made = case.trace.nodes[at]
-        same = case.types.along[at] & ~differs
-        if same:
+        others = functools.reduce(operator.or_, [watched.get(p, 0) for p in made.parents], 0)
+        same = case.types.along[at] & others & ~watched[at]
+        if made.op in DISTRIBUTIONS and same:
             names = named(case.trace.names(same))
             fix = f"generator=shardfn.fold_in(seed, {names})"
             case.add(

@@ -211,7 +211,9 @@ class Recorder(dispatch.Watching):
             )  # fmt: skip
             self.values.keep(plain, at)
             found.append((of, at))
-        node = self.values.node_of(functorch.unwrapped(loss))
+        plain, site = functorch.unwrapped(loss), self.values.site()
+        node = self.values.node_of(plain)
+        self.values.watch(plain, node, site, 1)
         self.trace.events.append(Gradient(node, begin, end, found, self.values.site()))
 
     def used(self, pairs: Iterable[tuple[Tensor, Tensor, Iterable[str] | None]]) -> None:

@@ -45,7 +45,8 @@ def called(case: Case, call: Call) -> None:
 def _sum(case: Case, call: Call, along: Mask) -> None:
     missing, types = call.axes & ~along, case.types
     given = case.expression(call)
-    if missing and (types.declared[call.node] or call.backward) and not types.guessed[call.node]:
+    matters = call.name != "pmean" or bool(types.depends[call.node] and not types.gradient[call.node])
+    if missing and matters and (types.declared[call.node] or call.backward) and not types.guessed[call.node]:
         rest = case.trace.names(call.axes & along)
         other = case.trace.names(along & ~call.axes & ~call.pieces)
         times = case.size(missing)

@@ -30,6 +30,8 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     given = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
     parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, given)))
     stream = _stream([*args, *kwargs.values()], given[0].device) if facts.distributed and given else None
+    for x in given if stream is not None else ():
+        values.watch(x, values.node_of(x), values.site(), facts.digest + 2)
     out = func(*args, **kwargs)
     results = _tensors(out)
     if not results and not written:
@@ -47,8 +49,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         return out
     node = _made(values, facts, parents, args, kwargs, given, results or [first])
     if stream is not None:
-        site = values.trace.nodes[node].site
-        values.streams.append(Evidence(values.key(site, facts.digest + 1), node, stream))
+        values.watch(stream, node, values.site(), facts.digest + 3)
     random = facts.random and (facts.chance is None or bool([*args, 0.0][min(facts.chance, len(args))]))
     if random and facts.drawn is not None:
         node, random = _by_seed(values, node, facts, results[facts.drawn]), False
@@ -80,7 +81,7 @@ def _made(
         facts.base, parents, values.site(), root=root, backward=autograd.inside_backward(),
         records=not (facts.detaches and not frames.stands_in())
         and torch.is_grad_enabled() and differentiable(first),
-        like=like_of(first),
+        like=like_of(first), own=caller == "user",
     )  # fmt: skip
     if facts.base == "mean" and _over_rows(args, given):
         node.count = max(given[0].numel() // max(first.numel(), 1), 1)
@@ -111,14 +112,15 @@ def _made(
 
 
 def _stream(arguments: list[Any], device: torch.device) -> Tensor:
-    """The bits of the state of the generator that an op on a device is about to draw from."""
+    """The state of the generator that an op on a device is about to draw from."""
     with quietly():
         for one in arguments:
             if isinstance(one, torch.Generator):
-                return bits(one.get_state())
+                return one.get_state()
         if device.type == "cpu":
-            return bits(torch.get_rng_state())
-        return bits(torch.get_device_module(device).get_rng_state(device))
+            return torch.get_rng_state()
+        state: Tensor = torch.get_device_module(device).get_rng_state(device)
+        return state
 
 
 def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:
@@ -172,7 +174,7 @@ def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> An
             Node(facts.base, parents[i], values.site(), root="" if parents[i] else "constant",
                  backward=autograd.inside_backward(),
                  records=torch.is_grad_enabled() and differentiable(like), like=like_of(like),
-                 number=_divisor(facts.base.removeprefix("_foreach_"), args))
+                 number=_divisor(facts.base.removeprefix("_foreach_"), args), own=frames.caller() == "user")
         )  # fmt: skip
         if numbers and frames.caller() == "user" and not values.trace.nodes[at].backward:
             values.evidence.append(Evidence(values.key(values.trace.nodes[at].site, facts.digest), at, hash(numbers)))
@@ -231,8 +233,11 @@ def _divisor(base: str, args: Any) -> float | None:
         return None
     if base.startswith("div"):
         return float(number)
-    near = round(1 / number)
-    return float(near) if math.isclose(1 / number, near, rel_tol=1e-12) else 1 / number
+    inverse = 1 / number
+    if not math.isfinite(inverse):
+        return None
+    near = round(inverse)
+    return float(near) if math.isclose(inverse, near, rel_tol=1e-12) else inverse
 
 
 def _rows(x: Tensor) -> tuple[int, ...]:

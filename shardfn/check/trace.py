@@ -33,6 +33,7 @@ class Node:
         count: how many elements each of its own is the mean of.
         rows: of a sum over rows, how many these are, how many elements in the first two dimensions, and so on.
         number: the Python number by which it was divided.
+        own: whether a line of the user's did it.
         about: more, for a message.
     """
 
@@ -49,6 +50,7 @@ class Node:
     count: int = 0
     rows: tuple[int, ...] = ()
     number: float | None = None
+    own: bool = False
     about: str = ""
 
 

@@ -54,14 +54,14 @@ class Values:
         trace: what was recorded.
         evidence: what ranks have to compare before they know what varies.
         counts: of how many rows a mean is, which they compare, too.
-        streams: the random numbers that are about to be drawn from distributions, by the state of their generator.
+        watched: what ranks compare of which no type follows: see `case.Compared`.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.evidence: list[Evidence] = []
         self.counts: list[Evidence] = []
-        self.streams: list[Evidence] = []
+        self.watched: list[Evidence] = []
         self._tensors: dict[int, tuple[weakref.ref[Tensor], int, _Memory, int]] = {}
         self._memories: dict[int, _Memory] = {}
         self._times: dict[tuple[Any, int], int] = {}
@@ -133,6 +133,11 @@ class Values:
         """Has ranks compare the bits of a node."""
         with quietly():
             self.evidence.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
+
+    def watch(self, x: Tensor, at: int, site: sites.Site | None, digest: int) -> None:
+        """Has ranks compare the bits of a tensor, which do not say along what the node varies."""
+        with quietly():
+            self.watched.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
 
     def add(self, node: Node) -> int:
         """The place of a new node."""

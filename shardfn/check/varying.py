@@ -6,6 +6,7 @@ given does; `psum` takes the axis away, `pvary` adds it. What follows a value be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,7 +42,7 @@ class Varying:
         gradient: the variables whose gradient it was made of.
         mean: the node that is a mean, which was only scaled since; -1 for none.
         total: the node that is a scalar summed over ranks, which was only scaled since; -1 for none.
-        divisors: the numbers of Python, the last of them, by which it, or the mean that it was made of, was divided.
+        divisors: by what it, or the mean that it was made of, was divided, the last of that; infinity for a tensor.
         rows: of a sum over rows, which was only scaled since: how many elements their first dimensions have.
         first: by axis and variable, the node where they met.
         sums: the nodes of what collectives made the same on all ranks; their bits in `free` and `met` follow those of
@@ -102,7 +103,7 @@ def _type(found: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> N
         case "union":
             pass
     found.along.append(given)
-    _explain(found, trace, at, node, given)
+    _explain(found, trace, at, node, given, differs)
     followed = node.records and not (node.effect == "exactly" and node.root == "")
     depends = node.variable
     for p in parents if node.records and node.root != "parameter" else ():
@@ -141,7 +142,7 @@ def _type(found: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> N
     found.updated.append(tuple(updated))
 
 
-def _explain(found: Varying, trace: Trace, at: int, node: Node, along: Mask) -> None:
+def _explain(found: Varying, trace: Trace, at: int, node: Node, along: Mask, differs: Mask) -> None:
     """What does not depend on the axis."""
     parents = node.parents
     backward = along if node.backward else 0
@@ -163,7 +164,9 @@ def _explain(found: Varying, trace: Trace, at: int, node: Node, along: Mask) -> 
             divisors = divisors or found.divisors[p]
             total = max(total, found.total[p])
     if node.number is not None:
-        divisors = (*divisors[-_MOST:], node.number)
+        divisors = (*divisors[-_MOST:], abs(node.number))
+    elif scales(node) and any(is_number(trace.nodes[p]) for p in parents):
+        divisors = (*divisors[-_MOST:], math.inf)
     if node.op in MEANS and node.count:
         mean = at
     elif node.op == "psum" and not node.backward and node.like is not None and node.like[0] == ():
@@ -172,7 +175,7 @@ def _explain(found: Varying, trace: Trace, at: int, node: Node, along: Mask) -> 
         rows = node.rows
     elif node.op in ("div", "div_") and _divides(found, trace, node, rows if mean < 0 else ()):
         mean = at
-    elif node.op == "mul" and len(parents) == 2 and all(found.along[p] for p in parents):
+    elif scales(node) and (differs or (node.op == "mul" and _all_vary(found, parents))):
         mean, rows = -1, ()  # weighted by something of this rank
     found.backward.append(backward)
     found.declared.append(declared)
@@ -183,6 +186,20 @@ def _explain(found: Varying, trace: Trace, at: int, node: Node, along: Mask) -> 
     found.divisors.append(() if mean == at else divisors)
     found.rows.append(rows)
     found.total.append(total)
+
+
+def scales(node: Node) -> bool:
+    """Whether an op multiplies, or divides."""
+    return node.op.removeprefix("_foreach_").removesuffix("_") in ("mul", "div")
+
+
+def _all_vary(found: Varying, parents: tuple[int, ...]) -> bool:
+    return len(parents) == 2 and all(found.along[p] for p in parents)
+
+
+def is_number(node: Node) -> bool:
+    """Whether a value has one element."""
+    return node.like is not None and math.prod(node.like[0]) == 1
 
 
 def _divides(found: Varying, trace: Trace, node: Node, rows: tuple[int, ...]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn.check.bits import bits, constant
 from shardfn.check.case import Argument, Compared
-from shardfn.check.findings import PROBABLY, Finding, VaryingError, VaryingWarning, said
+from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, VaryingWarning, said
 from shardfn.check.here import paused
 from shardfn.check.judging import judged
 from shardfn.check.recording import Recorder
@@ -157,7 +157,7 @@ class Checked:
         compared = self.compared(results)
         with _silently():
             found = self.ranks.together(judged(self.recorder.trace, compared))
-        every = tuple(sorted(found, key=lambda one: one.kind in PROBABLY))
+        every = tuple(sorted(found, key=lambda one: one.kind in LAST))
         if any(one.kind not in PROBABLY for one in every):
             raise VaryingError(said(self.name, every, False), every)
         if every:
@@ -205,16 +205,16 @@ class Checked:
     def compared(self, results: Sequence[tuple[str, Tensor, Mask]]) -> Compared:
         """Ranks compare the bits of what they have taken down."""
         ranks, values = self.ranks, self.recorder.values
-        evidence, counts, streams = map(numbers, (values.evidence, values.counts, values.streams))
+        evidence, counts, watched = map(numbers, (values.evidence, values.counts, values.watched))
         constants = whole([0 if c is None else c for c in self.constants])
         shown = whole([*self.shown, *(bits(x) for _, x, _ in results)])
         # What is passed and returned may be another tree on each rank: where it is not, ranks compare by place.
         paths = keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
-        digests = [digest(evidence), digest(counts), digest(streams), len(shown), hash(tuple(paths))]
+        digests = [digest(evidence), digest(counts), digest(watched), len(shown), hash(tuple(paths))]
         apart = ranks.along(ranks.gathered(torch.tensor(digests)))
         nodes = ranks.spread(evidence) if apart[0] else {}
         uneven = ranks.spread(counts) if apart[1] else {}
-        drawn = dict.fromkeys([node for _, node, _ in streams], 0) | (ranks.spread(streams) if apart[2] else {})
+        seen = dict.fromkeys([node for _, node, _ in watched], 0) | (ranks.spread(watched) if apart[2] else {})
         first = len(self.arguments)
         if apart[3] or apart[4]:
             differs = ranks.spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)
@@ -230,7 +230,7 @@ class Checked:
             Argument(a.path, a.node, a.allowed, a.plain, bool(c), a.spec)
             for a, c in zip(self.arguments, constants, strict=True)
         ]
-        return Compared(nodes, uneven, drawn, outputs, arguments)
+        return Compared(nodes, uneven, seen, outputs, arguments)
 
 
 def claim(recorder: Recorder, what: str, leaves: Sequence[Leaf], pieces: Sequence[Any], mesh: DeviceMesh) -> None:
