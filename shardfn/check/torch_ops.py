@@ -30,8 +30,7 @@ class Facts:
     """Of one op.
 
     Attributes:
-        name: as in `aten.mul.Tensor`, without the library.
-        base: without the overload.
+        base: as in `aten.mul.Tensor`, without the library and the overload.
         digest: the same on every rank.
         kind: `"made"`: of no tensor; `"like"`: of a tensor's shape alone; `"empty"`: with no value yet;
             `"copy"`: replaces what it writes to; `"each"`: item by item of several lists.
@@ -47,7 +46,6 @@ class Facts:
         statistics: whether it normalises by a batch's statistics, where it is told to train.
     """
 
-    name: str
     base: str
     digest: int
     kind: Kind
@@ -98,7 +96,7 @@ def facts_of(op: Any) -> Facts:
     elif not takes:
         kind = "made"
     return Facts(
-        name, base, digest, kind, random, _DRAWN.get(base), base in DISTRIBUTIONS, chance, tuple(writes),
+        base, digest, kind, random, _DRAWN.get(base), base in DISTRIBUTIONS, chance, tuple(writes),
         tuple(place for place in writes if isinstance(place, str)), frozenset(() if kind == "made" else sizes),
         base in _DETACH, reduction, base in _STATISTICS,
     )  # fmt: skip

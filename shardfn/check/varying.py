@@ -22,7 +22,7 @@ MEANS = frozenset({
     "mean", "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
     "binary_cross_entropy", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
 })  # fmt: skip
-_MOST = 8  # divisors that are kept
+_MOST = 8  # divisors that are kept besides the last
 _JOINING = ("psum", "all_gather_invariant")
 
 

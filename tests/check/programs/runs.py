@@ -89,11 +89,12 @@ def parameters_on_disk(on: On) -> Made:
 
 def _gpt() -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=24, n_positions=8, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        bos_token_id=0, eos_token_id=1, use_cache=False, attn_implementation="eager",  # type: ignore[call-arg]
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config).double()
+    options: dict[str, Any] = {  # of which GPT2Config declares some
+        "vocab_size": 24, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1, "use_cache": False,
+        "attn_implementation": "eager",
+    }  # fmt: skip
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)).double()
 
 
 def _hugging_face(on: On, **options: Any) -> Made:

@@ -43,7 +43,7 @@ def torch_func_inside(on: On) -> Made:
     params, direction, x = mlp_setting(60)
 
     def derivatives(params: Any, direction: Any, x: Tensor, data: Any = ()) -> Any:
-        value, pull = vjp(lambda p: mlp(p, x, data), params)  # type: ignore[misc]
+        value, pull = vjp(lambda p: mlp(p, x, data), params)[:2]
         return (
             grad(mlp)(params, x, data),
             pull(torch.ones_like(value))[0],
@@ -64,7 +64,7 @@ def torch_func_around(on: On) -> Made:
     mapped = on(lambda p, x: mlp(p, x, "shard"), (P(), P("shard")), P())
 
     def derivatives(f: Any, x: Tensor) -> Any:
-        value, pull = vjp(lambda p: f(p, x), params)  # type: ignore[misc]
+        value, pull = vjp(lambda p: f(p, x), params)[:2]
         product = jvp(lambda p: grad(f)(p, x), (params,), (direction,))[1]
         return pull(torch.ones_like(value))[0], jvp(lambda p: f(p, x), (params,), (direction,)), product
 
