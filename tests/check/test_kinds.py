@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -167,3 +168,26 @@ def elsewhere() -> None:
 
 def test_the_same_file_may_lie_in_another_folder_on_each_rank(ranks: World) -> None:
     ranks.run(elsewhere)
+
+
+def summed_by_leaf() -> str:
+    """A psum of what is in flat shards, which does not know that it is given pieces, before an optimizer's step."""
+    mesh, optimizer = sf.make_mesh(a=2, device="cpu"), sf.optim.sgd(0.1)
+    flat = sf.shard({"w": torch.ones(3, 2)}, mesh, sf.full_shard("a"))
+    layer = sf.stage(lambda p, x: x @ p["w"])
+
+    def step(params: Any, state: Any, x: Tensor) -> Any:
+        grads = sf.grad(lambda p: sf.pmean(layer(p, x).mean(), "a"))(params)
+        return optimizer.step(params, optree.tree_map(lambda g: sf.psum(g, "a"), grads), state)
+
+    with pytest.raises(sf.VaryingError) as caught:
+        sf.shard_map(step, mesh=mesh, in_specs=(..., ..., P("a")), out_specs=...)(
+            flat, optimizer.init(flat), torch.ones(2, 3) + dist.get_rank()
+        )
+    return f"{caught.value.findings[0].kind}: {caught.value}"
+
+
+def test_a_sum_of_what_is_in_flat_shards_is_told_where_an_optimizer_gets_it(ranks: World) -> None:
+    for said in ranks.run(summed_by_leaf):
+        assert said.startswith("sum: ")
+        assert re.search(r"psum at \S*test_kinds.py:\d+ has put pieces of different parameters together", said)

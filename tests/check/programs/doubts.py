@@ -180,13 +180,18 @@ def a_mean_of_gradients_that_are_the_same_already(on: On) -> Made:
 def the_sum_of_gradients_of_columns_that_are_cut(on: On) -> Made:
     """All ranks have all rows: what varies is another part of the model."""
     draw = drawn(76)
-    w, v, x = draw(3), draw(3, 2 * D), draw(ROWS, 3)
+    w, v, x = draw(3), draw(3, 2), draw(ROWS, 3)  # one column for each rank, whose mean is one number
 
     def loss(w: Tensor, v: Tensor, x: Tensor) -> Tensor:
         return ((x * w) @ v).tanh().square().mean(0).sum()
 
-    mapped = on(lambda w, v, x: sf.psum(sf.grad(loss)(w, v, x), "shard"), (P(), P(None, "shard"), P()), P())
-    return lambda: mapped(w, on.cut(v, None, "shard"), x), plainly(loss, w, v, x)[1]
+    def gradients(w: Tensor, v: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        whole, cut = sf.grad(loss, (0, 1))(w, v, x)
+        return sf.psum(whole, "shard"), cut
+
+    mapped = on(gradients, (P(), P(None, "shard"), P()), (P(), P(None, "shard")))
+    whole, cut = plainly(loss, w, v, x, argnums=(0, 1))[1]
+    return lambda: mapped(w, on.cut(v, None, "shard"), x), (whole, on.cut(cut, None, "shard"))
 
 
 @right(shard=2)
@@ -215,3 +220,19 @@ def one_draw_for_all_rows_that_is_said_to_vary(on: On) -> Made:
 
     mapped = on(sf.grad(loss), (P(), P("shard")), P())
     return lambda: mapped(a, on.cut(x, "shard")), plainly(lambda a: (x * noise(a)).square().sum(), a)[1]
+
+
+@right(shard=2)
+def sums_in_another_order_on_each_rank(on: On) -> Made:
+    """The same but for rounding, which nothing that goes in tells."""
+    terms = [drawn(79)(ROWS, 3) * 10.0**k for k in range(6)]
+
+    def total(*terms: Tensor) -> Tensor:
+        order = terms if sf.axis_index("shard") == 0 else terms[::-1]
+        found = order[0]
+        for term in order[1:]:
+            found = found + term
+        return found
+
+    mapped = on(total, P(), P())
+    return lambda: mapped(*terms), torch.stack(terms).sum(0)
