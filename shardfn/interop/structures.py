@@ -1,22 +1,27 @@
 """Arguments and results of modules as tensors and a number that says how they were put together.
 
 Stages take any pytree, but know only optree's nodes; models return what torch's registry knows, such as the outputs of
-`transformers`, and dataclasses.
+`transformers`, and dataclasses. Tuples keep their types, of whatever class they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import optree
+import torch
 from torch.utils import _pytree
 
 
 class _Fields:
-    """A dataclass's values, as a node of torch's registry."""
+    """The values of a dataclass, or of a tuple of another class, as a node of torch's registry; a tuple's items have
+    numbers for names.
+    """
 
-    def __init__(self, kind: type, names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+    def __init__(self, kind: type, names: tuple[Any, ...], values: tuple[Any, ...]) -> None:
         self.kind, self.names, self.values = kind, names, values
 
 
@@ -36,7 +41,7 @@ class Forms:
 
     def flatten(self, tree: Any) -> tuple[tuple[Any, ...], int]:
         """The leaves, and the number of what is around them."""
-        keep = is_cache if _caches_are_nodes(len(_pytree.SUPPORTED_NODES)) else None
+        keep = _whole_or_cache if _caches_are_nodes(len(_pytree.SUPPORTED_NODES)) else _whole
         leaves, spec = _pytree.tree_flatten(tree, is_leaf=keep)
         if any(map(_is_record, leaves)):
             leaves, spec = _pytree.tree_flatten(_unpacked(tree), is_leaf=keep)
@@ -58,6 +63,22 @@ class Forms:
         return self._writable[number]
 
 
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with what a function makes of each leaf."""
+    forms = Forms()
+    leaves, form = forms.flatten(tree)
+    return forms.unflatten([function(x) for x in leaves], form)
+
+
+def _whole(x: Any) -> bool:
+    """Whether torch's registry would make something else of it: a plain tuple."""
+    return type(x) is torch.Size
+
+
+def _whole_or_cache(x: Any) -> bool:
+    return _whole(x) or is_cache(x)
+
+
 def is_cache(x: Any) -> bool:
     """Whether it is a cache of keys and values, which is written to: it stays the object that it is."""
     return type(x).__name__.endswith("Cache")
@@ -70,19 +91,28 @@ def _caches_are_nodes(nodes: int) -> bool:
 
 
 def _is_record(x: Any) -> bool:
+    """Of what is a leaf for torch's registry."""
+    if isinstance(x, tuple):
+        return not _whole(x) and not optree.is_structseq(x)
     return dataclasses.is_dataclass(x) and not isinstance(x, type) and not is_cache(x)
 
 
 def _unpacked(tree: Any) -> Any:
-    """With the fields of dataclasses, and of dataclasses in these, in their places."""
+    """With the values of records, and of records in these, in their places."""
 
     def one(x: Any) -> Any:
         if not _is_record(x):
             return x
-        names = tuple(field.name for field in dataclasses.fields(x) if hasattr(x, field.name))
-        return _Fields(type(x), names, tuple(_unpacked(getattr(x, name)) for name in names))
+        values = _values(x)
+        return _Fields(type(x), tuple(values), tuple(map(_unpacked, values.values())))
 
-    return _pytree.tree_map(one, tree)
+    return _pytree.tree_map(one, tree, is_leaf=_whole_or_cache)
+
+
+def _values(x: Any) -> dict[Any, Any]:
+    if isinstance(x, tuple):
+        return {**dict(enumerate(x)), **getattr(x, "__dict__", {})}
+    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x) if hasattr(x, field.name)}
 
 
 def _packed(tree: Any) -> Any:
@@ -91,12 +121,14 @@ def _packed(tree: Any) -> Any:
     def one(x: Any) -> Any:
         if not isinstance(x, _Fields):
             return x
-        made: Any = object.__new__(x.kind)
-        for name, value in zip(x.names, x.values, strict=True):
-            object.__setattr__(made, name, _packed(value))
+        values = dict(zip(x.names, map(_packed, x.values), strict=True))
+        items = [values.pop(name) for name in x.names if isinstance(name, int)]
+        made: Any = tuple.__new__(x.kind, items) if issubclass(x.kind, tuple) else object.__new__(x.kind)
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
         return made
 
-    return _pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Fields))
+    return _pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Fields) or _whole_or_cache(x))
 
 
 def _has_fields(spec: Any) -> bool:

@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 
 from shardfn.collectives.agree import agree, gathered
 from shardfn.collectives.functional import all_gather, axis_index, axis_size, local_slice, pvary, ragged_all_to_all
 from shardfn.compat.dispatch import plain
 from shardfn.interop import recorders
 from shardfn.interop.anatomy import Part, Slot, placed
-from shardfn.interop.structures import is_cache
+from shardfn.interop.structures import Forms, is_cache, mapped
 from shardfn.interop.tensor_plan import COUNTS, PARTS, Cut, Holder, TensorPlan, dims
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.scope import bound_axis
@@ -219,7 +218,7 @@ def _experts(m: nn.Module, cut: Cut, axis: str, whole: Forward, *args: Any, **kw
         for name, p in m._parameters.items()
         if p is not None
     }
-    entered = _pytree.tree_map_only(Tensor, lambda x: pvary(x, axis) if x.is_floating_point() else x, (args, kwargs))
+    entered = mapped(lambda x: pvary(x, axis) if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))
     with placed([Slot(m._parameters, name, name) for name in values], list(values.values())):
         return from_parallel(whole(*entered[0], **entered[1]), axis)
 
@@ -371,10 +370,9 @@ class Region:
                 self.owner.size, self.owner.entrance.last = ranks, None
                 kept = [holder[at].clone() for holder, at, _ in part.buffers]
                 leaves = [_cast(x, dtype, needs) for x, needs in zip(values, moving, strict=True)]
-                arguments = _pytree.tree_map(
+                arguments = mapped(
                     lambda x: _cast(x, dtype, level == _GRADIENTS and getattr(x, "requires_grad", False)),
                     (args, kwargs),
-                    is_leaf=is_cache,
                 )
                 inputs = [x for x in _tensors(arguments) if x.is_floating_point()]
                 with (
@@ -573,7 +571,7 @@ def is_cut(x: Any) -> bool:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (x for x in _pytree.tree_leaves(tree) if isinstance(x, Tensor))
+    return (x for x in Forms().flatten(tree)[0] if isinstance(x, Tensor))
 
 
 _SUMMARY = 1e-3

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -221,6 +222,92 @@ def module_of(model: Functional, path: str) -> nn.Module:
 @pytest.mark.world(2, "processes")
 def test_blocks_in_any_order_with_outputs_of_any_kind(world: World) -> None:
     for found in world.run(orders):
+        assert {case: value for case, value in found.items() if max(value.values()) > 1e-12} == {}
+
+
+class Pairs(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class OwnPairs(Pairs):
+    """A subclass of a named tuple."""
+
+
+class Noted(tuple[Any, ...]):
+    """A tuple that has something besides its items."""
+
+    note: Any
+
+
+def noted(x: Tensor) -> Noted:
+    made = Noted((x, 2))
+    made.note = {"more": x * 3}
+    return made
+
+
+TUPLES: dict[str, Callable[[Tensor], Any]] = {
+    "torch.Size": lambda x: x.shape,
+    "in a dict": lambda x: {"shape": [x.shape], "x": x},
+    "named": lambda x: Pairs(x, x * 2),
+    "a subclass of a named one": lambda x: OwnPairs(x, x * 2),
+    "of torch": lambda x: torch.max(x, 0),
+    "with attributes": noted,
+    "of Python": lambda x: time.gmtime(0),
+}
+
+
+def read(x: Any) -> Any:
+    """All numbers of a tree, by way of its types."""
+    match x:
+        case Tensor():
+            return x.square().sum() if x.is_floating_point() else 0
+        case torch.Size():
+            return x.numel()
+        case dict():
+            return sum(map(read, x.values()))
+        case Noted():
+            return sum(map(read, x)) + read(x.note)
+        case list() | tuple():
+            return sum(map(read, x))
+    return 0
+
+
+class HandsOn(nn.Module):
+    """Is given a tuple, and returns another of the same type."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.w, self.make = nn.Linear(4, 4), make
+
+    def forward(self, x: Tensor, given: Any) -> Any:
+        assert type(given) is type(self.make(x))
+        y = torch.tanh(self.w(x)) * (1 + read(given))
+        return y, self.make(y)
+
+
+class Chain(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks, self.make = nn.ModuleList([HandsOn(make) for _ in range(3)]), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.make(x)
+        for block in self.blocks:
+            x, given = block(x, given)
+            assert type(given) is type(self.make(x))
+        found: Tensor = x.square().sum() + read(given)
+        return found
+
+
+def handed_on() -> dict[str, dict[str, float]]:
+    x = zoo.numbers(4).chunk(2)[dist.get_rank()] / 8
+    return {name: away(seeded(partial(Chain, make)), lambda call: call(x), small=0) for name, make in TUPLES.items()}
+
+
+@pytest.mark.world(2, "processes")
+def test_tuples_keep_their_types_on_the_way_into_stages_and_out(world: World) -> None:
+    for found in world.run(handed_on):
         assert {case: value for case, value in found.items() if max(value.values()) > 1e-12} == {}
 
 
