@@ -57,7 +57,7 @@ def train(folder: Path, until: int, pace: float = 0.0, shard: int = 2) -> sf.run
         row = {"time": time.time(), "step": step - 1, "ranks": mesh.size(), "loss": metrics["loss"]}
         os.write(log, (json.dumps(row) + "\n").encode())
 
-    params = sf.shard(init(CONFIG, 0), mesh, sf.hybrid_shard("shard", "replica"))
+    params = sf.shard(init(CONFIG, 0), mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     state = {"model": params, "optimizer": opt.init(params)}
     saves: dict[str, Any] = {"save": folder / "checkpoints", "every": EVERY, "keep": 2}
     return sf.run.loop(step, state, batches, steps=until, report=[report], **saves)[1]

@@ -77,7 +77,7 @@ RECIPES = {
     "gather=fp8_e4m3(128)": Recipe(strategy=replace(FULL, gather=quant.fp8_e4m3(128))),
     "reduce=int8(256)": Recipe(strategy=replace(FULL, reduce=quant.int8(256))),
     "reduce=int4(64)": Recipe(strategy=replace(FULL, reduce=quant.int4(64)), most=FOUR),
-    "zeropp": Recipe(strategy=sf.zeropp("shard", "replica"), most=FOUR),
+    "zeropp": Recipe(strategy=sf.zeropp(shard="shard", replica="replica"), most=FOUR),
     "adamw8bit": Recipe(adamw8bit),
     "lion8bit": Recipe(lambda rate: so.lion8bit(slow(rate), weight_decay=decay), beside="float32, lion"),
     "adamw, state_dtype=bfloat16": Recipe(lambda rate: adamw(rate, state_dtype=torch.bfloat16)),

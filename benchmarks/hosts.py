@@ -38,15 +38,15 @@ BOTH = ("replica", "shard")
 FULL, INT8, INT4 = sf.full_shard(BOTH), quant.int8(256), quant.int4(64)
 STRATEGIES = {
     "full_shard": FULL,
-    "hybrid_shard": sf.hybrid_shard("shard", "replica"),
-    "hfsdp": sf.hfsdp("shard", "replica"),
+    "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
+    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
     "ddp": sf.ddp(BOTH),
-    "hpz": sf.hpz("shard", "replica"),
+    "hpz": sf.hpz(shard="shard", replica="replica"),
     "full_shard, gather=int8": replace(FULL, gather=INT8),
     "full_shard, reduce=int8": replace(FULL, reduce=INT8),
     "full_shard, reduce=int4": replace(FULL, reduce=INT4),
-    "hybrid_shard, reduce=int4": replace(sf.hybrid_shard("shard", "replica"), reduce=INT4),
-    "zeropp": sf.zeropp("shard", "replica"),
+    "hybrid_shard, reduce=int4": replace(sf.hybrid_shard(shard="shard", replica="replica"), reduce=INT4),
+    "zeropp": sf.zeropp(shard="shard", replica="replica"),
 }
 
 

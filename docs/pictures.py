@@ -142,7 +142,7 @@ def draw_memory(path: Path) -> None:
     strategies = {
         "ddp": sf.ddp(data),
         "zero1": sf.zero1(data),
-        "hybrid_shard": sf.hybrid_shard("shard", "replica"),
+        "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
         "full_shard": sf.full_shard(data),
     }
     megabytes = layers * 2 * width**2 * 4 / 1e6
@@ -282,7 +282,7 @@ def held_by_a_rank() -> tuple[list[tuple[str, int, int]], int, list[int], int]:
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     shapes = {"w": (8, 8), "b": (8,), "out": (8, 5)}
     make = {name: lambda g, shape=shape: torch.randn(shape, generator=g) for name, shape in shapes.items()}
-    shard = sf.init_sharded([make], 0, mesh, sf.hybrid_shard("shard", "replica"))[0]
+    shard = sf.init_sharded([make], 0, mesh, sf.hybrid_shard(shard="shard", replica="replica"))[0]
     rank = mesh.get_rank()
     ranges = [(one.path.split(".")[-1], one.start, one.stop) for one in shard.layout.ranges(rank)]
     return ranges, rank, [mesh.get_local_rank("replica"), mesh.get_local_rank("shard")], shard.layout.piece
@@ -357,7 +357,7 @@ def draw_show(path: Path) -> None:
             "blocks": [{name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(6)],
             "head": torch.zeros(vocabulary // 2, width),
         }
-        both, within = ("replica", "shard"), sf.hybrid_shard("shard", "replica")
+        both, within = ("replica", "shard"), sf.hybrid_shard(shard="shard", replica="replica")
         ways = {"embed": sf.full_shard(both), "head": sf.ddp(both)}
         shown = sf.show(sf.shard(params, mesh, lambda path, _: ways.get(path, within), frozen="embed"))
         shown.figure().savefig(path)

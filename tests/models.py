@@ -25,10 +25,10 @@ STRATEGIES: dict[str, sf.Placement] = {
     "zero1": sf.zero1(DATA),
     "shard_grad_op": sf.shard_grad_op(DATA),
     "full_shard": sf.full_shard(DATA),
-    "hybrid_shard": sf.hybrid_shard("shard", "replica"),
-    "hybrid_shard_zero2": sf.hybrid_shard_zero2("shard", "replica"),
-    "hfsdp": sf.hfsdp("shard", "replica"),
-    "hpz": sf.hpz("shard", "replica"),
+    "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
+    "hybrid_shard_zero2": sf.hybrid_shard_zero2(shard="shard", replica="replica"),
+    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
+    "hpz": sf.hpz(shard="shard", replica="replica"),
     "mics": sf.mics(("shard", "replica")),
 }
 

@@ -673,7 +673,7 @@ def placement(home: Home) -> sf.Placement:
     if home.strategy in ("ddp", "zero1", "shard_grad_op", "full_shard", "mics"):
         return getattr(sf, home.strategy)(names[::-1] if home.swapped else names)
     shard, replica = (names[0], names[1]) if home.swapped else (names[1], names[0])
-    return getattr(sf, home.strategy)(shard, replica)
+    return getattr(sf, home.strategy)(shard=shard, replica=replica)
 
 
 def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

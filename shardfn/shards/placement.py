@@ -6,15 +6,17 @@ A strategy is a row of it, a `Placement`. The functions here write the rows that
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.quant.formats import Format, check_format, int4, int8
 
+_Axes = ParamSpec("_Axes")
 Reshard = bool | Literal["step"] | tuple[str, ...]
 Keep = bool | Literal["step"] | tuple[str, ...]
 
@@ -55,7 +57,7 @@ class Placement:
         ValueError: an axis twice; `gradients` or `reshard` that do not fit `axes`.
 
     Example:
-        >>> Placement(axes=("shard",), replicas=("replica",)) == hybrid_shard("shard", "replica")
+        >>> Placement(axes=("shard",), replicas=("replica",)) == hybrid_shard(shard="shard", replica="replica")
         True
     """
 
@@ -216,6 +218,22 @@ def keep_of(way: bool | Literal["step"] | tuple[str, ...]) -> bool | Literal["st
     return not way if isinstance(way, bool) else way
 
 
+def _by_name(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:
+    """The function, which says what to write where axes come without names, in the mesh's order or in another."""
+
+    @functools.wraps(make)
+    def named(*axes: _Axes.args, **axes_by_name: _Axes.kwargs) -> Placement:
+        if axes:
+            first, second = (*map(repr, axes), *('"shard"', '"replica"')[len(axes) :])[:2]
+            raise TypeError(
+                f"{make.__name__}({', '.join(map(repr, axes))}): which axis cuts and which one repeats is said by "
+                f"name: write {make.__name__}(shard={first}, replica={second}), or the other way round"
+            )
+        return make(*axes, **axes_by_name)
+
+    return named
+
+
 Strategy = Placement | Callable[[str, tuple[int, ...]], Placement]
 """A placement for all parameters, or a function of a parameter's path and whole shape that says which."""
 
@@ -323,7 +341,8 @@ def full_shard(axis: AxisName) -> Placement:
     return Placement(axes=as_names(axis))
 
 
-def hybrid_shard(shard: AxisName, replica: AxisName) -> Placement:
+@_by_name
+def hybrid_shard(*, shard: AxisName, replica: AxisName) -> Placement:
     """Everything cut over `shard` and the same over `replica` (FSDP's HYBRID_SHARD, HSDP).
 
     Args:
@@ -338,13 +357,14 @@ def hybrid_shard(shard: AxisName, replica: AxisName) -> Placement:
         Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 
     Example:
-        >>> hybrid_shard("shard", "replica").replicas
+        >>> hybrid_shard(shard="shard", replica="replica").replicas
         ('replica',)
     """
     return Placement(axes=as_names(shard), replicas=as_names(replica))
 
 
-def hybrid_shard_zero2(shard: AxisName, replica: AxisName) -> Placement:
+@_by_name
+def hybrid_shard_zero2(*, shard: AxisName, replica: AxisName) -> Placement:
     """As `hybrid_shard`, but what forward gathered is kept for backward (FSDP's _HYBRID_SHARD_ZERO2).
 
     Args:
@@ -352,16 +372,17 @@ def hybrid_shard_zero2(shard: AxisName, replica: AxisName) -> Placement:
         replica: the axes along which such groups repeat.
 
     Returns:
-        The placement, for `shard`: `hybrid_shard(shard, replica).resharding(False)`.
+        The placement, for `shard`: `hybrid_shard(shard=shard, replica=replica).resharding(False)`.
 
     Example:
-        >>> hybrid_shard_zero2("shard", "replica").reshard
+        >>> hybrid_shard_zero2(shard="shard", replica="replica").reshard
         False
     """
-    return hybrid_shard(shard, replica).resharding(False)
+    return hybrid_shard(shard=shard, replica=replica).resharding(False)
 
 
-def hfsdp(shard: AxisName, replica: AxisName) -> Placement:
+@_by_name
+def hfsdp(*, shard: AxisName, replica: AxisName) -> Placement:
     """As `hybrid_shard`, but gradients and optimizer state are cut over `replica` too (Megatron's hybrid FSDP).
 
     Args:
@@ -373,14 +394,15 @@ def hfsdp(shard: AxisName, replica: AxisName) -> Placement:
         step all-gathers parameters over `replica`.
 
     Example:
-        >>> hfsdp("shard", "replica").gradients
+        >>> hfsdp(shard="shard", replica="replica").gradients
         ('shard', 'replica')
     """
     shard, replica = as_names(shard), as_names(replica)
     return Placement(axes=shard, replicas=replica, gradients=shard + replica)
 
 
-def hpz(shard: AxisName, replica: AxisName) -> Placement:
+@_by_name
+def hpz(*, shard: AxisName, replica: AxisName) -> Placement:
     """Everything cut over both, but backward gathers over `shard` only, from a copy that forward left (ZeRO++'s hpZ).
 
     Args:
@@ -396,15 +418,16 @@ def hpz(shard: AxisName, replica: AxisName) -> Placement:
         three parts; `zeropp` is all of them.
 
     Example:
-        >>> hpz("shard", "replica").reshard
+        >>> hpz(shard="shard", replica="replica").reshard
         ('shard',)
     """
     shard, replica = as_names(shard), as_names(replica)
     return Placement(axes=shard + replica, reshard=shard)
 
 
+@_by_name
 def zeropp(
-    shard: AxisName, replica: AxisName, *, gather: Format | None = None, reduce: Format | None = None
+    *, shard: AxisName, replica: AxisName, gather: Format | None = None, reduce: Format | None = None
 ) -> Placement:
     """As `hpz`, and what travels does so in few bits (ZeRO++): parameters in 8, gradients in 4.
 
@@ -425,13 +448,13 @@ def zeropp(
         Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023.
 
     Example:
-        >>> zeropp("shard", "replica").reduce
+        >>> zeropp(shard="shard", replica="replica").reduce
         Format(name='int4', block=64, double=False)
     """
-    return replace(hpz(shard, replica), gather=gather or int8(256), reduce=reduce or int4(64))
+    return replace(hpz(shard=shard, replica=replica), gather=gather or int8(256), reduce=reduce or int4(64))
 
 
-def mics(shard: AxisName, replica: AxisName = ()) -> Placement:
+def mics(shard: AxisName, *, replica: AxisName = ()) -> Placement:
     """As `hybrid_shard`, where `shard` is several axes that are gathered one after another (MiCS).
 
     Args:
@@ -506,7 +529,7 @@ _NAMES: dict[str, tuple[Callable[..., Placement], str]] = {
 _OVER_ALL = ("ddp", "zero1", "zero2", "shard_grad_op", "full_shard")
 
 
-def strategy(name: str, shard: AxisName = "shard", replica: AxisName = ()) -> Placement:
+def strategy(name: str, *, shard: AxisName = "shard", replica: AxisName = ()) -> Placement:
     """A strategy by any of its names: PyTorch's, Accelerate's, Lightning's, DeepSpeed's, Hugging Face's or Megatron's.
 
     A name means what it means to its owner: `"deepspeed_stage_2"` keeps parameters whole (`zero2`), `"SHARD_GRAD_OP"`
@@ -528,7 +551,7 @@ def strategy(name: str, shard: AxisName = "shard", replica: AxisName = ()) -> Pl
             asks for more than there is, such as offloading; a hybrid strategy without `replica`.
 
     Example:
-        >>> strategy("HYBRID_SHARD", shard="shard", replica="replica") == hybrid_shard("shard", "replica")
+        >>> strategy("HYBRID_SHARD", shard="shard", replica="replica") == hybrid_shard(shard="shard", replica="replica")
         True
         >>> strategy("full_shard auto_wrap") == full_shard("shard")
         True
@@ -542,7 +565,7 @@ def strategy(name: str, shard: AxisName = "shard", replica: AxisName = ()) -> Pl
             f"strategy {name!r} distinguishes two kinds of axes: pass replica= as well as shard={shard!r}: parameters, "
             f"or the copies that are gathered again, are the same over it"
         )
-    return make(shard, replica)
+    return make(shard=shard, replica=replica)
 
 
 def _known(name: Any) -> str:

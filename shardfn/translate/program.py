@@ -91,7 +91,7 @@ def _mesh(draft: Draft) -> Iterator[Line]:
 
 def _strategy(draft: Draft) -> Iterator[Line]:
     cut, names = draft.get("cut", "ddp"), axes(draft)
-    two = '"shard", "replica"' if len(names) == 2 else '("gpu", "node"), "replica"'
+    two = 'shard="shard", replica="replica"' if len(names) == 2 else '("gpu", "node"), replica="replica"'
     yield Line(f"strategy = sf.{cut}({two if len(names) > 1 else 'DATA'})", draft.of("cut", "dp_replicate"))
     tiers = {kind: draft.get(kind) for kind in ("params", "grads", "state") if draft.get(kind)}
     if tiers:

@@ -92,7 +92,7 @@ def trained() -> int:
     text = torch.frombuffer(bytearray(b"def f(x):\n    return x + 1\n" * 40), dtype=torch.uint8)
     mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
     with mock.patch.object(Checked, "finish", autospec=True, side_effect=Checked.finish) as finished:
-        train_lm.train(SMALL, mesh, (text, text.flip(0)), 3, 0, sf.hybrid_shard("shard", "replica"))
+        train_lm.train(SMALL, mesh, (text, text.flip(0)), 3, 0, sf.hybrid_shard(shard="shard", replica="replica"))
     return finished.call_count
 
 

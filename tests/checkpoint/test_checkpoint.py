@@ -42,10 +42,12 @@ DTYPES = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 PLACEMENTS: dict[str, Any] = {
-    "full_shard": lambda shard, rest: sf.hybrid_shard(shard, rest),
+    "full_shard": lambda shard, rest: sf.hybrid_shard(shard=shard, replica=rest),
     "ddp": lambda shard, rest: sf.ddp((*shard, *rest)),
     "zero1": lambda shard, rest: sf.zero1((*shard, *rest)),
-    "kept, beside copies": lambda shard, rest: sf.hybrid_shard_zero2(shard, rest) if rest else sf.shard_grad_op(shard),
+    "kept, beside copies": lambda shard, rest: (
+        sf.hybrid_shard_zero2(shard=shard, replica=rest) if rest else sf.shard_grad_op(shard)
+    ),
 }
 
 

@@ -42,7 +42,7 @@ RULES: list[Any] = [
 ]
 MESHES: list[tuple[dict[str, int], Any]] = [
     ({"shard": 4}, lambda: sf.full_shard("shard")),
-    ({"replica": 2, "shard": 2}, lambda: sf.hybrid_shard("shard", "replica")),
+    ({"replica": 2, "shard": 2}, lambda: sf.hybrid_shard(shard="shard", replica="replica")),
     ({"shard": 2, "tensor": 2}, lambda: sf.full_shard("shard")),
 ]
 

@@ -39,7 +39,7 @@ MESHES: dict[str, tuple[dict[str, int], Callable[[], Any]]] = {
     "alone": ({"shard": 1}, lambda: sf.full_shard("shard")),
     "sharded": ({"shard": 4}, lambda: sf.full_shard("shard")),
     "the same everywhere": ({"shard": 4}, lambda: sf.ddp("shard")),
-    "hybrid": ({"replica": 2, "shard": 2}, lambda: sf.hybrid_shard("shard", "replica")),
+    "hybrid": ({"replica": 2, "shard": 2}, lambda: sf.hybrid_shard(shard="shard", replica="replica")),
     "tensor parallel": ({"shard": 2, "tensor": 2}, lambda: sf.full_shard("shard")),
     "pipelined": ({"shard": 2, "pipe": 2}, lambda: at_places),
 }

@@ -137,9 +137,9 @@ def tree(seed: int) -> Any:
 
 PLANS: dict[str, sf.Placement] = {
     "full_shard": sf.full_shard(DATA),
-    "hybrid_shard": sf.hybrid_shard("shard", "replica"),
+    "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
     "zero1": sf.zero1(DATA),
-    "hfsdp": sf.hfsdp("shard", "replica"),
+    "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
 }
 OPTIMIZERS: dict[str, Callable[[], so.Optimizer]] = {
     "adamw": lambda: so.adamw(0.1),

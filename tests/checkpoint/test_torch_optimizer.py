@@ -329,10 +329,11 @@ def at_places(path: str, shape: tuple[int, ...]) -> sf.Placement:
     return sf.full_shard("shard").at(pipe=len(path) % 2)
 
 
+HFSDP = sf.hfsdp(shard="shard", replica="replica")
 PLACED: dict[str, Callable[[Any], Any]] = {
     "full": lambda tree: sf.shard(tree, mesh_of(shard=4), sf.full_shard("shard"), frozen=r".*frozen"),
     "zero1": lambda tree: sf.shard(tree, mesh_of(shard=4), sf.zero1("shard"), stages="", frozen=r".*frozen"),
-    "hfsdp": lambda tree: sf.shard(tree, mesh_of(replica=2, shard=2), sf.hfsdp("shard", "replica"), frozen=".*frozen"),
+    "hfsdp": lambda tree: sf.shard(tree, mesh_of(replica=2, shard=2), HFSDP, frozen=".*frozen"),
     "tensor": lambda tree: sf.shard(tree, mesh_of(shard=2, tensor=2), sf.full_shard("shard"), frozen=".*frozen",
                                     specs=sf.by_path([(r".*\.w", sf.P(None, "tensor"))], strict=False)),
     "pipe": lambda tree: sf.shard(tree, mesh_of(shard=2, pipe=2), at_places, frozen=".*frozen"),

@@ -205,7 +205,7 @@ def hybrid(placement: sf.Placement) -> Any:
 @pytest.mark.world(4, "threads")
 def test_a_hybrid_step_sums_each_piece_over_the_replicas(world: World) -> None:
     n = len(NAMES)
-    for found, scattered, reduced, total in world.run(hybrid, sf.hybrid_shard("shard", "replica")):
+    for found, scattered, reduced, total in world.run(hybrid, sf.hybrid_shard(shard="shard", replica="replica")):
         assert found == {
             ("all_gather", ("shard",), True, False): n,
             ("all_gather", ("shard",), True, True): n - 3,
@@ -213,7 +213,7 @@ def test_a_hybrid_step_sums_each_piece_over_the_replicas(world: World) -> None:
             ("all_reduce", ("replica",), True, True): n,
         }
         assert (scattered, reduced) == (total, total)
-    for found, *_ in world.run(hybrid, sf.hybrid_shard_zero2("shard", "replica")):
+    for found, *_ in world.run(hybrid, sf.hybrid_shard_zero2(shard="shard", replica="replica")):
         assert found["all_gather", ("shard",), True, True] == 0
     for found, _, reduced, total in world.run(hybrid, sf.ddp(("replica", "shard"))):
         assert found == {("all_reduce", ("replica", "shard"), True, True): n}

@@ -104,7 +104,7 @@ def of_uneven_rows() -> tuple[list[int], float, float]:
     with losses_in_float64(), norms_in_float64():
         module, _ = example.made("llama", torch.float64, **MORE["llama"])
         assert all(p.is_meta for p in module.parameters())
-        model, params = example.sharded(module, None, mesh, sf.hybrid_shard("shard", "replica"))
+        model, params = example.sharded(module, None, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
 
         def loss(params: Any) -> Tensor:
             own = sf.local_slice(rows, data)

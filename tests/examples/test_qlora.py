@@ -34,7 +34,10 @@ def repeated(line: bytes) -> example.Data:
 
 def chain(replica: int, shard: int, out: Path) -> tuple[Rows, float]:
     """What a whole run gives, and the bits per byte of the adapters that it leaves in files."""
-    mesh, strategy = sf.make_mesh(device="cpu", replica=replica, shard=shard), sf.hybrid_shard("shard", "replica")
+    mesh, strategy = (
+        sf.make_mesh(device="cpu", replica=replica, shard=shard),
+        sf.hybrid_shard(shard="shard", replica="replica"),
+    )
     python, cpp = repeated(b"def f(x):\n    return x + 1\n"), repeated(b"int f(int x) {\n  return x + 1;\n}\n")
     task = example.Task(TINY, mesh, strategy, bytes_tokenizer(), python, cpp, STEPS, seed=0)
     with losses_in_float64(), norms_in_float64():

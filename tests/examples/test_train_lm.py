@@ -89,7 +89,7 @@ def test_the_loss_is_the_mean_over_all_tokens() -> None:
         )
         logits = train_lm.model(params, tokens[:, :-1], TINY)
         alone = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        cut = sf.shard(params, mesh, sf.hybrid_shard("shard", "replica"))
+        cut = sf.shard(params, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
         return loss(cut, tokens).item(), alone.item()
 
     for sharded, alone in world(4).run(body):

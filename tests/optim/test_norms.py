@@ -33,8 +33,8 @@ CASES: dict[str, tuple[dict[str, int], sf.Strategy, Any]] = {
     "full_shard": ({"shard": 4}, sf.full_shard("shard"), P()),
     "ddp": ({"data": 4}, sf.ddp("data"), P()),
     "zero1": ({"data": 4}, sf.zero1("data"), P()),
-    "hybrid_shard": ({"replica": 2, "shard": 2}, sf.hybrid_shard("shard", "replica"), P()),
-    "hfsdp": ({"replica": 2, "shard": 2}, sf.hfsdp("shard", "replica"), P()),
+    "hybrid_shard": ({"replica": 2, "shard": 2}, sf.hybrid_shard(shard="shard", replica="replica"), P()),
+    "hfsdp": ({"replica": 2, "shard": 2}, sf.hfsdp(shard="shard", replica="replica"), P()),
     "uncut": ({"shard": 4}, sf.uncut(sf.full_shard("shard"), below=20), P()),
     "full_shard x tensor": ({"shard": 2, "tensor": 2}, sf.full_shard("shard"), SPECS),
     "ddp x tensor": ({"data": 2, "tensor": 2}, sf.ddp("data"), SPECS),
@@ -173,7 +173,7 @@ def scaled_run(strategy: sf.Placement) -> Any:
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
     "strategy",
-    [sf.hybrid_shard("shard", "replica"), sf.ddp(("replica", "shard")), sf.zero1(("replica", "shard"))],
+    [sf.hybrid_shard(shard="shard", replica="replica"), sf.ddp(("replica", "shard")), sf.zero1(("replica", "shard"))],
     ids=str,
 )
 def test_an_overflow_on_one_rank_is_skipped_by_all(world: World, strategy: sf.Placement) -> None:

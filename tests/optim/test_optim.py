@@ -236,7 +236,7 @@ def cut_further(name: str, replicated: bool) -> tuple[float, float]:
     """The distance from one process, and the state's elements over the parameters'."""
     mesh = sf.make_mesh(device="cpu", replica=2, shard=2)
     strategy, axis = (sf.ddp(("replica", "shard")), ("replica", "shard")) if replicated else (
-        sf.hybrid_shard("shard", "replica"), "replica")  # fmt: skip
+        sf.hybrid_shard(shard="shard", replica="replica"), "replica")  # fmt: skip
     rows = tokens(12)
     mine = rows.tensor_split(4)[mesh.get_rank()]
     want = by_one_process(name)

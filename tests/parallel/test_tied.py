@@ -71,10 +71,10 @@ def furthest(got: Any, wanted: Any) -> float:
 
 
 TABLES = {
-    "the same along pipe": sf.hybrid_shard("shard", "pipe"),
+    "the same along pipe": sf.hybrid_shard(shard="shard", replica="pipe"),
     "whole": sf.ddp(("pipe", "shard")),
     "gradients cut": sf.zero1(("shard", "pipe")),
-    "kept for the step": sf.hybrid_shard("shard", "pipe").resharding("step"),
+    "kept for the step": sf.hybrid_shard(shard="shard", replica="pipe").resharding("step"),
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"remat": True}, {"schedule": "gpipe"}]
 

@@ -35,7 +35,7 @@ def trained(folder: str, steps: int, **more: Any) -> tuple[int, list[float], lis
     mesh = sf.make_mesh(device="cpu", replica=replica, shard=-1)
     source = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     batches = sf.run.batches(source, mesh, DATA, 8, seed=3, last="wrap")
-    params = sf.init_sharded([maker] * 3, 0, mesh, sf.hybrid_shard("shard", "replica"))
+    params = sf.init_sharded([maker] * 3, 0, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     optimizer, seen = so.adamw(1e-2), []
 
     @sf.shard_map(mesh=mesh, in_specs=(..., P(DATA)), out_specs=(..., P(), P()))

@@ -92,7 +92,7 @@ def test_a_shard_is_pickled_and_copied(world: World) -> None:
 def described() -> str:
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     plain = {"blocks": [{"w": torch.zeros(4, 4), "b": torch.zeros(4, dtype=torch.bfloat16)}]}
-    flat = sf.shard(plain, mesh, sf.hybrid_shard("shard", "replica"), frozen=[".*b"])
+    flat = sf.shard(plain, mesh, sf.hybrid_shard(shard="shard", replica="replica"), frozen=[".*b"])
     return repr(flat["blocks"][0]["float32"]) + repr(flat["blocks"][0]["bfloat16 frozen"])
 
 

@@ -156,7 +156,7 @@ def test_copies_of_what_is_on_disk(world: World, tmp_path: Path) -> None:
 def gathered(scratch: Path) -> list[bool]:
     """Whole parameters again, and no page of what they were gathered from is left."""
     mesh = sf.make_mesh(device="cpu", scratch=scratch, replica=2, shard=2)
-    away = sf.shard(whole(), mesh, sf.hybrid_shard("shard", "replica").on(params="disk"))
+    away = sf.shard(whole(), mesh, sf.hybrid_shard(shard="shard", replica="replica").on(params="disk"))
     plain = [sf.unshard(away), sf.unshard(away, ranks=[3]), sf.unshard(away, to="cpu")]
     some = sf.unshard(away, only=r"blocks\.1\.w", ranks=[0, 3])
     sf.assert_replicated(away)

@@ -57,7 +57,10 @@ def strategies_on(sizes: dict[str, int]) -> list[sf.Placement]:
     names = tuple(sizes)
     found = [sf.full_shard(names), sf.full_shard(names[::-1]), sf.ddp(names), sf.shard_grad_op(names[-1])]
     if len(names) == 2:
-        found += [sf.hybrid_shard(names[1], names[0]), sf.hybrid_shard_zero2(names[0], names[1])]
+        found += [
+            sf.hybrid_shard(shard=names[1], replica=names[0]),
+            sf.hybrid_shard_zero2(shard=names[0], replica=names[1]),
+        ]
     return found
 
 
@@ -705,7 +708,7 @@ def test_a_stream_is_cut_as_it_comes(world: World) -> None:
 def unshard_more(cosines: Any) -> Any:
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     plain = {"a": {"w": torch.arange(6.0).double()}, "b": torch.arange(5.0).double()}
-    flat = sf.shard(plain, mesh, sf.hybrid_shard("shard", "replica"))
+    flat = sf.shard(plain, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     mixed = sf.unshard({"p": flat, "step": 3, "none": None, "x": torch.ones(2)})
     assert mixed["step"] == 3
     assert same(mixed["p"], plain)
@@ -714,7 +717,7 @@ def unshard_more(cosines: Any) -> Any:
         sf.unshard(flat)
     assert [(one.op, one.axis) for one in log.records] == [("all_gather", ("shard",))] * 2
     # linear and V -> I: what all ranks hold has one gradient, of which each gets its piece
-    c = sf.shard(cosines, mesh, sf.hybrid_shard("shard", "replica"))
+    c = sf.shard(cosines, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     g = torch.func.grad(lambda p: sum(x.sin().sum() for x in optree.tree_leaves(sf.unshard(p))))(flat)
     return max((x - y).abs().max().item() for x, y in zip(optree.tree_leaves(sf.unshard(g)),
                                                         optree.tree_leaves(sf.unshard(c)), strict=True))  # fmt: skip

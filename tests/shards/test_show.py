@@ -114,7 +114,7 @@ def test_each_rank_holds_what_is_told_of_it() -> None:
 def test_one_rank_is_enough_and_nothing_is_computed() -> None:
     def body() -> str:
         mesh = sf.make_mesh(device="cpu", **FOUR)
-        params = sf.shard(whole(), mesh, sf.hybrid_shard("shard", "replica"))
+        params = sf.shard(whole(), mesh, sf.hybrid_shard(shard="shard", replica="replica"))
         state = so.adamw(0.1).init(params)
         if mesh.get_rank() == 2:
             with Untouched(), sf.ledger() as log:
@@ -130,7 +130,7 @@ def test_one_rank_is_enough_and_nothing_is_computed() -> None:
 def test_positions_hold_what_is_told_of_them() -> None:
     def body(mesh: Any) -> int:
         tree, compared = {"w": torch.arange(640.0).view(40, 16), "b": torch.arange(7.0)}, 0
-        layout = sf.shard({"top": tree}, mesh, sf.hybrid_shard("shard", "replica"))["top"].layout
+        layout = sf.shard({"top": tree}, mesh, sf.hybrid_shard(shard="shard", replica="replica"))["top"].layout
         for number, entry in enumerate(layout.entries):
             values = tree[entry.path.removeprefix("top.")]
             for words in listing.held_by(layout, number, None):
@@ -158,7 +158,7 @@ def pretended(body: Callable[[Any], Any], **sizes: int) -> Any:
 def test_a_page() -> None:
     def body(mesh: Any) -> str:
         ways = {"embed": sf.full_shard(("replica", "shard")), "head": sf.ddp(("replica", "shard"))}
-        node = sf.hybrid_shard_zero2("shard", "replica")
+        node = sf.hybrid_shard_zero2(shard="shard", replica="replica")
         params = sf.shard(whole(), mesh, lambda path, _: ways.get(path.split(".")[0], node), frozen="embed")
         return sf.show(params).text(100)
 
@@ -176,7 +176,7 @@ def test_stages_that_differ_are_told_apart() -> None:
 
 def test_large_meshes_are_told_by_their_axes() -> None:
     def body(mesh: Any) -> list[str]:
-        params = sf.shard({"w": torch.ones(40, 64)}, mesh, sf.hybrid_shard("shard", "replica"))
+        params = sf.shard({"w": torch.ones(40, 64)}, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
         return sf.show(params).text(100).splitlines()
 
     lines = pretended(body, replica=64, shard=4)
@@ -205,9 +205,9 @@ def test_what_is_said_of_a_stage() -> None:
         both = ("replica", "shard")
         strategies = {
             "step": sf.full_shard(both).resharding("step"),
-            "copy": sf.hpz("shard", "replica"),
-            "bits": sf.zeropp("shard", "replica"),
-            "further": sf.hfsdp("shard", "replica"),
+            "copy": sf.hpz(shard="shard", replica="replica"),
+            "bits": sf.zeropp(shard="shard", replica="replica"),
+            "further": sf.hfsdp(shard="shard", replica="replica"),
         }
         said = {}
         for name, strategy in strategies.items():
@@ -342,7 +342,7 @@ class Terminal(io.StringIO):
 
 def test_lines_are_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(mesh: Any) -> list[int]:
-        params = sf.shard(whole(), mesh, sf.hybrid_shard("shard", "replica"))
+        params = sf.shard(whole(), mesh, sf.hybrid_shard(shard="shard", replica="replica"))
         return [max(map(len, sf.show(params).text(width).splitlines())) for width in (80, 120, 200)]
 
     found = pretended(body, **FOUR)
@@ -362,7 +362,7 @@ def test_a_notebook_gets_the_text_in_colors(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_picture_has_every_stage_and_who_holds_it(tmp_path: Path) -> None:
     def body(mesh: Any) -> tuple[list[str], int]:
-        ways, node = {"head": sf.ddp(("replica", "shard"))}, sf.hybrid_shard("shard", "replica")
+        ways, node = {"head": sf.ddp(("replica", "shard"))}, sf.hybrid_shard(shard="shard", replica="replica")
         params = sf.shard(whole(), mesh, lambda path, _: ways.get(path.split(".")[0], node), frozen="embed")
         shown = sf.show({"params": params, "plain": torch.ones(3)})
         for kind in ("png", "svg"):
@@ -386,7 +386,7 @@ def test_a_picture_has_every_stage_and_who_holds_it(tmp_path: Path) -> None:
 def test_a_picture_of_thousands_of_ranks_is_a_picture() -> None:
     def body(mesh: Any) -> int:
         ways = {"embed": sf.full_shard(("replica", "shard")), "head": sf.ddp(("replica", "shard"))}
-        node = sf.hybrid_shard("shard", "replica")
+        node = sf.hybrid_shard(shard="shard", replica="replica")
         params = sf.shard(whole(blocks=30), mesh, lambda path, _: ways.get(path.split(".")[0], node))
         meta = optree.tree_map(lambda x: x.to("meta"), params)
         (axes,) = sf.show(meta).figure().axes

@@ -40,11 +40,11 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 NAMED: dict[str, sf.Placement] = {"ddp": sf.ddp(DATA), "zero1": sf.zero1(DATA), "zero2": sf.zero2(DATA)} | STRATEGIES
 OWN: dict[str, sf.Placement] = {
     "optimizer cut within nodes": sf.Placement(replicas=DATA, gradients=("shard",)),
-    "hpz, hierarchical": dataclasses.replace(sf.hpz("shard", "replica"), hierarchical=True),
+    "hpz, hierarchical": dataclasses.replace(sf.hpz(shard="shard", replica="replica"), hierarchical=True),
     "mics the other way": sf.mics(DATA),
     "once a step": sf.full_shard(DATA).resharding("step"),
-    "hfsdp, kept": sf.hfsdp("shard", "replica").resharding(False),
-    "hfsdp, once a step": sf.hfsdp("shard", "replica").resharding("step"),
+    "hfsdp, kept": sf.hfsdp(shard="shard", replica="replica").resharding(False),
+    "hfsdp, once a step": sf.hfsdp(shard="shard", replica="replica").resharding("step"),
 }
 
 
@@ -433,10 +433,24 @@ def test_older_spellings_mean_the_same() -> None:
 
 
 def test_axes_are_a_name_or_a_tuple_of_names() -> None:
-    assert sf.Placement("a", "b", gradients=("a", "b")) == sf.hfsdp("a", "b")
+    assert sf.Placement("a", "b", gradients=("a", "b")) == sf.hfsdp(shard="a", replica="b")
     for wrong in (["a"], 3, ("a", 1)):
         with pytest.raises(TypeError, match="a string or a tuple of them"):
             sf.Placement(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [sf.hybrid_shard, sf.hybrid_shard_zero2, sf.hfsdp, sf.hpz, sf.zeropp])
+def test_axes_of_two_kinds_are_told_apart_by_name(make: Any) -> None:
+    """The mesh's order is another one, and a program with the two exchanged trains all the same."""
+    call = re.escape(f"write {make.__name__}(shard='a', replica='b')")
+    with pytest.raises(TypeError, match=call):
+        make("a", "b")
+    with pytest.raises(TypeError, match=re.escape(f"""write {make.__name__}(shard='a', replica="replica")""")):
+        make("a")
+    assert make(shard="a", replica="b").axes[0] == "a"
+    for two in (lambda: sf.mics("a", "b"), lambda: sf.strategy("hsdp", "a", "b")):  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match="positional"):
+            two()
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names() -> None:

@@ -36,7 +36,7 @@ STRATEGIES: dict[str, sf.Strategy] = {
         for name in ("full_shard", "shard_grad_op", "hybrid_shard", "hfsdp", "hpz", "mics")
     },
     "step": sf.full_shard(DATA).resharding("step"),
-    "uncut": sf.uncut(sf.hybrid_shard("shard", "replica"), below=20),
+    "uncut": sf.uncut(sf.hybrid_shard(shard="shard", replica="replica"), below=20),
 }
 OPTIONS: list[dict[str, Any]] = [
     {}, {"remat": True}, {"reshard": False}, {"prefetch": 0}, {"prefetch": 2}, {"remat": True, "prefetch": 2},

@@ -21,8 +21,8 @@ D = torch.float64
 STRATEGIES: dict[str, Callable[..., Any]] = {
     "full_shard": lambda: sf.full_shard("data"),
     "shard_grad_op": lambda: sf.shard_grad_op("data"),
-    "hybrid_shard": lambda: sf.hybrid_shard("data", "replica"),
-    "hybrid_replicas": lambda: sf.hybrid_shard("replica", "data"),
+    "hybrid_shard": lambda: sf.hybrid_shard(shard="data", replica="replica"),
+    "hybrid_replicas": lambda: sf.hybrid_shard(shard="replica", replica="data"),
     "ddp": lambda: sf.ddp("data"),
     "zero1": lambda: sf.zero1("data"),
 }

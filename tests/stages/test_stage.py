@@ -364,7 +364,7 @@ def on_one_rank() -> Any:
     mesh = sf.make_mesh(shard=1, replica=1, device="cpu")
     plain = params()
     found = {}
-    for strategy in (sf.full_shard("shard"), sf.ddp("replica"), sf.hybrid_shard("shard", "replica")):
+    for strategy in (sf.full_shard("shard"), sf.ddp("replica"), sf.hybrid_shard(shard="shard", replica="replica")):
         for engine in ENGINES:
             flat = sf.shard(plain, mesh, strategy)
             with sf.ledger() as log:

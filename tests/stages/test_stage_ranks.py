@@ -393,9 +393,9 @@ def other_blocks(strategy: str) -> None:
     chosen: Any = {
         "ddp": sf.ddp(("replica", "shard")),
         "zero1": sf.zero1(("replica", "shard")),
-        "hybrid_shard": sf.hybrid_shard("shard", "replica"),
-        "hfsdp": sf.hfsdp("shard", "replica"),
-        "hpz": sf.hpz("shard", "replica"),
+        "hybrid_shard": sf.hybrid_shard(shard="shard", replica="replica"),
+        "hfsdp": sf.hfsdp(shard="shard", replica="replica"),
+        "hpz": sf.hpz(shard="shard", replica="replica"),
     }[strategy]
     blocks = sf.shard([{"w": torch.full((8, 8), 0.1, dtype=torch.float64)} for _ in range(2)], mesh, chosen)
     staged = sf.stage(lambda p, x: x @ p["w"])

@@ -152,7 +152,7 @@ class Interrupted(Exception):
 def interrupted(defer: Any) -> Any:
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
     plain = params()
-    flat = sf.shard(plain, mesh, sf.hybrid_shard("shard", "replica"))
+    flat = sf.shard(plain, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     x = normal(4, D, seed=5)
 
     def loss(ps: Any, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def test_after_an_exception_the_next_step_is_clean(world: World, defer: Any) -> 
 
 def counted(defer: Any, k: int) -> Any:
     mesh = sf.make_mesh(replica=2, shard=2, device="cpu")
-    flat = sf.shard(params(), mesh, sf.hybrid_shard("shard", "replica"))["blocks"]
+    flat = sf.shard(params(), mesh, sf.hybrid_shard(shard="shard", replica="replica"))["blocks"]
     x = normal(2 * k, D, seed=5)
 
     def loss(ps: Any, x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def replicas_initialised_differently_hybrid(shard_map, mesh):
     def loss_fn(params, x, y):
         return sf.psum(squares(layer(params["layer"], x), y), BOTH) / COUNT
 
-    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hybrid_shard("shard", "replica"))
+    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     # fix: pass
     params = optree.tree_map(lambda values: values * (1 + mesh.get_local_rank("replica")), params)
     return train(shard_map, mesh, loss_fn, params, X, Y, axes=BOTH, specs=...)

@@ -136,7 +136,7 @@ def psum_of_hybrid_gradients(shard_map, mesh):
         # fix: return sgd(params, grads), loss
         return sgd(params, sf.psum(grads, "replica")), loss  # here
 
-    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hybrid_shard("shard", "replica"))
+    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     return step(params, part(X, mesh, *BOTH), part(Y, mesh, *BOTH))
 
 

@@ -103,7 +103,7 @@ def psum_forgotten_hybrid(shard_map, mesh):
         # fix: return sf.psum(total, BOTH) / sf.psum(y.numel(), BOTH)
         return sf.psum(total, "shard") / sf.psum(y.numel(), "shard")  # here
 
-    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hybrid_shard("shard", "replica"))
+    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
     return train(shard_map, mesh, loss_fn, params, X, Y, axes=BOTH, specs=...)
 
 
@@ -121,7 +121,7 @@ def psum_forgotten_hfsdp_with_an_optimizer(shard_map, mesh):
         grads = sf.grad(loss_fn)(params, x, y)
         return opt.step(params, grads, state)[0]
 
-    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hfsdp("shard", "replica"))
+    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hfsdp(shard="shard", replica="replica"))
     return step(params, opt.init(params), part(X, mesh, *BOTH), part(Y, mesh, *BOTH))
 
 
