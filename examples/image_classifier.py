@@ -155,7 +155,7 @@ def train(
 ) -> tuple[interop.Functional, Run]:
     """The same seed gives the same losses and buffers on any mesh, by any strategy, up to rounding."""
     model = interop.functional(module.to(mesh.device_type), sync_batch_norm=DATA)
-    params, buffers = sf.shard(model.tree, mesh, strategy, frozen=model.frozen), model.buffers
+    params, buffers = model.shard(mesh, strategy), model.buffers
     training, held_out = digits(config.dtype)
     batches = sf.run.batches(training, mesh, DATA, config.batch, seed)
     optimizer = adamw(config.rate, config.warmup, steps, config.decay, config.clip)

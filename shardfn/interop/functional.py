@@ -27,8 +27,12 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.spec import P, joined
 from shardfn.mesh.which import Chosen, Which, chosen, listed
 from shardfn.shards.layout import FlatShard, Layout
-from shardfn.shards.sharding import Specs, unshard
+from shardfn.shards.placement import Strategy
+from shardfn.shards.sharding import Specs, shard, unshard
 from shardfn.stages.stage import layers, stage
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 SMALL = 2**14
 
@@ -66,7 +70,7 @@ def functional(
         small: what holds fewer parameters than this, and was not chosen, is loose.
         sync_batch_norm: the axes over which a batch is cut: batch norms use the statistics of all of it.
         tensor: how tensor parallelism cuts layers: a table of ends of module paths -> words, such as `interop.LLAMA`
-            and `interop.GPT2`; or "auto", the table that the model's classes ship. Pass `specs=model.specs` to `shard`.
+            and `interop.GPT2`; or "auto", the table that the model's classes ship.
         tensor_axis: the mesh axis that cuts them; where the mesh has no such axis, they are whole.
         compile: True, or the arguments of `torch.compile`, which the forward of each stage goes through.
         stage_options: `remat`, `reshard`, `prefetch`, `gather_dtype`, ... of `shardfn.stage`, for all of them.
@@ -81,8 +85,7 @@ def functional(
 
     Example:
         ``model = functional(transformers.LlamaForCausalLM(config), remat=True)``, then
-        ``params = sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen)`` and
-        ``model(params, input_ids=tokens).logits``
+        ``params = model.shard(mesh, sf.full_shard("shard"))`` and ``model(params, input_ids=tokens).logits``
     """
     unknown = sorted(set(stage_options) - _STAGE_OPTIONS)
     if unknown:
@@ -119,14 +122,15 @@ class Functional:
     """A module as a function of parameters; `functional` makes it.
 
     Attributes:
-        tree: the parameters that the module had: a dict of stage path -> {name: tensor}. `shard` takes it, and whatever
-            else makes parameters of the same structure. Drop it, `del model.tree`, when it is not needed any more.
-        frozen: patterns of those that need no gradient, as `shard(frozen=...)` takes them.
+        tree: the parameters that the module had: a dict of stage path -> {name: tensor}. `shard` cuts it, and takes
+            whatever else makes parameters of the same structure. Drop it, `del model.tree`, when it is not needed any
+            more.
+        frozen: patterns of those that need no gradient, as `shardfn.shard(frozen=...)` takes them.
         buffers: by name, as the module had them.
         names: every name that the module has for a parameter -> the one in the tree; they differ where it is tied.
         module: the shell.
         stages: paths of the stages.
-        specs: how `tensor` cuts parameters, as `shard(specs=...)` takes it.
+        specs: how `tensor` cuts parameters, as `shardfn.shard(specs=...)` takes it.
     """
 
     def __init__(
@@ -165,6 +169,7 @@ class Functional:
         }
         if sync_batch_norm is not None:
             self._instead = {m: synchronised(m, sync_batch_norm) for m in module.modules() if is_batch_norm(m)}
+        self._plan = plan
         self.specs: Specs = P() if plan is None else plan.spec
         self._tensor = None if plan is None else TensorParallel(plan)
         if self._tensor is not None:
@@ -280,6 +285,24 @@ class Functional:
         known |= changed
         return out, {name: known[key] for name, key in self._same.items()}
 
+    def shard(self, mesh: DeviceMesh, strategy: Strategy, *, frozen: Which | None = None) -> Any:
+        """The parameters that the module had, cut into flat shards: `shardfn.shard` with what this model asks for.
+
+        Args:
+            mesh: as for `shardfn.shard`.
+            strategy: as for `shardfn.shard`.
+            frozen: as for `shardfn.shard`; default: the parameters whose `requires_grad` was False.
+
+        Returns:
+            The parameters, of the structure of `tree`, cut as `tensor` says, too.
+
+        Raises:
+            ValueError: `tree` was deleted, or has no values; and as `shardfn.shard`.
+        """
+        if not hasattr(self, "tree"):
+            raise ValueError("shard: model.tree has the parameters, and was deleted: shard before that")
+        return shard(self.tree, mesh, strategy, frozen=self.frozen if frozen is None else frozen, specs=self.specs)
+
     def state_dict(self, params: Any) -> dict[str, Tensor]:
         """Whole parameters by the module's own names, aliases too, on every rank.
 
@@ -338,7 +361,19 @@ class Functional:
                         f"these are not the parameters of this {type(self.module).__name__}: {name} is {list(there)} "
                         f"there, and {list(shape)} in the module"
                     )
+                if self._plan is not None and entry.path == name:
+                    self._refuse_whole(self._plan, name, shape, entry.spec, layout)
         self._fitting[id(layout)] = layout
+
+    def _refuse_whole(self, plan: TensorPlan, name: str, shape: tuple[int, ...], spec: P, layout: Layout) -> None:
+        """Raises ValueError for a parameter that every rank along the axis of `tensor` has whole, and should not."""
+        ranks = dict(layout.grid.sizes).get(plan.axis, 1)
+        if ranks > 1 and plan.axis in plan.spec(name, shape).axes and plan.axis not in spec.axes:
+            raise ValueError(
+                f"{name} of {type(self.module).__name__} is whole on each of {ranks} ranks along {plan.axis!r}, where "
+                f"tensor= cuts it as {plan.spec(name, shape)}: write params = model.shard(mesh, strategy), or pass "
+                f"specs=model.specs to whoever places other values"
+            )
 
     def _check_adapters(self, adapters: Mapping[str, Any]) -> None:
         known = {*self._units, self._loose.path}

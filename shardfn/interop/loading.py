@@ -29,7 +29,7 @@ from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes
-from shardfn.mesh.spec import P, dotted
+from shardfn.mesh.spec import dotted
 from shardfn.mesh.which import Which, listed
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
@@ -57,7 +57,7 @@ def load(
     source: int | None = None,
     as_stored: bool = False,
     frozen: Which | None = None,
-    specs: Specs = P(),  # noqa: B008  # immutable
+    specs: Specs | None = None,
     strict: bool = True,
     ignore: str | Iterable[str] = (),
 ) -> Any:
@@ -88,7 +88,7 @@ def load(
         as_stored: whether parameters that the files have in few bits stay in them, whatever `model.tree` has: they
             become `quant.Packed`, and are not trained.
         frozen: as for `shardfn.shard`; default: `model.frozen`.
-        specs: as for `shardfn.shard`.
+        specs: as for `shardfn.shard`; default: `model.specs`.
         strict: whether the files must hold exactly what the model has. If not, extra tensors are ignored, missing ones
             stay as the module had them, and the log of `shardfn` says so. What the module has on the device meta, and
             other shapes, are still errors.
@@ -108,7 +108,8 @@ def load(
     """
     expect_functional("load", model)
     grid, rank = grid_of(mesh), process_groups.global_rank()
-    rules = Rules(mesh, strategy, None, model.frozen if frozen is None else frozen, specs, "global", filled=False)
+    frozen, specs = model.frozen if frozen is None else frozen, model.specs if specs is None else specs
+    rules = Rules(mesh, strategy, None, frozen, specs, "global", filled=False)
     _check(model, source, as_stored, mesh, sorted(grid.ranks))
     team, what = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
     reads = source is None or source == rank

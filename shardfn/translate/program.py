@@ -122,8 +122,7 @@ def _model(draft: Draft) -> Iterator[Line]:
         yield Line(")")
     else:
         yield Line("model = interop.functional(module)")
-    specs = ", specs=model.specs" if draft.get("tensor", 1) > 1 else ""
-    yield Line(f"params = sf.shard(model.tree, mesh, strategy, frozen=model.frozen{specs})")
+    yield Line("params = model.shard(mesh, strategy)")
 
 
 def _options(draft: Draft) -> Iterator[tuple[str, tuple[str, ...]]]:

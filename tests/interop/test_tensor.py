@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import shardfn as sf
 from shardfn import P
-from shardfn.interop import GPT2, LLAMA, functional
+from shardfn.interop import GPT2, LLAMA, functional, load
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.test_functional import laid, off, product
@@ -166,7 +166,7 @@ def loss_of(name: str, model: Any) -> Any:
 
 def made(name: str, mesh: Any, strategy: str = "full_shard", **options: Any) -> tuple[Any, Any]:
     model = functional(build(name), tensor=MODELS[name][1], **{"small": 512, **options})
-    return model, sf.shard(model.tree, mesh, STRATEGIES[strategy], frozen=model.frozen, specs=model.specs)
+    return model, model.shard(mesh, STRATEGIES[strategy])
 
 
 def mapped(f: Any, mesh: Any) -> Any:
@@ -269,7 +269,7 @@ def behaviours() -> dict[str, Any]:
     def step(make: Callable[[], nn.Module], table: Any, batch: zoo.Batch = batch, kind: str = "embedded") -> Any:
         torch.manual_seed(0)
         model = functional(make().double(), tensor=table, small=100)
-        params = sf.shard(model.tree, mesh, sf.full_shard("shard"), specs=model.specs)
+        params = model.shard(mesh, sf.full_shard("shard"))
         return mapped(lambda p: sf.value_and_grad(loss_of(kind, model))(p, batch), mesh)(params)
 
     refused("heads", lambda: step(lambda: causal("Llama", num_key_value_heads=1), LLAMA, kind="llama"))
@@ -299,22 +299,29 @@ def behaviours() -> dict[str, Any]:
         torch.manual_seed(0)
         table = {f"layers.*.0.{key[9:]}": word for key, word in ATTEND.items()}
         model = functional(make().double(), tensor=table, small=100)
-        params = sf.shard(model.tree, mesh, sf.full_shard("shard"), specs=model.specs)
+        params = model.shard(mesh, sf.full_shard("shard"))
         torch.manual_seed(seed)
         return mapped(lambda p: sf.value_and_grad(loss_of("attend", model))(p, batch), mesh)(params)
 
     refused("seeds", lambda: dropped(rank))
     found["same seeds"] = float(dropped(3)[0])
 
-    def specs(make: Any) -> Any:
+    def away(place: Any) -> Any:
         torch.manual_seed(0)
         model = functional(Stack(Normed).double(), tensor={**UP, "layers.*.norm": "replicated_with_grad_allreduce"})
-        params = sf.shard(model.tree, mesh, sf.full_shard("shard"), specs=make(model))
+        params = place(model)
         want = model(model.tree, **batch)
         return float((mapped(lambda p: model(p, **batch), mesh)(params) - want).abs().max())
 
-    found["forgotten"] = specs(lambda model: P())
-    refused("other", lambda: specs(lambda model: lambda path, shape: P("tensor") if "down.weight" in path else P()))
+    def of_another(model: Any) -> Any:
+        return lambda path, shape: P("tensor") if path.endswith("down.weight") else model.specs(path, shape)
+
+    strategy = sf.full_shard("shard")
+    found["sharded"] = away(lambda model: model.shard(mesh, strategy))
+    found["loaded"] = away(lambda model: load(model.state_dict(model.tree), model, mesh, strategy))
+    refused("forgotten", lambda: away(lambda model: sf.shard(model.tree, mesh, strategy)))
+    refused("forgotten by load", lambda: away(lambda m: load(m.state_dict(m.tree), m, mesh, strategy, specs=P())))
+    refused("other", lambda: away(lambda model: sf.shard(model.tree, mesh, strategy, specs=of_another(model))))
     refused(
         "path",
         lambda: sf.shard({"w": torch.ones(4)}, mesh, sf.full_shard("shard"), specs=made("normed", mesh)[0].specs),
@@ -335,6 +342,8 @@ MESSAGES: dict[str, tuple[str, ...]] = {
     "rows": ("lm_head.weight has shape (41, 32)", "pad it to 42"),
     "batch": ("differ between ranks", "cut the batch over other axes"),
     "seeds": ("differs between ranks", "seed these ranks alike"),
+    "forgotten": ("is whole on each of 2 ranks along 'tensor'", "params = model.shard(mesh, strategy)"),
+    "forgotten by load": ("is whole on each of 2 ranks along 'tensor'", "params = model.shard(mesh, strategy)"),
     "other": ("layers.0.down.weight came as (8, 16)", "specs=model.specs"),
     "path": ("no parameter 'w'",),
 }
@@ -345,7 +354,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(world: World) -> None:
     for found in world.run(behaviours):
         assert {k: found[k] for k, parts in MESSAGES.items() if not all(part in found[k] for part in parts)} == {}
         assert found["same seeds"] > 0
-        assert found["forgotten"] < 1e-14
+        assert max(found["sharded"], found["loaded"]) < 1e-14
 
 
 TABLES: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
@@ -392,7 +401,7 @@ def uses() -> dict[str, Any]:
     want = module.generate(batch["input_ids"], **asked)  # type: ignore[operator]
     hidden = [x.detach() for x in module(**batch, output_hidden_states=True).hidden_states]
     model = functional(module, tensor="auto", small=512)
-    params = sf.shard(model.tree, mesh, sf.full_shard("shard"), specs=model.specs)
+    params = model.shard(mesh, sf.full_shard("shard"))
     with torch.no_grad():
         found["generated"] = torch.equal(model(params, batch["input_ids"], method="generate", **asked), want)
     got = model(params, **batch, output_hidden_states=True).hidden_states

@@ -251,7 +251,7 @@ def test_defaults_that_change_results_are_named(tmp_path: Path):
         ('{"fp16": {"enabled": false, "loss_scale": 3}, "train_batch_size": 8}', []),
         (
             '{"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8}',
-            ["sf.make_mesh(data=-1, tensor=2)", 'tensor="auto"', "specs=model.specs"],
+            ["sf.make_mesh(data=-1, tensor=2)", 'tensor="auto"', "model.shard(mesh, strategy)"],
         ),
         ('{"zero_optimization": {"stage": 1, "zero_quantized_weights": true}}', []),
     ],
