@@ -214,9 +214,26 @@ MUTANTS = [
     Mutant(
         "changed leaves are lent again",
         "stages/parameters.py",
-        "return not any(p.requires_grad is not need or p._backward_hooks or p.grad is not None for p in lent)",
+        """return not any(
+            p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own
+            for p in self.parameters
+        ) and self.at == [p.data_ptr() for p in self.parameters]""",
         "return True",
         f"{RANKS}::test_what_a_function_does_to_its_parameters_lasts_for_that_call",
+    ),
+    Mutant(
+        "parameters may come back as anything",
+        "stages/returned.py",
+        "        if changed:\n            for k,",
+        "        if False:\n            for k,",
+        "tests/stages/test_stage_lent.py::test_other_numbers_are_refused_whatever_the_strategy",
+    ),
+    Mutant(
+        "bytes are not compared",
+        "stages/returned.py",
+        "if not torch.equal(_digest(twin), before):",
+        "if False:",
+        "tests/stages/test_stage_lent.py::test_other_numbers_are_refused_whatever_the_strategy",
     ),
     Mutant(
         "loans: nothing is ever kept",

@@ -114,6 +114,7 @@ def taken_apart(
 
     chosen = boundaries(module, stages, min_num_params, small, is_loose)
     refuse(chosen)
+    _keep_as_they_are(module)
     parts = {path: Part(path, m) for path, m in chosen.items()}
     rest = Part(LOOSE, module)
     there = dict(module.named_modules(remove_duplicate=False))
@@ -162,6 +163,13 @@ def taken_apart(
             holder[at] = stand_ins.get(id(holder[at]), holder[at])
     tree = {key: value for key, value in tree.items() if not isinstance(value, dict) or value}
     return Anatomy(tree, canonical, tuple(frozen), buffers, same, parts, rest, place)
+
+
+def _keep_as_they_are(module: nn.Module) -> None:
+    """Layers of bitsandbytes reorder their weight for the CPU at the first call, and remember that they did."""
+    for m in module.modules():
+        if getattr(m, "support_avx512bf16_for_cpu", False):
+            m.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def _by_name(there: Mapping[str, nn.Module], parts: Mapping[str, Part], rest: Part) -> Callable[[str], Part]:

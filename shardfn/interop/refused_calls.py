@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from shardfn.compat import autograd, functorch
 from shardfn.interop import recorders
-from shardfn.interop.anatomy import Part
+from shardfn.interop.anatomy import Part, Slot
 from shardfn.interop.refused import OF_TORCH, disables_checkpointing, tensors_in
 from shardfn.interop.structures import is_cache
 from shardfn.mesh.spec import joined
+from shardfn.stages.returned import keeps_numbers
 
 
 def refuse_again(path: str) -> None:
@@ -32,6 +33,18 @@ def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], 
             f"stage gets a copy, since it may run again in backward, and what it writes would be lost: let its forward "
             f"return it, or choose stages= so that whoever made it and whoever writes into it are in one stage"
         )
+
+
+def refuse_rebound(part: Part, there: Sequence[tuple[Slot, Any]]) -> None:
+    """Raises RuntimeError if a module put another parameter into the place of one, unless it has the same numbers."""
+    for slot, value in there:
+        now = slot.holder[slot.at]
+        if now is not value and not keeps_numbers(now, value):
+            raise RuntimeError(
+                f"{part.path} ({type(part.module).__name__}) puts something else in the place of its parameter "
+                f"{joined(part.path, slot.key)}, which would be lost: what is there during a call is lent. Let forward "
+                f"compute with a new tensor, and change parameters outside of the model, by an optimizer or in the tree"
+            )
 
 
 def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:

@@ -18,7 +18,14 @@ from shardfn.interop.anatomy import Part, Slot
 from shardfn.interop.attributes import Attributes, Before
 from shardfn.interop.in_place import arguments, buffers_in_place, replaced, uncached
 from shardfn.interop.placeholder import Running
-from shardfn.interop.refused_calls import refuse_again, refuse_caches, refuse_hooks, refuse_kept, refuse_written
+from shardfn.interop.refused_calls import (
+    refuse_again,
+    refuse_caches,
+    refuse_hooks,
+    refuse_kept,
+    refuse_rebound,
+    refuse_written,
+)
 from shardfn.interop.structures import Forms
 from shardfn.interop.tensor_parallel import Region
 from shardfn.stages.signature import cast
@@ -148,7 +155,7 @@ class Unit:
             with (
                 before.again(),
                 self.fresh(),
-                self.adapting.placed(slots, values, adapters),
+                self.adapting.placed(slots, values, adapters) as there,
                 buffers_in_place(part, self._constant(buffers), changing) as changed,
                 replaced(self.instead),
                 recorders.recording(wanted) as recorded,
@@ -159,6 +166,7 @@ class Unit:
                 if self.region is not None:
                     self.region.prove(part, slots, self.eager, args, kwargs)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
+                refuse_rebound(part, there)
         except RuntimeError as error:
             self._refuse_mixed(error, values, leaves, buffers)
             raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,14 +63,27 @@ class Memory:
             return self.buffer[at : at + x.nbytes].view(x.dtype).view(x.shape).detach()
 
 
-class Decoding:
-    """One run's parameters, decoded. Called with one in few bits; `again` decodes all of them to where they were."""
+class Lent(NamedTuple):
+    """A decoded parameter, and the same memory by a tensor that nobody else has."""
 
-    __slots__ = ("_at", "_dtype", "_known", "_mark", "memory")
+    parameter: Tensor
+    twin: Tensor
+
+
+class Decoding:
+    """One run's parameters, decoded. Called with one in few bits; `again` decodes all of them to where they were.
+
+    Attributes:
+        memory: where they are.
+        lent: what the function was given.
+    """
+
+    __slots__ = ("_at", "_dtype", "_known", "_mark", "lent", "memory")
 
     def __init__(self, memory: Memory, dtype: torch.dtype | None) -> None:
         self.memory, self._dtype, self._at = memory, dtype, 0
         self._known: list[tuple[int, Packed]] = []
+        self.lent: list[Lent] = []
         self._mark = object()  # the memory outlives runs, and must not keep their bytes
 
     def __call__(self, packed: Packed) -> Tensor:
@@ -77,6 +91,7 @@ class Decoding:
         self.memory.holds = self._mark
         x = self.memory.put(self._at, packed.decoded(self._dtype))
         self._known.append((self._at, packed))
+        self.lent.append(Lent(x, x.detach()))
         self._at += room(x.nbytes)
         return x
 
@@ -88,6 +103,11 @@ class Decoding:
         for at, packed in self._known:
             self.memory.put(at, packed.decoded(self._dtype))
         self.memory.holds = self._mark
+
+    def intact(self) -> bool:
+        """Whether what was lent still has the numbers that the bytes stand for."""
+        pairs = zip(self.lent, self._known, strict=True)
+        return all(same_bytes(lent.twin, packed.decoded(self._dtype)) for lent, (_, packed) in pairs)
 
     @property
     def storage(self) -> int:
@@ -116,6 +136,11 @@ class Memories:
             self._known = weakref.ref(memory)
         self._kept = memory
         return Decoding(memory, dtype)
+
+
+def same_bytes(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are the same, nan and signs of zero too."""
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 def room(nbytes: int) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ from shardfn.stages.reads import Reads
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
 from shardfn.stages.refusals import refuse_closure, refuse_opaque, refuse_returned, writes
 from shardfn.stages.residency import Residency
+from shardfn.stages.returned import Returned, held
 from shardfn.stages.saved_tensors import argument_hooks, offloading, saved_tensor_hooks
 from shardfn.stages.signature import Gather, GatherPlan, Signature, plan_of
 from shardfn.stages.tape import LONGEST, StageRun, Tape, identities, key_of
@@ -65,6 +67,9 @@ class Engine:
         self.away = Away(self.device)
         self.reads = Reads(mesh, lambda: self.mesh)
         self.reductions = Reductions(self.device, Leaving(lambda: self.mesh))
+        self._held: dict[Any, list[Any]] = {}  # the form of the parameters of these
+        self.looked: set[Any] = set()  # the kinds of runs whose parameters were compared byte by byte
+        self.touching: set[Any] = set()  # the kinds of calls that put something on their parameters
         self._communicators: dict[tuple[str, ...], Communicator | None] = {}
         self._known_reductions: dict[Any, Reduction] = {}
 
@@ -154,7 +159,11 @@ class Engine:
             with _in_use(run, made.decoding):
                 if made.decoding is not None:
                     made.decoding.again()
+                new = run.reads and (debugging.memory or (*run.kind, "backward") not in self.looked)
+                returned = self._lends(run, made.parameters, None, ("backward",)) if new else None
                 gradients = differentiated(made, needs, cotangents)
+                if returned is not None:
+                    returned.check_hooks()
             self.away.done()
             if debugging.nan and run.trains:  # then all ranks come here: their gradients travel
                 nonfinite.after_backward(call.mesh, run, inputs, cotangents, gradients)
@@ -276,7 +285,7 @@ class Engine:
         if slot is not None:
             own.add(autograd.storage_of(slot.buffer))
         if lent is None:
-            parameters = whole_parameters(slot, run.plan, run.shards, call.needs)
+            parameters = whole_parameters(slot, run.plan, run.shards, call.needs, run.kind in self.touching)
         else:
             parameters = lent.parameters
             own.add(lent.storage)
@@ -293,15 +302,25 @@ class Engine:
         given += [] if slot is None else [slot.buffer]
         given += [] if decoding is None else [decoding.memory.buffer]
         versions = _versions(given, lent)
-        try:
-            with _in_use(run, decoding):
+        when = "again" if again else "forward" if records else "alone"
+        returned = self._lends(run, parameters, decoding, (when, *call.needs[: len(run.shards)]))
+        changed = False
+        with _in_use(run, decoding):
+            try:
                 made = evaluate(call, call.mesh, parameters, inputs, records, saving, decoding, away)
-        finally:
-            written = _versions(given, lent) != versions
-            if written and slot is not None:
-                slot.forget()
-        if written:
-            raise RuntimeError(writes(signature))
+            finally:
+                written = _versions(given, lent) != versions
+                changed = returned is not None and returned.changed()
+                if written and slot is not None:
+                    slot.forget()
+                if changed and slot is not None:
+                    slot.views.clear()
+            if written:
+                raise RuntimeError(writes(signature))
+            if returned is not None:
+                if changed:
+                    self._touches(call, run, returned)
+                returned.check(changed, lambda: whole_parameters(slot, run.plan, run.shards, call.needs, anew=True))
         storages = refuse_returned(signature, made.outputs, own)
         refuse_opaque(signature, call.leaves_returned())
         if not again and (records or any(y.requires_grad for y in made.outputs)):
@@ -311,6 +330,31 @@ class Engine:
         if debugging.nan and not again:
             nonfinite.after_forward(call.mesh, run, parameters, inputs, made)
         return made, storages
+
+    def _lends(
+        self, run: StageRun, parameters: list[list[Tensor]], decoding: Decoding | None, when: tuple[Any, ...]
+    ) -> Returned | None:
+        """What parameters are before a run of its kind, or of the debug mode; None of tensors without memory."""
+        if any(type(p) is not Tensor for ps in parameters for p in ps[:1]):
+            return None
+        kind = (*run.kind, *when)
+        looked = None if kind in self.looked and not debugging.memory else partial(self.looked.add, kind)
+        known = self._held.get(kind)
+        if known is None or when == ("backward",):  # they were lent before
+            known = self._held[kind] = held(parameters)
+        return Returned(run.signature, run.plan, parameters, known, decoding, looked)
+
+    def _touches(self, call: Call, run: StageRun, returned: Returned) -> None:
+        """Calls of this kind get tensors of their own from now on; those before may have had the same as this one.
+
+        Raises:
+            RuntimeError: what it did to them would be done to the gradient of an earlier call, too.
+        """
+        known = run.kind in self.touching
+        self.touching.add(run.kind)
+        runs = [] if known or call.tape is None else call.tape.runs
+        if any(one.plan is run.plan and one.slot is run.slot and not (one is run or one.done) for one in runs):
+            returned.refuse_shared()
 
     def _reduced(
         self,

@@ -9,7 +9,7 @@ is counted before and after.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -22,9 +22,14 @@ from shardfn.transforms.owned import owned
 
 
 def whole_parameters(
-    slot: Slot | None, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool]
+    slot: Slot | None, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool], anew: bool = False
 ) -> list[list[Tensor]]:
-    """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself."""
+    """Each shard's parameters, as leaves of autograd: views of the slot, or of the shard itself.
+
+    Those of a slot are known from earlier calls; `anew` makes others.
+    """
+    if anew and slot is not None:
+        slot.views.clear()
     return [
         _of_slot(slot, gather, values, need) if slot and gather.moves else leaves(gather.layout, values, need)
         for gather, values, need in zip(plan.each, shards, needs, strict=False)
@@ -37,19 +42,30 @@ def leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
         return [owned(view.detach(), need, layout.stage) for view in layout.views(whole.detach())]
 
 
-def _untouched(lent: list[Tensor], need: bool) -> bool:
-    """Whether a function that they were lent to left them as they were."""
-    return not any(p.requires_grad is not need or p._backward_hooks or p.grad is not None for p in lent)
+class Known(NamedTuple):
+    """Parameters in a slot, and where in memory they are."""
+
+    parameters: list[Tensor]
+    at: list[int]
+
+    def untouched(self, need: bool) -> bool:
+        """Whether nobody who had them has made anything else of them, or put anything on them, since."""
+        own = int(need)  # the stage that they belong to
+        return not any(
+            p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own
+            for p in self.parameters
+        ) and self.at == [p.data_ptr() for p in self.parameters]
 
 
 def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
-    known: list[Tensor] | None = slot.views.get((gather, need))
-    if known is None or not _untouched(known, need):
+    known: Known | None = slot.views.get((gather, need))
+    if known is None or not known.untouched(need):
         with ordinary_tensors():
             buffer = slot.buffer[gather.start : gather.stop].view(gather.dtype)
-        known = slot.views[(gather, need)] = leaves(gather.layout, buffer, need)
+        made = leaves(gather.layout, buffer, need)
+        known = slot.views[(gather, need)] = Known(made, [p.data_ptr() for p in made])
     own = own_parameters(slot, gather, values, need)
-    return [own.get(k, p) for k, p in enumerate(known)] if own else known
+    return [own.get(k, p) for k, p in enumerate(known.parameters)] if own else known.parameters
 
 
 def own_parameters(slot: Slot, gather: Gather, values: Tensor, need: bool) -> dict[int, Tensor]:

@@ -78,7 +78,7 @@ class Slot:
         self.holds: Key | None = None
         self.sources: tuple[Tensor, ...] = ()
         self.works: list[Handle] = []
-        self.views: dict[tuple[Gather, bool | None], list[Tensor]] = {}
+        self.views: dict[tuple[Gather, bool | None], Any] = {}
         self.parts: dict[Gather, SlotPart] = {}
         self.users = 0
         self.readers: weakref.WeakSet[Saved] | None = None

@@ -523,6 +523,15 @@ class Clamps(nn.Module):
         return found
 
 
+class Rebinds(Layer):
+    """Puts another parameter into the place of one that a stage has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.w.weight = nn.Parameter(self.w.weight * 2)
+        return super().forward(x)
+
+
 class Checkpoints(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -563,6 +572,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], tuple[str, str
     "hook before": (Before, {}, (LOST, "has a forward hook", LOST)),
     "clamped": (partial(Clamps, "in place"), {}, ("writes into its parameter gain",) * 3),
     "replaced": (partial(Clamps, "again"), {}, ("writes into its parameter gain",) * 3),
+    "replaced in a stage": (lambda: Stack(Rebinds()), {}, ("something else in the place of its parameter",) * 3),
     "mixed": (lambda: Stack(Mixed()), LOW, (MIXED,) * 3),
     "checkpoint inside": (lambda: Stack(Checkpoints()), {}, (CHECKPOINT, "", CHECKPOINT)),
     "checkpoint around": (lambda: Stack(Checkpoints()), {"stages": Layer}, (CHECKPOINT, "", CHECKPOINT)),

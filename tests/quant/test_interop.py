@@ -219,6 +219,36 @@ def test_transformers_and_bitsandbytes_read_and_write_the_same(world: World, tmp
         assert found == {"theirs": 0, "ours": 0}
 
 
+def called_in_4_bits(folder: Path) -> list[float]:
+    """How far each call of a model is from `transformers`' own, whose layers decode their weight at each call."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    mesh = data_mesh(dist.get_world_size())
+    few = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    if dist.get_rank() == 0:
+        zoo.build("llama").float().save_pretrained(folder)
+    dist.barrier()
+    theirs, ours = (
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=few, dtype=torch.float32) for _ in range(2)
+    )
+    for m in theirs.modules():
+        if hasattr(m, "support_avx512bf16_for_cpu"):
+            m.support_avx512bf16_for_cpu = False
+    model = interop.functional(ours)
+    params = sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        want = theirs.eval()(input_ids=tokens).logits
+        return [distance(model(params, input_ids=tokens).logits, want) for _ in range(3)]
+
+
+@pytest.mark.world(2, "processes")
+def test_layers_of_bitsandbytes_compute_the_same_at_every_call(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    for found in world.run(called_in_4_bits, tmp_path):
+        assert max(found) < 1e-6
+
+
 def other_formats_on_ranks() -> dict[str, str]:
     mesh, found = data_mesh(dist.get_world_size()), {}
     model = interop.functional(torch.nn.Linear(64, 32, bias=False))

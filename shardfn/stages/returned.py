@@ -1,0 +1,172 @@
+"""How lent parameters come back: as they were, or it is said what a function did to them.
+
+Parameters are lent to a function for one run. It may assign another dtype or another order in memory to `.data`, as
+`module.float()` does, and may say of one that it needs no gradient: that is gone with the call. Whatever else it does
+to them would last in a process that holds them whole, and is lost here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardfn.compat import functorch
+from shardfn.stages.decoding import Decoding
+from shardfn.stages.signature import GatherPlan, Signature
+
+Parameters = Sequence[Sequence[Tensor]]
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Returned:
+    """The parameters of one run, as they are before it.
+
+    Attributes:
+        at: where in memory each is.
+        held: the form of each, and what it says of gradients.
+        looked: to be called when their bytes have been compared; None where these are not.
+        twins: then, the same memory by other tensors, and `digests` of what is there. A write through `.data` counts
+            nowhere else.
+    """
+
+    __slots__ = ("at", "decoding", "digests", "held", "looked", "parameters", "plan", "signature", "twins")
+
+    def __init__(
+        self,
+        signature: Signature,
+        plan: GatherPlan,
+        parameters: Parameters,
+        held: Sequence[Any],
+        decoding: Decoding | None,
+        looked: Callable[[], object] | None,
+    ) -> None:
+        self.signature, self.plan, self.parameters, self.decoding = signature, plan, parameters, decoding
+        self.at, self.held, self.looked = _at(parameters), held, looked
+        self.twins = [p.detach() for ps in parameters for p in ps] if looked else []
+        self.digests = [_digest(p) for p in self.twins]
+
+    def changed(self) -> bool:
+        """Whether the function made something else of the tensors themselves."""
+        return held(self.parameters) != self.held or _at(self.parameters) != self.at
+
+    def check(self, changed: bool, originals: Callable[[], Parameters]) -> None:
+        """Raises RuntimeError where numbers have changed, or something was put on a parameter that would be lost.
+
+        Args:
+            changed: as `changed` says.
+            originals: the parameters that these were, once more.
+        """
+        each = [p for ps in self.parameters for p in ps]
+        if changed:
+            for k, (p, original) in enumerate(zip(each, (q for qs in originals() for q in qs), strict=True)):
+                if not keeps_numbers(p, original):
+                    raise RuntimeError(_assigned(self.signature, self.path(k), p, original))
+        for k, (twin, before) in enumerate(zip(self.twins, self.digests, strict=True)):
+            if not torch.equal(_digest(twin), before):
+                raise RuntimeError(_written(self.signature, self.path(k)))
+            if each[k].grad is not None:
+                raise RuntimeError(_given_gradient(self.signature, self.path(k)))
+        if self.decoding is not None:
+            self._check_decoded(self.decoding)
+        if self.looked is not None:
+            self.looked()
+        self.twins.clear()  # who else refers to that memory is counted
+
+    def check_hooks(self) -> None:
+        """The same after the backward of a run, which hooks of the function's may have taken part in."""
+        each = iter(self.twins)
+        self.check(self.changed(), lambda: [[next(each) for _ in ps] for ps in self.parameters])
+
+    def refuse_shared(self) -> None:
+        """Raises RuntimeError where it says of a parameter that it needs no gradient, or has a hook, and did not."""
+        for k, (now, before) in enumerate(zip(held(self.parameters), self.held, strict=True)):
+            if now[-2:] != before[-2:]:
+                raise RuntimeError(_shared(self.signature, self.path(k)))
+
+    def _check_decoded(self, decoding: Decoding) -> None:
+        for lent in decoding.lent:
+            if not keeps_numbers(lent.parameter, lent.twin):
+                what = "a parameter in few bits"
+                raise RuntimeError(_assigned(self.signature, what, lent.parameter, lent.twin))
+        if self.looked is not None and not decoding.intact():
+            raise RuntimeError(_written(self.signature, "a parameter in few bits"))
+
+    def path(self, number: int) -> str:
+        """What a parameter is called in the whole tree."""
+        return repr([entry.path for gather in self.plan.each for entry in gather.layout.entries][number])
+
+
+def held(parameters: Parameters) -> list[Any]:
+    """The form of each parameter, and what it says of gradients."""
+    return [(p.dtype, p.shape, p.stride(), p.requires_grad, p._backward_hooks is None) for ps in parameters for p in ps]
+
+
+def _at(parameters: Parameters) -> list[int]:
+    return [p.data_ptr() for ps in parameters for p in ps]
+
+
+def keeps_numbers(now: Any, before: Tensor) -> bool:
+    """Whether a tensor that stands for another has its numbers, as they are in its own dtype; of any strides."""
+    if now is before:
+        return True
+    if not isinstance(now, Tensor) or now.shape != before.shape or now.device != before.device:
+        return False
+    mine, own = functorch.unwrapped(now.detach()), functorch.unwrapped(before.detach())
+    if mine.data_ptr() == own.data_ptr() and (mine.dtype, mine.stride()) == (own.dtype, own.stride()):
+        return mine.is_conj() is own.is_conj() and mine.is_neg() is own.is_neg()
+    if mine.shape != own.shape or mine.is_floating_point() is not own.is_floating_point():
+        return False
+    rounded = own.to(mine.dtype)
+    return bool(((mine == rounded) | ((mine != mine) & (rounded != rounded))).all())  # or both nan
+
+
+def _digest(x: Tensor) -> Tensor:
+    """Sums of the words of a contiguous tensor, along the rows and the columns of a square."""
+    words = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    words = words.view(_WORDS[words.itemsize])
+    side = math.isqrt(len(words))
+    square = words[: side * side].view(side, side)
+    rest = words[side * side :].sum(dtype=torch.int64).view(1)
+    return torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+def _assigned(signature: Signature, path: str, now: Tensor, before: Tensor) -> str:
+    kinds = "other numbers" if _kind(now) == _kind(before) else f"{_kind(before)} before, {_kind(now)} now"
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function puts something else into .data of {path} "
+        f"({kinds}). Parameters are lent to it for one run, after which that would be lost. It may assign the same numbers in "
+        f"another dtype or memory format. Let it compute a new tensor, and change parameters outside of stages"
+    )
+
+
+def _written(signature: Signature, path: str) -> str:
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function writes into {path} past autograd, through .data, "
+        f"numpy, an in-place collective or a kernel of its own. Parameters are lent to it, a gathered copy or the "
+        f"shard itself, and what it writes would be lost, or not, by the strategy: let it compute a new tensor, and "
+        f"change parameters outside of stages"
+    )
+
+
+def _given_gradient(signature: Signature, path: str) -> str:
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function leaves a gradient in .grad of {path}, which is "
+        f"lent to it for one run: it would be lost. Return it, or let the loss depend on what it is the gradient of"
+    )
+
+
+def _shared(signature: Signature, path: str) -> str:
+    """What is wrong with saying of a parameter what an earlier call would hear, too."""
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function calls requires_grad_() on a parameter, or puts a "
+        f"hook on it ({path}), in this call and not in an earlier one whose gradient is still to come. Both were lent "
+        f"the same tensor: do so in every call, or use p.detach() in this one"
+    )
