@@ -10,6 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.transforms.cutting import written
+
 TELLING = 8  # different rows that two ranks have in common by no accident
 
 
@@ -48,11 +50,6 @@ def kinds(batch: Any) -> list[str]:
     """The leaves of a batch, a line for each: `['x'] float32 [8, 3]`."""
     paths, leaves, _ = optree.tree_flatten_with_path(batch, none_is_leaf=True)
     return [f"{written(path)} {described(leaf)}".lstrip() for path, leaf in zip(paths, leaves, strict=True)]
-
-
-def written(path: tuple[Any, ...]) -> str:
-    """A path in a tree, as Python."""
-    return "".join(f"[{key!r}]" for key in path)
 
 
 def rows_of(batch: Any) -> list[int]:

@@ -57,14 +57,15 @@ def accumulate(
 
     With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
     out of memory, all ranks leave what they are in the middle of, and begin again with twice as many parts, from the
-    same random numbers. What fits is remembered for the function and the shapes, and a line in the log says it.
+    same random numbers. What fits is remembered for the function and the size of the batch, and a line in the log says it.
 
     Args:
         f: `(params, batch) -> loss`, or `(params, *batch)` where a micro-batch is a tuple. With `"auto"` it may run
             more than once, and so it changes nothing but what it returns, and torch's own random numbers.
         microbatches: the batches, as many on every rank; with `micro`, one batch: a pytree of tensors with the same
-            number of rows in dim 0, on every rank of the same shapes.
-        micro: in how many parts the batch is cut, which differ by one row at most; or `"auto"`.
+            number of rows in dim 0. Ranks may have other numbers of rows, and other lengths.
+        micro: in how many parts the batch is cut, on every rank; they differ by one row at most, and where a rank has
+            fewer rows its last ones have none. Or `"auto"`.
         has_aux: `f` returns `(loss, aux)`; the new function returns `(sum, [aux, ...])` in place of the sum.
         defer: what gradients of flat shards wait for the last micro-batch with: `"replicas"`, the sum over
             replicas; `"everything"`, the scatter too, which takes a buffer for the whole gradients of all stages;

@@ -25,8 +25,19 @@ class Batch:
     tree: optree.PyTreeSpec
     rows: int
 
+    @property
+    def kinds(self) -> list[str]:
+        """What batches of all ranks have in common: a line for each leaf, without the numbers of its rows."""
+        paths = optree.treespec_paths(self.tree)
+        return [f"batch{written(path)} {x.dtype} {x.ndim}-d" for path, x in zip(paths, self.tensors, strict=True)]
+
+    @property
+    def elements(self) -> int:
+        """Of all leaves."""
+        return sum(x.numel() for x in self.tensors)
+
     def parts(self, n: int) -> list[Any]:
-        """It in `n` parts, of which the first may have a row more than the last."""
+        """It in `n` parts, of which the first may have a row more than the last; with fewer rows the last have none."""
         cut = [x.tensor_split(n) for x in self.tensors]
         return [optree.tree_unflatten(self.tree, [pieces[i] for pieces in cut]) for i in range(n)]
 
@@ -39,6 +50,8 @@ def batch_of(tree: Any, micro: Any) -> Batch:
     """
     if micro != "auto" and (not isinstance(micro, int) or isinstance(micro, bool)):
         raise TypeError(f'accumulate: micro={micro!r}; it is a number of parts, or "auto"')
+    if micro != "auto" and micro < 1:
+        raise ValueError(f"accumulate: micro={micro}; a batch is cut into 1 part or more")
     paths, leaves, spec = optree.tree_flatten_with_path(tree)
     if not leaves:
         raise ValueError("accumulate: with micro= the second argument is one batch, and this one has no tensors")
@@ -46,7 +59,7 @@ def batch_of(tree: Any, micro: Any) -> Batch:
         raise TypeError("accumulate: the batch has a flat shard in it, which has no rows; pass parameters as `params`")
     rows = {}
     for path, leaf in zip(paths, leaves, strict=True):
-        where = "batch" + "".join(f"[{step!r}]" for step in path)
+        where = f"batch{written(path)}"
         if not isinstance(leaf, Tensor) or hasattr(leaf, "placements"):
             kind = type(leaf).__name__
             raise TypeError(f"accumulate: {where} is of type {kind}; with micro= a batch is a pytree of plain tensors")
@@ -58,9 +71,9 @@ def batch_of(tree: Any, micro: Any) -> Batch:
     if len(set(rows.values())) > 1:
         said = ", ".join(f"{where} has {n}" for where, n in rows.items())
         raise ValueError(f"accumulate: tensors of one batch have the same number of rows in dim 0, and {said}")
-    n = next(iter(rows.values()))
-    if n == 0:
-        raise ValueError("accumulate: the batch has no rows")
-    if micro != "auto" and not 1 <= micro <= n:
-        raise ValueError(f"accumulate: micro={micro}, and the batch has {n} rows: from 1 to {n} parts can be cut")
-    return Batch(leaves, spec, n)
+    return Batch(leaves, spec, next(iter(rows.values())))
+
+
+def written(path: tuple[Any, ...]) -> str:
+    """A path in a tree, as Python."""
+    return "".join(f"[{key!r}]" for key in path)

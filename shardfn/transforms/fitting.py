@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.agree import agree
+from shardfn.collectives.agree import agree, gathered
 from shardfn.collectives.attempts import Attempt, Fared, can_call_off
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of, sizes
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-Key = tuple[Any, ...]  # the function, the ranks that run it together, and the shapes of the batch
+Key = tuple[str, tuple[int, ...]]  # the function, and the ranks that run it together
 _log = logging.getLogger("shardfn")
 _SUBJECT = (
     "the micro-batches",
-    "Ranks cut their batches alike: pass the same micro=, and batches of the same shapes, on every rank",
+    "Ranks cut their batches alike: pass the same micro=, and batches of the same structure and dtypes, on every rank",
 )
 HEARSAY = 5.0  # seconds
 FIX = "Take a smaller batch or less memory for each row: sf.stage(remat=True), remat='offload', tiers, shorter rows"
@@ -41,22 +42,25 @@ FIX = "Take a smaller batch or less memory for each row: sf.stage(remat=True), r
 
 @dataclass
 class Known:
-    """What one lane of a world knows of each function and batch: in how many parts it fits, and how large it is.
+    """What one lane of a world knows of each function: in how many parts its batches fit.
 
     Attributes:
-        parts: in which it fits.
-        elements: of the batch.
+        parts: by how many numbers a batch has on the rank with the most; only what more parts than before have needed.
         compared: with other ranks, since the process began.
     """
 
-    parts: dict[Key, int] = field(default_factory=dict)
-    elements: dict[Key, int] = field(default_factory=dict)
+    parts: dict[Key, dict[int, int]] = field(default_factory=dict)
     compared: set[Key] = field(default_factory=set)
 
     def first(self, key: Key, elements: int) -> int:
-        """In how many parts to try what is new: no fewer than smaller batches of the same function have needed."""
-        same = [one for one in self.parts if one[:2] == key[:2] and self.elements[one] <= elements]
-        return max((self.parts[one] for one in same), default=1)
+        """In how many parts to try: no fewer than this or a smaller batch of the same function has needed."""
+        return max((parts for size, parts in self.parts.get(key, {}).items() if size <= elements), default=1)
+
+    def learn(self, key: Key, elements: int, parts: int) -> None:
+        """A batch has fitted in so many."""
+        if parts > self.first(key, elements):
+            larger = self.parts.get(key, {}).items()
+            self.parts[key] = {size: n for size, n in larger if size < elements or n > parts} | {elements: parts}
 
     def among(self, ranks: Sequence[int]) -> list[Key]:
         """What these ranks, of which this is one, have found out by themselves."""
@@ -72,13 +76,11 @@ def known_here() -> Known:
 def remembered(ranks: Sequence[int]) -> str:
     """In how many parts batches fit that these ranks have cut, as JSON that says nothing of their numbers."""
     known, places = known_here(), {rank: place for place, rank in enumerate(ranks)}
-    cut = {key[:2] for key, parts in known.parts.items() if parts > 1}
     found = []
     for key in known.among(ranks):
-        if key[:2] in cut:
-            name, them, *shapes = key
-            who = [places[rank] for rank in them] if len(them) > 1 else []
-            found.append([name, who, shapes, known.elements[key], known.parts[key]])
+        name, them = key
+        who = [places[rank] for rank in them] if len(them) > 1 else []
+        found += [[name, who, elements, parts] for elements, parts in known.parts[key].items()]
     return json.dumps(found)
 
 
@@ -86,12 +88,10 @@ def recall(text: str, ranks: Sequence[int]) -> None:
     """These ranks know again what `remembered` said of them, or of as many others, and nothing else."""
     known = known_here()
     for key in known.among(ranks):
-        del known.parts[key], known.elements[key]
-        known.compared.discard(key)
-    for name, places, shapes, elements, parts in json.loads(text):
+        del known.parts[key]
+    for name, places, *_, elements, parts in json.loads(text):
         if all(place < len(ranks) for place in places):
-            key = (name, tuple(ranks[place] for place in places) or (0,), *shapes)
-            known.elements[key], known.parts[key] = elements, parts
+            known.learn((name, tuple(ranks[place] for place in places) or (0,)), elements, parts)
 
 
 def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, described: Sequence[str], name: str) -> T:
@@ -110,33 +110,52 @@ def fitted(run: Callable[[list[Any]], T], tree: Any, micro: Any, params: Any, de
         torch.OutOfMemoryError: one row is too much, on some rank.
         RuntimeError: out of memory where ranks cannot go back; a batch or parameters that were written into.
     """
-    axis = _together(params)
+    axis, known = _together(params), known_here()
+    batch, wrong = None, None
     try:
-        batch, wrong = batch_of(tree, micro), None
+        batch = batch_of(tree, micro)
     except (TypeError, ValueError) as error:
-        batch, wrong = None, error
+        wrong = error
+    key = ("\n".join([name, *described, f"micro={micro!r}", _weight(params)]), tuple(axis_ranks(axis)))
+    rows, elements = 0, 0
+    if micro == "auto" or axis.size == 1 or key not in known.compared:
+        rows, elements = _most(batch, wrong, [*described, f"micro={micro!r}"], axis)
+        known.compared.add(key)
     if batch is None:
-        agree([f"{name}: {wrong}"], axis, "accumulate", wrong, _SUBJECT)
         assert wrong is not None, "it is there, or something is wrong with it"
         raise wrong
-    known = known_here()
-    shapes = [f"{x.dtype} {list(x.shape)}" for x in batch.tensors]
-    key = ("\n".join([name, *described, f"micro={micro!r}", _weight(params)]), tuple(axis_ranks(axis)), *shapes)
-    if key not in known.compared:
-        agree([*described, f"micro={micro!r}", *shapes], axis, "accumulate", subject=_SUBJECT)
-        known.compared.add(key)
     if micro != "auto":
-        return run(batch.parts(micro))
-    if key not in known.parts:
-        elements = sum(x.numel() for x in batch.tensors)
-        known.elements[key], known.parts[key] = elements, min(known.first(key, elements), batch.rows)
-    value, known.parts[key] = _as_few_as_fit(run, batch, known.parts[key], params, axis_ranks(axis), name)
+        return run(batch.parts(min(micro, rows) if axis.size == 1 else micro))
+    parts = min(known.first(key, elements), rows)
+    value, parts = _as_few_as_fit(run, batch, rows, parts, params, axis_ranks(axis), name)
+    known.learn(key, elements, parts)
     return value
 
 
+def _most(batch: Batch | None, wrong: Exception | None, described: Sequence[str], axis: Axis) -> tuple[int, int]:
+    """Rows, and numbers, of the rank with the most: ranks have as many as they have, and cut into as many parts.
+
+    Raises:
+        TypeError, ValueError: on every rank, what is wrong on one, or differs; or none has a row.
+    """
+    said = [*described, *(batch.kinds if batch is not None else [str(wrong)])]
+    digest = int.from_bytes(hashlib.blake2b("\n".join(said).encode(), digest_size=7).digest(), "big")
+    row = torch.tensor([digest, *((batch.rows, batch.elements) if batch is not None else (0, 0))])
+    every = gathered(row, axis, None, "comparing the micro-batches", "accumulate")
+    if len(every[:, 0].unique()) > 1:
+        agree(said, axis, "accumulate", wrong, _SUBJECT)
+    if wrong is not None:
+        raise wrong
+    _, rows, elements = every.amax(0).tolist()
+    if not rows:
+        raise ValueError("accumulate: the batch has no rows" + ("" if axis.size == 1 else ", on any rank"))
+    return rows, elements
+
+
 def _as_few_as_fit(
-    run: Callable[[list[Any]], T], batch: Batch, parts: int, params: Any, ranks: list[int], name: str
+    run: Callable[[list[Any]], T], batch: Batch, rows: int, parts: int, params: Any, ranks: list[int], name: str
 ) -> tuple[T, int]:
+    """What it returns, and in how many parts; `rows` are those of the rank with the most."""
     given = [*(x for x in optree.tree_leaves(params) if isinstance(x, Tensor)), *batch.tensors]
     random, before, outer = RandomNumbers(given), versions(given), handled()
     tried: list[int] = []
@@ -146,14 +165,14 @@ def _as_few_as_fit(
         if not isinstance(found, str):
             return found[0], parts
         emptied()
-        many = f"{batch.rows} rows in {parts} part{'s' if parts > 1 else ''}"
-        if parts >= batch.rows:
+        many = f"{rows} rows in {parts} part{'s' if parts > 1 else ''}"
+        if parts >= rows:
             raise torch.OutOfMemoryError(
                 f"accumulate: {name} runs out of memory with one row at a time ({many}; tried: "
                 f"{', '.join(map(str, tried))}): {found}. {FIX}"
             )
         random.restore()
-        more = min(2 * parts, batch.rows)
+        more = min(2 * parts, rows)
         _log.warning("accumulate: %s ran out of memory with %s, and runs again in %d: %s", name, many, more, found)
         parts = more
 
