@@ -17,6 +17,7 @@ from shardfn.mesh.grid import AxisName, as_names
 from shardfn.run.collating import Collate
 from shardfn.run.feeding import ahead, device_of, locked
 from shardfn.run.order import Last, Order
+from shardfn.run.padding import Lengths, Pad, lengths_of
 from shardfn.run.reading import Reader, by_workers, fingerprint, steps_from
 from shardfn.run.sources import NAME, opened, portion
 from shardfn.run.streaming import Streamed, stream_fingerprint
@@ -93,6 +94,7 @@ def batches(
     collate: Collate | None = None,
     workers: int = 0,
     prefetch: int = 2,
+    pad: Pad | None = None,
 ) -> Batches:
     """Batches of rows, cut along mesh axes, in an order that only the seed and the step decide.
 
@@ -121,6 +123,12 @@ def batches(
         workers: processes that read; 0: a data set's code runs when the batch is asked for. What has no code of yours,
             as tensors and token files, is read by a thread even so.
         prefetch: batches that are read ahead, of each worker too; 0: none.
+        pad: what becomes of batches that `collate` makes longer on some ranks, as those of transformers do, which pad
+            to the longest row of a rank. None: they are an error. `"ranks"`: shorter ones are filled at their ends up
+            to the longest of all ranks: `labels` with -100, `attention_mask` and `token_type_ids` with 0, `input_ids`
+            with what `collate.tokenizer` fills with, each also as the end of a longer key. A dict: so, and by a leaf's
+            last key with what it says: `{"input_ids": 0}`. `"own"`: each rank has its own lengths, for a step with
+            `in_specs=...`.
 
     Returns:
         A `Batches`.
@@ -131,18 +139,21 @@ def batches(
     names = as_names(axes) if isinstance(axes, (str, tuple)) else axes
     sizes(mesh)
     try:
-        made = _made(source, mesh, names, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch)
+        lengths = lengths_of(pad, collate, NAME)
+        made = _made(
+            source, mesh, names, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch, lengths
+        )
     except Exception as error:
         agree([str(error)], mesh, NAME, mine=error)
         raise
-    compared = {**made.identity, "start": start, "epochs": epochs, "axes": names}
+    compared = {**made.identity, "start": start, "epochs": epochs, "axes": names, "pad": made._peers.lengths}
     agree([f"{name}={value!r}" for name, value in compared.items()], mesh, NAME, subject=_SOURCES)
     return made
 
 
 def _made(
     source: Any, mesh: DeviceMesh, axes: Any, batch: int, seed: int, start: int, epochs: int | None, shuffle: bool,
-    last: Last, collate: Collate | None, workers: int, prefetch: int,
+    last: Last, collate: Collate | None, workers: int, prefetch: int, lengths: Lengths | None,
 ) -> Batches:  # fmt: skip
     if not isinstance(axes, tuple) or not all(isinstance(name, str) for name in axes):
         raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, 'data', or a tuple of names")
@@ -159,7 +170,7 @@ def _made(
     if type(shuffle) is not bool:
         raise TypeError(f"{NAME}: shuffle={shuffle!r}; it is True or False")
     seed = int_seed(seed)
-    who = peers(mesh, axes, NAME, unequal=isinstance(source, Stream))
+    who = peers(mesh, axes, NAME, lengths, unequal=isinstance(source, Stream))
     size = portion(batch, max(who.places) + 1, axes)
     first = who.places[who.ranks.index(dist.get_rank())] * size
     known: dict[str, str | int] = {

@@ -12,6 +12,7 @@ import torch
 from shardfn.collectives.agree import agree
 from shardfn.mesh.axes import check_axes, sizes
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.run.padding import Pad, lengths_of, of_dicts
 from shardfn.run.together import Peers, Read, State, peers, together
 
 if TYPE_CHECKING:
@@ -51,21 +52,22 @@ class Checked:
         return size()
 
 
-def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName) -> Checked:
+def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad | None = None) -> Checked:
     """The batches of a loader of your own, each of which every rank has been told of before any rank gets it.
 
     An error on every rank, instead of wrong training or a hang, are: ranks at different places along `axes` with the
     same rows, which a forgotten sampler causes; ranks at the same place with different rows; a different number of
-    batches, or batches of different structure, shapes or dtypes; an error of one rank's loader. Rows are compared in
-    the first batches of each iteration, as far as needed: two ranks have the same if all their rows were equal and at
-    least 8 different ones were among them, so that data whose rows are alike is none.
+    batches, or batches of different structure, shapes (but for `pad`) or dtypes; an error of one rank's loader. Rows
+    are compared in the first batches of each iteration, as far as needed: two ranks have the same if all their rows
+    were equal and at least 8 different ones were among them, so that data whose rows are alike is none.
 
-    Batches stay what and where they are; one more than the loop has is read.
+    Batches stay what and where they are, but for mappings, which become dicts; one more than the loop has is read.
 
     Args:
         loader: gives pytrees of tensors or arrays, whose dim 0 are rows.
         mesh: whose ranks iterate, all of them alike.
         axes: the axis or axes along which ranks have different rows; `()` is none.
+        pad: what becomes of batches that are longer on some ranks, as `batches` takes it; None: they are an error.
 
     Returns:
         An iterable of the same batches, with the loader's `len`.
@@ -81,13 +83,14 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName) -> Checked:
         check_axes(names, mesh, f"{NAME}(axes={axes!r})")
         if not isinstance(loader, Iterable):
             raise TypeError(f"{NAME}: the loader is of type {type(loader).__name__}, which gives no batches")
+        lengths = lengths_of(pad, getattr(loader, "collate_fn", None), NAME)
     except (TypeError, ValueError) as error:
         agree([str(error)], mesh, NAME, mine=error)
         raise
-    agree([f"axes={names!r}"], mesh, NAME)
-    return Checked(names, loader, peers(mesh, names, NAME, distinct=True))
+    agree([f"axes={names!r}", f"pad={lengths!r}"], mesh, NAME)
+    return Checked(names, loader, peers(mesh, names, NAME, lengths, distinct=True))
 
 
 def _reads(loader: Iterable[Any], start: int) -> Generator[Read]:
     for batch in itertools.islice(loader, start, None):
-        yield Read(State.BATCH, batch)
+        yield Read(State.BATCH, of_dicts(batch))

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from shardfn.run.fingerprints import kinds, written
+from shardfn.run.fingerprints import kinds
+from shardfn.run.padding import of_dicts
+from shardfn.transforms.cutting import written
 
 Collate = Callable[[list[Any]], Any]
 
@@ -24,7 +26,7 @@ def collated(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -
         ValueError: rows of different structure, shape or dtype.
     """
     if collate is not None:
-        return collate(rows)
+        return of_dicts(collate(rows))
     rows = [dict(row) if isinstance(row, Mapping) and not isinstance(row, dict) else row for row in rows]
     _refuse_words(rows[0], numbers[0])
     try:
@@ -79,6 +81,7 @@ def joined(batches: Sequence[Any]) -> Any:
 
     Raises:
         TypeError: leaves that are no tensors.
+        ValueError: parts of other lengths.
     """
     if len(batches) == 1:
         return batches[0]
@@ -88,4 +91,10 @@ def joined(batches: Sequence[Any]) -> Any:
                 f"several workers read parts of a batch, which are joined where their leaves are tensors, and collate= "
                 f"returned {type(leaf).__name__}: say workers=1, or return tensors"
             )
-    return optree.tree_map(lambda *parts: torch.cat(parts), *batches)
+    try:
+        return optree.tree_map(lambda *parts: torch.cat(parts), *batches)
+    except RuntimeError as error:
+        raise ValueError(
+            f"several workers read parts of a batch, which collate= has made of other lengths, so that they cannot be "
+            f"joined ({error}): say workers=1, or pad to one length"
+        ) from error

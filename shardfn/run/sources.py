@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
-from shardfn.run.fingerprints import described, digest, written
+from shardfn.run.fingerprints import described, digest
 from shardfn.run.order import Numbers
+from shardfn.transforms.cutting import written
 
 NAME = "sf.run.batches"
 

@@ -24,6 +24,7 @@ from shardfn.mesh.axes import grid_of, per_mesh, sizes
 from shardfn.mesh.groups import cpu_group
 from shardfn.run.feeding import Copier, Copy
 from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
+from shardfn.run.padding import SIZES, Lengths, kinds_but_sizes, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,7 @@ class Peers:
         places: where along the axes each rank stands, in the order of their numbers.
         unequal: whether ranks may come to their ends at different steps, which is then the end of all.
         distinct: whether ranks at different places must not have the same rows; only contents tell.
+        lengths: what becomes of batches that are longer on some ranks; None where there are none such.
     """
 
     mesh: DeviceMesh
@@ -71,6 +73,7 @@ class Peers:
     places: list[int]
     unequal: bool = False
     distinct: bool = False
+    lengths: Lengths | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -78,7 +81,7 @@ class Peers:
         return sorted(grid_of(self.mesh).ranks)
 
 
-def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, unequal: bool = False, distinct: bool = False) -> Peers:
+def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths | None, **how: bool) -> Peers:
     """All ranks of a mesh."""
     grid = grid_of(mesh)
     at = {rank: place for place, rank in enumerate(grid.ranks)}
@@ -92,7 +95,7 @@ def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, unequal: bool = Fa
             stride, size = strides[axis]
             place = place * size + at[rank] // stride % size
         places.append(place)
-    return Peers(mesh, axes, name, places, unequal, distinct)
+    return Peers(mesh, axes, name, places, lengths=lengths, **how)
 
 
 @dataclass
@@ -135,10 +138,11 @@ def together(batches: Generator[Read], start: int, who: Peers, device: torch.dev
         for step in itertools.count(start):
             if _ended(this, said, step, who, seen):
                 return
-            copy = this.batch
+            copy, sizes = this.batch, _sizes(said, this, step, who)
             this, said = _took(batches, step + 1, who, seen, copier, number)
-            yield copier.arrived(copy)
-            del copy
+            batch = copier.arrived(copy)
+            yield batch if sizes is None or who.lengths is None else who.lengths.padded(batch, *sizes, who.name)
+            del copy, batch
 
 
 def _number(who: Peers) -> int:
@@ -161,12 +165,13 @@ def _took(
     batches: Iterator[Read], step: int, who: Peers, seen: _Seen, copier: Copier, number: int
 ) -> tuple[Read, _Said | None]:
     """The next batch, on its way to the device; and what this rank says of it, on its way to the others."""
-    shapes = 0
+    shapes, sizes = 0, [0] * SIZES
     try:
         one = next(batches, Read(State.END))
         if one.state in (State.BATCH, State.FILLED):
             if len(who.places) > 1:
-                shapes = digest(kinds(one.batch))
+                shapes = digest(_kinds(one.batch, who))
+                sizes = sizes_of(one.batch)
             if seen.looking:
                 seen.add(one.batch)
             one = Read(one.state, copier.start(one.batch))
@@ -176,7 +181,38 @@ def _took(
         return _among_threads(one, who), None
     if len(who.places) == 1 or not process_groups.between_processes():
         return one, None
-    return one, _say([number, step, one.state, shapes, seen.digest if seen.looking else 0, len(seen.rows)], who)
+    contents = seen.digest if seen.looking else 0
+    return one, _say([number, step, one.state, shapes, contents, len(seen.rows), *sizes], who)
+
+
+def _kinds(batch: Any, who: Peers) -> list[str]:
+    """What batches of all ranks have in common."""
+    return kinds(batch) if who.lengths is None else kinds_but_sizes(batch)
+
+
+def _sizes(said: _Said | None, mine: Read, step: int, who: Peers) -> tuple[list[int], list[int]] | None:
+    """The least and the most that batches of a step have on any rank, dimension by dimension; None where none differ.
+
+    Raises:
+        ValueError: ranks that must have the same rows have batches of other shapes.
+    """
+    if who.lengths is None or len(who.places) == 1 or (said is None and not process_groups.worlds_of_threads()):
+        return None
+    if said is None:
+        own = torch.tensor(sizes_of(mine.batch.batch))
+        every = gathered(own, who.mesh, None, "how long batches are", who.name)
+    else:
+        every = said.rows[:, -SIZES:]
+    first: dict[int, int] = {}
+    for i, place in enumerate(who.places):
+        j = first.setdefault(place, i)
+        if not torch.equal(every[i], every[j]):
+            raise ValueError(
+                f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} stand at the same place along "
+                f"{' x '.join(who.axes) or 'no axes'}, and so must get the same rows, but their batches of step {step} "
+                f"have other shapes. Name all axes along which rows differ in axes=, or give both the same rows"
+            )
+    return every.amin(0).tolist(), every.amax(0).tolist()
 
 
 def _among_threads(mine: Read, who: Peers) -> Read:
@@ -206,7 +242,7 @@ def _ended(mine: Read, said: _Said | None, step: int, who: Peers, seen: _Seen) -
         return mine.state in (State.END, State.FILLED)
     with waiting.on("the next batch", said.group, who.name, note=f"It is that of step {step}"):
         said.work.wait()
-    numbers, steps, states, shapes, contents, rows = said.rows.T.tolist()
+    numbers, steps, states, shapes, contents, rows = said.rows[:, :6].T.tolist()
     if len({*zip(numbers, steps, strict=True)}) > 1:
         if ASTRAY not in numbers:  # who is ahead has said more than this rank, and waits for an answer
             _astray.append(_say([ASTRAY] * said.rows.shape[1], who))
@@ -263,8 +299,13 @@ def _ranks(some: list[int]) -> str:
 
 def _differ(mine: Read, step: int, who: Peers) -> None:
     copy: Copy = mine.batch
-    advice = "On every step all ranks have batches of equal shapes: pad them, or drop what is left over"
-    agree(kinds(copy.batch), who.mesh, who.name, subject=(f"the batches of step {step}", advice))
+    advice = "On every step all ranks have batches alike"
+    if who.lengths is None:
+        advice = (
+            'On every step all ranks have batches of equal shapes: pad="ranks" fills them up to the longest of all '
+            'ranks, pad="own" is for a step that takes what each rank has, with in_specs=...; or drop what is left over'
+        )
+    agree(_kinds(copy.batch, who), who.mesh, who.name, subject=(f"the batches of step {step}", advice))
 
 
 def _compare(contents: list[int], rows: list[int], step: int, who: Peers) -> None:

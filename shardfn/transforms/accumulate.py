@@ -57,7 +57,7 @@ def accumulate(
 
     With `micro="auto"` a batch is cut into as few parts as fit into memory. It is tried whole first. When any rank runs
     out of memory, all ranks leave what they are in the middle of, and begin again with twice as many parts, from the
-    same random numbers. What fits is remembered for the function and the size of the batch, and a line in the log says it.
+    same random numbers. What fits is remembered for the function and the size of the batch; a line in the log says it.
 
     Args:
         f: `(params, batch) -> loss`, or `(params, *batch)` where a micro-batch is a tuple. With `"auto"` it may run
