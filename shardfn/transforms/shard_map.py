@@ -206,8 +206,12 @@ def _enter(
         if not seen and not alone:  # a first call, for which the other ranks wait, with good arguments perhaps
             agree([str(error)], mesh, name, mine=error)
         raise
-    if not alone:
+    told = (known_axes(mesh).number, *compared)
+    if not alone and told in seen:  # but for what `...` stands for, which may be new to one rank alone: it asks nobody
+        new = False
+    elif not alone:
         agree(compared, mesh, name)
+        seen.add(told)
     seen.add(signature)
     return _Entered(
         tuple(local[: len(args)]),
