@@ -89,8 +89,8 @@ def _made(
         node.rows = _rows(given[0])
     elif facts.reduction is not None:
         said = args[facts.reduction] if facts.reduction < len(args) else MEAN
-        node.count = given[0].numel() if said == MEAN else 0
-        node.rows = _rows(given[1 if facts.base.startswith("nll_loss") else 0]) if said == SUM else ()
+        node.count = args[0].numel() if said == MEAN else 0
+        node.rows = _rows(args[1 if facts.base.startswith("nll_loss") else 0]) if said == SUM else ()
     elif facts.statistics and _trains(facts, args, kwargs) and not frames.called_by("instance_norm"):
         node.root = "statistics"
     node.number = _divisor(facts.base, args)
