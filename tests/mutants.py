@@ -600,6 +600,20 @@ MUTANTS = [
         f"{RUN}/test_checking.py::test_a_forgotten_sampler_is_an_error_at_the_first_step",
     ),
     Mutant(
+        "the longest rank does not say what it cannot fill",
+        "run/padding.py",
+        "same = least[dims] == most[dims]",
+        "same = list(shape_of(leaf)) == most[dims]",
+        f"{RUN}/test_ragged.py::test_what_cannot_be_filled_is_said_on_every_rank",
+    ),
+    Mutant(
+        "filled labels count",
+        "run/padding.py",
+        '"labels": -100',
+        '"labels": 0',
+        f"{RUN}/test_ragged.py::test_what_differs_is_filled_at_its_ends",
+    ),
+    Mutant(
         "a reason to stop goes away again",
         "run/interrupts.py",
         "return self._why",
@@ -655,6 +669,13 @@ MUTANTS = [
         "event.record(module.current_stream(device))",
         "event.record()",
         f"{RUN}/test_late.py::test_metrics_are_waited_for_on_the_stream_of_their_own_device",
+    ),
+    Mutant(
+        "each rank knows what fits by its own size",
+        "transforms/fitting.py",
+        "_, rows, elements = every.amax(0).tolist()",
+        "_, rows, elements = row.tolist()",
+        f"{RUN}/test_ragged.py::test_what_fits_is_known_of_the_rank_with_the_most",
     ),
     Mutant(
         "what runs again draws other numbers",

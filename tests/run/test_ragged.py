@@ -164,20 +164,15 @@ class Uneven:
         self.ranks, self.axes = ranks, ("data",)
 
     def parts(self, step: int) -> list[Any]:
-        counts, each = ROWS[step], sentences()[10 * step :]
-        ends = [0, *itertools.accumulate(counts)]
-        parts = [Padding()(each[a:b]) if b > a else none() for a, b in itertools.pairwise(ends)]
-        if self.ranks < 4:
-            parts = [Padding()(each[: ends[2]]), Padding()(each[ends[2] : ends[4]]) if ends[4] > ends[2] else none()]
-            parts = parts if ends[2] or self.ranks > 2 else [none(), parts[1]]
-        return [dict(part) for part in parts]
+        each, ends = sentences()[10 * step :], [0, *itertools.accumulate(ROWS[step])][:: 4 // self.ranks]
+        return [dict(Padding()(each[a:b])) if b > a else none() for a, b in itertools.pairwise(ends)]
 
     def whole(self, step: int) -> Any:
         return dict(Padding()(sentences()[10 * step :][: sum(ROWS[step])]))
 
     def __call__(self, start: int) -> Iterator[Any]:
         for step in range(start, len(ROWS)):
-            yield self.whole(step) if self.ranks == 1 else self.parts(step)[dist.get_rank()]
+            yield self.parts(step)[dist.get_rank()]
 
 
 def none() -> Any:
