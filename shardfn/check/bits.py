@@ -1,32 +1,33 @@
-"""A number for the bits of a tensor, made on its device without a wait."""
+"""A number for the bits of a tensor, made on its device without a wait and without a copy."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-_WORDS = 2**18  # at a time, so that little memory is needed
+_ON_CPU, _ON_DEVICE = 2**15, 2**18  # words at a time, so that little memory is needed; a core's own cache holds it
 _STEP = 0x1E3779B97F4A7C15  # odd, so that what came before is never lost
 
 
-def bits(x: Tensor) -> Tensor:
-    """0-d int64: the same for the same shape and bytes, and for others but for odds of about 1 in 2^60."""
+def bits(x: Tensor) -> int | Tensor:
+    """The same for the same shape and bytes, and for others but for odds of about 1 in 2^60.
+
+    Of a tensor on a device a 0-d int64 there, for which nobody waits yet. Of one on the CPU a number: a small tensor
+    that is kept would split the memory that is freed around it.
+    """
     if not ordinary(x):
-        total = torch.full((), 17, dtype=torch.int64, device=x.device)
+        total: int | Tensor = 17
         for part in parts(x):
-            total = total * _STEP + bits(part)
+            total = _joined(total, bits(part))
         return total
-    data = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    words = data[: len(data) // 8 * 8]
-    if words.storage_offset() % 8:
-        words = words.clone()
-    total = torch.full((), _of_shape(x), dtype=torch.int64, device=x.device)
-    for some in words.view(torch.int64).split(_WORDS):
-        total = total * _STEP + _sum(some)
-    rest = data[len(words) :]
-    return total * _STEP + _sum(rest.long()) if len(rest) else total
+    total = _of_shape(x)
+    for some in pieces(x.detach()):
+        total = _joined(total, _mixed(some))
+    return total
 
 
 def ordinary(x: Tensor) -> bool:
@@ -57,24 +58,59 @@ def parts(x: Tensor) -> list[Tensor]:
     return [part for one in found for part in parts(one)]
 
 
-def constant(x: Tensor) -> Tensor:
-    """0-d bool: whether all elements are the same."""
-    if not ordinary(x):
-        return torch.zeros((), dtype=torch.bool, device=x.device)
-    flat = x.detach().reshape(-1)
-    return (flat == flat[:1]).all() if flat.numel() else torch.ones((), dtype=torch.bool, device=x.device)
+def constant(x: Tensor) -> bool | Tensor:
+    """Whether all elements are the same; of a tensor on a device a 0-d bool there."""
+    if not ordinary(x) or not x.numel():
+        return ordinary(x)
+    first = x.detach()[(slice(0, 1),) * x.ndim].reshape(-1)
+    same = ((some == first).all() for some in pieces(x.detach()))
+    return all(same) if x.device.type == "cpu" else functools.reduce(torch.logical_and, same)
 
 
-def _sum(words: Tensor) -> Tensor:
-    # A mix before the sum: what two places exchange must not cancel out.
-    mixed = words ^ (words >> 29)
-    return (mixed * _odd(words.device)[: len(words)]).sum()
+def pieces(x: Tensor) -> Iterator[Tensor]:
+    """All elements in order, some at a time: the same ones whatever the strides are, so that no copy is large."""
+    most = _words(x.device) * 8 // x.element_size()
+    row = math.prod(x.shape[1:])
+    if x.numel() <= most:
+        if x.numel():
+            yield x.resolve_conj().resolve_neg().contiguous().as_strided((x.numel(),), (1,))  # one element may have any
+    elif row <= most:
+        for some in x.split(most // row):
+            yield from pieces(some)
+    else:
+        for i in range(len(x)):
+            yield from pieces(x[i])
+
+
+def _mixed(some: Tensor) -> int | Tensor:
+    """The sum of a few bytes, each word of them mixed by its place: what two places exchange must not cancel out."""
+    data = some.view(torch.uint8)
+    words = data[: len(data) // 8 * 8]
+    if words.storage_offset() % 8:
+        words = words.clone()
+    mixed = words.view(torch.int64)
+    total = ((mixed ^ (mixed >> 29)) * _odd(some.device)[: len(mixed)]).sum()
+    rest = data[len(words) :].long()
+    total = total + (rest * _odd(some.device)[-len(rest) :]).sum() if len(rest) else total
+    return int(total) if some.device.type == "cpu" else total
+
+
+def _joined(total: int | Tensor, more: int | Tensor) -> int | Tensor:
+    """Both, in 64 bits; plain numbers have to be cut to what tensors do by themselves."""
+    return _wrapped(_wrapped(total * _STEP) + more)
+
+
+def _wrapped(n: int | Tensor) -> int | Tensor:
+    return n if isinstance(n, Tensor) else (n + 2**63) % 2**64 - 2**63
+
+
+def _words(device: torch.device) -> int:
+    return _ON_CPU if device.type == "cpu" else _ON_DEVICE
 
 
 @functools.lru_cache(maxsize=16)
 def _odd(device: torch.device) -> Tensor:
-    weights = torch.arange(1, 2 * _WORDS, 2, device=device, dtype=torch.int64)
-    return weights * _STEP | 1
+    return torch.arange(1, 2 * _words(device), 2, device=device, dtype=torch.int64) * _STEP | 1
 
 
 def _of_shape(x: Tensor) -> int:

@@ -36,6 +36,7 @@ _MODES = (
     f"{Path(__file__).parent}{os.sep}",
     *(str(_TORCH.joinpath(*place.split("/"))) for place in ("_dynamo/eval_frame.py", "_compile.py")),
     str(_TORCH.joinpath("utils", "_python_dispatch.py")),
+    str(_FOLDERS[0].joinpath("compat", "modes.py")),
 )
 """Which stand between an op and its caller."""
 _STAND_INS = (

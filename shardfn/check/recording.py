@@ -20,7 +20,7 @@ from shardfn.check.here import active, here
 from shardfn.check.torch_ops import facts_of
 from shardfn.check.trace import Call, Claimed, Effect, Gradient, Mask, Node, Part, Summed, Trace, Used, Variable
 from shardfn.check.values import Evidence, Values, like_of
-from shardfn.compat import autograd, dispatch, functorch
+from shardfn.compat import autograd, dispatch, functorch, modes
 
 
 def current() -> Recorder | None:
@@ -30,7 +30,7 @@ def current() -> Recorder | None:
     return here.recorder or dispatch.running(Recorder)
 
 
-class Recorder(dispatch.Watching):
+class Recorder(modes.Watching):
     """Records the ops that run inside.
 
     Attributes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,17 +24,20 @@ from shardfn.compat import autograd
 UNKNOWN = -1  # memory whose value nobody has seen being written
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Memory:
     """What is known of a storage: a value for all of it, how often it was written to, and what its stretches are.
 
     Attributes:
+        owner: refers to the storage, weakly.
+        tensors: by identity, the tensors that have a value of their own in it: `(tensor, node, stamp)`.
         stretches: of a flat shard, `(begin, end, axes)`: elements of a parameter, and along which axes they vary.
     """
 
-    weak: Any
+    owner: weakref.ref[Any]
     node: int
     stamp: int = 0
+    tensors: dict[int, tuple[weakref.ref[Tensor], int, int]] = field(default_factory=dict)
     stretches: Sequence[tuple[int, int, Mask]] = ()
 
 
@@ -62,7 +65,6 @@ class Values:
         self.evidence: list[Evidence] = []
         self.counts: list[Evidence] = []
         self.watched: list[Evidence] = []
-        self._tensors: dict[int, tuple[weakref.ref[Tensor], int, _Memory, int]] = {}
         self._memories: dict[int, _Memory] = {}
         self._times: dict[tuple[Any, int], int] = {}
         self._last: sites.Site | None = None
@@ -77,14 +79,12 @@ class Values:
 
     def node_of(self, x: Tensor) -> int:
         """The node of the value that a plain tensor has now."""
-        number = _memory_number(x)
-        known = self._tensors.get(id(x))
-        if known is not None and known[0]() is x and known[2] is self._memories.get(number):
-            _, node, memory, stamp = known
-            found = node if stamp == memory.stamp else memory.node
-        else:
-            known_memory = self._memories.get(number)
-            found = UNKNOWN if known_memory is None or _gone(known_memory) else known_memory.node
+        memory = self._memory(x)
+        if memory is None:
+            return self._found(x)
+        known = memory.tensors.get(id(x))
+        own = known is not None and known[0]() is x and known[2] == memory.stamp
+        found = known[1] if known is not None and own else memory.node
         return self._found(x) if found == UNKNOWN else found
 
     def _found(self, x: Tensor) -> int:
@@ -94,13 +94,13 @@ class Values:
         at = self.add(Node("closed over", (), site, root="closure", backward=made, like=like_of(x)))
         if frames.caller() == "user":
             self.show(x, at, site, hash((1, *like_of(x)[0])))
-        memory = self._memories.get(_memory_number(x))
-        if memory is None or _gone(memory):
+        memory = self._memory(x)
+        if memory is None:
             self.keep(x, at)
             if ordinary(x) and not _covers(x):
-                self._memories[_memory_number(x)].node = UNKNOWN
+                self._memories[id(_owner(x))].node = UNKNOWN
         else:
-            self._tensors[id(x)] = (weakref.ref(x), at, memory, memory.stamp)
+            memory.tensors[id(x)] = weakref.ref(x), at, memory.stamp
         return at
 
     def filled(self, x: Tensor) -> None:
@@ -111,12 +111,29 @@ class Values:
         """The call is over: memory may be used for something else."""
         self._memories.clear()
 
+    def _memory(self, x: Tensor) -> _Memory | None:
+        """What is known of the memory of a tensor."""
+        owner = _owner(x)
+        found = self._memories.get(id(owner))
+        return found if found is not None and found.owner() is owner else None
+
+    def _new(self, x: Tensor, node: int) -> _Memory:
+        """Memory that was not known before; it is forgotten when it is freed."""
+        owner, number, memories = _owner(x), id(_owner(x)), self._memories
+
+        def freed(gone: weakref.ref[Any]) -> None:
+            if number in memories and memories[number].owner is gone:
+                del memories[number]
+
+        # Not a weak reference of C++, by which the head of freed memory stays, and with it a hole that nothing fits.
+        made = memories[number] = _Memory(weakref.ref(owner, freed), node)
+        return made
+
     def keep(self, x: Tensor, node: int, written: bool = False, whole: bool = False) -> None:
         """From now on a tensor has this value."""
-        number = _memory_number(x)
-        memory = self._memories.get(number)
-        if memory is None or _gone(memory):
-            memory = self._memories[number] = _Memory(_weak(x), node)
+        memory = self._memory(x)
+        if memory is None:
+            memory = self._new(x, node)
         elif written:
             memory.stamp += 1
             memory.stretches = ()
@@ -127,7 +144,7 @@ class Values:
                 memory.node = node if covers or memory.node == node else UNKNOWN
             else:
                 memory.node = self.add(Node("written in part", (memory.node, node), self.site()))
-        self._tensors[id(x)] = (weakref.ref(x), node, memory, memory.stamp)
+        memory.tensors[id(x)] = weakref.ref(x), node, memory.stamp
 
     def show(self, x: Tensor, at: int, site: sites.Site | None, digest: int) -> None:
         """Has ranks compare the bits of a node."""
@@ -153,15 +170,15 @@ class Values:
 
     def stretches(self, flat: Tensor, parts: Iterable[tuple[Tensor, Mask]]) -> None:
         """The parameters in a flat shard, or in its gradient, and along which axes each varies."""
-        memory = self._memories.get(_memory_number(flat))
+        memory = self._memory(flat)
         if memory is not None:
             offsets = [(int(part.storage_offset()), int(part.numel()), axes) for part, axes in parts]
             memory.stretches = [(begin, begin + numel, axes) for begin, numel, axes in offsets]
 
     def view_of(self, x: Tensor, node: int) -> int:
         """The node of a view, which of a flat shard may be one of a single parameter in it."""
-        memory = self._memories.get(_memory_number(x))
-        if memory is None or not memory.stretches or _gone(memory) or not x.is_contiguous() or not x.numel():
+        memory = self._memory(x)
+        if memory is None or not memory.stretches or not x.is_contiguous() or not x.numel():
             return node
         begin = x.storage_offset()
         for start, stop, axes in memory.stretches:
@@ -178,17 +195,9 @@ def like_of(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     return () if x.is_nested else tuple(x.shape), x.dtype
 
 
-def _memory_number(x: Tensor) -> int:
-    return autograd.storage_of(x) if ordinary(x) else -id(x)
-
-
-def _weak(x: Tensor) -> Any:
-    return autograd.weak_storage(x) if ordinary(x) else weakref.ref(x)
-
-
-def _gone(memory: _Memory) -> bool:
-    weak = memory.weak
-    return weak() is None if isinstance(weak, weakref.ref) else bool(weak.expired())
+def _owner(x: Tensor) -> Any:
+    """What has the memory of a tensor, and is gone when that is."""
+    return x.untyped_storage() if ordinary(x) else x
 
 
 def _covers(x: Tensor) -> bool:

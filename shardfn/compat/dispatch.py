@@ -8,32 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-DispatchMode = TorchDispatchMode
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
-
-
-class Watching(TorchDispatchMode):
-    """A mode that sees each op and changes nothing: what runs inside takes the same way as outside.
-
-    Attributes:
-        supports_higher_order_operators: they run as they would.
-    """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Whether torch.compile goes on inside."""
-        return True
-
-    def __enter__(self) -> Any:
-        _push_mode(self)  # the base class keeps flags for the whole process, which threads would mix up
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        _pop_mode()
 
 
 def outside_modes() -> Any:

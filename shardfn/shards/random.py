@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.compat import dispatch
+from shardfn.compat import dispatch, modes
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.scope import bound_axis, current_mesh
 
@@ -70,7 +70,7 @@ def mixed(seed: int, *parts: int | str) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-class Drawing(dispatch.DispatchMode):
+class Drawing(modes.DispatchMode):
     """Inside, what torch would draw from its own generators comes from another one, and they stay as they are.
 
     On other devices it comes from generators with the same seed.

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.compat import dispatch, dynamo, process_groups
+from shardfn.compat import dynamo, modes, process_groups
 
 NAME = "sim"
 """What the device is called: `torch.device("sim")`."""
@@ -319,7 +319,7 @@ def _of_generators(name: str, answer: Any = None) -> Any:
 # --- what operations do ---
 
 
-class _Operations(dispatch.DispatchMode):
+class _Operations(modes.DispatchMode):
     """Runs operations on tensors of the device without numbers, and counts those for which the host waits."""
 
     pretends = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 import weakref
@@ -62,6 +63,15 @@ def _silently() -> Iterator[None]:
         yield
 
 
+def _axes_of(mesh: DeviceMesh, group: str) -> Iterable[str]:
+    """The names of the axes along which a group's ranks stand."""
+    for one in filter(None, (mesh, current_mesh())):
+        for names, axis in known_axes(one).used.items():
+            if axis.group == group:
+                return as_names(names)
+    return ()
+
+
 class Checked:
     """One checked call of a function.
 
@@ -75,20 +85,12 @@ class Checked:
         several = {axis: size for axis, size in sizes(mesh).items() if size > 1}
         self.name, self.mesh = name, mesh
         self.ranks = Exchange(mesh, tuple(several), name)
-        self.recorder = Recorder(name, several, self._axes_of)
+        self.recorder = Recorder(name, several, functools.partial(_axes_of, mesh))
         self.recorder.trace.outer = outer
         self.arguments: list[Argument] = []
         self.shown: list[Tensor | int] = []  # the bits of each argument
-        self.constants: list[Tensor | None] = []
+        self.constants: list[Tensor | bool | None] = []
         self.grads: list[tuple[str, Tensor, Any]] = []
-
-    def _axes_of(self, group: str) -> Iterable[str]:
-        """The names of the axes along which a group's ranks stand."""
-        for mesh in filter(None, (self.mesh, current_mesh())):
-            for names, axis in known_axes(mesh).used.items():
-                if axis.group == group:
-                    return as_names(names)
-        return ()
 
     # --- what goes in ---
 

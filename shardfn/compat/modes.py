@@ -1,0 +1,56 @@
+"""Dispatch modes: classes of Python that see each op."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that torch.compile keeps out of; torch's own class would load all of it for that, at the first op."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        plain = cls.__dict__.get("__torch_dispatch__")
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
+        if plain is not None:
+            cls.__torch_dispatch__ = _kept_out(plain, cls.__torch_dispatch__)  # type: ignore[method-assign]
+
+
+class Watching(DispatchMode):
+    """A mode that sees each op and changes nothing: what runs inside takes the same way as outside.
+
+    Attributes:
+        supports_higher_order_operators: they run as they would.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether torch.compile goes on inside."""
+        return True
+
+    def __enter__(self) -> Any:
+        _push_mode(self)  # the base class keeps flags for the whole process, which threads would mix up
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _pop_mode()
+
+
+def _kept_out(plain: Any, disabled: Any) -> Any:
+    """`plain`, or where torch.compile may trace what runs here, torch's own wrapping of it."""
+
+    @functools.wraps(plain)
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (disabled if _compiles() else plain)(self, func, types, args, kwargs)
+
+    return dispatch
+
+
+def _compiles() -> bool:
+    compiler = sys.modules.get("torch._dynamo")
+    return compiler is not None and not getattr(compiler.__spec__, "_initializing", False)
