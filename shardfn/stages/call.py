@@ -21,8 +21,8 @@ from shardfn.compat import autograd, functorch
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.stages.decoding import Decoding
-from shardfn.stages.refusals import RefuseWrapped, enter, other_result, refuse_mixed, running, writes
-from shardfn.stages.replay import RngAndAutocast
+from shardfn.stages.refusals import RefuseWrapped, enter, other_numbers, other_result, refuse_mixed, running, writes
+from shardfn.stages.replay import RngAndAutocast, Sample
 from shardfn.stages.signature import Signature, cast
 from shardfn.stages.tape import StageRun, Tape
 from shardfn.transforms.owned import owned
@@ -143,11 +143,13 @@ class Call:
         reverse: whether all that run only take gradients.
         differentiable: which outputs may have a gradient.
         form: of what the first run returned.
+        sample: of the numbers in it, where a later run is compared with it.
     """
 
     __slots__ = (  # noqa: RUF023  # in the order in which they come to be
         "signature", "mesh", "leaves", "at", "needs", "step", "collected", "tape", "run", "residuals",
         "surroundings", "contexts", "transformed", "reverse", "differentiable", "form",
+        "sample",
         "__weakref__",
     )  # fmt: skip
 
@@ -174,6 +176,7 @@ class Call:
         self.reverse = self.transformed and not functorch.inside_batching_or_forward()
         self.differentiable: list[bool] = []
         self.form: Form | None = None
+        self.sample: Sample | None = None
 
     def rebuilt(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The function's result with these tensors."""
@@ -200,8 +203,17 @@ class Call:
             self.form = form
         elif not self.form.same(form, transformed):
             raise RuntimeError(other_result(self.signature, str(self.form), str(form)))
+        elif self.sample is not None and (off := self.sample.off(tensors)) is not None:
+            raise RuntimeError(other_numbers(self.signature, off))
         own = dict(zip(self.form.order, tensors, strict=True))
         return [own[k] for k in sorted(own) if k >= 0]
+
+    def remember(self, outputs: Sequence[Tensor]) -> None:
+        """Keeps some of the numbers that the first run returned, by which it is seen whether another returns them."""
+        assert self.form is not None, "the function has run"
+        given = iter(outputs)
+        numbers = {k: next(given) for k in sorted(set(self.form.order)) if k >= 0}
+        self.sample = Sample([numbers.get(k) for k in self.form.order])
 
     def refuse_constant(self, outputs: Sequence[Tensor]) -> None:
         """Raises RuntimeError if outputs of another run have a gradient where the first run's had none, or none."""

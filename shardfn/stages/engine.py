@@ -106,6 +106,9 @@ class Engine:
             if call.tape is not None and isinstance(call.signature.keep, tuple) and (run.reads or not keeps):
                 self.residency.leave(run)
             left: tuple[Tensor, ...] = leaving(made.outputs, storages, inputs, call.transformed)
+            if records and (debugging.memory or not call.signature.compared):
+                call.remember(left)
+                call.signature.compared = keeps  # that may never run again
             if keeps and isinstance(call.signature.options.remat, Offload):
                 made.let_go()
             return left
@@ -156,6 +159,7 @@ class Engine:
                 with call.surroundings.again():
                     made, _ = self._run(call, run, inputs, True, again=True)
                 call.refuse_constant(made.outputs)
+                call.signature.compared = True
             with _in_use(run, made.decoding):
                 if made.decoding is not None:
                     made.decoding.again()

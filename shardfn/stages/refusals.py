@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardfn.compat import autograd, functorch
+from shardfn.stages.replay import Off
 from shardfn.stages.signature import Signature
 
 
@@ -225,6 +226,17 @@ def other_result(signature: Signature, first: str, then: str) -> str:
         f"else: first {first}, then {then}. The gradient would be that of another function. It depends on more than "
         f"its arguments: a counter, a cache or a switch such as module.train() has changed since the first run. Pass "
         f"that in as an argument, and return what is to be kept"
+    )
+
+
+def other_numbers(signature: Signature, off: Off) -> str:
+    """What is wrong with a function that returns other numbers when it runs again."""
+    return (
+        f"stage {signature.name} ({signature.stage!r}): its function ran again for its gradient and returned other "
+        f"numbers: tensor {off.number} of its result, {off.kind}, differs by {off.part:.1e} of its norm. The gradient "
+        f"would be that of another function. It depends on more than its arguments: on what its first run left in a "
+        f"dict, a list, an attribute or a global, on random numbers that are not torch's, or on an object that has "
+        f"changed since. Pass that in as an argument and return what is to be kept, or use remat=False"
     )
 
 

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from shardfn.compat import functorch
+
+SAMPLE = 2**16  # numbers of one tensor
+ROUNDING = 1000  # units in the last place that two runs may differ by: of sums by atomics, the order is another
+ROUNDING_OF_HALF = 16  # the same in 16 bits
 
 
 class RngAndAutocast:
@@ -51,6 +59,63 @@ class RngAndAutocast:
             one.set_state(state)
         if self.more is not None:
             _module(self.device).set_rng_state(self.more, self.device)
+
+
+class Off(NamedTuple):
+    """A tensor in a result that differs from that of the first run.
+
+    Attributes:
+        number: which of them.
+        kind: dtype and shape.
+        part: of its norm, by which it differs.
+    """
+
+    number: int
+    kind: str
+    part: float
+
+
+class Sample:
+    """Some of the numbers that a function returned: all of a small tensor, and evenly spread ones of a large."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self.parts = [None if x is None or not _compared(x) else _spread(x).clone() for x in tensors]
+
+    def off(self, tensors: Sequence[Tensor]) -> Off | None:
+        """The first tensor of another run that has other numbers, but for rounding; None if all have the same."""
+        for number, (part, x) in enumerate(zip(self.parts, tensors, strict=True)):
+            now = functorch.unwrapped(x.detach())
+            if part is not None and now.dtype == part.dtype and _spread(now).shape == part.shape:
+                apart = _apart(_spread(now), part)
+                if not apart <= _rounding(part.dtype):
+                    return Off(number, f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}", apart)
+        return None
+
+
+def _compared(x: Tensor) -> bool:
+    """Whether a tensor has numbers to compare; those of integers may differ by a tie that rounding decides."""
+    return type(x) is Tensor and (x.is_floating_point() or x.is_complex()) and x.numel() > 0
+
+
+def _spread(x: Tensor) -> Tensor:
+    return x.reshape(-1)[:: math.ceil(x.numel() / SAMPLE)]
+
+
+def _apart(now: Tensor, then: Tensor) -> float:
+    """The norm of a difference, as a part of the larger norm; nan is the same as nan, and infinity as infinity."""
+    wide = torch.complex128 if now.is_complex() else torch.float64
+    now, then = now.to(wide), then.to(wide)
+    same = (now == then) | (now.isnan() & then.isnan())
+    found = torch.where(same, 0, now - then).norm() / torch.maximum(_norm(now), _norm(then))
+    return 0.0 if bool(same.all()) else math.inf if bool(found.isnan()) else float(found)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0).norm()
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps * (ROUNDING_OF_HALF if dtype.itemsize <= 2 else ROUNDING)
 
 
 def _module(device: torch.device) -> Any:

@@ -142,8 +142,9 @@ def _assigned(signature: Signature, path: str, now: Tensor, before: Tensor) -> s
     kinds = "other numbers" if _kind(now) == _kind(before) else f"{_kind(before)} before, {_kind(now)} now"
     return (
         f"stage {signature.name} ({signature.stage!r}): its function puts something else into .data of {path} "
-        f"({kinds}). Parameters are lent to it for one run, after which that would be lost. It may assign the same numbers in "
-        f"another dtype or memory format. Let it compute a new tensor, and change parameters outside of stages"
+        f"({kinds}). Parameters are lent to it for one run, after which that would be lost. It may assign the same "
+        f"numbers in another dtype or memory format. Let it compute a new tensor, and change parameters outside of "
+        f"stages"
     )
 
 

@@ -109,6 +109,7 @@ class Signature:
         shares_memory: whether outputs were seen to share memory, of which transforms cannot know.
         writable: whether there are lists and dicts among the arguments.
         computes: whether the function uses the parameters at all, or this rank only takes part.
+        compared: whether the numbers of a second run were compared with those of the first.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Signature:
     shares_memory: bool = False
     writable: bool = False
     computes: bool = True
+    compared: bool = False
 
     @functools.cached_property
     def stage(self) -> str:

@@ -226,11 +226,13 @@ def called_in_4_bits(folder: Path) -> list[float]:
     mesh = data_mesh(dist.get_world_size())
     few = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     if dist.get_rank() == 0:
-        zoo.build("llama").float().save_pretrained(folder)
+        module: Any = zoo.build("llama").float()
+        module.save_pretrained(folder)
     dist.barrier()
-    theirs, ours = (
+    models: list[Any] = [
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=few, dtype=torch.float32) for _ in range(2)
-    )
+    ]
+    theirs, ours = models
     for m in theirs.modules():
         if hasattr(m, "support_avx512bf16_for_cpu"):
             m.support_avx512bf16_for_cpu = False

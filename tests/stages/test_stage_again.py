@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -42,6 +44,9 @@ CHANGES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any, Tensor], A
     "a tensor twice": (lambda x, y: (y, y), lambda x, y: (y, 2 * y), "then"),
     "another shape": (lambda x, y: y, lambda x, y: y[:1], r"first float64\[3, 4\], then float64\[1, 4\]"),
     "another dtype": (lambda x, y: y, lambda x, y: y.float(), r"first float64\[3, 4\], then float32\[3, 4\]"),
+    "other numbers": (lambda x, y: y, lambda x, y: 1.01 * y, r"other numbers: tensor 0 .* float64\[3, 4\], differs by"),
+    "one other number": (lambda x, y: (x, y), lambda x, y: (x, y + torch.eye(12)[5].view(3, 4)), "tensor 1 of its res"),
+    "nan": (lambda x, y: y, lambda x, y: y + torch.where(torch.arange(12).view(3, 4) == 7, torch.nan, 0.0), "differs"),
     "no gradient": (
         lambda x, y: (y, 2 * y),
         lambda x, y: (y, 2 * y.detach()),
@@ -139,6 +144,78 @@ def test_a_function_that_returns_something_else_in_its_second_run_is_told(world:
             if way == "remat of some ops" and "global state that changed between forward" in message:
                 continue  # torch's own words, where other operations run
             assert "stage run ('0'): its function ran again" in message, name
-            assert "a counter, a cache or a switch" in message, name
+            if ("number" in change and "another" not in change) or change == "nan":
+                assert "what its first run left in a dict, a list, an attribute" in message, name
+            else:
+                assert "a counter, a cache or a switch" in message, name
             if way == "remat, a step":
                 assert re.search(CHANGES[change][2], message), message
+
+
+# State that a function's first run makes, and its second finds.
+
+
+class Box:
+    scale = 1.0
+
+
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "setdefault": (dict, lambda s: 1.0 + len(s) + 0 * len(s.setdefault("seen", "yes"))),
+    "a nested list": (lambda: {"a": [[]]}, lambda s: s["a"][0].append(1) or float(len(s["a"][0]))),
+    "an attribute": (Box, lambda s: vars(s).update(scale=1.5 * s.scale) or s.scale),
+    "a tensor in place": (lambda: torch.ones(()), lambda s: s.data.mul_(1.5)),
+    "an iterator": (lambda: iter(range(1, 99)), next),
+    "python's random": (lambda: random.Random(0), lambda s: s.random()),
+}
+
+
+def states() -> dict[str, Any]:
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    flat, x = sf.shard(squares(1), mesh, sf.full_shard("shard")), rows(mesh.get_rank())
+    found: dict[str, Any] = {}
+    for name, (make, factor) in STATES.items():
+        for where in ("closed over", "an argument"):
+            state = make()
+            if where == "closed over":
+                f = sf.stage(lambda p, x, factor=factor, state=state: layer(p, x) * factor(state), remat=True)
+                call: Any = f
+            elif name == "a tensor in place":
+                continue  # torch's own words
+            else:
+                held = [state]
+                g = sf.stage(lambda p, x, holder, factor=factor: layer(p, x) * factor(holder.held[0]), remat=True)
+                holder = Holder(held)
+                call = partial(g, holder=holder)
+            try:
+                sf.grad(lambda ps, call=call: call(ps[0], x).sum())(flat)
+                found[f"{name}, {where}"] = "nothing"
+            except RuntimeError as error:
+                found[f"{name}, {where}"] = str(error)
+    return found
+
+
+class Holder:
+    def __init__(self, held: list[Any]) -> None:
+        self.held = held
+
+
+@pytest.mark.world(2, "threads")
+def test_state_that_the_first_run_makes_is_not_found_by_the_second(world: World) -> None:
+    for found in world.run(states):
+        assert len(found) == 2 * len(STATES) - 1
+        assert {case: said for case, said in found.items() if "returned other numbers" not in said} == {}
+
+
+def overwritten() -> float:
+    """The result is written into after the stage has returned it; the second run returns what it was before."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    flat, x = sf.shard(squares(1), mesh, sf.full_shard("shard")), rows(mesh.get_rank())
+    stage = sf.stage(layer, remat=True)
+    got = sf.grad(lambda ps: stage(ps[0], x).mul_(3).add_(1).sum())(flat)
+    want = torch.func.grad(everyone(lambda ps, k: layer(ps[0], rows(k)).mul(3).sum(), mesh.size()))(squares(1))
+    return distance(sf.unshard(got), want)
+
+
+@pytest.mark.world(2, "threads")
+def test_a_result_that_is_overwritten_is_compared_as_it_was(world: World) -> None:
+    assert max(world.run(overwritten)) < 1e-12
