@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import logging
+import os
 import shutil
 import time
 from pathlib import Path
@@ -14,34 +16,88 @@ from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, write_manifest, write_metadata
 from shardfn.checkpoint.team import CheckpointError
 
+FILE_SYSTEMS = "lost+found"  # is at the root of a disk, where only the superuser may look
 
-def intact(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint whose files are all there, in full length; None for anything else."""
+_log = logging.getLogger("shardfn")
+
+
+def intact(folder: Path) -> Manifest | str:
+    """The manifest of a checkpoint whose files are all there, in full length; or why it is none.
+
+    Raises:
+        CheckpointError: the disk does not say.
+    """
     try:
         manifest = read_manifest(folder)
-        whole = all((folder / name).stat().st_size == size for name, (size, _) in manifest.files.items())
-    except (CheckpointError, OSError):
-        return None
-    return manifest if whole else None
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError) and not _absent(error.__cause__):
+            raise
+        return str(error)
+    for name, (size, _) in manifest.files.items():
+        there = seen(folder / name)
+        if there is None or there.st_size != size:
+            return f"{folder / name} {'is gone' if there is None else f'has {there.st_size} of {size} bytes'}"
+    return manifest
+
+
+def seen(path: Path) -> os.stat_result | None:
+    """What is there, a link followed; None if there is nothing.
+
+    Raises:
+        CheckpointError: the disk does not say. To take that for nothing would begin a run anew.
+    """
+    try:
+        return path.stat()
+    except OSError as error:
+        if _absent(error):
+            return None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _absent(error: OSError) -> bool:
+    return error.errno in (errno.ENOENT, errno.ENOTDIR)
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder is one, whole or not, of this module or of torch.distributed.checkpoint."""
-    return (folder / MANIFEST).exists() or (folder / METADATA).exists()
+    return seen(folder / MANIFEST) is not None or seen(folder / METADATA) is not None
+
+
+def names_in(root: Path) -> list[str]:
+    """The names in a folder, and those that checkpoints had which a process was replacing when it died; sorted.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        found = os.listdir(root)
+    except OSError as error:
+        if _absent(error):
+            return []
+        raise CheckpointError(f"{root} cannot be read: {error.strerror}") from error
+    replaced = [name[1:].removesuffix(".replaced") for name in found if name[:1] == "." and name.endswith(".replaced")]
+    return sorted({*replaced, *(name for name in found if not name.startswith("."))} - {FILE_SYSTEMS})
+
+
+def manifests(root: Path) -> dict[Path, Manifest | str]:
+    """Of the checkpoints in a folder, oldest first; and why those that are torn are none.
+
+    Raises:
+        CheckpointError: one of them cannot be read.
+    """
+    found = {
+        path: intact(restored(path)) for path in map(root.joinpath, names_in(root)) if is_checkpoint(restored(path))
+    }
+    return dict(sorted(found.items(), key=lambda one: (_number(one[1]), one[0])))
+
+
+def _number(manifest: Manifest | str) -> int:
+    return 0 if isinstance(manifest, str) else manifest.about["number"]
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The checkpoints in a folder that are whole, oldest first."""
-    if not root.is_dir():
-        return []
-    found = []
-    replaced = (folder.name[1:].removesuffix(".replaced") for folder in root.glob(".*.replaced"))
-    names = {folder.name for folder in root.iterdir() if not folder.name.startswith(".") and folder.is_dir()}
-    for path in (root / name for name in names | set(replaced)):
-        manifest = intact(restored(path))
-        if manifest is not None:
-            found.append((manifest.about["number"], path))
-    return [folder for _, folder in sorted(found)]
+    """The checkpoints in a folder that are whole, oldest first. Raises as `manifests` does."""
+    return [path for path, manifest in manifests(root).items() if not isinstance(manifest, str)]
 
 
 def aside(path: Path, what: str) -> Path:
@@ -53,12 +109,12 @@ def publish(folder: Path, path: Path) -> None:
     """Gives a folder its name, and what had it another one until then."""
     sync(folder)
     old = aside(path, "replaced")
-    if path.exists():
+    if seen(path) is not None:
         discard(old)
         path.rename(old)
     folder.rename(path)
     sync(path.parent)
-    discard(old)
+    spare(old)
 
 
 def completed(folder: Path, path: Path, manifest: Manifest, keys: dict[str, tuple[Any, ...]]) -> None:
@@ -78,13 +134,13 @@ def completed(folder: Path, path: Path, manifest: Manifest, keys: dict[str, tupl
 def restored(path: Path) -> Path:
     """The path, or where its checkpoint is if a process died while it was replaced."""
     old = aside(path, "replaced")
-    return old if not path.exists() and old.exists() else path
+    return old if seen(path) is None and seen(old) is not None else path
 
 
 def discard(folder: Path) -> None:
     """Deletes a folder, whose name nobody takes for a checkpoint's meanwhile."""
     folder = restored(folder)
-    if not folder.exists():
+    if seen(folder) is None:
         return
     if not folder.name.startswith("."):
         away = aside(folder, "deleting")
@@ -93,19 +149,30 @@ def discard(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def tidy(root: Path, keep: int | None) -> None:
-    """Deletes what dead processes left, and all but the newest `keep` checkpoints."""
-    for folder in root.glob(".*.*"):
-        if folder.suffix in (".writing", ".deleting") and folder.is_dir():
-            with contextlib.suppress(OSError):
-                shutil.rmtree(folder)
-    for folder in checkpoints(root)[:-keep] if keep else []:
+def spare(folder: Path) -> None:
+    """Discards what nobody needs; where that fails, nothing is lost but room."""
+    try:
         discard(folder)
+    except OSError as error:
+        _log.warning("%s could not be deleted, and stays: %s", folder, error)
+
+
+def tidy(root: Path) -> None:
+    """Deletes what dead processes left."""
+    for name in os.listdir(root):
+        folder = root / name
+        if name[:1] == "." and folder.suffix in (".writing", ".deleting") and not folder.is_symlink():
+            spare(folder)
+
+
+def older(root: Path, keep: int | None) -> list[Path]:
+    """All but the newest `keep` checkpoints in a folder. A link is nobody's to follow, or to delete."""
+    own = [path for path in checkpoints(root) if not path.is_symlink()]
+    return own[:-keep] if keep else []
 
 
 def about(root: Path, ranks: int) -> dict[str, Any]:
     """What a new checkpoint in this folder says of itself."""
-    known = [intact(restored(path)) for path in checkpoints(root)]
-    number = 1 + max((one.about["number"] for one in known if one is not None), default=0)
+    number = 1 + max(map(_number, manifests(root).values()), default=0)
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"number": number, "made": made, "ranks": ranks, "torch": torch.__version__}

@@ -18,7 +18,7 @@ from torch import Tensor
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Contents, Kind, LocalBox, contents, generators, rebuilt
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
-from shardfn.checkpoint.folders import checkpoints, is_checkpoint, restored
+from shardfn.checkpoint.folders import is_checkpoint, manifests, restored
 from shardfn.checkpoint.names import Name, Rule, part_with, refuse_flat, renamed, turned, turned_box
 from shardfn.checkpoint.reading import Reader
 from shardfn.checkpoint.saving import finish
@@ -261,13 +261,21 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
 
     Returns:
         Its path; None where there is none, or no such folder. One that is torn, or torch.distributed.checkpoint's own,
-        is never it. "Newest" is by the number that each has in the folder, not by name or time.
+        is never it; the log of `shardfn` names those. "Newest" is by the number that each has in the folder, not by
+        name or time.
+
+    Raises:
+        CheckpointError: the folder, or a manifest in it, cannot be read, as where a disk has failed.
 
     Example:
         ``if (path := latest("runs/1")) is not None: tree = load(path, tree)``
     """
-    found = checkpoints(Path(root))
-    return found[-1] if found else None
+    found = manifests(Path(root))
+    for what in found.values():
+        if isinstance(what, str):
+            _log.warning("latest(%s) leaves out a checkpoint that is not whole: %s", root, what)
+    whole = [path for path, what in found.items() if not isinstance(what, str)]
+    return whole[-1] if whole else None
 
 
 def _compared(

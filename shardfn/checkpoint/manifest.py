@@ -9,9 +9,11 @@ manifest ends in a CRC-32 of its own. It is written last, in a folder that gets 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,7 +138,13 @@ def read_manifest(folder: Path) -> Manifest:
     text, mark, end = content.rpartition(b',\n"crc32":')
     if not mark or end != _end(text + mark):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit")
-    body = json.loads(content)
+    try:
+        return _read(path, json.loads(content))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _read(path: Path, body: dict[str, Any]) -> Manifest:
     if body["format"] != FORMAT or body["byteorder"] != sys.byteorder:
         raise CheckpointError(
             f"{path} is {body['format']!r}, {body['byteorder']} endian; this reads {FORMAT!r}, {sys.byteorder} endian"
@@ -156,7 +164,21 @@ def read_manifest(folder: Path) -> Manifest:
     }
     numbers = {name: _unpacked(value) for name, value in body["numbers"].items()}
     files = {name: (size, crc) for name, (size, crc) in body["files"].items()}
+    refuse_outside(path, [*files, *(chunk.file for some in chunks.values() for chunk in some)])
+    if type(body["about"]["number"]) is not int:
+        raise CheckpointError(f"{path} is damaged: its number is {body['about']['number']!r}")
     return Manifest(tensors, chunks, numbers, body["by_rank"], files, body["about"])
+
+
+def refuse_outside(path: Path, names: Iterable[str]) -> None:
+    """Raises CheckpointError for a file that would be read from elsewhere than the folder of what names it."""
+    folder = os.path.realpath(path.parent)
+    for name in dict.fromkeys(names):
+        if os.path.commonpath([folder, os.path.realpath(os.path.join(folder, name))]) != folder:
+            raise CheckpointError(
+                f"{path} names the file {name!r}, which is outside of its folder, and is not read: put the file itself "
+                f"there, if you trust whoever made it"
+            )
 
 
 def _end(text: bytes) -> bytes:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from shardfn.checkpoint import folders, snapshots
-from shardfn.checkpoint.contents import Contents, Scalar, contents, crc, most_of, pieces
+from shardfn.checkpoint.contents import Scalar, contents, crc, most_of, pieces
 from shardfn.checkpoint.manifest import Manifest
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.checkpoint.writer import Writer
@@ -27,6 +28,7 @@ from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
 
 Busy = Literal["wait", "refuse"]
+Surplus = Callable[[Path], list[Path]]
 _log = logging.getLogger("shardfn")
 
 
@@ -57,7 +59,7 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
         ``save(f"runs/1/step-{step:05}", {"params": params, "state": state, "step": step}, keep=3)``
     """
     finish()
-    on_each_rank(lambda: _Save(Path(path), contents(state, shared=True), keep, overwrite)).write()
+    on_each_rank(lambda: Save(Path(path), state, overwrite, keeping(keep))).write()
 
 
 class Pending:
@@ -72,7 +74,7 @@ class Pending:
         ``pending = save_async(path, state); ...; pending.wait()``
     """
 
-    def __init__(self, save: _Save, asks: Team) -> None:
+    def __init__(self, save: Save, asks: Team) -> None:
         self.path, self.asks = save.path, asks
         self.error: Exception | None = None
         self.ended: float | None = None
@@ -155,8 +157,13 @@ def save_async(
         raise ValueError(f'busy={busy!r}; it is "wait" or "refuse"')
     if busy == "refuse":
         _refuse(Path(path))
+    return begin(lambda: Save(Path(path), state, overwrite, keeping(keep)))
+
+
+def begin(made: Callable[[], Save]) -> Pending:
+    """Writes in the background. Raises as `save_async` does."""
     finish()
-    begun = on_each_rank(lambda: _Save(Path(path), contents(state, shared=True), keep, overwrite))
+    begun = on_each_rank(made)
     begun.copy()
     pending = Pending(begun, team_of(begun.found.grids, "ask"))
     _pending.append(pending)
@@ -206,17 +213,39 @@ def _refuse(path: Path) -> None:
 _MOMENT = 2.0  # seconds for which a program that fails waits for the thread that writes
 
 
-class _Save:
-    """One call of `save`."""
+def keeping(keep: int | None) -> Surplus:
+    """What does not stay, where the newest do.
 
-    def __init__(self, path: Path, found: Contents, keep: int | None, overwrite: bool) -> None:
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise ValueError(
-                f"keep={keep!r}; it is how many checkpoints stay, an integer of 1 or more, or None for all"
-            )
-        self.path, self.found, self.keep, self.overwrite = path, found, keep, overwrite
+    Raises:
+        ValueError: less than one stays.
+    """
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"keep={keep!r}; it is how many checkpoints stay, an integer of 1 or more, or None for all")
+    return functools.partial(folders.older, keep=keep)
+
+
+def anybodys() -> None:
+    """A folder is open to all."""
+
+
+class Save:
+    """One call of `save`.
+
+    Args:
+        path: of the checkpoint.
+        state: what is saved.
+        overwrite: whether it may replace one.
+        surplus: of the folder, what is deleted when it is whole; the first rank asks.
+        ours: raises where nothing may be written any more; the first rank asks before it makes or renames anything.
+    """
+
+    def __init__(
+        self, path: Path, state: Any, overwrite: bool, surplus: Surplus, ours: Callable[[], None] = anybodys
+    ) -> None:
+        self.path, self.found, self.overwrite = path, contents(state, shared=True), overwrite
+        self.surplus, self.ours = surplus, ours
         self.folder = folders.aside(path, "writing")
-        self.team = team_of(found.grids)
+        self.team = team_of(self.found.grids)
         self.stopped = threading.Event()
         self.failed: Exception | None = None  # of which all ranks hear when they meet
 
@@ -259,10 +288,12 @@ class _Save:
         if self.failed is not None:
             raise self.failed
         if self.team.rank == 0:
-            taken = self.path.exists() and not (self.overwrite and folders.is_checkpoint(self.path))
+            self.ours()
+            replaces = self.overwrite and folders.is_checkpoint(self.path) and not self.path.is_symlink()
+            taken = os.path.lexists(self.path) and not replaces
             if not taken:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                folders.tidy(self.path.parent, None)
+                folders.tidy(self.path.parent)
                 self.folder.mkdir()
         plain: dict[str, tuple[Any, int]] = {name: (tuple(x.shape), crc(x)) for name, x in found.plain.items()}
         plain |= {name: ((), _digest(found.numbers[name])) for name in found.by_rank if name in found.numbers}
@@ -280,7 +311,9 @@ class _Save:
         """What ranks differ in and may: each keeps its own. All ranks meet the same."""
         if every[0][0]:
             what = (
-                "is not a checkpoint: pass another path" if self.overwrite else "pass overwrite=True, or another path"
+                "is a link, or no checkpoint: pass another path"
+                if self.overwrite
+                else "pass overwrite=True, or another path"
             )
             raise FileExistsError(f"{self.path} exists{', and ' if self.overwrite else ': '}{what}")
         if len({digest for _, digest, _ in every}) > 1:
@@ -350,8 +383,13 @@ class _Save:
         for name in manifest.tensors:
             if flaw := manifest.flaw(name):
                 raise CheckpointError(f"{name}: {flaw}: was the tree made on this mesh?")
+        self.ours()
         folders.completed(self.folder, self.path, manifest, keys)
-        folders.tidy(self.path.parent, self.keep)
+        try:
+            for path in self.surplus(self.path.parent):
+                folders.spare(path)
+        except CheckpointError as error:  # it is whole, and that is what matters
+            _log.warning("%s is saved, and older ones could not be looked at: %s", self.path, error)
 
 
 def _of_rank(name: str, rank: int) -> str:

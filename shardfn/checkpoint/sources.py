@@ -14,7 +14,7 @@ from shardfn.checkpoint.contents import SCALARS, Kind
 from shardfn.checkpoint.disk import opened
 from shardfn.checkpoint.folders import checkpoints, is_checkpoint, restored
 from shardfn.checkpoint.items import Flaw, unpickled
-from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest
+from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest, refuse_outside
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.compat import dcp
 
@@ -110,6 +110,8 @@ def torchs(folder: Path) -> Source:
         name: [Chunk(Box(tuple(at), tuple(sizes)), *place) for at, sizes, *place in parts]
         for name, (_, _, parts) in described.items()
     }
+    refuse_outside(folder / METADATA, [one.file for some in chunks.values() for one in some])
+    refuse_outside(folder / METADATA, [file for file, *_ in places.values()])
     return Source(tensors, chunks, places=places, folder=folder, torchs=True)
 
 

@@ -92,7 +92,7 @@ def summary(path: Path) -> Summary:
         with contextlib.suppress(CheckpointError):
             about = read_manifest(folder).about
         known: dict[str, Any] = {key: about.get(key) for key in ("made", "ranks", "number")}
-        return Summary(path, "shardfn", intact(folder) is not None, sum(there), len(there), **known)
+        return Summary(path, "shardfn", not isinstance(intact(folder), str), sum(there), len(there), **known)
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((folder / METADATA).stat().st_mtime))
     return Summary(path, "torch", _has_its_bytes(folder), sum(there), len(there), made)
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardfn.run.choosing import Resume
 from shardfn.run.interrupts import seconds_of
+from shardfn.run.keeping import Best, best_of
 from shardfn.run.progress import progress
 from shardfn.run.reporting import Report
 from shardfn.run.resuming import identity_of
@@ -29,7 +31,8 @@ class Asked:
         save: the folder of the run's checkpoints.
         every: steps between two of them.
         keep: how many stay.
-        resume: whether the newest is gone on from.
+        best: the metric by which the best one is known, which stays too.
+        resume: whether the newest is gone on from, or the newest that is sound.
         evaluate: by the prefix of its metrics, what evaluates, and every how many steps.
         reports: who is told of each step.
         seed: of random numbers.
@@ -43,7 +46,8 @@ class Asked:
     save: Path | None
     every: int | None
     keep: int | None
-    resume: bool
+    best: Best | None
+    resume: Resume
     evaluate: dict[str, tuple[Evaluate, int]]
     reports: tuple[Report, ...]
     seed: int
@@ -54,7 +58,7 @@ class Asked:
 
     def facts(self) -> dict[str, str]:
         """What must be the same on all ranks."""
-        found = {name: repr(getattr(self, name)) for name in ("steps", "every", "keep", "resume", "seed")}
+        found = {name: repr(getattr(self, name)) for name in ("steps", "every", "keep", "best", "resume", "seed")}
         found["save"] = str(self.save)
         found["evaluate"] = repr({name: n for name, (_, n) in self.evaluate.items()})
         return found | {"batches.identity": self.identity}
@@ -79,25 +83,31 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
         raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
     if save is not None and Path(save).is_file():
         raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a file, not a folder")
-    for name in ("every", "keep"):
+    for name in ("every", "keep", "best"):
         if save is None and given[name] is not None:
             raise ValueError(
                 f"sf.run.loop: {name}={given[name]!r} is about checkpoints, and there are none without save=folder"
             )
     every = None if given["every"] is None else _count("every", given["every"], "steps between two checkpoints")
     keep = None if given["keep"] is None else _count("keep", given["keep"], "how many checkpoints stay")
-    if not isinstance(given["resume"], bool):
+    if not isinstance(given["resume"], bool) and given["resume"] != "previous":
         raise TypeError(
-            f"sf.run.loop: resume={given['resume']!r}; it is True, for the newest checkpoint in save=, or False"
+            f"sf.run.loop: resume={given['resume']!r}; it is True, for the newest checkpoint in save=, or False, or "
+            f'"previous", for the newest of which every byte is right'
         )
+    evaluate = _evaluations(given["evaluate"], every or steps)
+    best = best_of(given["best"], evaluate)
+    if best is not None and keep is None:
+        raise ValueError(f"sf.run.loop: best={given['best']!r} is about what stays, and without keep= all do")
     _check_batches(batches, save is not None)
     return Asked(
         steps=steps,
         save=None if save is None else Path(save),
         every=every,
         keep=keep,
+        best=best,
         resume=given["resume"],
-        evaluate=_evaluations(given["evaluate"], every or steps),
+        evaluate=evaluate,
         reports=_reports(given["report"]),
         seed=int_seed(given["seed"]),
         limit=seconds_of(given["limit"], save is not None),

@@ -46,9 +46,11 @@ class Run:
             program should end, with a status other than 0, and the same call in the next one goes on from there.
         metrics: name -> step -> value, of the steps taken here; steps count from 1. Those that `evaluate` gave are
             `eval/...`.
+        best: with `best`, the step whose checkpoint is the best of those that stay; None where none has been compared.
     """
 
     start: int
     step: int
     ended: str
     metrics: Mapping[str, Mapping[int, float]] = field(repr=False)
+    best: int | None = None

@@ -13,17 +13,19 @@ from shardfn.checkpoint.team import Team, team_of
 from shardfn.optim.torch import comes_later
 from shardfn.run.agreeing import REASONS, Exchange, Word, common, compare
 from shardfn.run.arguments import Asked, Evaluation, asked
+from shardfn.run.choosing import Choice, Resume, chosen, put_aside
 from shardfn.run.early import ended, refuse
 from shardfn.run.failing import Failing
 from shardfn.run.figures import Figures, tokens_of
 from shardfn.run.going import Going
 from shardfn.run.history import Run
 from shardfn.run.interrupts import Interrupts
+from shardfn.run.keeping import Keeping, compared
 from shardfn.run.late import STEPS, checked
 from shardfn.run.nonfinite import explain, wrong_metrics
 from shardfn.run.randomness import grids, place, seed_all
 from shardfn.run.reporting import Report, Reports
-from shardfn.run.resuming import Origin, Saver, loaded, newest, not_numbers
+from shardfn.run.resuming import Origin, Saver, loaded, not_numbers
 from shardfn.run.stepping import Stepping, kinds_of
 
 State = TypeVar("State")
@@ -39,7 +41,8 @@ def loop(
     save: str | os.PathLike[str] | None = None,
     every: int | None = None,
     keep: int | None = None,
-    resume: bool = True,
+    best: str | tuple[str, str] | None = None,
+    resume: Resume = True,
     evaluate: Evaluation | Mapping[str, Evaluation] | None = None,
     report: Report | Sequence[Report] | None = None,
     seed: int = 0,
@@ -75,8 +78,13 @@ def loop(
         steps: the last step.
         save: a folder for the run's checkpoints: at its beginning, every `every` steps, and at its end.
         every: steps between two checkpoints, which are written in the background.
-        keep: how many of the newest stay; None for all.
-        resume: go on from the newest whole checkpoint in `save`, if there is one. If not, there must be none.
+        keep: how many of the newest stay; None for all. Only those are deleted that runs have made there, as
+            `step-00000500`; links, and those that have other names, stay.
+        best: a metric, `"eval/loss"`, or `("eval/accuracy", "highest")`: the checkpoint of the step where it is lowest,
+            or highest, stays too.
+        resume: go on from the newest checkpoint in `save`, if there is one; where that is not whole, or cannot be read,
+            it is an error. `"previous"` reads every byte, goes on from the newest that is sound, and gives newer ones
+            hidden names that end in `.damaged`. If False, there must be none.
         evaluate: `(state) -> metrics`, which are reported as `eval/...`: after each checkpoint, and at the end; or
             `(function, steps)` for an interval of its own; or a dict of these by name. It leaves the state as it is,
             and its random numbers are its own. A run that goes on from a step after which it is due begins with it.
@@ -106,8 +114,9 @@ def loop(
         ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", every=500, keep=3)``
     """
     team = team_of(grids(state), "run")
-    given = {"steps": steps, "save": save, "every": every, "keep": keep, "resume": resume, "evaluate": evaluate,
-             "report": report, "seed": seed, "limit": limit, "flops": flops, "peak": peak}  # fmt: skip
+    given = {"steps": steps, "save": save, "every": every, "keep": keep, "best": best, "resume": resume,
+             "evaluate": evaluate, "report": report, "seed": seed, "limit": limit, "flops": flops,
+             "peak": peak}  # fmt: skip
     where, places, wanted = _asked(team, step, state, batches, given)
     going = Going(
         team=team,
@@ -117,7 +126,7 @@ def loop(
         exchange=Exchange(team),
         reports=Reports(wanted.reports if team.rank == 0 else ()),
         figures=Figures(wanted.flops, wanted.peak, team.size, places),
-        saver=None if wanted.save is None else Saver(wanted.save, wanted.keep, Origin(wanted.seed, wanted.identity)),
+        saver=_saver(wanted),
     )
     with Interrupts(wanted.limit) as interrupts:
         going.interrupts = interrupts
@@ -128,6 +137,7 @@ def loop(
             if going.saver is not None:
                 going.saver.finish()
             ended(wanted.save, why)
+            found = _best(going, reached)
             going.close()
         except BaseException:
             if going.saver is not None:
@@ -137,7 +147,15 @@ def loop(
             raise
         finally:
             going.reports.end()
-    return state, Run(start, reached, why, going.history)
+            if going.saver is not None:
+                going.saver.lock.release()
+    return state, Run(start, reached, why, going.history, found)
+
+
+def _saver(asked: Asked) -> Saver | None:
+    if asked.save is None:
+        return None
+    return Saver(asked.save, Keeping(asked.keep, asked.best), Origin(asked.seed, asked.identity))
 
 
 def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any]) -> tuple[int, int, Asked]:
@@ -159,31 +177,52 @@ def _begun(going: Going, state: Any) -> tuple[Any, int]:
     saver = going.saver
     if saver is None:
         return state, 0
-    path = newest(going.team, saver.folder)
-    if path is not None:
-        if not going.asked.resume:
-            raise ValueError(
-                f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
-                f"from it with resume=True"
-            )
-        began = time.monotonic()
-        state, step = loaded(path, state, saver.origin)
-        saver.saved, saver.seconds = step, time.monotonic() - began
-        if step > going.asked.steps:
-            raise ValueError(
-                f"sf.run.loop: steps={going.asked.steps}, and {path} is of step {step} already: `steps` counts from "
-                f"the run's beginning, so pass more, or another folder"
-            )
-        return state, step
+    going.team.first(f"lock {saver.folder}", saver.lock.take)
+    choice = chosen(going.team, saver.folder, going.asked.resume)
+    if choice.path is not None:
+        return _gone_on(going, saver, state, choice)
     if comes_later(state):
         raise ValueError(
             "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
             "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
         )
     _refuse_nan(going, state, 0)
-    saver.save(state, 0)
+    saver.save(state, 0, going.history)
     saver.finish()
     return state, 0
+
+
+def _gone_on(going: Going, saver: Saver, state: Any, choice: Choice) -> tuple[Any, int]:
+    """The state of a checkpoint, and its step."""
+    path = choice.path
+    assert path is not None, "there is one to go on from"
+    if not going.asked.resume:
+        raise ValueError(
+            f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
+            f"from it with resume=True"
+        )
+    began = time.monotonic()
+    state, head = loaded(path, state, saver.origin)
+    step = head["step"]
+    saver.saved, saver.seconds = step, time.monotonic() - began
+    saver.keeping.recall(head["run.best"])
+    if step > going.asked.steps:
+        raise ValueError(
+            f"sf.run.loop: steps={going.asked.steps}, and {path} is of step {step} already: `steps` counts from "
+            f"the run's beginning, so pass more, or another folder"
+        )
+    if step < going.asked.steps:
+        going.team.first(f"write to {saver.folder}", saver.lock.check)
+    put_aside(going.team, choice.torn)
+    return state, step
+
+
+def _best(going: Going, step: int) -> int | None:
+    """The step whose checkpoint is the best one."""
+    saver = going.saver
+    if saver is None or saver.keeping.best is None:
+        return None
+    return saver.keeping.best.of(saver.values(going.team, step, [], going.history))
 
 
 def _trained(going: Going, state: Any, start: int) -> tuple[Any, int, str]:
@@ -283,6 +322,7 @@ def _evaluated(going: Going, state: Any, step: int) -> None:
         with going.failing.here():
             seed_all(going.asked.seed, name, step, going.stepping.place)
             found = checked(going.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
+            compared(going.asked.best, name, found)
             going.tell(step, {f"{name}/{key}": float(value) for key, value in found.items()}, {})
     if names:
         going.evaluation = max(going.evaluation, time.monotonic() - began)
@@ -295,7 +335,7 @@ def _saved(going: Going, state: Any, step: int) -> None:
             if going.kinds is not None:  # None before the first step
                 going.kinds.check(kinds_of(state))
         _refuse_nan(going, state, step)
-        going.saver.save(state, step)
+        going.saver.save(state, step, going.history)
         going.figures.restart()
 
 

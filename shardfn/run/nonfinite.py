@@ -8,7 +8,8 @@ from typing import Any
 
 from shardfn.checkpoint.team import Team
 from shardfn.debugging import debug
-from shardfn.run.resuming import Saver, loaded, newest, not_numbers
+from shardfn.run.choosing import chosen
+from shardfn.run.resuming import Saver, loaded, not_numbers
 from shardfn.run.stepping import Stepping
 
 
@@ -42,10 +43,10 @@ def explain(
             f"{head}; {state_is}. Pass save=folder, and the stage that made it is found by running the steps since the "
             f"last checkpoint again; or run the step under sf.debug(nan=True)"
         )
-    path = newest(team, saver.folder)
+    path = chosen(team, saver.folder, True).path
     assert path is not None, "there is one since the run began"
-    state, start = loaded(path, state, saver.origin)
-    told = _watched(team, stepping, state, start, bad)
+    state, kept = loaded(path, state, saver.origin)
+    told = _watched(team, stepping, state, kept["step"], bad)
     return FloatingPointError(
         f"{head}. Run again from {path}, with each stage watched: {told}. That checkpoint is good, and nothing was "
         f"saved after it"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,19 @@ from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import contents
-from shardfn.checkpoint.folders import checkpoints
-from shardfn.checkpoint.saving import finish
+from shardfn.checkpoint.saving import Save, begin, finish
 from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.compat import process_groups
+from shardfn.run.keeping import HEAD, Keeping
+from shardfn.run.locking import Lock
 from shardfn.run.randomness import grids
 from shardfn.tiers import copying
 from shardfn.tiers.tensors import on_disk
 from shardfn.transforms.fitting import recall, remembered
 
-HEAD = {"step": int, "run.seed": int, "run.batches": str, "run.parts": str}  # what a checkpoint has besides the state
 MOMENT = 3.0  # seconds for which a run that failed lets its last checkpoint go on
+_log = logging.getLogger("shardfn")
 
 
 @dataclass(frozen=True)
@@ -80,28 +83,14 @@ def identity_of(batches: Any) -> str:
         raise TypeError(f"sf.run.loop: batches.identity is a dict of plain values, and {error}") from None
 
 
-def tree(state: Any, step: int, origin: Origin, parts: str = "") -> dict[str, Any]:
+def tree(state: Any, step: int, origin: Origin, parts: str = "", best: str = "") -> dict[str, Any]:
     """What a checkpoint holds."""
-    return {"state": state, "step": step, "run": {"seed": origin.seed, "batches": origin.batches, "parts": parts}}
+    run = {"seed": origin.seed, "batches": origin.batches, "parts": parts, "best": best}
+    return {"state": state, "step": step, "run": run}
 
 
-def newest(team: Team, folder: Path) -> Path | None:
-    """The newest whole checkpoint in a folder, as the first rank sees it.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
-    """
-    every = team.together(f"look for checkpoints in {folder}", lambda: _newest(folder) if team.rank == 0 else None)
-    return every[0]
-
-
-def _newest(folder: Path) -> Path | None:
-    found = checkpoints(folder)
-    return found[-1] if found else None
-
-
-def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, int]:
-    """The state in a checkpoint, written into that one's memory, and its step.
+def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]:
+    """The state in a checkpoint, written into that one's memory, and what it has besides.
 
     Raises:
         CheckpointError: it is of another model, or damaged.
@@ -112,9 +101,23 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, int]:
     team = _team(state)
     head = team.together(f"load {path}", lambda: _head(path) if team.rank == 0 else {})[0]
     origin.check(Origin(head["run.seed"], head["run.batches"]), path)
+    if team.rank == 0:
+        _tell_changed(path, state)
     found = checkpoint.load(path, tree(state, 0, origin))["state"]
     _recall(team, head["run.parts"])
-    return found, head["step"]
+    return found, head
+
+
+def _tell_changed(path: Path, state: Any) -> None:
+    """Says which numbers of optimizers are other ones in the program: those in the checkpoint go on."""
+    theirs = source_of(path).numbers
+    ours = contents({"state": state}, shared=False).numbers
+    for name, mine in ours.items():
+        if ".numbers." in name and name in theirs and theirs[name] != mine:
+            _log.warning(
+                "%s has %s = %r, which goes on, and the program has %r: to change a number of a run, let it be a "
+                "function of the step", path, name, theirs[name], mine,
+            )  # fmt: skip
 
 
 def _team(state: Any) -> Team:
@@ -156,36 +159,56 @@ class Saver:
 
     Attributes:
         folder: in which they are.
-        keep: how many stay; None for all.
+        keeping: which of them stay.
         origin: of the run.
+        lock: on the folder, on the first rank.
         saved: the step of the last one.
         seconds: that the slowest one took.
         error: why the last one was not written, if `look` has seen that.
     """
 
     folder: Path
-    keep: int | None
+    keeping: Keeping
     origin: Origin
     saved: int | None = None
     seconds: float = 0.0
     error: Exception | None = None
     pending: checkpoint.Pending | None = None
     began: float = field(default=0.0)
+    lock: Lock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lock = Lock(self.folder)
 
     def path(self, step: int) -> Path:
         """Of the checkpoint after so many steps."""
         return self.folder / f"step-{step:08}"
 
-    def save(self, state: Any, step: int) -> None:
+    def save(self, state: Any, step: int, history: Mapping[str, Mapping[int, float]]) -> None:
         """Begins to write one; it waits for the one before.
 
         Raises:
             CheckpointError, TypeError, ValueError: as `checkpoint.save_async` does.
         """
         self.finish()
+        steps = [] if self.saved is None else [self.saved]
+        self.keeping.values = self.values(_team(state), step, steps, history)
         self.began, self.saved = time.monotonic(), step
-        held = tree(state, step, self.origin, _parts(state))
-        self.pending = checkpoint.save_async(self.path(step), held, keep=self.keep, overwrite=True)
+        held = tree(state, step, self.origin, _parts(state), self.keeping.packed())
+        surplus = partial(self.keeping.surplus, values=dict(self.keeping.values))
+        self.pending = begin(lambda: Save(self.path(step), held, True, surplus, self.lock.check))
+
+    def values(
+        self, team: Team, step: int, steps: list[int], history: Mapping[str, Mapping[int, float]]
+    ) -> dict[int, float]:
+        """Of the metric that is compared, as the first rank has them.
+
+        Raises:
+            CheckpointError: it is no metric of the run.
+        """
+        if self.keeping.best is None:
+            return {}
+        return team.together("compare checkpoints", lambda: self.keeping.known(step, steps, history))[0]
 
     def look(self) -> None:
         """Sees whether the last one is over, and how long it took; it does not wait."""

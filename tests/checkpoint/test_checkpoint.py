@@ -508,13 +508,13 @@ def in_background(folder: str) -> Any:
 @contextlib.contextmanager
 def late() -> Iterator[threading.Event]:
     """What is written in the background begins when it may."""
-    may_begin, write = threading.Event(), saving._Save.write
+    may_begin, write = threading.Event(), saving.Save.write
 
     def later(self: Any) -> None:
         may_begin.wait()
         write(self)
 
-    with mock.patch.object(saving._Save, "write", later):
+    with mock.patch.object(saving.Save, "write", later):
         yield may_begin
 
 

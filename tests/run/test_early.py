@@ -16,6 +16,7 @@ import shardfn as sf
 from examples.run import end
 from shardfn.run import interrupts
 from shardfn.run.early import forget
+from shardfn.run.keeping import Keeping
 from shardfn.run.resuming import Origin, Saver
 from shardfn.testing import World
 from tests.refusals import told
@@ -95,7 +96,7 @@ def test_time_for_an_evaluation_is_left_where_one_comes_next(monkeypatch: pytest
 
 
 def test_time_for_two_checkpoints_is_left_while_one_is_written(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, None, Origin(0, "null"), seconds=10.0)
+    saver = Saver(tmp_path, Keeping(None, None), Origin(0, "null"), seconds=10.0)
     idle = saver.needs()
     saver.pending = SimpleNamespace()  # type: ignore[assignment]
     assert (idle, saver.needs()) == (15.0, 25.0)

@@ -128,4 +128,6 @@ def other_forms(folder: Path) -> list[str]:
 def test_a_checkpoint_of_another_form_is_said_to_be_one(world: World, tmp_path: Path) -> None:
     for (said,) in world.run(other_forms, tmp_path):
         assert said.startswith("CheckpointError: load ")
-        assert "it is not of sf.run.loop, or of that of another version of shardfn: it has no run.parts. Pass" in said
+        assert (
+            "not of sf.run.loop, or of that of another version of shardfn: it has no run.parts and no run.best." in said
+        )
