@@ -311,7 +311,7 @@ class Save:
         """What ranks differ in and may: each keeps its own. All ranks meet the same."""
         if every[0][0]:
             what = (
-                "is a link, or no checkpoint: pass another path"
+                "is not a checkpoint, or is a link: pass another path"
                 if self.overwrite
                 else "pass overwrite=True, or another path"
             )

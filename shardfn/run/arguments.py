@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardfn.checkpoint.folders import seen
 from shardfn.run.choosing import Resume
 from shardfn.run.interrupts import seconds_of
 from shardfn.run.keeping import Best, best_of
@@ -81,7 +83,7 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
         raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
     if save is not None and not os.fspath(save):
         raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
-    if save is not None and Path(save).is_file():
+    if save is not None and (there := seen(Path(save))) is not None and not stat.S_ISDIR(there.st_mode):
         raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a file, not a folder")
     for name in ("every", "keep", "best"):
         if save is None and given[name] is not None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardfn.collectives.agree import agree
+from shardfn.compat import loaders
 from shardfn.mesh.axes import check_axes, sizes
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.run.owning import fresh, owned
 from shardfn.run.padding import Pad, lengths_of, of_dicts
 from shardfn.run.together import Peers, Read, State, peers, together
 
@@ -61,7 +63,9 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
     are compared in the first batches of each iteration, as far as needed: two ranks have the same if all their rows
     were equal and at least 8 different ones were among them, so that data whose rows are alike is none.
 
-    Batches stay what and where they are, but for mappings, which become dicts; one more than the loop has is read.
+    Batches stay what and where they are, but for mappings, which become dicts; one more than the loop has is read. So
+    they are copied, and a loader may use its memory again, but not those of torch's `DataLoader` with its own
+    `collate_fn`, which are new.
 
     Args:
         loader: gives pytrees of tensors or arrays, whose dim 0 are rows.
@@ -92,5 +96,24 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
 
 
 def _reads(loader: Iterable[Any], start: int) -> Generator[Read]:
-    for batch in itertools.islice(loader, start, None):
-        yield Read(State.BATCH, of_dicts(batch))
+    keeps = fresh(loader)
+    for batch in itertools.islice(_to_its_end(loader), start, None):
+        found = of_dicts(batch)
+        yield Read(State.BATCH, found if keeps else owned(found))
+
+
+def _to_its_end(loader: Iterable[Any]) -> Generator[Any]:
+    """What a loader gives, whose own StopIteration is its end, and that of the code that it calls is not.
+
+    Raises:
+        RuntimeError: a row, or what makes a batch of rows, has raised it.
+    """
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration as error:
+            if loaders.failed(error):
+                raise RuntimeError(f"{NAME}: a row of the loader's data set, or its collate_fn, raised it") from error
+            return
+        yield batch

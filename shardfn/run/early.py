@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from shardfn.mesh.groups import world_of_thread, worlds
+from shardfn.run.interrupts import unheard
 
 KEY = "run that ended early"  # in what a world has agreed on
 
@@ -35,7 +36,8 @@ def refuse(save: Path | None) -> None:
 
 
 def forget() -> None:
-    """No run has ended early, as in a program that has just begun."""
+    """No run has ended early, or was asked to, as in a program that has just begun."""
+    unheard.clear()
     for world in worlds():
         world.agreed.pop(KEY, None)
 

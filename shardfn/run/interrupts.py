@@ -17,6 +17,9 @@ MARGIN = 2.0  # seconds for what is not measured
 REPEAT = 2.0  # seconds within which a signal comes from several sides: from the scheduler, and from torchrun
 _log = logging.getLogger("shardfn")
 _imported = time.monotonic()
+_within: list[Interrupts] = []  # of this process's main thread, the innermost last
+unheard: list[float] = []
+"""When a signal came that a run did not need any more: the program's next one ends by it."""
 
 
 class Interrupts:
@@ -31,19 +34,35 @@ class Interrupts:
     def __init__(self, limit: float | None) -> None:
         self.end = None if limit is None else process_start() + limit
         self.signalled: float | None = None  # when
+        self.cut = False  # whether a run inside of this one was ended early
         self._why = 0
+        self._outer: Interrupts | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
+            self._outer = next((one for one in _within[-1:]), None)
+            _within.append(self)
+            self.signalled = unheard.pop() if unheard else None
             self._before = {number: signal.signal(number, self._asked) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+        if self in _within:
+            _within.remove(self)
+
+    def leaves(self, why: int) -> None:
+        """The run ends, for a reason by its number in `REASONS`; the one around it hears of a signal, or the next."""
+        if self._outer is not None:
+            self._outer.cut |= why == 2
+        elif why == 0 and self.signalled is not None:
+            unheard[:] = [self.signalled]
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
+        if self._outer is not None and self._outer.signalled is None:
+            self._outer.signalled = now
         if self.signalled is None:
             self.signalled = now
             name = signal.Signals(number).name

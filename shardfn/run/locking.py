@@ -50,7 +50,7 @@ class Lock:
         began, told = time.monotonic(), False
         try:
             while not self._taken():
-                other, here = self._other()
+                other, here = self._who(self._now())
                 if time.monotonic() - began > (HERE if here else ELSEWHERE):
                     raise CheckpointError(
                         f"{self.path.parent} belongs to another run, which has not ended: {other}. Give one of the two "
@@ -70,8 +70,8 @@ class Lock:
             self.take()
         if self._refused is not None:
             raise CheckpointError(f"{self.path.parent} cannot be written to: {self._refused.strerror}")
-        if self._file is None or not self._there() or os.pread(self._file, SIZE, 0) != self._said:
-            raise CheckpointError(f"{self.path.parent} belongs to another run now: {self._other()[0]}")
+        if self._file is None or self._now() != self._said:
+            raise CheckpointError(f"{self.path.parent} belongs to another run now: {self._who(self._now())[0]}")
 
     def release(self) -> None:
         """The folder is free."""
@@ -105,10 +105,15 @@ class Lock:
         file, there = self._file if file is None else file, seen(self.path)
         return file is not None and there is not None and _key(there) == _key(os.fstat(file))
 
-    def _other(self) -> tuple[str, bool]:
-        """Who has the folder, and whether that is a process of this host."""
+    def _now(self) -> bytes:
+        """What the file says. Where this process has it open, closing it again would give up the lock."""
+        if self._file is not None and self._there():
+            return os.pread(self._file, SIZE, 0)
         there = seen(self.path)
-        said = b"" if there is None else _mine.get(_key(there)) or self.path.read_bytes()
+        return b"" if there is None else _mine.get(_key(there)) or self.path.read_bytes()
+
+    def _who(self, said: bytes) -> tuple[str, bool]:
+        """Whose words these are, and whether that is a process of this host."""
         try:
             about = json.loads(said)
             return f"process {about['pid']} on {about['host']}, since {about['since']}", _here(about)

@@ -138,6 +138,7 @@ def loop(
                 going.saver.finish()
             ended(wanted.save, why)
             found = _best(going, reached)
+            interrupts.leaves(REASONS.index(why))
             going.close()
         except BaseException:
             if going.saver is not None:
@@ -230,6 +231,8 @@ def _trained(going: Going, state: Any, start: int) -> tuple[Any, int, str]:
     reached = start
     if start:  # whoever wrote this checkpoint may have ended before the evaluation that follows it
         _evaluated(going, state, start)
+        if going.interrupts.cut:
+            return state, reached, REASONS[2]
     with going.failing.here():
         going.rows = going.stepping.rows(start) if start < going.asked.steps else iter(())
     going.figures.restart()
@@ -251,6 +254,10 @@ def _trained(going: Going, state: Any, start: int) -> tuple[Any, int, str]:
         if word.stop and reached < going.asked.steps:
             return state, reached, REASONS[word.stop]
         _evaluated(going, state, reached)
+        if going.interrupts.cut:  # the next program evaluates again, at this step
+            if going.saver is not None and going.saver.saved != reached:
+                _saved(going, state, reached)
+            return state, reached, REASONS[2]
     _raise_wrong(going, state, _settled(going, reached))
     return state, reached, REASONS[0]
 
@@ -322,6 +329,8 @@ def _evaluated(going: Going, state: Any, step: int) -> None:
         with going.failing.here():
             seed_all(going.asked.seed, name, step, going.stepping.place)
             found = checked(going.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
+            if going.interrupts.cut:
+                break
             compared(going.asked.best, name, found)
             going.tell(step, {f"{name}/{key}": float(value) for key, value in found.items()}, {})
     if names:

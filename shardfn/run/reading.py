@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from shardfn.run.collating import Collate, collated, masked
 from shardfn.run.fingerprints import digest
 from shardfn.run.order import Order, Part
+from shardfn.run.owning import owned
 from shardfn.run.seeding import lent_generators, seed_all
-from shardfn.run.sources import Ready, unwrapped
+from shardfn.run.sources import Ready, some_of, unwrapped
 from shardfn.shards.random import mixed
 
 AT_ONCE = 1024  # rows whose order is computed together, at most
@@ -68,7 +69,20 @@ class Reader(Dataset[Any]):
         with lent_generators():
             rows = _rows(self.source, part, self.order.seed)
             seed_all(mixed(self.order.seed, "collate", step, self.first))
-            return collated(rows, part.rows.tolist(), self.collate)
+            return made(rows, part.rows.tolist(), self.collate)
+
+
+def made(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -> Any:
+    """A batch of rows, in memory of its own.
+
+    Raises:
+        RuntimeError: `collate` raised StopIteration, which workers would take for the end.
+    """
+    try:
+        batch = collated(rows, numbers, collate)
+    except StopIteration as error:
+        raise RuntimeError("sf.run.batches: collate raised StopIteration") from error
+    return batch if collate is None else owned(batch)
 
 
 def _rows(source: Any, part: Part, seed: int) -> list[Any]:
@@ -96,14 +110,14 @@ def _row(source: Any, number: int, seed: int) -> Any:
 
 
 def fingerprint(source: Any, seed: int) -> str:
-    """The same for the same rows: of all that a source knows, or else of its length and its outer rows.
+    """The same for the same rows: of all that a source knows, or else of its length and rows between its outer ones.
 
     A row that is another one when it is read again says nothing.
     """
     if isinstance(source, Ready):
         return source.fingerprint()
     probes = []
-    for row in sorted({0, len(source) - 1}):
+    for row in some_of(len(source)).tolist():
         inner, (number,) = unwrapped(source, [row])
         with lent_generators():
             one, again = (digest(_row(inner, number, mixed(seed, "probe", row))) for _ in range(2))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+
+_log = logging.getLogger("shardfn")
 
 Report = Callable[[int, dict[str, float]], Any]
 """Is called as `report(step, metrics)` after each step, which counts from 1. One that has a method `begin(step, steps)`
@@ -30,12 +33,12 @@ class Reports:
         self._each(lambda one: one(step, metrics))
 
     def end(self) -> None:
-        """There are no more."""
+        """There are no more. The run is over, so that a report which fails now is told in the log."""
         for one in self.every:
             try:
                 getattr(one, "end", _nothing)()
             except Exception as error:
-                self.error = self.error or error
+                _log.error("the report %r failed at its end, and may be incomplete: %r", one, error, exc_info=error)
 
     def _each(self, tell: Callable[[Report], Any]) -> None:
         if self.error is not None:

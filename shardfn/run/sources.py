@@ -78,8 +78,12 @@ class Columns:
 
     def fingerprint(self) -> str:
         """Of dtypes, shapes, and some rows between the first and the last."""
-        some = np.unique(np.linspace(0, self._count - 1, 16).astype(np.int64))
-        return f"{digest((self.take(some), [described(leaf) for leaf in self._leaves])):014x}"
+        return f"{digest((self.take(some_of(self._count)), [described(leaf) for leaf in self._leaves])):014x}"
+
+
+def some_of(count: int) -> Numbers:
+    """The numbers of rows by which a source is known: at most 16, from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, 16).astype(np.int64))
 
 
 def opened(source: Any) -> Any:

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardfn.run.collating import Collate, collated, joined, masked
+from shardfn.run.collating import Collate, joined, masked
 from shardfn.run.feeding import ahead, locked
 from shardfn.run.fingerprints import digest
 from shardfn.run.order import Last
-from shardfn.run.reading import by_workers
+from shardfn.run.reading import by_workers, made
 from shardfn.run.seeding import lent_generators, seed_all
 from shardfn.run.streams import Lane, Stream
 from shardfn.run.together import Read, State
@@ -126,7 +126,7 @@ class Streamed:
 
     def _collated(self, rows: list[Any], step: int, lanes: range) -> Any:
         seed_all(mixed(self.seed, "collate", step, lanes.start, self.first))
-        return collated(rows, range(len(rows)), self.collate)
+        return made(rows, range(len(rows)), self.collate)
 
 
 class _Lane:
