@@ -664,6 +664,27 @@ MUTANTS = [
         f"{RUN}/test_refusals.py::test_a_run_goes_on_only_as_the_one_it_was",
     ),
     Mutant(
+        "a damaged checkpoint is passed over",
+        "run/choosing.py",
+        'if torn and (path is None or resume != "previous"):',
+        "if torn and path is None:",
+        f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
+    ),
+    Mutant(
+        "a disk that does not answer has nothing",
+        "checkpoint/folders.py",
+        "return error.errno in (errno.ENOENT, errno.ENOTDIR)",
+        "return True",
+        f"{RUN}/test_folders.py::test_a_disk_that_does_not_answer_has_not_said_that_there_is_nothing",
+    ),
+    Mutant(
+        "a collate's memory is the batch's",
+        "run/reading.py",
+        "return batch if collate is None else owned(batch)",
+        "return batch",
+        f"{RUN}/test_owning.py::test_what_makes_a_batch_of_rows_may_fill_its_memory_again",
+    ),
+    Mutant(
         "some turns are not counted",
         "run/agreeing.py",
         'with waiting.on("agreeing whether the run goes on", self.team.group.group_name, note="in sf.run.loop"):',

@@ -72,6 +72,37 @@ def test_an_evaluation_that_a_stop_has_left_out_comes_when_the_run_goes_on(tmp_p
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_signal_in_the_last_step_of_a_phase_ends_the_next(tmp_path: Path) -> None:
+    assert run(4, stop=4, save=tmp_path / "a").ended == "finished"
+    second = run(9, save=tmp_path / "b")
+    assert (second.ended, second.step) == ("preempted", 1)
+    forget()
+    third = run(9, save=tmp_path / "b")
+    assert (third.start, third.ended) == (1, "finished")
+
+
+@pytest.mark.parametrize("steps", [4, 6])
+@pytest.mark.parametrize("every", [2, 5])
+def test_a_signal_in_a_run_of_an_evaluation_ends_both_and_the_evaluation_comes_again(
+    tmp_path: Path, steps: int, every: int
+) -> None:
+    asks, inside = [4], []
+
+    def evaluate(state: int) -> dict[str, float]:
+        inner = run(3, stop=2 if asks[:1] == [state] and asks.pop() else 0)
+        inside.append((state, inner.ended))
+        return {"n": inner.step}
+
+    more: dict[str, Any] = {"save": tmp_path, "evaluate": (evaluate, 2), "every": every}
+    first = run(steps, **more)
+    assert (first.ended, first.step, first.metrics["eval/n"]) == ("preempted", 4, {2: 3.0})
+    forget()
+    second = run(steps, **more)
+    assert (second.start, second.ended) == (4, "finished")
+    assert second.metrics["eval/n"] == dict.fromkeys(range(4, steps + 1, 2), 3.0)
+    assert inside[:3] == [(2, "finished"), (4, "preempted"), (4, "finished")]
+
+
 def test_an_evaluation_that_fails_costs_no_steps(tmp_path: Path) -> None:
     def failing(state: int) -> Any:
         raise OSError("no more data")

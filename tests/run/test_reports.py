@@ -205,6 +205,19 @@ def test_a_report_that_fails_ends_the_run_and_the_bar(tmp_path: Path) -> None:
     assert ended == ["begun", "ended"]
 
 
+def test_a_report_that_fails_at_its_end_is_told_and_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        def __call__(self, step: int, metrics: Any) -> None:
+            """Is told of a step."""
+
+        def end(self) -> None:
+            raise OSError("no room is left")
+
+    state, run = sf.run.loop(lambda s, x: (s + x, {"loss": 0.0}), 0, [1, 2], steps=2, report=Failing())
+    assert (state, run.ended) == (3, "finished")
+    assert "failed at its end, and may be incomplete: OSError('no room is left')" in caplog.text
+
+
 def test_figures_are_shown_in_their_units() -> None:
     figures = {"loss": 1.23456, "tokens": 9.0, "seconds": 0.5, "tokens_per_second": 123456.0, "memory_gib": 2.0}
     assert described({**figures, "tflops": 400.0, "mfu": 0.404}) == (
