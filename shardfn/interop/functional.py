@@ -15,11 +15,17 @@ from shardfn.interop.adapting import Adapting
 from shardfn.interop.anatomy import Anatomy, Part, Slot, taken_apart
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.boundaries import Boundaries
-from shardfn.interop.in_place import along_tensor, arguments, loose_in_place, loose_parameters, replaced, uncached
-from shardfn.interop.placeholder import Placeholder
-from shardfn.interop.refused_calls import (
-    refuse_checkpointing,
+from shardfn.interop.in_place import (
+    along_tensor,
+    arguments,
+    loose_in_place,
+    loose_parameters,
+    replaced,
+    unasked,
+    uncached,
 )
+from shardfn.interop.placeholder import Placeholder
+from shardfn.interop.refused_calls import drawn_layers, refuse_apart, refuse_checkpointing
 from shardfn.interop.tensor_parallel import Region, TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.interop.unit import Run, Shell, Unit
@@ -160,6 +166,7 @@ class Functional:
         self._held = {key: slots[0].holder[slots[0].at] for key, slots in self._places.items()}
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
+        self._drawn = drawn_layers(module)
         self._skeleton = [(m, tuple(m._modules.values())) for m in module.modules()]
         self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
@@ -179,7 +186,7 @@ class Functional:
         inside = {m for unit in self._units.values() for m in unit.part.module.modules()}
         self._around = {m: forward for m, forward in self._instead.items() if m not in inside}
         self._region = self._region_of("", set(module.modules()) - inside)
-        self._fresh = uncached(module)
+        self._fresh, self._unasked = uncached(module), unasked(module)
         revealing = {name: options[name] for name in ("gather_dtype", "reduce_dtype") if name in options}
         self._reveal = stage(loose_parameters, **revealing)
 
@@ -251,6 +258,8 @@ class Functional:
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
         refuse_checkpointing(self.module, self._checkpointing)
+        if self._running.now is None:
+            refuse_apart(self.module, self._drawn, params)
         if unknown := set(buffers or ()) - set(self.buffers):
             raise ValueError(
                 f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
@@ -267,6 +276,7 @@ class Functional:
             with (
                 replaced(self._around),
                 self._fresh(),
+                self._unasked(),
                 loose_in_place(self._adapting, loose, more, known, run.changing) as changed,
                 along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):

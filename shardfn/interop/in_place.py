@@ -8,6 +8,7 @@ from typing import Any
 
 import optree
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardfn.compat import parametrize
 from shardfn.interop.adapting import Adapting, cloned
@@ -115,6 +116,22 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
                 m.__dict__.pop("forward", None)
             else:
                 m.__dict__["forward"] = own
+
+
+def unasked(module: nn.Module) -> Callable[[], Any]:
+    """What keeps activations without a gradient as they are where a model of `transformers` asks for one, for the sake
+    of its own checkpointing: nobody could read it, and a stage takes such a tensor for one that it was not given.
+    """
+    asks = any(hasattr(m, "_requires_grad") for m in module.modules())
+    return _Unasked if asks else contextlib.nullcontext
+
+
+class _Unasked(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func == _ASKED else func(*args, **(kwargs or {}))
+
+
+_ASKED = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 def uncached(module: nn.Module) -> Callable[[], Any]:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import optree
+import torch
 from torch import Tensor, nn
 
+from shardfn.collectives.agree import agree
 from shardfn.compat import autograd, functorch
 from shardfn.interop import recorders
 from shardfn.interop.anatomy import Part, Slot
 from shardfn.interop.refused import OF_TORCH, disables_checkpointing, tensors_in
 from shardfn.interop.structures import is_cache
+from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import joined
+from shardfn.shards.layout import is_flat
 from shardfn.stages.returned import keeps_numbers
 
 
@@ -107,3 +113,32 @@ def refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
                 f"{path or type(m).__name__} checkpoints activations by itself, inside which a stage cannot run: call "
                 f"model.module.{disables_checkpointing(model)}(), and pass remat=True to functional"
             )
+
+
+def drawn_layers(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where a model of `transformers` says how often it leaves layers out in training: modules, configurations."""
+    owners = {
+        id(one): one for m in model.modules() for one in (vars(m), vars(getattr(m, "config", None) or nn.Module()))
+    }
+    return [(one, name) for one in owners.values() for name in one if str(name).endswith("layerdrop")]
+
+
+def refuse_apart(model: nn.Module, drawn: Sequence[tuple[dict[str, Any], str]], params: Any) -> None:
+    """Raises ValueError on every rank where layers are left out by numbers that ranks would draw differently."""
+    said = next((f"{name}={own[name]}" for own, name in drawn if isinstance(own[name], float) and own[name] > 0), "")
+    if not (said and model.training):
+        return
+    flats = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)]
+    if not flats or torch.compiler.is_compiling() or any(x.layout.placement.only_at for x in flats):
+        return
+    state = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
+    agree(
+        [f"a state {state}"],
+        mesh_of(flats[0].layout.grid, "the model"),
+        type(model).__name__,
+        subject=(
+            f"torch's random numbers, by which it leaves layers out while it trains ({said}),",
+            f"All ranks leave out the same layers: call torch.manual_seed with the same number on every rank before "
+            f"the call, or set {said.partition('=')[0]} to 0.0 in the model and its configuration",
+        ),
+    )

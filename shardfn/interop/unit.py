@@ -16,7 +16,7 @@ from shardfn.interop import recorders
 from shardfn.interop.adapting import Adapting
 from shardfn.interop.anatomy import Part, Slot
 from shardfn.interop.attributes import Attributes, Before
-from shardfn.interop.in_place import arguments, buffers_in_place, replaced, uncached
+from shardfn.interop.in_place import arguments, buffers_in_place, replaced, unasked, uncached
 from shardfn.interop.placeholder import Running
 from shardfn.interop.refused_calls import (
     refuse_again,
@@ -69,7 +69,7 @@ class Unit:
     ) -> None:
         self.shell, self.part, self.region, self.forms, self.options = shell, part, region, Forms(), options
         self.adapting, self.attributes = Adapting(part), Attributes(part.module.modules())
-        self.fresh = uncached(part.module)
+        self.fresh, self.unasked = uncached(part.module), unasked(part.module)
         self.forward = self.eager = instead.get(part.module, part.module.forward)
         self.instead = {m: forward for m, forward in instead.items() if m is not part.module}
         if compile:
@@ -155,6 +155,7 @@ class Unit:
             with (
                 before.again(),
                 self.fresh(),
+                self.unasked(),
                 self.adapting.placed(slots, values, adapters) as there,
                 buffers_in_place(part, self._constant(buffers), changing) as changed,
                 replaced(self.instead),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -122,6 +123,60 @@ def recorded() -> dict[str, dict[str, float]]:
 def test_what_models_record_and_drop_is_what_the_module_does(world: World) -> None:
     for found in world.run(recorded):
         assert {case: value for case, value in found.items() if max(value.values()) > 1e-12} == {}
+
+
+# --- what models of speech do in training ---
+
+MASKED = {"mask_time_prob": 0.3, "mask_time_length": 2, "mask_feature_prob": 0.2, "mask_feature_length": 2}
+SPEECH: dict[str, tuple[str, dict[str, Any]]] = {
+    "layers left out": ("Hubert", {"layerdrop": 0.5}),
+    "layers left out, masked": ("Wav2Vec2", {"layerdrop": 0.5, "apply_spec_augment": True, **MASKED}),
+    "masked": ("UniSpeech", {"apply_spec_augment": True, **MASKED}),
+    "without a norm": ("WavLM", {"layerdrop": 0.3}),
+}
+
+
+def speech(kind: str, more: dict[str, Any]) -> nn.Module:
+    tr = zoo._transformers()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
+    dropouts = ("hidden", "activation", "attention", "feat_proj", "final")
+    config = getattr(tr, f"{kind}Config")(
+        **sizes, conv_dim=(8, 8), conv_stride=(2, 2), conv_kernel=(4, 4), num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, attn_implementation="eager",
+        **{f"{name}_dropout": 0.0 for name in dropouts} | {"apply_spec_augment": False, "layerdrop": 0.0} | more,
+    )  # fmt: skip
+    return seeded(lambda: getattr(tr, f"{kind}Model")(config)).train()
+
+
+def spoken(case: str) -> dict[str, Any]:
+    """Where layers are left out ranks draw alike; masks are of a rank's own rows, and drawn apart."""
+    rank, (kind, more) = dist.get_rank(), SPEECH[case]
+    x, apart = zoo.numbers(200).chunk(2)[rank], rank if "layerdrop" not in more else 0
+
+    def run(call: Call) -> Tensor:
+        torch.manual_seed(5 + apart)
+        numpy.random.seed(5 + rank)
+        found: Tensor = call(x).last_hidden_state.square().sum()
+        return found
+
+    found: dict[str, Any] = {"away": max(away(speech(kind, more), run, small=256).values())}
+    if "layerdrop" in more:
+        model, params, mesh = sharded(speech(kind, more), small=256)
+        torch.manual_seed(rank)
+        with pytest.raises(ValueError, match=r"leaves layers out while it trains \(layerdrop=0\.\d\), differ") as error:
+            mapped(sf.grad(lambda p: model(p, x).last_hidden_state.sum()), mesh)(params)
+        model.module.eval()  # nothing is left out
+        model(params, x)
+        found["said"] = "call torch.manual_seed with the same number on every rank" in str(error.value)
+    return found
+
+
+@pytest.mark.parametrize("case", SPEECH)
+@pytest.mark.world(2, "processes")
+def test_models_of_speech_train_as_they_do_alone(world: World, case: str) -> None:
+    for found in world.within(120).run(spoken, case):
+        assert found["away"] < 1e-12
+        assert found.get("said", True)
 
 
 # --- outputs, methods, orders ---
