@@ -22,10 +22,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
-.PHONY: help setup train test checks lint format fix types unit docs wheel smoke benchmark clean
+.PHONY: help setup train test checks lint format fix types unit docs wheel smoke goals test-deep clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo 'Variables: PYTHON=python3  VENV=.venv  WORKERS=3 (of the tests)  ARGS="flags for the one target that is called"'
 
 $(BIN)/python:
@@ -44,7 +44,7 @@ setup: $(VENV)/.dev ## install the package and every development tool
 train: $(VENV)/.examples ## train the example language model, sharded over 4 processes
 	$(TRAIN) $(ARGS)
 
-test: checks unit smoke ## everything that must pass before a change lands
+test: checks unit goals smoke ## everything that must pass before a change lands
 
 checks: $(VENV)/.dev ## all but the tests and the short run, two at a time
 	$(MAKE) --no-print-directory -j 2 SIDE_BY_SIDE=1 lint format types docs wheel
@@ -76,26 +76,14 @@ wheel: $(VENV)/.dev ## build the wheel and import it from an empty environment
 smoke: $(VENV)/.examples ## a short sharded training run
 	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(TRAIN) --steps 20 --out "$$out" $(ARGS)
 
-benchmark: $(VENV)/.dev ## run every benchmark, beside the peers (more than an hour)
-	$(RUN) -m benchmarks.collectives $(ARGS)
-	$(RUN) -m benchmarks.train_step --ranks 2 $(ARGS)
-	$(RUN) -m benchmarks.train_step --ranks 4 $(ARGS)
-	$(RUN) -m benchmarks.stage_overhead $(ARGS)
-	$(RUN) -m benchmarks.optimizer $(ARGS)
-	$(RUN) -m benchmarks.muon $(ARGS)
-	$(RUN) -m benchmarks.strategies $(ARGS)
-	$(RUN) -m benchmarks.parallel $(ARGS)
-	$(RUN) -m benchmarks.checkpoint $(ARGS)
-	$(RUN) -m benchmarks.loop $(ARGS)
-	$(RUN) -m benchmarks.check $(ARGS)
-	$(RUN) -m benchmarks.parameter_memory $(ARGS)
-	$(RUN) -m benchmarks.transforms $(ARGS)
-	$(RUN) -m benchmarks.interop $(ARGS)
-	$(RUN) -m benchmarks.bits $(ARGS)
-	$(RUN) -m benchmarks.tiers $(ARGS)
-	$(RUN) -m benchmarks.hosts $(ARGS)
-	$(RUN) -m benchmarks.elastic $(ARGS)
-	$(RUN) -m benchmarks.gpu $(ARGS)
+goals: $(VENV)/.dev ## every figure that is promised beside its goal and its record; ARGS=--timed for all of them
+	$(RUN) -m benchmarks.goals $(ARGS)
+
+test-deep: $(VENV)/.dev ## what takes too long for every change: mutants, random programs, kills (an hour)
+	$(RUN) -m tests.mutants --workers 2
+	$(RUN) -m tests.random_programs --minutes 10
+	$(RUN) -m tests.killed_runs --kills 40
+	$(RUN) -m tests.crash --kills 60
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.few_bits_training import FORMATS, convergence, kept
-from benchmarks.report import Goal, interleaved, parser, publish
+from benchmarks.report import Goal, interleaved, lacks, parser, publish
 from shardfn import quant
 
 PARTS = ("formats", "memory", "convergence")
@@ -88,7 +88,7 @@ def main() -> None:
     model = "tiny" if args.tiny else args.model
     missing = absent(args.only)
     if missing:
-        raise SystemExit(
+        lacks(
             f"benchmarks.bits: the part memory compares with packages of which {', '.join(missing)} cannot be found: "
             f"pip install 'shardfn[dev]', or leave it out with --only formats convergence"
         )

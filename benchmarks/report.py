@@ -11,23 +11,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
+LACKING = 77  # the exit status of a benchmark for which something is not there: test runners read it as skipped
+Sense = Literal["at most", "at least"]
+
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure and the most that it may be."""
+    """A figure, and the most that it may be, or the least.
+
+    Attributes:
+        tolerance: by how much it may be worse than it was: a part of itself or of its limit, the larger.
+    """
 
     name: str
     value: float
     limit: float
+    sense: Sense = "at most"
+    tolerance: float = 0.0
 
     @property
     def met(self) -> bool:
-        return self.value <= self.limit
+        return self.value <= self.limit if self.sense == "at most" else self.value >= self.limit
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -35,6 +44,14 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", type=Path, metavar="FILE", help="also write rows and goals there")
     return made
+
+
+def lacks(told: str) -> NoReturn:
+    """Ends a benchmark that cannot run here, because something is not there that it needs."""
+    print(told, file=sys.stderr)
+    ends = SystemExit(told)
+    ends.code = LACKING
+    raise ends
 
 
 def publish(title: str, rows: Sequence[dict[str, Any]], goals: Sequence[Goal], file: Path | None) -> None:
@@ -51,10 +68,10 @@ def publish(title: str, rows: Sequence[dict[str, Any]], goals: Sequence[Goal], f
         console.print(table)
         title = ""
     ends = Table(title="against the goals", title_justify="left")
-    for column in ("figure", "value", "at most", "met"):
+    for column in ("figure", "value", "goal", "met"):
         ends.add_column(column, justify="left" if column == "figure" else "right")
     for goal in goals:
-        ends.add_row(goal.name, f"{goal.value:.3g}", f"{goal.limit:.3g}", "yes" if goal.met else "NO")
+        ends.add_row(goal.name, short(goal.value), f"{goal.sense} {short(goal.limit)}", "yes" if goal.met else "NO")
     console.print(ends)
     if file:
         told = [asdict(goal) | {"met": goal.met} for goal in goals]
@@ -77,6 +94,11 @@ def interleaved(
                 run()
             times[name].append((clock() - began) / inner)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def short(value: float) -> str:
+    """Whole numbers whole, others by three digits."""
+    return f"{value:,.0f}" if float(value).is_integer() and abs(value) < 1e15 else f"{value:.3g}"
 
 
 def _show(value: Any) -> str:

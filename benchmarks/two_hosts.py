@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.report import lacks
+
 HOSTS = {"shardfn-a": "10.231.77.1", "shardfn-b": "10.231.77.2"}
 LINK = "shardfn-link"
 HEADERS = 14 + 20 + 32  # bytes of Ethernet, IPv4 and TCP with its timestamps, before what a packet carries
@@ -41,10 +43,10 @@ def hosts(command: str) -> Iterator[None]:
         told = getattr(error, "stderr", "") or str(error)
         with contextlib.suppress(OSError):
             _remove()
-        raise SystemExit(
+        lacks(
             f"{command} needs network namespaces, which this process may not make ({told.strip()}): run it as "
             f"root, in a container with --cap-add SYS_ADMIN --cap-add NET_ADMIN, with iproute2 installed"
-        ) from None
+        )
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by which it would end without a farewell
     try:
         yield

@@ -128,6 +128,8 @@ def main() -> None:
             begun = kill(args.kills, sizes, args.seed, Path(name), 10, noise)
             far, same = difference(Path(name), sizes[0], noise)
         print(f"ranks {sizes}: {args.kills} kills, went on from {begun}; difference {far:.1e}, same losses: {same}")
+        if (far, same) != (0, True) if len(sizes) == 1 else far >= 1e-12:
+            raise SystemExit("what was trained is not what a run without kills trains")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Mechanisms broken on purpose, each with the test that must then fail.
 
-`python -m tests.mutants [--only NAME ...]` copies the project, breaks one mechanism at a time, runs its test there,
-and prints a table. A mutant that survives shows what no test would notice. A test that hangs has caught nothing, unless
-a deadline of its own ends it.
+`python -m tests.mutants [--only NAME ...] [--workers 2]` copies the project, breaks one mechanism at a time, runs its
+test there, and prints a table. A mutant that survives shows what no test would notice. A test that hangs has caught
+nothing, unless a deadline of its own ends it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -871,24 +872,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="names of mutants")
     parser.add_argument("--list", action="store_true", help="their names and tests")
+    parser.add_argument("--workers", type=int, default=1, help="how many at a time")
     args = parser.parse_args()
     chosen = [one for one in MUTANTS if not args.only or one.name in args.only]
-    left = 0
-    for mutant in chosen:
-        if args.list:
-            print(f"{mutant.name} -> {mutant.test}")
-            continue
-        began = time.perf_counter()
-        try:
-            found, told = caught(mutant)
-            result = "caught   " if found else "SURVIVED "
-        except RuntimeError as error:
-            result, told = "NO RESULT", str(error)
-        left += result != "caught   "
-        took = time.perf_counter() - began
-        print(f"{result} {mutant.name} ({mutant.file}), {took:.0f} s\n    {told[:200]}", flush=True)
+    if unknown := {*args.only} - {one.name for one in chosen}:
+        raise SystemExit(f"no mutant is called {', '.join(sorted(unknown))}")
+    if args.list:
+        print(*(f"{mutant.name} -> {mutant.test}" for mutant in chosen), sep="\n")
+        return
+    with ThreadPoolExecutor(args.workers) as pool:
+        left = sum(not found for found in pool.map(tried, chosen))
     if left:
         raise SystemExit(f"{left} of {len(chosen)} survived, or have no result")
+
+
+def tried(mutant: Mutant) -> bool:
+    """Whether it is caught; says so, and what its test said."""
+    began = time.perf_counter()
+    try:
+        found, told = caught(mutant)
+        result = "caught   " if found else "SURVIVED "
+    except (RuntimeError, AssertionError) as error:
+        found, result, told = False, "NO RESULT", str(error)
+    took = time.perf_counter() - began
+    print(f"{result} {mutant.name} ({mutant.file}), {took:.0f} s\n    {told[:200]}", flush=True)
+    return found
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class Device:
         name: for `torch.device` and `make_mesh(device=...)`.
         generators: calls that read or wrote the state of its random generators, by name.
         threads: on which its operations ran, by their identities.
+        operations: how often each ran, by name, but for views and for what only takes memory. Each is at least one
+            kernel on a true device.
     """
 
     name = NAME
@@ -76,6 +78,7 @@ class Device:
         self._hazards: Counter[tuple[str, str]] = Counter()
         self.generators: Counter[str] = Counter()
         self.threads: set[int] = set()
+        self.operations: Counter[str] = Counter()
 
     @property
     def synchronisations(self) -> list[Wait]:
@@ -90,7 +93,7 @@ class Device:
     def forget(self) -> None:
         """Counts from here on."""
         with self._lock:
-            for counter in (self._waits, self._hazards, self.generators, self.threads):
+            for counter in (self._waits, self._hazards, self.generators, self.threads, self.operations):
                 counter.clear()
 
     def _waited(self, kind: str) -> None:
@@ -335,6 +338,8 @@ class _Operations(modes.DispatchMode):
         if to != NAME and not any(x.device.type == NAME for x in tensors):
             return self._on_host(func, args, kwargs, tensors)
         self.device.threads.add(threading.get_ident())
+        if not func.is_view and func.namespace != "prim" and func.overloadpacket not in _NO_KERNEL:
+            self.device.operations[func.name()] += 1
         answer = _ANSWERS.get(func)
         return answer(self.device, func, args, kwargs) if answer else _pretended(self.device, func, args, kwargs)
 
@@ -484,6 +489,13 @@ def _nothing(device: Device, func: Any, args: Any, kwargs: Any) -> None:
     """What changes numbers alone, or nothing at all."""
 
 
+_NO_KERNEL = {
+    getattr(_aten, name)
+    for name in (
+        "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_", "record_stream",
+        "_reshape_alias", "_unsafe_view", "lift_fresh", "is_pinned",
+    )
+}  # fmt: skip
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense.default: _item,
     _aten.equal.default: _equal,

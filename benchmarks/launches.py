@@ -1,0 +1,149 @@
+"""Operations that a steady step issues to a device with a billion parameters, and for what the host waits meanwhile.
+
+    python -m benchmarks.launches
+
+The device is pretended (`shardfn.testing.simulated`): the step is the true one, on shapes without numbers. Each
+operation takes a true device one kernel or more; views and allocations take none. Strategies: what a stage of two
+matrices takes, forward and backward, above the same functions on plain tensors. Optimizers: one step, on 4 matrices
+that are a billion parameters together. Where that would be tens of thousands of operations, they are counted for few
+of the parameters and for twice as many, and grow from there by what the second has more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import Tensor
+
+import shardfn as sf
+import shardfn.optim as so
+from benchmarks.report import Goal, parser, publish
+from benchmarks.strategies import STRATEGIES
+from shardfn.testing import World, simulated
+from shardfn.testing.simulated import NAME, Device
+
+LAYERS, WIDTH = 16, 256
+MATRICES, ROWS = 4, 256
+FEW, TWICE, BILLION = 2**18, 2**19, 2**30
+MOST = 20_000  # operations that are counted one by one
+
+# What a step may take: a few for all matrices, a few for each, or some for each of 64 parts of 16 million elements.
+Make = Callable[[], so.Optimizer]
+OPTIMIZERS: dict[str, tuple[Make, int]] = {
+    "sgd with momentum": (lambda: so.sgd(1e-3, momentum=0.9), 10),
+    "adam": (lambda: so.adam(1e-3), 10),
+    "adamw": (lambda: so.adamw(1e-3), 10),
+    "adamw, clipped": (lambda: so.chain(so.clip_by_global_norm(1.0), so.adamw(1e-3)), 40),
+    "adamw, skipping": (lambda: so.skip_nonfinite(so.adamw(1e-3)), 40),
+    "adamw with a master copy": (lambda: so.master(so.adamw(1e-3)), 100),
+    "adamw, rounding at random": (lambda: so.stochastic_rounding(so.adamw(1e-3)), 2_000),
+    "lion": (lambda: so.lion(1e-3), 10),
+    "adafactor": (lambda: so.adafactor(1e-3), 1_000),
+    "muon": (lambda: so.muon(1e-3), 1_000),
+    "adamw8bit": (lambda: so.adamw8bit(1e-3), 3_000),
+    "lion8bit": (lambda: so.lion8bit(1e-3), 3_000),
+}
+NARROW = {"adamw with a master copy", "adamw, rounding at random"}
+DECIDES = {"adamw, skipping"}  # on the host, for all parameters at once
+
+
+class Counts(NamedTuple):
+    """Of one steady step."""
+
+    operations: int
+    waits: int
+
+
+def counts(device: Device, step: Callable[[], Any]) -> Counts:
+    """Of the second call."""
+    step()
+    device.forget()
+    step()
+    return Counts(device.operations.total(), sum(one.times for one in device.synchronisations))
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, device=NAME, dtype=dtype)
+
+
+# --- strategies ---
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["up"]) @ p["down"]
+
+
+def layers() -> list[dict[str, Tensor]]:
+    return [{"up": empty(WIDTH, 4 * WIDTH), "down": empty(4 * WIDTH, WIDTH)} for _ in range(LAYERS)]
+
+
+def gradient(f: Callable[..., Tensor], params: Any) -> Callable[[], Any]:
+    x = empty(8, WIDTH)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        for p in sf.layers(params):
+            x = f(p, x)
+        return x.square().sum()
+
+    return partial(sf.value_and_grad(loss), params, x)
+
+
+def by_strategy(device: Device) -> dict[str, Counts]:
+    mesh = sf.make_mesh(replica=2, shard=4, device=NAME)
+    found = {"plain": counts(device, gradient(block, layers()))}
+    for name, strategy in STRATEGIES.items():
+        params = sf.shard(layers(), mesh, strategy)
+        run = sf.shard_map(gradient(sf.stage(block), params), mesh=mesh, in_specs=(), out_specs=...)
+        found[name] = counts(device, run)
+    return found
+
+
+# --- optimizers ---
+
+
+def step_of(name: str, elements: int) -> Callable[[], Any]:
+    columns = elements // MATRICES // ROWS
+    dtype = torch.bfloat16 if name in NARROW else torch.float32
+    optimizer, params = OPTIMIZERS[name][0](), [empty(ROWS, columns, dtype=dtype) for _ in range(MATRICES)]
+    grads, state = optree.tree_map(torch.empty_like, params), optimizer.init(params)
+    return lambda: optimizer.step(params, grads, state)
+
+
+def of_a_billion(device: Device, name: str) -> Counts:
+    """Counted, or where those of few parameters already say that they are too many, by their growth."""
+    few, twice = (counts(device, step_of(name, elements)) for elements in (FEW, TWICE))
+    growth = BILLION // FEW - 1
+    if few.operations + (twice.operations - few.operations) * growth <= MOST:
+        return counts(device, step_of(name, BILLION))
+    return Counts(*(a + (b - a) * growth for a, b in zip(few, twice, strict=True)))
+
+
+def measured() -> tuple[dict[str, Counts], dict[str, Counts]]:
+    with simulated(ranks=8) as device:
+        return by_strategy(device), {name: of_a_billion(device, name) for name in OPTIMIZERS}
+
+
+def main() -> None:
+    args = parser("Operations of a steady step on a device, and for what the host waits.").parse_args()
+    ((strategies, optimizers),) = World(1, kind="alone", deadline=300).run(measured)
+    plain = strategies.pop("plain").operations
+    rows: list[dict[str, Any]] = []
+    goals = []
+    for name, found in strategies.items():
+        more = (found.operations - plain) / LAYERS
+        rows.append({"strategy": name, "operations of a stage, more": more, "the host waits": found.waits})
+        goals.append(Goal(f"{name}: operations of a stage, more than its function's", more, 20))
+        goals.append(Goal(f"{name}: the host waits in a step", found.waits, 0))
+    for name, found in optimizers.items():
+        rows.append({"optimizer": name, "operations": found.operations, "the host waits": found.waits})
+        goals.append(Goal(f"{name}: operations at 1B parameters", found.operations, OPTIMIZERS[name][1]))
+        goals.append(Goal(f"{name}: the host waits in a step", found.waits, int(name in DECIDES)))
+    publish("a steady step on a pretended device", rows, goals, args.json)
+
+
+if __name__ == "__main__":
+    main()
