@@ -164,11 +164,12 @@ def judged(now: Goal | None, then: dict[str, Any] | None) -> tuple[bool, str]:
     if before.sense != now.sense or sign * (now.limit - before.limit) > 0:
         return False, f"ITS GOAL WAS {before.sense} {short(before.limit)}"
     worse = sign * (now.value - before.value)
-    if not worse <= then["tolerance"] * max(abs(before.value), abs(before.limit)):  # nan is
+    slack = then["tolerance"] * max(abs(before.value), abs(before.limit))
+    if not worse <= slack:  # nan is
         return False, "WORSE"
     if before.met and not now.met:
         return False, "MISSED, was met"
-    if worse < 0:
+    if worse < -slack:
         return True, "better: record it"
     return True, "" if now.met else "short, as recorded"
 

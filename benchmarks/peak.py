@@ -24,7 +24,7 @@ from benchmarks.report import Goal, parser, publish
 from benchmarks.strategies import STRATEGIES
 from shardfn.testing import World
 
-RANKS, LAYERS, WIDTH = 4, 8, 64
+RANKS, LAYERS, WIDTH = 4, 8, 256
 UNDER_WAY = 3 / LAYERS
 # Gradients, a copy for backward, and parameters that are updated elsewhere: parts of all parameters.
 HELD = dict.fromkeys(STRATEGIES, 1 / 4) | {"ddp": 1.0, "hybrid_shard": 0.5, "hybrid_shard_zero2": 0.5}

@@ -98,7 +98,7 @@ def measured() -> dict[str, tuple[Sent, Sent]]:
         found[f"gather={format}"] = ledger_of(full, gather=format), by_formula("full_shard", gather=rate(format))
         found[f"reduce={format}"] = ledger_of(full, reduce=format), by_formula("full_shard", reduce=rate(format))
     few = by_formula("hpz", rate(quant.int8(256)), rate(quant.int4(64)))
-    return found | {"zeropp": (ledger_of(sf.zeropp("shard", "replica")), few)}
+    return found | {"zeropp": (ledger_of(sf.zeropp(shard="shard", replica="replica")), few)}
 
 
 def main() -> None:
