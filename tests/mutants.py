@@ -826,6 +826,13 @@ MUTANTS = [
         "tests/check/test_property.py::test_what_is_called_the_same_is_the_same",
     ),
     Mutant(
+        "ranks that end their records at different places differ in what comes after",
+        "transforms/checking.py",
+        "absent=not trace.prefix",
+        "absent=True",
+        "tests/check/test_price.py::test_ranks_that_do_not_do_as_much_wait_for_nobody[317]",
+    ),
+    Mutant(
         "what was sent keeps the name of what it replaces",
         "check/values.py",
         "self.keep(x, UNKNOWN, written=True, whole=True)",

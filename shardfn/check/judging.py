@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardfn.check import arguments, by_hand, gradients, losses, noise, reducing, results, statistics
 from shardfn.check.case import Case, Compared
-from shardfn.check.findings import Finding
+from shardfn.check.findings import PROBABLY, Finding
 from shardfn.check.trace import Call, Claimed, Gradient, Output, Part, Summed, Trace, Used
 
 
@@ -37,4 +37,10 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
     noise.repeated(case)
     statistics.of_some_rows(case)
     gradients.parts(case)
-    return [finding for _, finding in sorted(case.found, key=lambda one: one[0])]
+    return [finding for at, finding in sorted(case.found, key=lambda one: one[0]) if _settled(trace, at, finding)]
+
+
+def _settled(trace: Trace, at: int, finding: Finding) -> bool:
+    """Whether nothing that comes later can make a finding wrong: in a prefix, what is guessed before a step is used."""
+    steps = (event.gradient for event in trace.events if isinstance(event, Used))
+    return not trace.prefix or finding.kind not in PROBABLY or at < max(steps, default=-1)

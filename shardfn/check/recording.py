@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,12 +23,40 @@ from shardfn.check.trace import Call, Claimed, Effect, Gradient, Mask, Node, Par
 from shardfn.check.values import Evidence, Values, like_of
 from shardfn.compat import autograd, dispatch, functorch, modes
 
+MOST = 2**16
+"""How many values of a call are taken down, and what it does with them."""
+COMPARED = 2**10
+"""How many collectives of a call are compared along each group of ranks."""
+
 
 def current() -> Recorder | None:
     """The recorder of the checked call that runs on this thread, or of which autograd runs a part here."""
     if not active[0] or here.paused:
         return None
-    return here.recorder or dispatch.running(Recorder)
+    found: Recorder | None = here.recorder or dispatch.running(Recorder)
+    return found if found is None or not found.over() else None
+
+
+def comparing(group: str) -> Recorder | None:
+    """That of the checked call of which the next collective along a group is compared.
+
+    It goes by how many there were along it, which all of its ranks have alike: how much else one has taken down, before
+    which collective it stops, is its own affair, and no other may wait for it.
+    """
+    if not active[0] or here.paused:
+        return None
+    found: Recorder | None = here.recorder or dispatch.running(Recorder)
+    if found is None and autograd.autograd_thread() and len(_all) == 1:
+        (found,) = _all  # which does not look on any more
+    return found if found is not None and found.compares(group) else None
+
+
+_all: set[Recorder] = set()
+
+
+def _differentiating() -> bool:
+    """Whether a backward pass or a transform runs here, which puts back the modes that it has found."""
+    return autograd.inside_backward() or functorch.inside_transform()
 
 
 class Recorder(modes.Watching):
@@ -47,23 +76,56 @@ class Recorder(modes.Watching):
         self.name, self.axes_of = name, groups
         self._parameters: dict[Any, int] = {}
         self._before: Recorder | None = None
+        self._compared: Counter[str] = Counter()
+        self._end: list[int] = []  # how much there was when it was enough
+        self._looks = False
 
     def __enter__(self) -> Recorder:
         self._before, here.recorder = here.recorder, self
         active[0] += 1
+        _all.add(self)
         super().__enter__()
+        self._looks = True
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        if self._looks:
+            super().__exit__(*error)
         active[0] -= 1
+        _all.discard(self)
         here.recorder = self._before
         self.values.forget()
+
+    # --- how much of a long call ---
+
+    def over(self) -> bool:
+        """Whether enough was taken down. From then on the mode leaves as soon as it can."""
+        if not self._end:
+            if len(self.trace.nodes) < MOST:
+                return False
+            self._end = self.values.lengths()
+        if self._looks and here.recorder is self and modes.innermost() is self and not _differentiating():
+            super().__exit__()
+            self._looks = False
+        return True
+
+    def ended(self) -> bool:
+        """The function has: whether the record ends before it, and then without what came after."""
+        if self._end:
+            self.values.cut(self._end)
+        return bool(self._end)
+
+    def compares(self, group: str) -> bool:
+        """Whether the next collective along a group is compared; counts it."""
+        self._compared[group] += 1
+        return self._compared[group] <= COMPARED
 
     # --- ops ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if self._end or self.over():
+            return func(*args, **kwargs)
         if dispatch.traced():  # fake tensors, in what DTensor does say, which the mode below takes
             return func(*args, **kwargs)
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):

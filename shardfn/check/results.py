@@ -16,6 +16,8 @@ from shardfn.check.words import line, named
 
 def returned(case: Case, output: Output, differs: Mask) -> None:
     """A result, of which the bits differ along these axes."""
+    if case.trace.prefix and (node := _last_updated(case, differs & ~(output.allowed or 0))) is not None:
+        output = output._replace(node=node)
     along = case.types.along[output.node]
     if output.allowed is None:
         for k in range(len(case.trace.axes)):  # new values of what was the same
@@ -43,6 +45,14 @@ def returned(case: Case, output: Output, differs: Mask) -> None:
             f"there, and nothing that it was seen to be made of does. Make it the same, or name the axis in its "
             f"spec",
         )  # fmt: skip
+
+
+def _last_updated(case: Case, axes: Mask) -> int | None:
+    """The last value that was updated by a gradient which varies along axes, as a result has come to do since."""
+    for at in reversed(range(len(case.types.along) if axes else 0)):
+        if any(case.types.updated[at][k] for k in range(len(case.trace.axes)) if axes >> k & 1):
+            return at
+    return None
 
 
 def _updated(case: Case, node: int, bad: Mask) -> Mask:

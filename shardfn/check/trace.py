@@ -168,6 +168,7 @@ class Trace:
         variables: by the position of their bit.
         events: in order.
         outer: whether somebody outside differentiates.
+        prefix: whether some rank's record ends before the function does.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Trace:
     variables: list[Variable] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     outer: bool = False
+    prefix: bool = False
 
     def mask(self, names: Any) -> Mask:
         """The set of these axes, of which those of one rank are none."""

@@ -111,6 +111,19 @@ class Values:
         """The call is over: memory may be used for something else."""
         self._memories.clear()
 
+    def lengths(self) -> list[int]:
+        """How much was taken down."""
+        return [len(one) for one in self._taken()]
+
+    def cut(self, lengths: Sequence[int]) -> None:
+        """Forgets what was taken down since there was so much."""
+        for one, length in zip(self._taken(), lengths, strict=True):
+            del one[length:]
+
+    def _taken(self) -> list[list[Any]]:
+        trace = self.trace
+        return [trace.nodes, trace.variables, trace.events, self.evidence, self.counts, self.watched]
+
     def _memory(self, x: Tensor) -> _Memory | None:
         """What is known of the memory of a tensor."""
         owner = _owner(x)

@@ -41,7 +41,7 @@ def followed(
 
     def told(x: Tensor, *args: Any) -> Tensor:
         recorder = recording.current()
-        if compared is not None and (debugging.collectives or recorder is not None) and dispatch.plain(x):
+        if compared is not None and dispatch.plain(x):
             compared(x, args)
         if recorder is None or not dispatch.plain(x):
             return kernel(x, *args)
@@ -56,6 +56,9 @@ def followed(
 def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
     if not statics["group"]:
         return
+    recorder = recording.comparing(statics["group"])
+    if recorder is None and not debugging.collectives:
+        return
     group = process_groups.group_of(statics["group"])
     own = ("group", "index", "send", "receive")  # of this rank alone
     said = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in own])
@@ -65,7 +68,6 @@ def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
         shape = list(x.shape)
     along = Axis(group.size(), group.rank(), statics["group"])
     told = f"{values(x.dtype, shape)}{', ' * bool(said)}{said}"
-    recorder = recording.current()
     with paused():
         try:
             compare(name, told, along, by=DEBUG if recorder is None else recorder.name)

@@ -6,6 +6,7 @@ import functools
 import sys
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 
@@ -39,6 +40,12 @@ class Watching(DispatchMode):
 
     def __exit__(self, *_: Any) -> None:
         _pop_mode()
+
+
+def innermost() -> Any:
+    """The mode that sees ops here first; None if there is none."""
+    many = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(many - 1) if many else None
 
 
 def _kept_out(plain: Any, disabled: Any) -> Any:

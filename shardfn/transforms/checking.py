@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import warnings
 import weakref
@@ -20,7 +21,8 @@ from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, Varyin
 from shardfn.check.here import paused
 from shardfn.check.judging import judged
 from shardfn.check.recording import Recorder
-from shardfn.check.trace import Mask, Output
+from shardfn.check.trace import Mask, Node, Output
+from shardfn.check.values import like_of
 from shardfn.collectives.comparing import compare
 from shardfn.collectives.ledger import unrecorded
 from shardfn.compat import functorch
@@ -35,6 +37,7 @@ from shardfn.transforms.exchange import Exchange, digest, keys, numbers, whole
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_log = logging.getLogger("shardfn")
 _WORDS = ("always", "first", "off")
 
 
@@ -157,6 +160,8 @@ class Checked:
             results = self._results(leaves)
             self._all_end()
         compared = self.compared(results)
+        if self.recorder.trace.prefix:
+            _log.info("%s: the call is long: only its beginning was checked, and what it returned", self.name)
         with _silently():
             found = self.ranks.together(judged(self.recorder.trace, compared))
         every = tuple(sorted(found, key=lambda one: one.kind in LAST))
@@ -178,6 +183,7 @@ class Checked:
         """Takes down what the function returned; by path, what is declared to be the same along some axis."""
         trace, found = self.recorder.trace, []
         everywhere = (1 << len(trace.axes)) - 1
+        trace.prefix = self.recorder.ended()
         for leaf in leaves:
             x: Any = leaf.value.values if is_flat(leaf.value) else leaf.value
             if isinstance(x, (int, float, complex)) and isinstance(leaf.spec, P):
@@ -192,16 +198,23 @@ class Checked:
                 allowed = trace.mask(leaf.spec.axes) if isinstance(leaf.spec, P) else None
             plain = functorch.unwrapped(x)
             outer = trace.outer and (x.requires_grad or functorch.wrapped(x)) and plain.is_floating_point()
-            trace.events.append(Output(leaf.path, self.recorder.values.node_of(plain), allowed, outer))
+            outer = outer and not trace.prefix
+            trace.events.append(Output(leaf.path, self._node_of(plain, allowed), allowed, outer))
             if allowed is not None and allowed != everywhere:
                 found.append((leaf.path, plain, allowed))
-        for path, x, before in self.grads:
+        for path, x, before in self.grads if not trace.prefix else ():
             if x.grad is not None and (before is None or before[0]() is not x.grad or before[1] != x.grad._version):
                 value = trace.nodes[self.recorder.values.node_of(x)]  # as it is declared, so is its derivative
                 allowed = value.axes if value.effect == "exactly" else None
                 trace.events.append(Output(path, self.recorder.values.node_of(x.grad), allowed))
                 found.append((path, x.grad, everywhere if allowed is None else allowed))
         return found
+
+    def _node_of(self, x: Tensor, allowed: Mask | None) -> int:
+        """That of a result; only the bits of one that nobody has seen being made tell that it is not as declared."""
+        values = self.recorder.values
+        unseen = Node("result", (), None, "exactly", allowed or 0, like=like_of(x))
+        return values.add(unseen) if self.recorder.trace.prefix else values.node_of(x)
 
     @_silently()
     def compared(self, results: Sequence[tuple[str, Tensor, Mask]]) -> Compared:
@@ -212,11 +225,14 @@ class Checked:
         shown = whole([*self.shown, *(bits(x) for _, x, _ in results)])
         # What is passed and returned may be another tree on each rank: where it is not, ranks compare by place.
         paths = keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
-        digests = [digest(evidence), digest(counts), digest(watched), len(shown), hash(tuple(paths))]
-        apart = ranks.along(ranks.gathered(torch.tensor(digests)))
-        nodes = ranks.spread(evidence) if apart[0] else {}
-        uneven = ranks.spread(counts) if apart[1] else {}
-        seen = dict.fromkeys([node for _, node, _ in watched], 0) | (ranks.spread(watched) if apart[2] else {})
+        trace = self.recorder.trace
+        digests = [digest(evidence), digest(counts), digest(watched), len(shown), hash(tuple(paths)), trace.prefix]
+        rows = ranks.gathered(torch.tensor(digests))
+        apart, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
+        spread = functools.partial(ranks.spread, absent=not trace.prefix)  # each rank's ends somewhere else
+        nodes = spread(evidence) if apart[0] else {}
+        uneven = spread(counts) if apart[1] else {}
+        seen = dict.fromkeys([node for _, node, _ in watched], 0) | (spread(watched) if apart[2] else {})
         first = len(self.arguments)
         if apart[3] or apart[4]:
             differs = ranks.spread(list(zip(paths, range(len(paths)), shown, strict=True)), absent=False)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import logging
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -19,8 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import shardfn as sf
 from shardfn import P
 from shardfn.check import bits as bits_of
+from shardfn.check import recording
 from shardfn.check.bits import bits, constant
 from shardfn.check.recording import Recorder, current
+from shardfn.collectives.comparing import compare
 from shardfn.testing import world
 from shardfn.transforms import checking
 
@@ -205,3 +210,153 @@ def apart(kind: str) -> str:
 @pytest.mark.parametrize(("kind", "said"), [("rounded", ""), ("other", "output"), ("of another shape", "output")])
 def test_large_results_are_compared_piece_by_piece(kind: str, said: str) -> None:
     assert world(2).run(apart, kind) == [said, said]
+
+
+# --- long calls ---
+
+
+def long(after: str, steps: int, most: int | None = 300, heavy: int = 0) -> tuple[str, list[int], int, list[str]]:
+    """A loop of training in one call, of which only the beginning is recorded.
+
+    Args:
+        after: what is wrong in it, and when: see WRONG.
+        steps: how many.
+        most: values that are taken down; None: as many as by default.
+        heavy: how many ops more the second rank does in each step.
+
+    Returns:
+        What is raised, how many ops each step sent through Python, how many values were recorded, and what was logged.
+    """
+    mesh = sf.make_mesh(data=2, device="cpu")
+    rank, seen = mesh.get_rank(), [0] * steps
+    params = sf.shard({"w": torch.eye(4)}, mesh, sf.full_shard("data"))
+    optimizer = sf.optim.sgd(1e-3)
+    logged: list[str] = []
+    recorders: list[Recorder] = []
+
+    @sf.shard_map(mesh=mesh, in_specs=(P(), P("data"), ...), out_specs=(P(), P(), ...))
+    def loop(w: Tensor, x: Tensor, params: Any) -> Any:
+        state = optimizer.init(params)
+        found = current()
+        assert found is not None
+        recorders.append(found)
+        for number in range(steps):
+            doing[0] = number
+
+            def loss(both: Any, number: int = number) -> Tensor:
+                w, params = both
+                late = number >= steps // 2
+                w = w if after == "early" or (after == "late" and late) else sf.pvary(w, "data")
+                for _ in range(heavy * rank):
+                    w = w * 1.0
+                y = layer(params, x @ w).square().mean()
+                return y if after == "guess" else sf.pmean(y, "data")
+
+            _, (g, grads) = sf.value_and_grad(loss)((w, params))
+            params, state = optimizer.step(params, grads, state)
+            w = w - 0.1 * g
+            if after == "twice" and number >= steps // 2:
+                w = sf.psum(w, "data") / 2  # of what is the same already, and of no harm to the numbers
+        return w, (w + rank if after == "result" else w).sum(), params
+
+    doing = [0]
+
+    def counted(frame: Any, event: str, _: Any) -> None:
+        seen[doing[0]] += event == "call" and frame.f_code is inspect.unwrap(Recorder.__torch_dispatch__).__code__
+
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardfn")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        with (
+            mock.patch.object(recording, "MOST", most or recording.MOST),
+            warnings.catch_warnings(record=True) as warned,
+        ):
+            warnings.simplefilter("always", sf.VaryingWarning)
+            sys.setprofile(counted)
+            loop(torch.eye(4), torch.randn(4, 4) + rank, params)
+            raised = "; ".join(str(one.message) for one in warned if issubclass(one.category, sf.VaryingWarning))
+    except sf.VaryingError as error:
+        raised = str(error)
+    finally:
+        sys.setprofile(None)
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return raised, seen, len(recorders[0].trace.nodes), [one for one in logged if "long" in one]
+
+
+def test_a_long_call_is_followed_for_a_while_and_then_runs_on_by_itself() -> None:
+    for raised, seen, nodes, logged in world(2).run(long, "", 30):
+        assert raised == ""
+        assert seen[0] > 30
+        assert seen[15:] == [0] * 15
+        assert 300 <= nodes < 330
+        assert len(logged) == 1
+
+
+def test_a_short_call_is_followed_to_its_end() -> None:
+    for raised, seen, _, logged in world(2).run(long, "", 3, None):
+        assert raised == ""
+        assert min(seen) > 30
+        assert logged == []
+
+
+def test_what_is_wrong_in_the_beginning_is_told_as_in_a_short_call() -> None:
+    for kind in ("early", "guess"):
+        short = [raised for raised, *_ in world(2).run(long, kind, 3, None)]
+        for said, (raised, *_) in zip(short, world(2).run(long, kind, 30), strict=True):
+            assert raised == said
+            assert ("pvary(" if kind == "early" else "pmean(") in raised
+
+
+def test_of_what_comes_later_the_results_are_compared() -> None:
+    for raised, *_ in world(2).run(long, "twice", 30):  # it is not seen, and not said to be right
+        assert raised == ""
+    for raised, *_ in world(2).run(long, "late", 30):
+        assert "result[0] is declared to be the same on all ranks along 'data', but its numbers differ" in raised
+    for raised, *_ in world(2).run(long, "result", 30):
+        assert "result[1] is declared to be the same" in raised
+        assert "result[0]" not in raised
+
+
+@pytest.mark.parametrize("most", [300, 317])
+def test_ranks_that_do_not_do_as_much_wait_for_nobody(most: int) -> None:
+    found = world(2).run(long, "", 30, most, 90)
+    assert [raised for raised, *_ in found] == ["", ""]
+    ends = [next(n for n, count in enumerate(seen) if not count) for _, seen, *_ in found]
+    assert ends[0] > ends[1]
+
+
+def compared(most: int, more: int) -> int:
+    """How many collectives of a long call ranks compare, of which one is over before the other is."""
+    mesh = sf.make_mesh(data=2, device="cpu")
+    told: list[str] = []
+
+    def counted(op: str, *args: Any, **kwargs: Any) -> None:
+        told.append(op)
+        compare(op, *args, **kwargs)
+
+    @sf.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+    def summed(x: Tensor) -> Tensor:
+        total = torch.zeros(())
+        for _ in range(40):
+            for _ in range(more * mesh.get_rank()):
+                x = x * 1.0
+            total = total + sf.psum(x.sum(), "data")
+        return total
+
+    with (
+        mock.patch.object(recording, "MOST", most),
+        mock.patch.object(recording, "COMPARED", 25),
+        mock.patch("shardfn.collectives.ops.compare", counted),
+    ):
+        assert summed(torch.ones(2)) == 160
+    return told.count("psum")
+
+
+def test_collectives_are_compared_as_often_on_every_rank() -> None:
+    assert world(2).run(compared, 50, 5) == [25, 25]
+    assert world(2).run(compared, 10000, 5) == [25, 25]
