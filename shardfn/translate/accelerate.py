@@ -56,6 +56,7 @@ PLUGIN: Table = {
     "sharding_strategy": Whole(_strategy),
     "reshard_after_forward": Whole(_reshard),
     "backward_prefetch": fsdp.PREFETCH,
+    "backward_prefetch_policy": fsdp.PREFETCH,
     "mixed_precision_policy": Whole(fsdp.precision),
     "auto_wrap_policy": Whole(_wrap),
     "cpu_offload": Whole(fsdp.offload),
@@ -239,7 +240,8 @@ _PRECISION = By(
 )
 
 
-def _precision(draft: Draft, key: str, value: Any) -> None:
+def precision(draft: Draft, key: str, value: Any) -> None:
+    """`mixed_precision`: what it means depends on the strategy, which has been read."""
     if word(value) not in ("BF16", "FP16"):
         meant(draft, key, value, _PRECISION)
         return
@@ -288,7 +290,7 @@ CONFIG: Table = {
     "fsdp_config": Whole(_plugin),
     "deepspeed_config": Whole(_linked),
     "parallelism_config": Whole(_parallel),
-    "mixed_precision": Whole(_precision),
+    "mixed_precision": Whole(precision),
     "num_processes": sets("the size of the mesh: torchrun starts as many", ranks=whole),
     "num_machines": sets("of hybrid strategies the axis replica", machines=whole),
     "gradient_accumulation_steps": Whole(_accumulate),
@@ -383,7 +385,7 @@ def accelerator(draft: Draft, given: Mapping[str, Any]) -> None:
 
 
 ACCELERATOR: Table = {
-    "mixed_precision": Whole(_precision),
+    "mixed_precision": Whole(precision),
     "gradient_accumulation_steps": Whole(_accumulate),
     "cpu": CONFIG["use_cpu"],
     "fsdp_plugin": Section({}),

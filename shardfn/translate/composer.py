@@ -9,7 +9,19 @@ from typing import Any
 from shardfn.translate import fsdp
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import TranslateError
-from shardfn.translate.meanings import Meaning, Table, Whole, always, apply, flag, meant, missing, sets, yours
+from shardfn.translate.meanings import (
+    Meaning,
+    Table,
+    Whole,
+    always,
+    apply,
+    flag,
+    meant,
+    missing,
+    sets,
+    strangers,
+    yours,
+)
 from shardfn.translate.values import dtype, is_open, number, pair, shown, whole, whole_or_all, word
 
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/loop.md")
@@ -286,6 +298,7 @@ def _algorithms(draft: Draft, key: str, value: Any) -> None:
             fact = "clip" if kind == "norm" else "clip_value"
             draft.say(fact, number(where, given.get("clipping_threshold")), where)
             draft.row(where, given, "becomes", "so.clip_by_global_norm" if kind == "norm" else "so.clip_by_value")
+            strangers(draft, where, given, "clipping_type clipping_threshold")
         else:
             draft.row(where, given, "missing", "no algorithm that is known here")
 

@@ -201,7 +201,9 @@ def _autocast(draft: Draft, key: str, value: Any) -> None:
     enabled = on(f"{key}.enabled", value.get("enabled", False))
     made = dtype(f"{key}.dtype", value.get("dtype", "bfloat16"))
     for name, one in value.items():
-        if name == "lower_precision_safe_modules" and enabled and one:
+        if name not in ("enabled", "dtype", "lower_precision_safe_modules"):
+            draft.row(f"{key}.{name}", one, "unknown", "no key of torch_autocast that is known here")
+        elif name == "lower_precision_safe_modules" and enabled and one:
             draft.row(f"{key}.{name}", one, "missing", "torch.autocast is around the whole model")
         else:
             said = enabled and name in ("enabled", "dtype")

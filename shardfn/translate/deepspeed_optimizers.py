@@ -28,6 +28,14 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "radam": ("torch.optim.RAdam", {}),
     "adamax": ("torch.optim.Adamax", {}),
 }
+_OF_TORCH = {
+    "torch.optim.Adagrad": "lr_decay weight_decay initial_accumulator_value eps",
+    "torch.optim.Adadelta": "rho eps weight_decay",
+    "torch.optim.RMSprop": "alpha eps weight_decay momentum centered",
+    "torch.optim.NAdam": "betas eps weight_decay momentum_decay decoupled_weight_decay",
+    "torch.optim.RAdam": "betas eps weight_decay decoupled_weight_decay",
+    "torch.optim.Adamax": "betas eps weight_decay",
+}
 _NEUTRAL: dict[str, Meaning] = {
     "torch_adam": always("one implementation on each tier"),
     "adam_w_mode": always("whether it is so.adamw or so.adam"),
@@ -80,7 +88,7 @@ def optimizer(draft: Draft, key: str, value: Any) -> None:
         where = f"{key}.params.{name}"
         if name in _NEUTRAL and "." not in make:
             meant(draft, where, one, _NEUTRAL[name])
-        elif name == "lr" or name in defaults or "." in make:
+        elif name == "lr" or name in defaults or name in _OF_TORCH.get(make, "").split():
             found[name] = _argument(draft, where, name, one, make)
             draft.facts["optimizer_keys"] = (*draft.get("optimizer_keys", ()), where)
         else:
@@ -131,6 +139,9 @@ def scheduler(draft: Draft, key: str, value: Any) -> None:
     if not isinstance(value, Mapping) or not isinstance(value.get("type"), str):
         raise TranslateError(f"{key}: {shown(value)} has no type, such as WarmupLR")
     kind, given = value["type"], value.get("params") or {}
+    for name, one in value.items():
+        if name not in ("type", "params"):
+            draft.row(f"{key}.{name}", one, "unknown", "no key of a scheduler that is known here")
     if not isinstance(given, Mapping):
         raise TranslateError(f"{key}.params: {shown(given)} is not a mapping of keys")
     if kind not in SCHEDULES:

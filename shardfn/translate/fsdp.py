@@ -6,8 +6,21 @@ from typing import Any
 
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import Call, Source, TranslateError
-from shardfn.translate.meanings import By, Table, Whole, always, apply, flag, meant, missing, sets, yours
-from shardfn.translate.values import dtype, is_open, on, shown, whole, word, words
+from shardfn.translate.meanings import (
+    By,
+    Meaning,
+    Table,
+    Whole,
+    always,
+    apply,
+    flag,
+    meant,
+    missing,
+    sets,
+    strangers,
+    yours,
+)
+from shardfn.translate.values import dtype, is_open, number, on, shown, whole, word, words
 
 CUTS = {
     "FULL_SHARD": "full_shard",
@@ -32,7 +45,7 @@ STAY = always("nothing leaves the device unless it is said")
 REMAT = flag(sets("remat=True", remat="True"), always("the default"))
 REMAT_AWAY = flag(sets('remat="offload"', remat='"offload"'), always("the default"))
 CLASSES = sets("stages={...} of functional", stages=words)
-SIZE = sets("min_num_params= of functional", min_num_params=whole)
+SIZE = sets("min_num_params= of functional", min_num_params=lambda key, value: whole(key, value, 0) or None)
 ONE_UNIT = sets("one stage, which is gathered as a whole", one_unit=True)
 IGNORED = missing(
     "such parameters stay whole and trainable, and their gradients are not reduced: see Ignored is not frozen, in "
@@ -85,6 +98,7 @@ def offload(draft: Draft, key: str, value: Any) -> None:
     """A switch, `CPUOffload(offload_params=...)`, `CPUOffloadPolicy(...)`."""
     if isinstance(value, Call):
         given = value.arguments
+        strangers(draft, key, given, "offload_params pin_memory")
         if value.name == "OffloadPolicy" or (value.name == "CPUOffload" and not given.get("offload_params", False)):
             meant(draft, key, value, STAY)
             return
@@ -105,6 +119,7 @@ def wrap(draft: Draft, key: str, value: Any) -> None:
     elif isinstance(value, (set, list, tuple, frozenset)):
         meant(draft, key, value, CLASSES)
     elif isinstance(value, Call) and value.name == "ModuleWrapPolicy":
+        strangers(draft, key, value.arguments, "module_classes")
         meant(draft, key, value.arguments.get("module_classes"), CLASSES)
     elif isinstance(value, Call) and value.name == "partial":
         _bound(draft, key, value)
@@ -117,6 +132,7 @@ def wrap(draft: Draft, key: str, value: Any) -> None:
 
 def _bound(draft: Draft, key: str, value: Call) -> None:
     given = value.arguments
+    strangers(draft, key, given, "func transformer_layer_cls min_num_params force_leaf_modules exclude_wrap_modules")
     if "transformer_layer_cls" in given:
         meant(draft, f"{key}.transformer_layer_cls", given["transformer_layer_cls"], CLASSES)
     elif "min_num_params" in given:
@@ -151,6 +167,8 @@ def reshard(draft: Draft, key: str, value: Any) -> None:
 def mesh(draft: Draft, key: str, value: Any) -> None:
     """`init_device_mesh("cuda", (2, 4), ...)`, a tuple of sizes, or a name."""
     sizes = value.arguments.get("mesh_shape") if isinstance(value, Call) else value
+    if isinstance(value, Call):
+        strangers(draft, key, value.arguments, "device_type mesh_shape mesh_dim_names backend_override")
     if value is None:
         draft.row(key, value, "always", "all ranks")
     elif isinstance(sizes, (tuple, list)) and len(sizes) in (1, 2):
@@ -195,3 +213,101 @@ FSDP2: Table = {
     "ignored_params": IGNORED,
     "dp_mesh_dims": missing("the strategy names the axes", "None"),
 }
+
+
+def _named(call: Call) -> dict[str, Any]:
+    """The arguments that have names."""
+    return {key: one for key, one in call.arguments.items() if not key.startswith("argument ")}
+
+
+def _clipped(draft: Draft, key: str, value: Any) -> None:
+    """`clip_grad_norm_(parameters, max_norm)`, or a module's own, of `max_norm`."""
+    given = dict(value.arguments)
+    first = given.pop("argument 1", None)
+    norm = given.pop("max_norm", first if isinstance(first, (int, float)) else given.pop("argument 2", first))
+    given.pop("parameters", None)
+    kind = given.pop("norm_type", given.pop("argument 3", 2.0))
+    if kind not in (2, 2.0):
+        draft.row(f"{key}.norm_type", kind, "missing", "so.clip_by_global_norm is of the norm 2")
+    strangers(draft, key, given, "error_if_nonfinite foreach")
+    meant(draft, key, norm, sets("so.clip_by_global_norm", name="max_grad_norm", about=key, clip=number))
+
+
+def _clipped_by_value(draft: Draft, key: str, value: Any) -> None:
+    strangers(draft, key, _named(value), "parameters clip_value foreach")
+    found = value.arguments.get("clip_value", value.arguments.get("argument 2"))
+    meant(draft, key, found, sets("so.clip_by_value", name="clip_value", about=key, clip_value=number))
+
+
+def _divided(draft: Draft, key: str, value: Any) -> None:
+    """The sum over ranks, divided by this in the place of how many they are."""
+    strangers(draft, key, _named(value), "factor")
+    found = value.arguments.get("factor", value.arguments.get("argument 1"))
+    told = sets("sf.psum of the loss, divided by it", name="divide_factor", about=key, divide=number)
+    meant(draft, key, found, told)
+
+
+_SCHEDULE = missing("lr= of the optimizer takes a function of the step: so.warmup_cosine, so.wsd, or your own")
+_SOONER = always("gathers run ahead by prefetch= stages, in the order of the calls; no number changes")
+_MICRO = missing("sf.accumulate(loss, batches): its defer= says what waits for the last micro-batch")
+_WIRES = missing("collectives of the engine's own")
+# Calls beside those that shard, by the last parts of their names.
+CALLS: Table = {
+    "clip_grad_norm_": Whole(_clipped),
+    "clip_grad_value_": Whole(_clipped_by_value),
+    "set_gradient_divide_factor": Whole(_divided),
+    "set_reduce_scatter_divide_factor": Whole(_divided),
+    "set_force_sum_reduction_for_comms": always("the loss is divided before the sum"),
+    "set_modules_to_forward_prefetch": _SOONER,
+    "set_modules_to_backward_prefetch": _SOONER,
+    "set_unshard_in_backward": always("what backward does not read is not gathered for it"),
+    "set_reshard_after_forward": missing("reshard= of sf.stage, or a strategy such as sf.shard_grad_op"),
+    "set_reshard_after_backward": _MICRO,
+    "set_requires_gradient_sync": _MICRO,
+    "set_requires_all_reduce": _MICRO,
+    "set_is_last_backward": _MICRO,
+    "no_sync": _MICRO,
+    "set_all_reduce_hook": missing("gradients are values: change them before optimizer.step"),
+    "register_comm_hook": missing("gradients are values: change them before optimizer.step"),
+    "set_post_optim_event": always("the next gather waits for the step by itself"),
+    "set_reduce_scatter_unused_params": always("a parameter that the loss does not use has a gradient of zeros"),
+    "set_reduce_scatter_max_input_buffers": always("buffers are as many as are in flight"),
+    "reset_iter_state": always("nothing outlives a step"),
+    **dict.fromkeys(
+        ["set_custom_all_gather", "set_custom_reduce_scatter", "set_separate_reduce_scatter_group"], _WIRES
+    ),
+    **dict.fromkeys(["set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"], _WIRES),
+    "summon_full_params": yours("sf.unshard(params)"),
+    "register_fsdp_forward_method": always("any function of parameters is a stage: sf.stage"),
+    **dict.fromkeys(
+        [
+            "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "CosineAnnealingLR", "PolynomialLR",
+            "OneCycleLR", "CyclicLR", "LambdaLR", "SequentialLR", "ReduceLROnPlateau", "CosineAnnealingWarmRestarts",
+            "get_scheduler", "get_linear_schedule_with_warmup", "get_cosine_schedule_with_warmup",
+            "get_constant_schedule_with_warmup", "get_polynomial_decay_schedule_with_warmup", "get_wsd_schedule",
+        ],
+        _SCHEDULE,
+    ),
+    **dict.fromkeys(["GradScaler", "ShardedGradScaler"], missing("so.loss_scaled(optimizer)")),
+    **dict.fromkeys(["apply_activation_checkpointing", "checkpoint_wrapper"], sets("remat=True", remat="True")),
+    "parallelize_module": missing('tensor="auto", or a table of ends of paths, of functional'),
+}  # fmt: skip
+
+
+_WORDS = (
+    "modules recurse enable unshard_in_backward event module method_name writeback rank0_only offload_to_cpu "
+    "with_grads checkpoint_impl checkpoint_wrapper_fn check_fn"
+)
+
+
+def beside(draft: Draft, calls: list[Call]) -> None:
+    """The calls of a program that change how it trains, beside the one that says how it is sharded."""
+    seen = set()
+    for call in calls:
+        text = f"{call.name}({', '.join(f'{key}={shown(one)}' for key, one in call.arguments.items())})"
+        if call.name in CALLS and text not in seen:
+            seen.add(text)
+            meaning = CALLS[call.name]
+            apply(draft, {call.name: call if isinstance(meaning, Whole) else Source(text)}, CALLS)
+            if isinstance(meaning, Meaning) and meaning.status != "missing":
+                strangers(draft, call.name, _named(call), _WORDS)

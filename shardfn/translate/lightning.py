@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -250,7 +251,10 @@ def _sixteen(draft: Draft, key: str, value: Any, made: str, true: bool) -> None:
     draft.row(key, value, "becomes", ", ".join(text))
 
 
-_NAMES = {"fsdp": "fsdp", "deepspeed": "deepspeed", "ddp": "ddp", "auto": "ddp"}
+_NAMES = re.compile(
+    r"(?P<ddp>auto|ddp(_spawn|_fork|_notebook)?(_find_unused_parameters_(true|false))?)"
+    r"|(?P<fsdp>fsdp(_cpu_offload)?)|(?P<deepspeed>deepspeed(_stage_(?P<stage>[123])(_offload(_nvme)?)?)?)"
+)
 
 
 def _named(draft: Draft, key: str, value: Any) -> None:
@@ -261,23 +265,23 @@ def _named(draft: Draft, key: str, value: Any) -> None:
     if is_open(value) and not isinstance(value, str):
         draft.row(key, value, "open", "its value is not in the file")
         return
-    said = str(value).lower()
-    kind = next((kind for name, kind in _NAMES.items() if said.startswith(name)), None)
-    if kind is None:
+    said = _NAMES.fullmatch(str(value).lower())
+    if said is None:
         raise TranslateError(f"{key}: {shown(value)} is no strategy that is read: ddp, fsdp, deepspeed or an object")
+    kind, stage = next(name for name in ("ddp", "fsdp", "deepspeed") if said[name]), said["stage"]
     draft.facts["lightning"] = kind
-    cut = {"fsdp": "full_shard", "deepspeed": "zero2", "ddp": "ddp"}[kind]
-    if kind == "deepspeed" and "_stage_" in said:
-        cut = deepspeed_zero.STAGES[whole(key, said.split("_stage_")[1][:1], 1)] if said[16:17] in "123" else ""
-    if not cut:
-        raise TranslateError(f"{key}: {shown(value)} is not one of stage 1, 2, 3")
+    cut = (
+        deepspeed_zero.STAGES[int(stage)] if stage else {"fsdp": "full_shard", "deepspeed": "zero2", "ddp": "ddp"}[kind]
+    )
     draft.say("cut", cut, key)
-    if "offload" in said:
-        draft.say("grads", "host", key)
-        draft.say("state", "host", key)
-        if kind == "fsdp" or cut == "full_shard":
-            draft.say("params", "host", key)
-    draft.row(key, value, "becomes", f"the strategy sf.{cut}" + ", and .on(...)" * ("offload" in said))
+    away = "offload" in said[0]
+    if away:
+        nvme = said[0].endswith("nvme")
+        for fact in ("params", "grads", "state") if cut == "full_shard" else ("grads", "state"):
+            draft.say(fact, "disk" if nvme else "host", key)
+        if nvme:
+            draft.say("scratch", "/local_nvme", key)
+    draft.row(key, value, "becomes", f"the strategy sf.{cut}" + ", and .on(...)" * away)
 
 
 def _clipping(draft: Draft, key: str, value: Any) -> None:

@@ -164,3 +164,10 @@ def _unknown(name: str, table: Table, owner: str) -> str:
     near = difflib.get_close_matches(name, table, n=1, cutoff=0.5)
     whose = f" of {owner}" if owner else ""
     return f"no key{whose} that is known here" + (f"; the closest is {near[0]}" if near else "")
+
+
+def strangers(draft: Draft, key: str, given: Mapping[str, Any], known: str) -> None:
+    """A row for each argument that is none of these words."""
+    for name, one in given.items():
+        if name not in known.split():
+            draft.row(f"{key}.{name}", one, "unknown", "no argument that is known here")

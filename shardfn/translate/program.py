@@ -16,13 +16,16 @@ _ABOUT = {
     "module": "your torch.nn.Module",
     "mean": "mean(model, params, *batch) is the mean loss of this rank's rows",
     "optimizer": "such as so.adamw(1e-4)",
+    "total": "total(model, params, *batch) is the sum over this rank's tokens, or rows",
+    "count": "count(*batch) is how many of them there are",
 }
 
 
 def program(draft: Draft) -> str:
     """The text of the program; adds the names that it needs to those of the draft."""
     body = [*_mesh(draft), *_model(draft), *_optimizer(draft), *_step(draft), *_saving(draft)]
-    draft.names = {"module": _ABOUT["module"], "mean": _ABOUT["mean"], **draft.names}
+    loss = ("total", "count") if draft.get("tokens") else ("mean",)
+    draft.names = {**{name: _ABOUT[name] for name in ("module", *loss)}, **draft.names}
     text = "\n".join(_text(line) for line in body)
     heads = [f"import {name}" for name in ("math", "os") if f"{name}." in text]
     also = [name for name in ("P", "checkpoint", "interop", "quant") if f"{name}." in text or f"{name}(" in text]
@@ -159,6 +162,11 @@ def _optimizer(draft: Draft) -> Iterator[Line]:
             "\n".join(rates.lines(kind, dict(said), given.get("lr", _lr(draft, said)))) + "\n\n", draft.of("schedule")
         )
         given["lr"] = Name("rate")
+    if draft.get("decayed"):
+        rule = (
+            f"def decay(path, shape):  # not of biases and norms\n    return {draft.get('decayed')} * (len(shape) > 1)"
+        )
+        yield Line(f"\n\n{rule}\n\n", draft.of("decayed"))
     if make is None:
         about = f"{_ABOUT['optimizer']}" + ("; its learning rate is the function rate" if draft.get("schedule") else "")
         draft.name("optimizer", about)
@@ -228,24 +236,21 @@ def _step(draft: Draft) -> Iterator[Line]:
         about = "rows of a step, on all ranks" if total else "rows of a micro-batch on one rank"
         yield Line(f"# {about}: {total or micro}", draft.of("train_batch", "micro_batch"))
     scaled = draft.get("scaled") is not None
-    yield Line(f"\n\ndef loss(params, {'scale, ' * scaled}*batch):  # the mean over ranks and micro-batches, as there")
-    inner = "mean(model, params, *batch)"
-    if draft.get("autocast"):
-        yield Line(f"    with torch.autocast(mesh.device_type, {draft.get('autocast')}):", draft.of("autocast"))
-        yield Line(f"        own = {inner}.float()")
-        inner = "own"
-    reduced = f"sf.pmean({inner}, DATA)" if draft.get("mean", True) else f"sf.psum({inner}, DATA)"
-    yield Line(f"    return {reduced}{' / micro_batches' * many}{' * scale' * scaled}", draft.of("mean"))
+    yield from _loss(draft, many, scaled)
     yield Line("\n\n@sf.shard_map(mesh=mesh, in_specs=..., out_specs=(P(), ...))")
     yield Line(
         f"def gradient(params, batches{', scale' * scaled}):  # batches: as many as micro_batches"
         if many
         else f"def gradient(params, batch{', scale' * scaled}):"
     )
+    whole = [name for name, yes in (("tokens", draft.get("tokens")), ("scale", scaled)) if yes]
+    if draft.get("tokens"):
+        own = "sum(count(*batch) for batch in batches)" if many else "count(*batch)"
+        yield Line(f"    tokens = {own if draft.get('tokens') == 'own' else f'sf.psum({own}, DATA)'}")
     function = "loss"
-    if scaled:
-        function = "scaled"
-        yield Line("    def scaled(params, *batch):\n        return loss(params, scale, *batch)\n")
+    if whole:
+        function = "whole"
+        yield Line(f"\n    def whole(params, *batch):\n        return loss(params, {', '.join(whole)}, *batch)\n")
     if many:
         yield Line(f"    return sf.accumulate({function}, batches)(params)")
     else:
@@ -258,6 +263,25 @@ def _step(draft: Draft) -> Iterator[Line]:
     else:
         yield Line(f"    value, grads = gradient(params, {given})")
         yield Line("    return value, *optimizer.step(params, grads, state)")
+
+
+def _loss(draft: Draft, many: bool, scaled: bool) -> Iterator[Line]:
+    """Of a micro-batch: its part of the mean over ranks and micro-batches, or over all of their tokens."""
+    tokens, divide = draft.get("tokens"), draft.get("divide")
+    what = "each token counts once" if tokens == "all" else "the mean over ranks and micro-batches"
+    head = f"def loss(params, {'tokens, ' * bool(tokens)}{'scale, ' * scaled}*batch):"
+    yield Line(f"\n\n{head}  # {what}, as there")
+    inner = f"{'total' if tokens else 'mean'}(model, params, *batch)"
+    if draft.get("autocast"):
+        yield Line(f"    with torch.autocast(mesh.device_type, {draft.get('autocast')}):", draft.of("autocast"))
+        yield Line(f"        own = {inner}.float()")
+        inner = "own"
+    summed = tokens == "all" or divide or not draft.get("mean", True)
+    own = f"{inner} / tokens" if tokens == "own" else inner
+    reduced = f"sf.psum({own}, DATA)" if summed else f"sf.pmean({own}, DATA)"
+    parts = " / tokens" * (tokens == "all") if tokens else " / micro_batches" * many
+    over = f" / {divide}" if divide else ""
+    yield Line(f"    return {reduced}{parts}{over}{' * scale' * scaled}", draft.of("mean", "tokens", "divide"))
 
 
 def _saving(draft: Draft) -> Iterator[Line]:

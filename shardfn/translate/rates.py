@@ -7,8 +7,8 @@ from typing import Any
 
 def lines(kind: str, given: dict[str, Any], lr: Any) -> list[str]:
     """The code of `rate(step)`, which counts from 1; DeepSpeed's first step has its scheduler's -1."""
-    if kind == "composer":
-        return _composer(given, lr)
+    if kind in _OTHERS:
+        return _OTHERS[kind](given, lr)
     body = {"WarmupLR": _warmup, "WarmupDecayLR": _warmup, "WarmupCosineLR": _cosine, "LRRangeTest": _range}[kind](
         given, lr
     )
@@ -71,3 +71,23 @@ def _composer(given: dict[str, Any], lr: Any) -> list[str]:
         "def rate(step):  # theirs counts from 0",
         "    return schedule(step - 1)",
     ]
+
+
+def _transformers(given: dict[str, Any], lr: Any) -> list[str]:
+    warmup, total = given["warmup"], given["steps"]
+    share = f"({total} - done) / max(1, {total} - {warmup})"
+    after = {
+        "linear": f"max(0.0, {share})",
+        "cosine": f"max(0.0, (1 + math.cos(math.pi * (1 - {share}))) / 2)",
+        "constant_with_warmup": "1.0",
+    }[given["name"]]
+    return [
+        "def rate(step):  # theirs counts from 0",
+        "    done = step - 1",
+        f"    if done < {warmup}:",
+        f"        return {lr} * done / max(1, {warmup})",
+        f"    return {lr} * {after}",
+    ]
+
+
+_OTHERS = {"composer": _composer, "transformers": _transformers}

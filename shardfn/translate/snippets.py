@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from shardfn.translate.facts import Call, Source, TranslateError
@@ -21,6 +21,13 @@ READ = {
     "Accelerator",
     "FullyShardedDataParallelPlugin",
     "DeepSpeedPlugin",
+    "TrainingArguments",
+    "Seq2SeqTrainingArguments",
+    "SentenceTransformerTrainingArguments",
+    "SFTConfig",
+    "Seq2SeqTrainer",
+    "SentenceTransformerTrainer",
+    "SFTTrainer",
 }
 _POSITIONS = {
     "FullyShardedDataParallel": ("module", "process_group", "sharding_strategy"),
@@ -33,13 +40,16 @@ _POSITIONS = {
     "ModuleWrapPolicy": ("module_classes",),
     "init_device_mesh": ("device_type", "mesh_shape"),
     "partial": ("func",),
-    "Trainer": ("model",),
+    "Trainer": ("model", "args"),
+    **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"), ("output_dir",)),
+    "SentenceTransformerTrainingArguments": ("output_dir",),
+    **dict.fromkeys(("Seq2SeqTrainer", "SentenceTransformerTrainer", "SFTTrainer"), ("model", "args")),
 }
 _DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
 
 
-def calls(text: str) -> tuple[list[Call], set[str]]:
-    """The calls of a file that are read, in order, and the packages that it imports.
+def calls(text: str, beside: Collection[str]) -> tuple[list[Call], set[str]]:
+    """The calls of a file that are read, and those of other names, in order; and the packages that it imports.
 
     Raises:
         TranslateError: not Python.
@@ -48,7 +58,8 @@ def calls(text: str) -> tuple[list[Call], set[str]]:
         tree = ast.parse(text)
         known = _assigned(tree)
         aliases = _aliases(tree)
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node, aliases) in READ]
+        every, read = (node for node in ast.walk(tree) if isinstance(node, ast.Call)), {*READ, *beside}
+        found = [node for node in every if _name(node, aliases) in read]
         made = [_call(node, known, aliases, ()) for node in sorted(found, key=lambda one: (one.lineno, one.col_offset))]
         return made, set(_imported(tree))
     except SyntaxError as error:

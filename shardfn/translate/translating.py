@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardfn.translate import accelerate, composer, deepspeed, fsdp, lightning, reading, snippets
+from shardfn.translate import accelerate, composer, deepspeed, fsdp, lightning, reading, snippets, transformers
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import Call, TranslateError, Translation
 from shardfn.translate.meanings import apply
 from shardfn.translate.program import program
 
-_TRAINERS = {"Trainer", "Fabric"}
+_TRAINERS = {"Trainer", "Fabric", *transformers.TRAINERS}
 _TORCH = {"FullyShardedDataParallel": "FSDP1", "FSDP": "FSDP1", "fully_shard": "FSDP2"}
 _PLUGINS = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin"}
 
@@ -23,7 +23,8 @@ def translate(path: str | os.PathLike[str]) -> Translation:
 
     Args:
         path: a YAML of Accelerate (with DeepSpeed's JSON, where it links one) or Composer, a JSON of DeepSpeed, or a
-            Python file with the strategy of Lightning, Composer or torch, or a plugin of Accelerate; it is never run.
+            Python file with the strategy of Lightning, Composer or torch, a plugin of Accelerate, or the arguments of a
+            Trainer of Transformers; it is never run.
 
     Returns:
         The program, and a row for each key.
@@ -59,7 +60,14 @@ def _mapping(draft: Draft, file: Path) -> str:
 
 
 def _python(draft: Draft, file: Path) -> str:
-    found, imported = snippets.calls(reading.text_of(file))
+    found, imported = snippets.calls(reading.text_of(file), fsdp.CALLS)
+    system = _called(draft, file, found, imported)
+    fsdp.beside(draft, found)
+    return system
+
+
+def _called(draft: Draft, file: Path, found: list[Call], imported: set[str]) -> str:
+    """Whose call says how the program is sharded, and what."""
     strategies = [one for one in found if one.name in lightning.STRATEGIES]
     torch = [one for one in found if one.name in _TORCH]
     plugins = [one for one in found if one.name in _PLUGINS]
@@ -67,8 +75,12 @@ def _python(draft: Draft, file: Path) -> str:
     kinds = {_TORCH[one.name] for one in torch}
     if len(strategies) + len(plugins) + len(kinds) > 1 or len(trainers) > 1 or _differ(torch):
         lines = ", ".join(f"{one.name} in line {one.line}" for one in [*strategies, *plugins, *torch, *trainers])
-        raise TranslateError(f"two strategies in one file: {lines}; leave one of them")
+        why = f", which differ in {', '.join(_differ(torch))}" if _differ(torch) else ""
+        raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
     arguments = trainers[0].arguments if trainers else {}
+    of_transformers = [one for one in found if one.name in transformers.ARGUMENTS]
+    if of_transformers or "args" in arguments or any(one.name in transformers.TRAINERS for one in trainers):
+        return _transformers(draft, file, of_transformers, trainers)
     if plugins or any(one.name == "Accelerator" for one in found):
         return _plugin(draft, plugins, [one for one in found if one.name == "Accelerator"])
     if trainers and not strategies and _is_composer(arguments, imported):
@@ -82,10 +94,19 @@ def _python(draft: Draft, file: Path) -> str:
     raise TranslateError(f"no call that is read: {', '.join(sorted(snippets.READ))}")
 
 
-def _differ(torch: list[Call]) -> bool:
-    """Whether calls for several modules have other arguments than the module."""
-    said = [{key: one for key, one in call.arguments.items() if key != "module"} for call in torch]
-    return any(one != said[0] for one in said)
+_KEPT = "reshard_after_forward"
+
+
+def _differ(torch: list[Call]) -> list[str]:
+    """In what calls for several modules differ, but for the module; the last, of the root, may keep it whole."""
+    found = set()
+    for number, call in enumerate(torch):
+        root = number == len(torch) - 1 and _TORCH[call.name] == "FSDP2"
+        own = {"module", _KEPT} if root else {"module"}
+        for key in {*torch[0].arguments, *call.arguments} - own:
+            if call.arguments.get(key) != torch[0].arguments.get(key):
+                found.add(key)
+    return sorted(found)
 
 
 def _is_composer(given: Mapping[str, Any], imported: set[str]) -> bool:
@@ -113,9 +134,28 @@ def _plugin(draft: Draft, plugins: list[Call], made: list[Call]) -> str:
     return "Accelerate"
 
 
+def _transformers(draft: Draft, file: Path, arguments: list[Call], trainers: list[Call]) -> str:
+    if len(arguments) != 1:
+        lines = ", ".join(f"{one.name} in line {one.line}" for one in arguments)
+        told = f"{lines}; leave one of them" if arguments else f"none of {', '.join(sorted(transformers.ARGUMENTS))}"
+        raise TranslateError(f"a Trainer of Transformers is told by one set of arguments, and there is {told}")
+    trainer = trainers[0].arguments if trainers else {}
+
+    def linked(name: str) -> dict[str, Any]:
+        near = file.parent / name
+        return reading.mapping_of(near if near.is_file() else Path(name))
+
+    transformers.translate(draft, arguments[0], trainer, linked)
+    return "Transformers"
+
+
 def _plain(draft: Draft, torch: list[Call]) -> str:
     old = _TORCH[torch[0].name] == "FSDP1"
     apply(draft, torch[0].arguments, fsdp.FSDP1 if old else fsdp.FSDP2, "", torch[0].name)
+    kept = torch[-1].arguments.get(_KEPT)
+    if kept != torch[0].arguments.get(_KEPT):
+        text = "of the root alone: what the ring of buffers still holds is not gathered again; no number changes"
+        draft.row(f"{_KEPT} in line {torch[-1].line}", kept, "always", text)
     draft.facts.setdefault("cut", "full_shard")
     if draft.get("hybrid") and not draft.get("cut").startswith(("hybrid", "hpz")):
         draft.facts["cut"] = "hybrid_shard" if draft.get("cut") == "full_shard" else "hybrid_shard_zero2"

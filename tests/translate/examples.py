@@ -240,6 +240,12 @@ EXAMPLES: dict[str, Example] = {
         "fully_shard(model, mesh=mesh, mp_policy=policy)\n",
         4,
     ),
+    "transformers": Example(
+        ".py",
+        'TrainingArguments("out", use_cpu=True, fsdp="full_shard", max_steps=3, learning_rate=1e-2, weight_decay=0.1, '
+        "gradient_accumulation_steps=2, max_grad_norm=0.1, adam_beta2=0.95)\n",
+        2,
+    ),
     "torch-hpz": Example(".py", TORCH + "fully_shard(model, reshard_after_forward=2)\n", 4),
 }
 

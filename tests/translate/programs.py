@@ -60,6 +60,10 @@ def run(file: Path, folder: Path, names: dict[str, Any]) -> tuple[list[float], d
     """The values of three steps, and the parameters after them."""
     found = translate(file)
     given = {"module": module(), "mean": lambda model, params, x: error(model(params, x)), **names}
+    given |= {
+        "total": lambda model, params, x: error(model(params, x)) * len(x),
+        "count": lambda x: torch.tensor(len(x)),
+    }
     if "optimizer" in found.names:
         given.setdefault("optimizer", so.adamw(1e-2))
     space: dict[str, Any] = {name: given[name] for name in found.names}

@@ -14,7 +14,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/translate.md").read_text()
 def test_the_page_shows_what_is_printed(tmp_path: Path):
     files = re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)```$", PAGE, re.DOTALL | re.MULTILINE)
     shown = re.findall(r"^`shardfn translate ([\w.]+)` prints:\n\n```text\n(.*?)```$", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(files) == len(shown) == 5
+    assert len(files) == len(shown) == 6
     with contextlib.chdir(tmp_path):
         for (name, text), (printed, program) in zip(files, shown, strict=True):
             Path(name).write_text(text)

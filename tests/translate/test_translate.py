@@ -196,6 +196,13 @@ def of_foundry(params: Any) -> torch.optim.Optimizer:
     return adamw(params, 1e-3 / 1e-2, 0.95, rate=lambda step: 1e-2 * (step - 1) / 2)
 
 
+def of_transformers(params: Any) -> torch.optim.Optimizer:
+    every = list(params)
+    groups = [{"params": [p for p in every if (p.ndim > 1) == cut], "weight_decay": 0.1 * cut,
+               "rate": lambda step: 1e-2 * (4 - step) / 3} for cut in (True, False)]  # fmt: skip
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+
+
 # Micro-batches, the optimizer, the norm that is clipped at, and the dtype of autocast.
 REFERENCES: dict[str, tuple[Any, ...]] = {
     "accelerate-full": (1, adamw),
@@ -215,6 +222,7 @@ REFERENCES: dict[str, tuple[Any, ...]] = {
     "composer-fsdp2": (1, adamw),
     "foundry": (4, of_foundry, 1.0, torch.bfloat16),
     "torch-hpz": (1, adamw),
+    "transformers": (2, of_transformers, 0.1),
 }
 CLOSE = {"accelerate-ddp": 3e-2, "foundry": 3e-2}
 
@@ -470,4 +478,4 @@ def test_a_folder_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_names_that_the_examples_give_are_asked_for(tmp_path: Path):
     asked = {name for example in EXAMPLES for name in translate(written(example, tmp_path)).names}
-    assert asked - {"module", "mean", "optimizer"} <= set(NAMES)
+    assert asked - {"module", "mean", "total", "count", "optimizer"} <= set(NAMES)
