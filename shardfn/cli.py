@@ -77,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     codes = "Exit status: 0 all of it, 1 something has no counterpart or no value, 2 could not be read."
     one = commands.add_parser("translate", help=about, description=f"{about.capitalize()}. {codes}")
     about = (
-        "YAML of Accelerate or Composer, JSON of DeepSpeed, or Python with a strategy of Lightning, Composer or torch, or "
-        "with the arguments of Transformers' Trainer"
+        "YAML of Accelerate or Composer, JSON of DeepSpeed, or Python with a strategy of Lightning, Composer or torch, "
+        "or with the arguments of Transformers' Trainer"
     )
     one.add_argument("file", type=Path, metavar="FILE", help=about)
     one.add_argument("--json", action="store_true", help="print JSON")
