@@ -46,6 +46,8 @@ class System:
         loss: `(params, x, y) -> ()`, the mean over this rank's rows, or all of them.
         spread: whole parameters to a tree like these, and `whole`: back to a vector.
         trained: the gradient by an ordinary backward pass.
+        share: by which the sum of all ranks' losses is the mean over all rows.
+        jacfwd: what takes a Jacobian forward: torch's own, unless the system has one.
     """
 
     params: Tree
@@ -53,6 +55,8 @@ class System:
     spread: Callable[[Tree], Tree]
     whole: Callable[[Tree], Tensor]
     trained: Callable[[Tensor, Tensor], Tree]
+    jacfwd: Callable[..., Any] = jacfwd
+    share: float = 1 / RANKS
 
 
 def network() -> nn.Sequential:
@@ -121,7 +125,7 @@ def with_shardfn() -> System:
         loss(leaves, x, y).backward()
         return tree_map(lambda p: p.grad, leaves)
 
-    return System(params, loss, spread, whole, trained)
+    return System(params, loss, spread, whole, trained, sf.jacfwd)
 
 
 def with_collectives() -> System:
@@ -146,7 +150,7 @@ def with_collectives() -> System:
         (loss(leaves, x, y) / RANKS).backward()
         return tree_map(lambda p: p.grad, leaves)
 
-    return System(params, lambda *args: loss(*args) / RANKS, spread, whole, trained)
+    return System(params, lambda *args: loss(*args) / RANKS, spread, whole, trained, share=1)
 
 
 def with_module(module: nn.Module, spread: Callable[[Tree], Tree], whole: Callable[[Tree], Tensor]) -> System:
@@ -246,7 +250,10 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "vjp": lambda s, x, y, v: s.whole(vjp(_loss(s, x, y), s.params)[1](torch.ones(()).double())[0]),
     "jacrev": lambda s, x, y, v: s.whole(jacrev(_loss(s, x, y))(s.params)),
     "jvp": lambda s, x, y, v: jvp(_loss(s, x, y), (s.params,), (v,))[1],
-    "jacfwd": lambda s, x, y, v: jacfwd(lambda t: _loss(s, x, y)(_moved(s, v, t)))(torch.zeros(()).double()),
+    "jvp in inputs": lambda s, x, y, v: jvp(
+        lambda x: s.loss(s.params, x.flatten(0, 1), y.flatten(0, 1)), (x,), (torch.ones_like(x),)
+    )[1],
+    "jacfwd": lambda s, x, y, v: s.whole(s.jacfwd(_loss(s, x, y))(s.params)),
     "jacfwd of jacrev": lambda s, x, y, v: s.whole(
         jacfwd(lambda t: jacrev(_loss(s, x, y))(_moved(s, v, t)))(torch.zeros(()).double())
     ),
@@ -273,6 +280,9 @@ def tried(system: str, transform: str) -> str:
     unmoved = _loss(reference, x[rank : rank + 1], y[rank : rank + 1])(reference.params)
     try:
         found = run(made, x[rank : rank + 1], y[rank : rank + 1], made.spread(v)).detach()
+        if transform == "jvp in inputs":  # a rank has its own rows, and their mean
+            dist.all_reduce(found)
+            found *= made.share
     except Exception as error:
         return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return _verdict(found, wanted, mine, unmoved)

@@ -64,6 +64,7 @@ from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import grad, value_and_grad
+from shardfn.transforms.jacobian import hessian, jacfwd, jacrev
 from shardfn.transforms.shard_map import shard_map
 
 __version__ = "0.1.0"
@@ -96,6 +97,7 @@ __all__ = [
     "full_shard",
     "global_shape",
     "grad",
+    "hessian",
     "hfsdp",
     "hpz",
     "hybrid_shard",
@@ -103,6 +105,8 @@ __all__ = [
     "init",
     "init_sharded",
     "interop",
+    "jacfwd",
+    "jacrev",
     "layers",
     "ledger",
     "local_parameters",

@@ -106,7 +106,7 @@ def unshard(
 
     Returns:
         The tree with each stage's parameters in place of its flat shards: new tensors of their whole shapes, in the
-        dtype of the shard's values.
+        dtype of the shard's values. Of a stack of shards, with values `[*n, piece]`, they are `[*n, *shape]`.
 
     Raises:
         ValueError: the mesh is not the one of the shards; `ranks` that are not in it; a pattern that matches nothing;
@@ -537,6 +537,8 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tens
     numbers = asked.numbers(layout)
     if flat.values is None or not numbers:  # without values: as in a gradient, of what is frozen
         return found
+    if flat.values.ndim > 1 and asked.ranks is None:
+        return _whole_stack(flat, mesh, asked)
     where = mesh_of(layout.grid, f"unshard: stage {layout.stage!r}") if mesh is None else mesh
     with scope(where):
         mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
@@ -557,6 +559,22 @@ def _whole(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tens
                     view = functional.all_gather(view, names, dim=dim, to="invariant")
             found[number] = view.clone(memory_format=torch.contiguous_format) if to is None else _moved(view, to)
         return found
+
+
+def _whole_stack(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tensor | None]:
+    """The same of a stack of shards, `[*n, piece]`: parameters `[*n, *shape]`."""
+    numbers, lead = asked.numbers(flat.layout), flat.values.shape[:-1]
+
+    def each(values: Tensor) -> tuple[Any, ...]:
+        views = _whole(FlatShard(values, flat.layout), mesh, asked)
+        return tuple(views[number] for number in numbers)
+
+    made = torch.func.vmap(each)(flat.values.reshape(-1, flat.values.shape[-1]))
+    found = dict(zip(numbers, made, strict=True))
+    return [
+        found[number].view(*lead, *found[number].shape[1:]) if number in found else None
+        for number in range(len(flat.layout.entries))
+    ]
 
 
 def _moved(view: Tensor, to: torch.device) -> Tensor:

@@ -27,6 +27,7 @@ from shardfn.quant.formats import Format, check_format
 from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.shards.partition import with_leaves
 from shardfn.stages import following, traced
+from shardfn.stages.bases import refuse_bases
 from shardfn.stages.call import Call, SharedMemory
 from shardfn.stages.engine import Engine, engine_of
 from shardfn.stages.offloading import Offload, offload
@@ -345,6 +346,7 @@ def _whole(values: Tensor, layout: Layout, options: Options) -> list[Tensor]:
     if layout.grid.size(layout.placement.replicas) > 1:
         values = functional.pvary(values, layout.placement.replicas)
     if layout.size > 1:
+        refuse_bases(values, layout)
         values = functional.all_gather(values, layout.placement.axes)
     views = layout.views(values.to(lower))
     if (recorder := recording.current()) is not None:

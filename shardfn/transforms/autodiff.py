@@ -234,10 +234,14 @@ class Variables:
         """The tree with these in place of the leaves that have a gradient."""
         return optree.tree_unflatten(self._tree, with_leaves(self._leaves, self._at, values))
 
+    def like(self, found: Sequence[Tensor]) -> Any:
+        """A tree with these in place of the leaves that have a gradient, and None for the others."""
+        return optree.tree_unflatten(self._tree, with_leaves([None] * len(self._leaves), self._at, found))
+
     def gradient(self, found: Sequence[Tensor]) -> Any:
         """A tree of gradients, None for the other leaves; its flat shards know how they are cut."""
         # A None leaf is not a node to optree, so the gradient keeps the argument's structure around it.
-        tree = optree.tree_unflatten(self._tree, with_leaves([None] * len(self._leaves), self._at, found))
+        tree = self.like(found)
         if all(layout is None or layout.state_layout is layout for layout in self.layouts):
             return tree
         return optree.tree_map(
