@@ -90,15 +90,16 @@ class Lock:
             if there is not None and _key(there) in _mine:
                 return False
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if not (_locked(file, self.path) and self._there(file)):
-                os.close(file)
-                return False
-            about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-            self._said = json.dumps(about | {"mark": uuid.uuid4().hex}).encode()
-            os.ftruncate(file, 0)
-            os.pwrite(file, self._said, 0)
-            self._file, _mine[_key(os.fstat(file))] = file, self._said
-            return True
+            try:
+                if _locked(file, self.path) and self._there(file):
+                    self._said = _about()
+                    os.ftruncate(file, 0)
+                    os.pwrite(file, self._said, 0)
+                    self._file, _mine[_key(os.fstat(file))] = file, self._said
+            finally:
+                if self._file is None:
+                    os.close(file)
+            return self._file is not None
 
     def _there(self, file: int | None = None) -> bool:
         """Whether the file is still the one of this name."""
@@ -121,6 +122,12 @@ class Lock:
             return f"{self.path} does not say which", True
 
 
+def _about() -> bytes:
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "mark": uuid.uuid4().hex}
+    return json.dumps(about).encode()
+
+
 def _here(about: dict[str, Any]) -> bool:
     return about["host"] == socket.gethostname()
 
@@ -136,7 +143,6 @@ def _locked(file: int, path: Path) -> bool:
         if error.errno in BUSY:
             return False
         if error.errno not in LACKING:
-            os.close(file)
             raise
         _log.warning("%s: %s: if two runs come to this folder, the earlier one will end", path, error.strerror)
     return True
