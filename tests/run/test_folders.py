@@ -340,7 +340,8 @@ def test_a_run_whose_folder_another_one_has_taken_writes_nothing_more(tmp_path: 
 
     said = told(lambda: trained(tmp_path, 9, report=taken))
     assert "belongs to another run now: process 7 on h, since now" in said
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-00000000", "step-00000002"]
+    left = {path.name for path in tmp_path.iterdir()} - {"step-00000002"}  # which may have been on its way
+    assert left == {".lock", "step-00000000"}
 
 
 def test_without_locks_a_run_is_warned_and_goes_on(
