@@ -59,7 +59,7 @@ def init(
         rank_pattern: other ranks, by regular expressions for ends of paths.
         alpha_pattern: other alphas, likewise.
         modules_to_save: names of modules, or of parameters of your own functions, of which the adapters have trained
-            copies that take their places.
+            copies that take their places. As peft does it takes any end of a path: "head" is "lm_head", too.
         fan_in_fan_out: of parameters of your own functions: which are `[inputs, outputs]`, as `x @ w` takes them; all,
             none, or names. Others are `[outputs, inputs]`, as `F.linear` takes them.
         params: of `base`, where it is a model and their values are needed, by `dora` and `modules_to_save`; default:

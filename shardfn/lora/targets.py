@@ -13,7 +13,7 @@ from shardfn.lora.adapters import Kind, kind_of
 
 Names = str | Iterable[str]
 """A regular expression that matches a whole path, or ends of paths: `["q_proj", "mlp.down_proj"]`."""
-ALL = "all-linear"
+ALL, SAVED = "all-linear", "modules_to_save"
 
 
 class Said(NamedTuple):
@@ -31,6 +31,8 @@ class Said(NamedTuple):
         """Those that match a path."""
         if isinstance(self.said, str):
             return [self.said] if re.fullmatch(self.said, path) else []
+        if self.argument == SAVED:  # of which peft takes any end, not whole words alone
+            return [one for one in self.said if path.endswith(one)]
         return [one for one in self.said if path == one or path.endswith(f".{one}")]
 
     def check(self, paths: Iterable[str], what: str) -> None:
@@ -132,7 +134,7 @@ def saved_modules(model: Functional, saved: Names) -> list[str]:
     if not saved:
         return []
     there = {path: m for path, m in model.module.named_modules() if path}
-    names = named(saved, "modules_to_save")
+    names = named(saved, SAVED)
     names.check(there, "modules")
     found = [path for path in there if names.matching(path)]
     for path in found:

@@ -39,6 +39,7 @@ CONFIGS: dict[str, tuple[str, Kind]] = {
             "alpha_pattern": {"c_fc": 5}, "exclude_modules": ["1.attn.c_attn"], "modules_to_save": ["ln_f"],
         },
     ),
+    "ends of names": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["layernorm", "head"]}),
     "tied": ("llama_tied", {"target_modules": ["embed_tokens", "v_proj"]}),
     "own": ("joint", {"target_modules": r"blocks\.\d\.0"}),
 }  # fmt: skip
