@@ -167,6 +167,10 @@ class Functional:
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
         self._drawn = drawn_layers(module)
+        stretched = {path: m for path, m in module.named_modules() if _stretches(m)}
+        self._stretched = [vars(m) for m in stretched.values()]
+        own = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
+        self._kept = own - set(self._changing)
         self._skeleton = [(m, tuple(m._modules.values())) for m in module.modules()]
         self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
@@ -266,10 +270,13 @@ class Functional:
                 f"{_some(list(self.buffers))}"
             )
         self._place.device = device or self._place.device
-        known = {**self._own_buffers(self._place.device), **self._given(buffers or {}, self._place.device)}
-        run = Run(params, frozenset(changing), adapters)
-        given = arguments(params, self._loose, adapters)
-        loose, *more = self._reveal(*given) if self._loose.own or self._loose.shared else ({},)
+        given = self._given(buffers or {}, self._place.device)
+        own = self._own_buffers(self._place.device)
+        known = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
+        run = Run(params, frozenset(changing | self._kept), adapters)
+        before_call = [dict(one) for one in self._stretched]
+        shown = arguments(params, self._loose, adapters)
+        loose, *more = self._reveal(*shown) if self._loose.own or self._loose.shared else ({},)
         ahead = self._announced(params, adapters)
         before, self._running.now = self._running.now, run
         try:
@@ -286,8 +293,13 @@ class Functional:
                 out = target(*args, **kwargs)
                 if followed is not None:
                     followed.check(out)
+        except BaseException:
+            for one, values in zip(self._stretched, before_call, strict=True):
+                one.update(values)
+            raise
         finally:
             self._running.now = before
+        self.buffers.update({name: changed[key] for name, key in self._same.items() if key in self._kept})
         del ahead
         self._order = tuple(dict.fromkeys(run.trace))
         if buffers is None:
@@ -454,6 +466,13 @@ class _Moved(NamedTuple):
     source: Tensor
     state: tuple[int | None, torch.device]
     there: Tensor
+
+
+def _stretches(m: nn.Module) -> bool:
+    """Whether it computes its rotary frequencies again for longer texts, and remembers in attributes for how long."""
+    kinds = getattr(m, "rope_type", ""), *getattr(m, "rope_types", ())
+    flat = [one for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind])]
+    return any(isinstance(one, str) and ("dynamic" in one or one == "longrope") for one in flat)
 
 
 _NO_VALUES = (Placeholder, type(None))

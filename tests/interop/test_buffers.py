@@ -185,3 +185,59 @@ def test_a_batch_of_one_row_has_no_variance(world: World) -> None:
 def test_batch_norms_together_have_second_derivatives_and_an_end_of_training(world: World) -> None:
     for found in world.run(curved):
         assert {case: value for case, value in found.items() if not value < 1e-12} == {}
+
+
+# --- rotary frequencies that are computed again for longer texts ---
+
+ROPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("Llama", {"factor": 2.0}),
+    "longrope": ("Phi3", {"factor": 2.0, "original_max_position_embeddings": 8,
+                          "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}),
+}  # fmt: skip
+
+
+def longer(rope: str) -> nn.Module:
+    tr, (kind, more) = zoo._transformers(), ROPES[rope]
+    config = getattr(tr, f"{kind}Config")(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=2, max_position_embeddings=16, use_cache=False, pad_token_id=0,
+        attn_implementation="eager", rope_parameters={"rope_type": rope, "rope_theta": 10000.0, **more},
+    )  # fmt: skip
+    return seeded(lambda: getattr(tr, f"{kind}ForCausalLM")(config))
+
+
+def of_lengths(rope: str, remat: bool) -> dict[str, float]:
+    """How far a loss and its gradient are from the module's, for texts of these lengths one after another."""
+    alone, mesh, found = longer(rope), meshed(), {}
+    model = functional(longer(rope), small=512, remat=remat)
+    params, stale = model.shard(mesh, sf.full_shard("shard")), dict(model.buffers)
+
+    def fails(m: Any, args: Any) -> None:
+        raise KeyError("in the middle of a call")
+
+    for turn, length in enumerate((6, 20, 30, 12, 5)):
+        tokens = zoo.tokens(length).chunk(dist.get_world_size())[dist.get_rank()]
+        hook = model.module.lm_head.register_forward_pre_hook(fails)  # type: ignore[union-attr]
+        with pytest.raises(KeyError):
+            model(params, tokens)
+        hook.remove()
+        given = {"buffers": stale} if turn % 2 else {}
+
+        def loss(p: Any, given: Any = given, tokens: Tensor = tokens) -> Tensor:
+            out = model(p, tokens, **given)
+            return (out[0] if given else out).logits.square().sum()
+
+        value, grads = mapped(sf.value_and_grad(loss), mesh)(params)
+        alone.zero_grad()
+        want = alone(tokens).logits.square().sum()
+        want.backward()
+        gradient = summed({k: p.grad.clone() for k, p in alone.named_parameters() if p.grad is not None})
+        found[f"{turn}: {length}"] = max(abs(float(value / want.detach()) - 1), off(model.state_dict(grads), gradient))
+    return found
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.world(2, "processes")
+def test_frequencies_follow_the_lengths_of_texts(world: World, rope: str) -> None:
+    for found in world.within(120).run(of_lengths, rope, True):
+        assert {case: x for case, x in found.items() if not x < 1e-12} == {}
