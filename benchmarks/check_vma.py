@@ -35,9 +35,9 @@ import shardfn as sf
 from benchmarks.report import Goal, lacks, parser, publish
 from shardfn.testing import World, WorldError, WorldTimeout
 from tests.check.from_jax import CANNOT, FROM_JAX
-from tests.check.wrong import GALLERY, Wrong
+from tests.check.wrong import TYPED, Wrong
 
-CASES: dict[str, Wrong] = GALLERY | FROM_JAX
+CASES: dict[str, Wrong] = TYPED | FROM_JAX
 BEYOND = 5  # programs at least that are found here and run silently in JAX
 FLAGS = "--xla_force_host_platform_device_count=4 --xla_cpu_collective_call_terminate_timeout_seconds=5"
 MISTAKES = {
@@ -45,6 +45,9 @@ MISTAKES = {
     "output": "an output varies, and its spec says that it does not",
     "sum": "a sum of what is the same on all ranks",
     "losses": "gradients of the sum of the ranks' mean losses",
+    "whole": "a sum of what every rank has whole",
+    "inner": "a gradient of shards inside of another, of each rank's own loss",
+    "branch": "what a collective gave, dropped on some ranks",
     "means": "a mean of means, or a gradient reduced by the wrong call",
     "vary": "`pvary` or `local_slice` of what varies already",
     "batch_norm": "statistics of one rank's rows",

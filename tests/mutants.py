@@ -723,9 +723,24 @@ MUTANTS = [
     Mutant(
         "a sum of what is the same everywhere is let through",
         "check/reducing.py",
-        "if missing and matters and (types.declared[call.node] or call.backward)",
-        "if missing and matters and call.backward",
+        "known = (types.declared[call.node] or call.backward)",
+        "known = call.backward",
         f"{WRONG}[psum_twice_loss]",
+    ),
+    Mutant(
+        "means over rows that are cut may be summed",
+        "check/sums.py",
+        "if call.name == \"psum\" and not (_whole(case, call) or _sum_of_means(case, call)):",
+        "if call.name == \"psum\" and not _whole(case, call):",
+        f"{WRONG}[psum_of_mse_loss]",
+    ),
+    Mutant(
+        "noise of which each rank takes another is said to be the same",
+        "check/noise.py",
+        "        same &= ~case.compared.watched.get(at, 0)\n",
+        "",
+        "tests/check/test_right.py::test_a_right_program_passes_in_silence_and_unchanged"
+        "[several_noises_of_which_each_rank_takes_one]",
     ),
     Mutant(
         "the axes that a sum takes away are kept",

@@ -47,7 +47,7 @@ def _mean_of_parts(case: Case, call: Call, event: Gradient) -> None:
         averaged = mean >= 0 or bool(by)
     if not bad or not averaged or math.inf in by:
         return
-    if scaled_later(case, event, lambda n, _: math.isclose(n * ranks, 1)):
+    if scaled_later(case, [at for _, at in event.pairs], event.end, lambda n, _: math.isclose(n * ranks, 1)):
         return
     fix = f"shardfn.psum({case.expression(call)}, {names})"
     case.add(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from shardfn.check.findings import Finding, Kind
 from shardfn.check.sites import Site
 from shardfn.check.trace import Call, Gradient, Mask, Trace
-from shardfn.check.varying import Varying, bits_of, is_number, roots_of, varying
+from shardfn.check.varying import SCALES, Varying, bits_of, is_number, roots_of, varying
 from shardfn.check.words import root_of, target
 
 
@@ -23,6 +23,7 @@ class Argument:
         plain: whether a spec cuts it, and no layout.
         constant: whether all of its elements are the same.
         spec: as it was declared.
+        rows: the axes that cut its first dimension.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Argument:
     plain: bool
     constant: bool
     spec: str = ""
+    rows: Mask = 0
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Case:
         until: by variable, the node before which it was used for its gradient.
         found: findings, and the nodes where they are.
         wrong: arguments that are not what they were declared, and along which axes.
+        added: sums of what varies and of what does not, which are to be taken apart.
         partial: variables whose gradient is each rank's part, along which axes, and where it went.
     """
 
@@ -74,6 +77,7 @@ class Case:
         self.until: dict[int, int] = {}
         self.found: list[tuple[int, Finding]] = []
         self.wrong: dict[int, Mask] = {}
+        self.added: set[int] = set()
         self.partial: dict[int, tuple[Mask, str]] = {}
         self._ask()
 
@@ -115,6 +119,42 @@ class Case:
         """Whether a value that varies has the same bits on all ranks: what `pvary` and `all_gather` give."""
         return all(self.trace.nodes[r].op in ("pvary", "all_gather") for r in self.roots(at, bit))
 
+    def same(self, at: int, bit: Mask) -> bool:
+        """Whether a value varies by its type alone: all ranks made it of what `pvary` and `all_gather` gave them."""
+        nodes, ahead, seen = self.trace.nodes, [at], set()
+        while ahead:
+            now = ahead.pop()
+            node = nodes[now]
+            if now in seen or not self.types.along[now] & bit:
+                continue
+            seen.add(now)
+            if node.effect == "plus" and node.axes & bit:
+                if node.op not in ("pvary", "all_gather") or node.backward:
+                    return False
+                continue
+            if node.root or node.effect == "exactly" or self.compared.nodes.get(now, 0) & bit:
+                return False
+            ahead += node.parents
+        return bool(self.types.along[at] & bit)
+
+    def pieces(self, at: int) -> Mask:
+        """The axes that cut the flat shard, or the gradient of one, of which a value has the elements, scaled."""
+        nodes, flat = self.trace.nodes, self.trace.flat
+        gradients = {at: of for event in self.gradients() for of, at in event.pairs} if flat else {}
+        ahead, seen, like = [at] if flat else [], set(), nodes[at].like
+        while ahead:
+            now = ahead.pop()
+            if now in seen:
+                continue
+            seen.add(now)
+            holds = self.types.holds[gradients.get(now, now)]
+            for shard, axes in flat.items():
+                if nodes[shard].variable & holds and nodes[now].like == like == nodes[shard].like:
+                    return axes
+            if nodes[now].op in SCALES and nodes[now].effect == "union":
+                ahead += [p for p in nodes[now].parents if nodes[p].like == like]
+        return 0
+
     def is_number(self, at: int) -> bool:
         """Whether a value has one element."""
         return is_number(self.trace.nodes[at])
@@ -136,6 +176,10 @@ class Case:
         if finding not in [one for _, one in self.found]:
             self.found.append((at, finding))
 
+    def calls(self, name: str) -> list[Call]:
+        """The collectives of a name that the function called."""
+        return [event for event in self.trace.events if isinstance(event, Call) and event.name == name]
+
     def gradients(self) -> list[Gradient]:
         """The gradients that the function asked for."""
-        return [event for event in self.trace.events if isinstance(event, Gradient)]
+        return self.trace.gradients()

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "output", "gradient", "sum", "vary", "losses", "means", "replica", "same", "batch_norm", "closure", "collectives"
-]
-PROBABLY = ("losses", "means", "same", "batch_norm")
+    "output", "gradient", "sum", "vary", "losses", "means", "whole", "inner", "branch", "replica", "same", "batch_norm",
+    "closure", "collectives",
+]  # fmt: skip
+PROBABLY = ("losses", "means", "whole", "inner", "branch", "same", "batch_norm")
 """What may be meant, if seldom: a warning."""
-LAST = ("means", "same", "batch_norm")
+LAST = ("means", "whole", "same", "batch_norm")
 """What is no cause of anything else that is found."""
 
 

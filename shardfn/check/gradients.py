@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Mapping
 
 from shardfn.check.case import Case
+from shardfn.check.scaling import divided, local
 from shardfn.check.sites import Site
 from shardfn.check.trace import Mask, Node, Used
 from shardfn.check.varying import bits_of
-from shardfn.check.words import line, named
+from shardfn.check.words import line, named, written
 
 
 def stepped(case: Case, event: Used) -> None:
@@ -70,6 +73,8 @@ def parts(case: Case) -> None:
         if not places and _outside(case, at, axes):
             continue
         met[at] = min(places, default=-1)
+        if met[at] in case.added:
+            continue
         site = case.trace.nodes[met[at]].site if places else None
         if not places and _follows(case, axes):
             continue
@@ -86,8 +91,28 @@ def parts(case: Case) -> None:
             met[members[0]] if site else first.node, "gradient", axes, first.path, site, fix,
             f"{first.path}{more} is the same on all ranks along {named(names)}, but the gradient that goes into "
             f"{how} varies there: on each rank it is that rank's part alone. Write {fix}{where}: its transpose "
-            f"adds up the parts",
+            f"adds up the parts{_mean_besides(case, members, axes)}",
         )  # fmt: skip
+
+
+def _held(case: Case, at: int) -> Mask:
+    """The variables of which a value is one, or a new value."""
+    return case.trace.nodes[at].variable | case.types.holds[at]
+
+
+def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:
+    """What is to be said where the loss is a mean over this rank's rows, of which no sum is wanted."""
+    for event in case.gradients():
+        mean = case.types.mean[event.loss]
+        asked = functools.reduce(operator.or_, [_held(case, of) for of, _ in event.pairs], 0)
+        bad = axes & case.types.along[event.loss] & local(case, mean)
+        if any(asked >> m & 1 for m in members) and bad and not divided(case, event, case.size(bad)):
+            site, names = case.trace.nodes[mean].site, named(case.trace.names(bad))
+            return (
+                f". The loss{line(site)} is a mean over this rank's rows: reduce it besides, by "
+                f"shardfn.pmean({written(site) or 'loss'}, {names})"
+            )
+    return ""
 
 
 def _met(case: Case, at: int, axes: Mask, places: Mapping[tuple[int, int], int]) -> list[int]:

@@ -11,10 +11,12 @@ from shardfn.check.varying import MEANS, bits_of
 from shardfn.check.words import named, written
 
 _COPIES = ("detach", "alias", "clone", "view", "gradient", "lift_fresh", "_to_copy")
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear", "einsum")
-_CHOOSE = ("argmax", "argmin", "topk", "sort")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear", "einsum")
+_ADDS = {"add": "+", "sub": "-"}
+_CHOOSE = ("argmax", "argmin", "topk", "sort", "std", "var", "median", "nanmedian", "kthvalue", "mode", "prod",
+           "logsumexp", "linalg_vector_norm")  # fmt: skip
 _JOINED = {
-    "sum": "psum", "count_nonzero": "psum", "dot": "psum", "linalg_vector_norm": "psum",
+    "sum": "psum", "count_nonzero": "psum", "dot": "psum",
     **dict.fromkeys(MEANS, "pmean"),
     "max": "pmax", "amax": "pmax", "any": "pmax", "min": "pmin", "amin": "pmin", "all": "pmin",
 }  # fmt: skip
@@ -38,10 +40,64 @@ def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> t
     site, op = _partly(case, at, bit, taken)
     if op in _CHOOSE:
         return site, f'shardfn.all_gather({(site.of if site else None) or path}, {names}, to="invariant")'
+    instead = _term_by_term(case, _plain(case, at), bit, names) or _ratio(case, _plain(case, at), bit, names)
+    if instead is not None:
+        return case.trace.nodes[_plain(case, at)].site, instead
     name = written(site) or path
     if op == "all_gather":
         return site, f'shardfn.all_gather({name}, {names}, to="invariant")'
     return site, f"shardfn.{op}({name}, {names})"
+
+
+def _plain(case: Case, at: int) -> int:
+    """What a value is a copy of."""
+    nodes = case.trace.nodes
+    while nodes[at].op in _COPIES and len(nodes[at].parents) == 1:
+        at = nodes[at].parents[0]
+    return at
+
+
+def _term_by_term(case: Case, at: int, bit: Mask, names: str) -> str | None:
+    """A sum of several terms that vary and of one that does not, each reduced where it stands."""
+    if len(_cut(case, at, bit)) != 2 or not _mixed(case, at, bit):
+        return None
+    return _terms(case, at, bit, names)
+
+
+def _mixed(case: Case, at: int, bit: Mask) -> bool:
+    node = case.trace.nodes[at]
+    if node.op not in _ADDS or len(node.parents) != 2:
+        return False
+    return any(not case.types.along[p] & bit or _mixed(case, p, bit) for p in node.parents)
+
+
+def _terms(case: Case, at: int, bit: Mask, names: str) -> str | None:
+    node = case.trace.nodes[at]
+    sides = node.site.sides if node.site is not None else None
+    if sides is None:
+        return None
+    found: list[str | None] = []
+    for p, side in zip(node.parents, sides, strict=True):
+        if not case.types.along[p] & bit:
+            found.append(side)
+        elif _mixed(case, p, bit):
+            found.append(_terms(case, p, bit, names))
+        else:
+            op = _partly(case, p, bit, None)[1]
+            found.append(f"shardfn.{op}({side}, {names})" if op in ("psum", "pmean") else None)
+    left, right = found
+    return None if left is None or right is None else f"{left} {_ADDS[node.op]} {right}"
+
+
+def _ratio(case: Case, at: int, bit: Mask, names: str) -> str | None:
+    """A sum over this rank's rows by another, which are to be summed before they are divided."""
+    node = case.trace.nodes[at]
+    if node.op != "div" or len(_cut(case, at, bit)) != 2 or not case.is_number(at) or node.site is None:
+        return None
+    if any(_partly(case, p, bit, None)[1] != "psum" for p in node.parents) or node.site.sides is None:
+        return None
+    left, right = node.site.sides
+    return f"shardfn.psum({left}, {names}) / shardfn.psum({right}, {names})"
 
 
 def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Site | None, str]:
@@ -50,9 +106,7 @@ def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Site | N
     That is the first place after which nothing else that varies comes in. Where a number made it vary, that was
     `taken` from a tensor.
     """
-    nodes = case.trace.nodes
-    while nodes[at].op in _COPIES and len(nodes[at].parents) == 1:
-        at = nodes[at].parents[0]
+    nodes, at = case.trace.nodes, _plain(case, at)
     made = nodes[at]
     scalar = made.like is not None and not made.like[0]
     site, found = made.site, "psum" if scalar else "all_gather"
@@ -60,7 +114,7 @@ def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Site | N
         found = "pmax"
     while True:
         node, cut = nodes[at], _cut(case, at, bit)
-        if len(cut) == 2 and node.op in _PRODUCTS:
+        if len(cut) == 2 and node.op in PRODUCTS:
             return node.site, "psum"
         if node.op in _CHOOSE and cut:
             return node.site, node.op

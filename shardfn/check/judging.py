@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardfn.check import arguments, by_hand, gradients, losses, noise, reducing, results, statistics
+from shardfn.check import arguments, branches, by_hand, gradients, losses, noise, reducing, results, statistics, sums
 from shardfn.check.case import Case, Compared
 from shardfn.check.findings import PROBABLY, Finding
 from shardfn.check.trace import Call, Claimed, Gradient, Output, Part, Summed, Trace, Used
@@ -18,6 +18,8 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
         match event:
             case Call():
                 reducing.called(case, event)
+                sums.called(case, event)
+                branches.dropped(case, event)
                 by_hand.reduced(case, event)
             case Gradient():
                 losses.added_up(case, event)
@@ -35,6 +37,7 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
             case Summed():
                 pass
     noise.repeated(case)
+    noise.met(case)
     statistics.of_some_rows(case)
     gradients.parts(case)
     return [finding for at, finding in sorted(case.found, key=lambda one: one[0]) if _settled(trace, at, finding)]

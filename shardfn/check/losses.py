@@ -13,6 +13,9 @@ def added_up(case: Case, event: Gradient) -> None:
     """A loss that each rank has a mean of, or all of, while its gradients are summed over the ranks."""
     along, mean = case.types.along[event.loss], case.types.mean[event.loss]
     summed = _axes_summed(case, event)
+    if event.inner and along & summed and _adapts(case, event):
+        _inner(case, event, along & summed)
+        return
     for bit in bits_of(along & summed & ~case.compared.watched.get(event.loss, 0)):
         if not divided(case, event, case.size(bit)):
             _repeated(case, event, bit)
@@ -29,6 +32,28 @@ def added_up(case: Case, event: Gradient) -> None:
         f"the loss{line(made.site)} {what}, and varies along {named(case.trace.names(bad))}, but gradients are "
         f"added up over the {case.size(bad)} ranks there: they are those of the sum of all ranks' losses. "
         f"Write: {fix}",
+    )  # fmt: skip
+
+
+def _adapts(case: Case, event: Gradient) -> bool:
+    """Whether new values of what a loss was differentiated by are made of its gradient."""
+    types, variables = case.types, 0
+    for of, _ in event.pairs:
+        variables |= case.trace.nodes[of].variable | types.holds[of]
+    after = range(event.end, len(case.trace.nodes))
+    return any(types.holds[at] & types.gradient[at] & variables for at in after)
+
+
+def _inner(case: Case, event: Gradient, axes: Mask) -> None:
+    names = named(case.trace.names(axes))
+    site = case.trace.nodes[event.loss].site
+    fix = f"shardfn.pvary(shardfn.unshard(params), {names})"
+    case.add(
+        event.loss, "inner", axes, "", site, fix,
+        f"the gradient of a loss{line(site)} that varies along {names} is used to make new parameters inside of "
+        f"another derivative, and is added up over the {case.size(axes)} ranks there: each rank's parameters get the "
+        f"gradients of all ranks' losses. For a rank's own (a task on each rank) differentiate by {fix}, made outside "
+        f"of that loss; for one of all ranks reduce the loss",
     )  # fmt: skip
 
 

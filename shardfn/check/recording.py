@@ -263,8 +263,9 @@ class Recorder(modes.Watching):
     def differentiated(self, loss: Tensor, begin: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """`value_and_grad` has these gradients."""
         end = len(self.trace.nodes)
-        found = []
+        found, inner = [], False
         for variable, gradient in pairs:
+            inner = inner or variable.requires_grad or functorch.wrapped(variable)
             plain = functorch.unwrapped(gradient)
             of = self.values.node_of(functorch.unwrapped(variable))
             at = self.values.add(
@@ -276,7 +277,7 @@ class Recorder(modes.Watching):
         plain, site = functorch.unwrapped(loss), self.values.site()
         node = self.values.node_of(plain)
         self.values.watch(plain, node, site, 1)
-        self.trace.events.append(Gradient(node, begin, end, found, self.values.site()))
+        self.trace.events.append(Gradient(node, begin, end, found, self.values.site(), inner))
 
     def used(self, pairs: Iterable[tuple[Tensor, Tensor, Iterable[str] | None]]) -> None:
         """An optimizer is about to use these parameters and gradients; with each the axes that cut a flat one."""

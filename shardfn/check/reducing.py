@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardfn.check.case import Case
 from shardfn.check.trace import Call, Mask
+from shardfn.check.varying import SCALES
 from shardfn.check.words import line, named
 
 _SUMS = ("psum", "pmean", "reduce_scatter")
@@ -13,11 +14,12 @@ _ONCE = ("pvary", "local_slice")
 def called(case: Case, call: Call) -> None:
     """A sum of what is the same everywhere, a `pvary` of what varies, a mean of means over other numbers of rows."""
     along = case.types.along[call.node]
-    if call.pieces & call.axes and call.name in (*_SUMS, "pmax", "pmin"):
-        names = named(case.trace.names(call.pieces & call.axes))
+    pieces = (call.pieces or case.pieces(call.node)) & call.axes if call.name in (*_SUMS, "pmax", "pmin") else 0
+    if pieces:
+        names = named(case.trace.names(pieces))
         fix = f"leave {call.name} out: {case.expression(call)}"
         case.add(
-            call.node, "sum", call.pieces & call.axes, "", call.site, fix,
+            call.node, "sum", pieces, "", call.site, fix,
             f"{call.name} along {named(call.said)}{line(call.site)} is given flat shards, which are cut along "
             f"{names}, and mixes up different parameters: each rank has other elements. Where they are gradients, "
             f"they are summed already. Write: {fix}",
@@ -42,11 +44,20 @@ def called(case: Case, call: Call) -> None:
         )  # fmt: skip
 
 
+def _summed_before(case: Case, at: int, missing: Mask) -> bool:
+    """Whether a value is a sum over ranks already, which nothing that may be their number divides."""
+    nodes, by = case.trace.nodes, case.types.divisors[at]
+    while nodes[at].op in SCALES and nodes[at].op != "psum" and len(nodes[at].parents) == 1:
+        at = nodes[at].parents[0]
+    return nodes[at].op == "psum" and bool(nodes[at].axes & missing) and not by
+
+
 def _sum(case: Case, call: Call, along: Mask) -> None:
     missing, types = call.axes & ~along, case.types
     given = case.expression(call)
     matters = call.name != "pmean" or bool(types.depends[call.node] and not types.gradient[call.node])
-    if missing and matters and (types.declared[call.node] or call.backward) and not types.guessed[call.node]:
+    known = (types.declared[call.node] or call.backward) and not types.guessed[call.node]
+    if missing and matters and (known or _summed_before(case, call.node, missing)):
         rest = case.trace.names(call.axes & along)
         other = case.trace.names(along & ~call.axes & ~call.pieces)
         times = case.size(missing)

@@ -40,10 +40,10 @@ def returned(case: Case, output: Output, differs: Mask) -> None:
         names = case.trace.names(unseen)
         case.add(
             output.node, "output", unseen, output.path, case.trace.nodes[output.node].site,
-            f"shardfn.psum({output.path}, {named(names)})",
+            f"shardfn.pmean({output.path}, {named(names)}) of a mean, shardfn.psum of a part of a sum",
             f"{output.path} is declared to be the same on all ranks along {named(names)}, but its numbers differ "
-            f"there, and nothing that it was seen to be made of does. Make it the same, or name the axis in its "
-            f"spec",
+            f"there, and nothing that it was seen to be made of does. Make it the same (by shardfn.pmean if it is a "
+            f"mean over rows, by shardfn.psum if it is a part of a sum), or name the axis in its spec",
         )  # fmt: skip
 
 
@@ -62,11 +62,20 @@ def _updated(case: Case, node: int, bad: Mask) -> Mask:
         if bad >> k & 1:
             updated |= case.types.updated[node][k]
     first, touched = (_used(case, places, node, bad) for places in (case.types.first, case.types.touched))
-    if updated and (case.asked or updated & (first | touched)):
-        return updated if case.asked else updated & (first | touched)
+    kept = updated if case.asked else updated & (first | touched)
+    if kept and not (
+        _trained(case, node, bad) and not kept & case.asked
+    ):  # and no moment, to which a gradient was added
+        return kept
     like = case.trace.nodes[node].like  # where the function made a leaf of its own: of a variable like it
     alike = sum(1 << at for at, v in enumerate(case.trace.variables) if case.trace.nodes[v.node].like == like)
     return case.types.gradient[node] or first or touched & alike or updated
+
+
+def _trained(case: Case, node: int, bad: Mask) -> Mask:
+    """The variables, the same along these axes, whose gradients were asked for and are in a value."""
+    same = sum(1 << at for at, variable in enumerate(case.trace.variables) if variable.same & bad)
+    return case.types.gradient[node] & case.asked & same
 
 
 def _used(case: Case, places: Mapping[tuple[int, int], int], node: int, bad: Mask) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 
 from shardfn.check.case import Case
 from shardfn.check.trace import Gradient, Mask
@@ -24,19 +24,27 @@ def local(case: Case, mean: int) -> Mask:
 
 def divided(case: Case, event: Gradient, ranks: int) -> bool:
     """Whether a loss, or anything that is made of its gradient, is or may be divided by the number of ranks."""
-    mean, by = case.types.mean[event.loss], case.types.divisors[event.loss]
-    if ranks in by or math.inf in by or _whole(case, event, ranks):
-        return True
-    if mean >= 0 and ranks in (case.trace.nodes[mean].number, case.trace.nodes[mean].count):
-        return True  # by as many rows as there are ranks, or by the ranks
-    product = math.prod(by)
-    return scaled_later(case, event, lambda n, all_in_all: n == ranks or math.isclose(product * all_in_all, ranks))
+    product = math.prod(case.types.divisors[event.loss])
+    return may_be(case, event.loss, ranks) or scaled_later(
+        case,
+        [at for _, at in event.pairs],
+        event.end,
+        lambda n, all_in_all: n == ranks or math.isclose(product * all_in_all, ranks),
+    )
 
 
-def _whole(case: Case, event: Gradient, ranks: int) -> bool:
+def may_be(case: Case, at: int, ranks: int) -> bool:
+    """Whether a value is or may be divided by the number of ranks."""
+    mean, by = case.types.mean[at], case.types.divisors[at]
+    if ranks in by or math.inf in by or _whole(case, at, ranks):
+        return True  # below: by as many rows as there are ranks, or by the ranks
+    return mean >= 0 and ranks in (case.trace.nodes[mean].number, case.trace.nodes[mean].count)
+
+
+def _whole(case: Case, at: int, ranks: int) -> bool:
     """Whether a mean is divided by a multiple of the ranks, or a sum by what may be the number of all their rows."""
-    mean, product = case.types.mean[event.loss], math.prod(case.types.divisors[event.loss])
-    if product in [n * ranks for n in (1, *case.types.rows[event.loss])]:
+    mean, product = case.types.mean[at], math.prod(case.types.divisors[at])
+    if product in [n * ranks for n in (1, *case.types.rows[at])]:
         return True
     if mean < 0:
         return False
@@ -46,18 +54,25 @@ def _whole(case: Case, event: Gradient, ranks: int) -> bool:
     return math.isfinite(times) and times >= 1 and math.isclose(times, round(times), rel_tol=1e-9)
 
 
-def scaled_later(case: Case, event: Gradient, enough: Callable[[float, float], bool]) -> bool:
-    """Whether a line of the user's divides what is made of gradients by a number that is `enough`, or by a tensor.
+def scaled_later(
+    case: Case, starts: Iterable[int], begin: int, enough: Callable[[float, float], bool], but: Container[int] = ()
+) -> bool:
+    """Whether a line of the user's divides what is made of some values by a number that is `enough`, or by a tensor.
 
     Args:
         case: the call.
-        event: the gradients.
+        starts: the values.
+        begin: where they are done.
         enough: of a number, and of the product of all by which the same was divided.
+        but: divisions that do not count.
     """
-    reached = {at: 1.0 for _, at in event.pairs}
-    for at, node in enumerate(case.trace.nodes[event.end :], event.end):
+    reached = dict.fromkeys(starts, 1.0)
+    for at, node in enumerate(case.trace.nodes[begin:], begin):
         before = [reached[p] for p in node.parents if p in reached]
         if not before or at in reached:
+            continue
+        if at in but:
+            reached[at] = before[0]
             continue
         reached[at] = before[0] * abs(node.number or 1.0)
         if not node.own or not scales(node):

@@ -85,7 +85,7 @@ def _made(
     )  # fmt: skip
     if facts.base == "mean" and _over_rows(args, given):
         node.count = max(given[0].numel() // max(first.numel(), 1), 1)
-    elif facts.base == "sum" and _over_rows(args, given):
+    elif facts.base in ("sum", "dot") and _over_rows(args, given):
         node.rows = _rows(given[0])
     elif facts.reduction is not None:
         said = args[facts.reduction] if facts.reduction < len(args) else MEAN

@@ -78,6 +78,25 @@ class Site:
             return ast.unparse(parsed.args[0])
         return ast.unparse(parsed.func.value) if isinstance(parsed.func, ast.Attribute) else None
 
+    @property
+    def sides(self) -> tuple[str, str] | None:
+        """What is added, subtracted or divided there, left and right, as it is written."""
+        try:
+            parsed = ast.parse(self.expression or "", mode="eval").body
+        except SyntaxError:
+            return None
+        return (ast.unparse(parsed.left), ast.unparse(parsed.right)) if isinstance(parsed, ast.BinOp) else None
+
+    @property
+    def divisor(self) -> str | None:
+        """What is divided by there, as it is written."""
+        try:
+            parsed = ast.parse(self.expression or "", mode="eval").body
+        except SyntaxError:
+            return None
+        divides = isinstance(parsed, ast.BinOp) and isinstance(parsed.op, ast.Div)
+        return ast.unparse(parsed.right) if isinstance(parsed, ast.BinOp) and divides else None
+
     def spelled(self, path: str) -> str:
         """How that line writes a value of which the path ends alike: `p['w']` for `params['block']['w']`."""
         try:

@@ -22,7 +22,7 @@ _STATISTICS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_nor
                "_batch_norm_with_update", "batch_norm_with_update", "_batch_norm_impl_index")  # fmt: skip
 _DRAWN = {"native_dropout": 1, "_scaled_dot_product_flash_attention": 6, "_scaled_dot_product_cudnn_attention": 6,
           "_scaled_dot_product_efficient_attention": 2}  # fmt: skip
-DISTRIBUTIONS = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+DISTRIBUTIONS = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class Gradient(NamedTuple):
         begin, end: between which nodes backward ran.
         pairs: path, node of the variable, node of its gradient.
         site: who asked.
+        inner: whether it is differentiated itself.
     """
 
     loss: int
@@ -103,6 +104,7 @@ class Gradient(NamedTuple):
     end: int
     pairs: list[tuple[int, int]]
     site: Site | None
+    inner: bool = False
 
 
 class Summed(NamedTuple):
@@ -169,6 +171,7 @@ class Trace:
         events: in order.
         outer: whether somebody outside differentiates.
         prefix: whether some rank's record ends before the function does.
+        flat: the nodes of flat shards that were passed, and the axes that cut them into pieces.
     """
 
     name: str
@@ -178,6 +181,11 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     outer: bool = False
     prefix: bool = False
+    flat: dict[int, Mask] = field(default_factory=dict)
+
+    def gradients(self) -> list[Gradient]:
+        """The gradients that the function asked for."""
+        return [event for event in self.events if isinstance(event, Gradient)]
 
     def mask(self, names: Any) -> Mask:
         """The set of these axes, of which those of one rank are none."""

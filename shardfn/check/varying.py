@@ -20,7 +20,8 @@ SCALES = frozenset({
 """Ops of which the result is some number times what it was, as a loss is scaled."""
 MEANS = frozenset({
     "mean", "nll_loss_forward", "nll_loss2d_forward", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss",
-    "binary_cross_entropy", "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss", "multi_margin_loss",
+    "multilabel_margin_loss_forward",
 })  # fmt: skip
 _MOST = 8  # divisors that are kept besides the last
 _JOINING = ("psum", "all_gather_invariant")
@@ -159,10 +160,13 @@ def _explain(found: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
         if trace.nodes[p].like == node.like and not node.backward and node.root != "parameter":
             holds |= found.holds[p]
         if node.op in SCALES:
-            mean = found.mean[p] if mean < 0 else mean
             rows = rows or found.rows[p]
             divisors = divisors or found.divisors[p]
             total = max(total, found.total[p])
+    means = [p for p in parents if found.mean[p] >= 0] if node.op in SCALES else []
+    if means:  # of several terms one that varies, and the least scaled
+        chief = min(means, key=lambda p: (not found.along[p], len(found.divisors[p])))
+        mean, divisors = found.mean[chief], found.divisors[chief]
     if node.number is not None:
         divisors = (*divisors[-_MOST:], abs(node.number))
     elif scales(node) and any(is_number(trace.nodes[p]) for p in parents):
@@ -173,7 +177,9 @@ def _explain(found: Varying, trace: Trace, at: int, node: Node, along: Mask, dif
         total = at
     elif node.rows:
         rows = node.rows
-    elif node.op in ("div", "div_") and _divides(found, trace, node, rows if mean < 0 else ()):
+    elif (node.number is not None or node.op in ("div", "div_")) and _divides(
+        found, trace, node, rows if mean < 0 else ()
+    ):
         mean = at
     elif scales(node) and (differs or (node.op == "mul" and _all_vary(found, parents))):
         mean, rows = -1, ()  # weighted by something of this rank

@@ -49,7 +49,17 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
         found = _difference(repr(same), f"{text}\n{_counted(here)}", axis, by)
     if found:
         positions.alike()
-        raise ValueError(f"{by}: collectives differ between ranks: {found}. {ALIKE}")
+        raise ValueError(f"{by}: collectives differ between ranks: {found}. {ALIKE}{_dropped(found)}")
+
+
+def _dropped(found: str) -> str:
+    """What to say besides where a rank is in backward."""
+    if "in backward" not in found:
+        return ""
+    return (
+        ". Where a branch drops what a collective gave on some ranks, these have no derivative of it: choose by "
+        "torch.where on all ranks"
+    )
 
 
 def values(dtype: torch.dtype, shape: Sequence[object]) -> str:

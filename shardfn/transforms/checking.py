@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 
 from shardfn.check.bits import bits, constant
+from shardfn.check.branches import used
 from shardfn.check.case import Argument, Compared
 from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, VaryingWarning, said
 from shardfn.check.here import paused
 from shardfn.check.judging import judged
+from shardfn.check.noise import origins
 from shardfn.check.recording import Recorder
 from shardfn.check.trace import Mask, Node, Output
 from shardfn.check.values import like_of
@@ -120,7 +123,9 @@ class Checked:
         x = functorch.unwrapped(x)
         node = self.recorder.input(x, path, allowed)
         plain = isinstance(leaf.spec, P)
-        self.arguments.append(Argument(path, node, allowed, plain, False, f"in_specs {leaf.spec}" if plain else ""))
+        rows = self.recorder.trace.mask(next(leaf.spec.by_dim(), ())) if isinstance(leaf.spec, P) else 0
+        said = f"in_specs {leaf.spec}" if plain else ""
+        self.arguments.append(Argument(path, node, allowed, plain, False, said, rows))
         self.shown.append(bits(x))
         self.constants.append(constant(x) if allowed is None or (plain and allowed) else None)
         if x.is_leaf and x.requires_grad:
@@ -131,6 +136,7 @@ class Checked:
         """A flat shard, of which each parameter says along which axes it is the same."""
         layout, trace = flat.layout, self.recorder.trace
         whole = self.recorder.input(flat.values, path, trace.mask(flat_axes(layout)))
+        trace.flat[whole] = trace.mask(layout.placement.axes)
         everywhere = (1 << len(trace.axes)) - 1
         if trace.nodes[whole].axes == everywhere and all(
             trace.mask(layout.cut_axes(k)) == everywhere for k in range(len(layout.entries))
@@ -158,6 +164,8 @@ class Checked:
         """
         with _silently():
             results = self._results(leaves)
+            values = self.recorder.values
+            values.watched += [*used(values), *origins(values)]
             self._all_end()
         compared = self.compared(results)
         if self.recorder.trace.prefix:
@@ -244,10 +252,7 @@ class Checked:
         for k, argument in enumerate(self.arguments):
             nodes[argument.node] = nodes.get(argument.node, 0) | differs.get(k, 0)
         outputs = {path: differs[k] for k, (path, _, _) in enumerate(results, first) if differs.get(k)}
-        arguments = [
-            Argument(a.path, a.node, a.allowed, a.plain, bool(c), a.spec)
-            for a, c in zip(self.arguments, constants, strict=True)
-        ]
+        arguments = [dataclasses.replace(a, constant=bool(c)) for a, c in zip(self.arguments, constants, strict=True)]
         return Compared(nodes, uneven, seen, outputs, arguments)
 
 

@@ -442,7 +442,7 @@ def biased(p: Any) -> Tensor:
     return squares(paired(p) + p["b"], Y)
 
 
-@wrong("gradient", "tensor", "params['b']", lambda: graded(biased, "up", "down", "b")()["b"], COLUMNS)
+@wrong("sum", "tensor", "", lambda: graded(biased, "up", "down", "b")()["b"], COLUMNS)
 def jax_bias_before_the_sum(shard_map, mesh):
     def loss(params):
         return squares(sf.psum(paired(params) + params["b"], "tensor"), Y)

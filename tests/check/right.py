@@ -4,8 +4,21 @@ Each is what somebody would write: a function of `On`, a mesh and the `shard_map
 and what it gives on this rank, worked out by one process in float64.
 """
 
-from tests.check.programs import axes, body, by_hand, doubts, losses, runs, tensor, training, transforms, values, ways
+from tests.check.programs import (
+    axes,
+    body,
+    by_hand,
+    doubts,
+    losses,
+    neighbours,
+    runs,
+    tensor,
+    training,
+    transforms,
+    values,
+    ways,
+)
 from tests.check.programs.setting import PROGRAMS, On, Right
 
 __all__ = ["PROGRAMS", "On", "Right"]
-FILES = (by_hand, losses, training, tensor, axes, transforms, body, values, ways, doubts, runs)
+FILES = (by_hand, losses, training, tensor, axes, transforms, body, values, ways, doubts, neighbours, runs)

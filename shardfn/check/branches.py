@@ -1,0 +1,47 @@
+"""What a collective gave, and what a branch drops on some of the ranks: its derivative is that of the others alone."""
+
+from __future__ import annotations
+
+from shardfn.check.case import Case
+from shardfn.check.sums import made_by
+from shardfn.check.trace import Call, Trace
+from shardfn.check.values import Evidence, Values
+from shardfn.check.words import line, named, target
+
+_TAKEN_AS_ONE = ("psum", "all_gather_invariant")
+
+
+def used(values: Values) -> list[Evidence]:
+    """Which of the values that collectives made the same on all ranks go into a loss here, for ranks to compare."""
+    trace = values.trace
+    losses = [event.loss for event in trace.gradients()]
+    reached = _before(trace, losses) if losses else set()
+    calls = [event for event in trace.events if isinstance(event, Call) and event.own and not event.backward]
+    found = [(call, at) for call in calls for at in [made_by(trace, call, _TAKEN_AS_ONE)] if at is not None and losses]
+    return [Evidence(values.key(call.site, -7), at, int(at in reached)) for call, at in found]
+
+
+def dropped(case: Case, call: Call) -> None:
+    """A value that goes into the loss of some ranks, and not into that of others."""
+    at = made_by(case.trace, call, _TAKEN_AS_ONE) if call.own and not call.backward else None
+    some = case.compared.watched.get(-1 if at is None else at, 0) & call.axes
+    if not some or at is None or not case.types.depends[at] & case.asked:
+        return
+    names, given = named(case.trace.names(some)), target(call.site) or "..."
+    fix = f"torch.where(condition, other, shardfn.pvary({given}, {names}))"
+    case.add(
+        at, "branch", some, "", call.site, fix,
+        f"what {call.name}{line(call.site)} gives goes into the loss on some ranks along {names}, and a branch drops "
+        f"it on others: its derivative is then not added up, and each rank's is its own part. Choose on all ranks, "
+        f"by {fix}",
+    )  # fmt: skip
+
+
+def _before(trace: Trace, ends: list[int]) -> set[int]:
+    """All that some values were made of."""
+    ahead, found = list(ends), set(ends)
+    while ahead:
+        more = [p for p in trace.nodes[ahead.pop()].parents if p not in found]
+        found.update(more)
+        ahead += more
+    return found

@@ -1,0 +1,288 @@
+"""Sums over ranks of what is a mean already, means of what is a sum, and sums of what every rank has whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from shardfn.check.case import Case
+from shardfn.check.joining import PRODUCTS
+from shardfn.check.scaling import may_be, scaled_later
+from shardfn.check.trace import Call, Mask, Trace
+from shardfn.check.varying import SCALES, bits_of
+from shardfn.check.words import line, named
+
+_SUMS_UP = ("sum", "mean", "expand", "select")
+_ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
+
+
+def called(case: Case, call: Call) -> None:
+    """What `psum` and `pmean` are given, where that is no gradient."""
+    if not call.own or call.backward or call.number or case.types.gradient[call.node]:
+        return
+    if call.name == "pmean":
+        _mean_of_sums(case, call)
+    if call.name == "psum" and not (_whole(case, call) or _sum_of_means(case, call)):
+        _over_its_own_rows(case, call)
+        _added_before(case, call)
+
+
+def _whole(case: Case, call: Call) -> bool:
+    """A sum of what each rank has made of all ranks' values."""
+    bad = sum(b for b in bits_of(call.axes & case.types.along[call.node]) if case.same(call.node, b))
+    if not bad or _weighed(case, call, bad):
+        return False
+    names, times = named(case.trace.names(bad)), case.size(bad)
+    fix = f"shardfn.pmean({case.expression(call)}, {names})"
+    made = case.trace.nodes[case.roots(call.node, bits_of(bad)[0])[0]]
+    case.add(
+        call.node, "whole", bad, "", call.site, fix,
+        f"psum along {named(call.said)}{line(call.site)} adds up what every rank along {names} has whole, by "
+        f"{made.op}{line(made.site)}, and makes it, and its gradient, {times} times as large. Write: {fix}",
+    )  # fmt: skip
+    return True
+
+
+def _sum_of_means(case: Case, call: Call) -> bool:
+    """A sum of the means over each rank's rows, of which there are equally many."""
+    mean = case.types.mean[call.node]
+    if mean < 0 or case.trace.nodes[mean].like != case.trace.nodes[call.node].like:
+        return False
+    bad = call.axes & case.types.along[call.node] & rows(case, mean)
+    if not bad or case.compared.counts.get(mean, 0) & bad or _by_parts(case, mean) or _weighed(case, call, bad):
+        return False
+    names, other = named(case.trace.names(bad)), call.axes & case.types.along[call.node] & ~bad
+    fix = f"shardfn.pmean({case.expression(call)}, {names})"
+    fix = f"shardfn.psum({fix}, {named(case.trace.names(other))})" if other else fix
+    case.add(
+        call.node, "means", bad, "", call.site, fix,
+        f"psum along {named(call.said)}{line(call.site)} adds up means over each rank's rows"
+        f"{line(case.trace.nodes[mean].site)}: it is {case.size(bad)} times the mean over all rows. Write: {fix}",
+    )  # fmt: skip
+    return True
+
+
+def _over_its_own_rows(case: Case, call: Call) -> None:
+    """The sum of all ranks' rows that is divided by the number of this rank's."""
+    counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
+    made = _sum_of(case, call)
+    if not counts or not bad or made is None or case.types.mean[call.node] >= 0 or _weighed(case, call, bad):
+        return
+    for at, all_in_all in _scaled(case, made):
+        number = case.trace.nodes[at].number
+        if number != all_in_all or number not in _counts(counts, case.size(bad)):
+            continue
+        site, names = case.trace.nodes[at].site, named(call.said)
+        fix = f"shardfn.psum({(site.divisor if site else None) or 'count'}, {names})"
+        case.add(
+            at, "means", bad, "", site, fix,
+            f"what psum along {names}{line(call.site)} adds up is divided{line(site)} by {number:g}, the number of "
+            f"this rank's rows alone: it is {case.size(bad)} times the mean over all rows. Divide by the number of "
+            f"all: {fix}",
+        )  # fmt: skip
+        return
+
+
+def _mean_of_sums(case: Case, call: Call) -> None:
+    """The mean over ranks of their sums, which is divided by the number of all rows, or by none."""
+    counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
+    made, by = _sum_of(case, call), case.types.divisors[call.node]
+    if not counts or not bad or made is None or case.types.mean[call.node] >= 0 or math.inf in by:
+        return
+    ranks, names = case.size(bad), named(call.said)
+    by_ranks = _averaged(case, call)
+    made = made if by_ranks is None else by_ranks
+    uses = [(at, number * math.prod(by)) for at, number in [(made, 1.0), *_scaled(case, made)]]
+    given, total = case.expression(call), f"shardfn.psum({case.expression(call)}, {names})"
+    if any(n in _of_all(counts, ranks) for _, n in uses) or any(_by_all(case, at, ranks, call.axes) for at, _ in uses):
+        case.add(
+            call.node, "means", bad, "", call.site, total,
+            f"pmean along {names}{line(call.site)} is given sums over each rank's rows, and what it makes is divided "
+            f"by the number of all rows besides: it is {ranks} times too small. Write: {total}",
+        )  # fmt: skip
+    elif all(n == 1 for _, n in uses) and _is_a_loss(case, [at for at, _ in uses], ranks):
+        mean = f"{total} / shardfn.psum(count, {names})"
+        case.add(
+            call.node, "means", bad, "", call.site, f"{total}, or {mean}",
+            f"pmean along {names}{line(call.site)} is given sums over each rank's rows, {given}: it is neither their "
+            f"sum nor the mean over all rows, but the sum divided by the {ranks} ranks. Write, for the sum: {total}; "
+            f"for the mean: {mean}",
+        )  # fmt: skip
+
+
+def _of_all(rows: tuple[int, ...], ranks: int) -> set[float]:
+    """The numbers that only that of all ranks' rows, or of what is in them, can be."""
+    return {float(n * ranks) for n in rows} - {float(n) for n in rows}
+
+
+def _by_all(case: Case, at: int, ranks: int, axes: Mask) -> bool:
+    """Whether a value is divided by a count that was summed over ranks, and not averaged."""
+    node, types = case.trace.nodes[at], case.types
+    if node.op not in ("div", "div_") or len(node.parents) != 2:
+        return False
+    count = node.parents[1]
+    total = types.total[count]
+    return total >= 0 and case.trace.nodes[total].axes == axes and ranks not in types.divisors[count]
+
+
+def _is_a_loss(case: Case, reached: list[int], ranks: int) -> bool:
+    """Whether one of these is a loss of which nothing makes up for a division by the ranks."""
+    types = case.types
+    events = [e for e in case.gradients() if e.loss in reached and types.mean[e.loss] < 0]
+    return any(
+        math.inf not in types.divisors[e.loss]
+        and not scaled_later(case, [at for _, at in e.pairs], e.end, lambda n, _: math.isclose(n * ranks, 1))
+        for e in events
+    )
+
+
+def _added_before(case: Case, call: Call) -> None:
+    """A term that all ranks have, added to what a sum over ranks is given: it is in there once for each rank."""
+    bad = call.axes & case.types.along[call.node]
+    for at in _terms(case, call.node):
+        node = case.trace.nodes[at]
+        for own, term in (node.parents, node.parents[::-1]):
+            axes = sum(b for b in bits_of(bad) if _meets(case, at, own, term, b))
+            if axes & ~case.types.along[term] and case.types.depends[term] & case.asked:
+                case.added.add(at)
+            if axes and not may_be(case, term, case.size(axes)) and not _divided_later(case, call, axes):
+                _say_added(case, call, at, term == node.parents[1], axes)
+                return
+
+
+def _say_added(case: Case, call: Call, at: int, last: bool, axes: Mask) -> None:
+    node, names = case.trace.nodes[at], named(call.said)
+    left, right = (node.site.sides if node.site else None) or ("...", "...")
+    term = right if last else left
+    fix = f"shardfn.psum({left if last else right}, {names})"
+    alike = case.types.along[node.parents[last]] & axes
+    once = f"shardfn.pmean({term}, {names})" if alike else term
+    fix = f"{fix} {_ADDS[node.op]} {once}" if last else f"{once} {_ADDS[node.op]} {fix}"
+    certain = not alike and bool(case.types.depends[node.parents[last]] & case.asked)  # its gradient is a part, too
+    case.add(
+        at, "sum" if certain else "whole", axes, "", call.site, fix,
+        f"psum along {names}{line(call.site)} is given a sum{line(node.site)} of what varies and of a term that is the "
+        f"same on all ranks along {named(case.trace.names(axes))}, {term}: that term is in it {case.size(axes)} times. "
+        f"Write: {fix}",
+    )  # fmt: skip
+
+
+def _meets(case: Case, at: int, own: int, term: int, bit: Mask) -> bool:
+    """Whether a term that all ranks have is added to one that is this rank's part."""
+    types, nodes = case.types, case.trace.nodes
+    if not types.along[own] & bit or case.same(own, bit) or nodes[own].like != nodes[at].like:
+        return False
+    if types.along[term] & bit and not case.same(term, bit):
+        return False
+    trained = bool(types.depends[term] & case.asked)
+    return trained if case.is_number(own) else bool(types.declared[term]) and _is_partial(case, own, bit)
+
+
+def _is_partial(case: Case, at: int, bit: Mask) -> bool:
+    """Whether a value is a product over a dimension that ranks have cut, which is to be summed."""
+    nodes = case.trace.nodes
+    while nodes[at].op in SCALES and nodes[at].op not in _SUMS_UP and len(nodes[at].parents) == 1:
+        at = nodes[at].parents[0]
+    return nodes[at].op in PRODUCTS and sum(bool(case.types.along[p] & bit) for p in nodes[at].parents) == 2
+
+
+def _terms(case: Case, at: int) -> Iterator[int]:
+    """The additions by which a value was made, and nothing after them but scaling."""
+    nodes, ahead = case.trace.nodes, [at]
+    while ahead:
+        now = ahead.pop()
+        node = nodes[now]
+        if node.op in _ADDS and len(node.parents) == 2:
+            yield now
+        if node.op in SCALES and node.op not in _SUMS_UP and node.effect == "union" and not node.root:
+            ahead += [p for p in node.parents if nodes[p].like == node.like]
+
+
+def _weighed(case: Case, call: Call, axes: Mask) -> bool:
+    """Whether what a sum over ranks is given, or what is made of it, is or may be divided by the number of ranks."""
+    return may_be(case, call.node, case.size(axes)) or _divided_later(case, call, axes)
+
+
+def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
+    made, ranks = _sum_of(case, call), case.size(axes)
+    if made is None:
+        return True
+    others = {one for c in case.calls("pmean") if not c.axes & axes for one in [_averaged(case, c)] if one is not None}
+
+    def enough(number: float, all_in_all: float) -> bool:
+        return number == ranks or math.isclose(all_in_all, ranks)
+
+    later = [e for e in case.gradients() if e.end > made]
+    return scaled_later(case, [made], made + 1, enough, others) or any(
+        scaled_later(case, [at for _, at in e.pairs], e.end, enough, others) for e in later
+    )
+
+
+def rows(case: Case, at: int) -> Mask:
+    """The axes along which a value is made of this rank's rows alone."""
+    return sum(bit for bit in bits_of(case.types.along[at]) if _ofrows(case, at, bit))
+
+
+def _ofrows(case: Case, at: int, bit: Mask) -> bool:
+    cut = {a.node for a in case.compared.arguments if a.rows & bit}
+    roots = case.roots(at, bit)
+    nodes = [case.trace.nodes[r] for r in roots]
+    alike = [n.op in ("pvary", "all_gather") or n.root in ("random", "parameter") for n in nodes]
+    own = [r in cut and not n.variable & case.asked for r, n in zip(roots, nodes, strict=True)]
+    single = any(n.like is not None and n.like[0][:1] == (1,) for n, mine in zip(nodes, own, strict=True) if mine)
+    return any(own) and all(a or b for a, b in zip(alike, own, strict=True)) and not single
+
+
+def _by_parts(case: Case, mean: int) -> bool:
+    """Whether a mean is one of what was summed over rows before, or of parts of a product that may be meant."""
+    types, nodes = case.types, case.trace.nodes
+    if nodes[mean].op == "mean" and any(types.rows[p] for p in nodes[mean].parents):
+        return True
+    ahead, seen = [] if case.asked else [mean], set[int]()
+    while ahead:
+        now = ahead.pop()
+        vary = [p for p in nodes[now].parents if any(not case.same(p, b) for b in bits_of(types.along[p]))]
+        if nodes[now].op in PRODUCTS and len(vary) > 1:
+            return True
+        ahead += [p for p in vary if p not in seen]
+        seen.update(vary)
+    return False
+
+
+def _sum_of(case: Case, call: Call) -> int | None:
+    """What the sum over ranks gave."""
+    return made_by(case.trace, call, ("psum",))
+
+
+def made_by(trace: Trace, call: Call, ops: tuple[str, ...]) -> int | None:
+    """What a collective gave, if it is one of these."""
+    for at in range(call.node + 1, len(trace.nodes)):
+        node = trace.nodes[at]
+        if node.op in ops and node.parents == (call.node,) and node.site == call.site:
+            return at
+    return None
+
+
+def _averaged(case: Case, call: Call) -> int | None:
+    """Where `pmean` divides by the ranks."""
+    made = _sum_of(case, call)
+    after = range(len(case.trace.nodes)) if made is None else range(made + 1, len(case.trace.nodes))
+    return next((k for k in after if made is not None and case.trace.nodes[k].parents == (made,)), None)
+
+
+def _scaled(case: Case, start: int) -> Iterator[tuple[int, float]]:
+    """What is made of a value by a number of the user's, and the product of all such numbers."""
+    reached = {start: 1.0}
+    for at, node in enumerate(case.trace.nodes[start + 1 :], start + 1):
+        before = [reached[p] for p in node.parents if p in reached]
+        if before and node.op in SCALES and not node.backward:
+            reached[at] = before[0] * (node.number or 1.0 if node.own else 1.0)
+            yield at, reached[at]
+
+
+def _counts(rows: tuple[int, ...], ranks: int) -> set[float]:
+    """The numbers that only that of this rank's rows, or of what is in them, can be."""
+    sizes = [b // a for a, b in itertools.pairwise(rows) if a]
+    features = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
+    return {float(n) for n in rows if n > 1} - {float(n * ranks) for n in (1, *rows)} - set(map(float, features))
