@@ -65,18 +65,30 @@ class VaryingWarning(UserWarning):
         self.findings = findings
 
 
+MOST = 2000
+"""Characters of a message, whatever the tree."""
+
+
 def said(name: str, findings: tuple[Finding, ...], probably: bool) -> str:
-    """All findings as one message."""
-    head = (
-        f"{name}: probably not meant"
-        if probably
-        else f"{name}: what ranks hold is not what the function declares (shapes are right)"
+    """The first findings, as many as go into one message, and how many there are besides."""
+    head = f"{_short(name, 200)}: " + (
+        "probably not meant" if probably else "what ranks hold is not what the function declares (shapes are right)"
     )
     if len(findings) == 1:
-        return f"{head}: {findings[0]}"
-    return "\n".join(
-        [
-            f"{head}; {len(findings)} findings, first cause first:",
-            *(f"  {i}. {one}" for i, one in enumerate(findings, 1)),
-        ]
-    )
+        return f"{head}: {_short(str(findings[0]), MOST - len(head) - 2)}"
+    lines = [f"{head}; {len(findings)} findings, first cause first:"]
+    left = MOST - len(lines[0]) - 60  # for the last line
+    for i, one in enumerate(findings, 1):
+        line = f"  {i}. {_short(str(one), 900)}"
+        if len(line) + 1 > left:
+            lines.append(f"  and {len(findings) - i + 1} more, in the error's findings")
+            break
+        lines.append(line)
+        left -= len(line) + 1
+    return "\n".join(lines)
+
+
+def _short(text: str, most: int) -> str:
+    """A text without its middle, if it is longer: what is wrong stands first, and what to write last."""
+    half = (most - 5) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"

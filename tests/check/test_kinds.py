@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
 from shardfn import P
-from shardfn.check import frames
+from shardfn.check import findings, frames
 from shardfn.testing import World, WorldError, world
 
 
@@ -191,3 +191,18 @@ def test_a_sum_of_what_is_in_flat_shards_is_told_where_an_optimizer_gets_it(rank
     for said in ranks.run(summed_by_leaf):
         assert said.startswith("sum: ")
         assert re.search(r"psum at \S*test_kinds.py:\d+ has put pieces of different parameters together", said)
+
+
+@pytest.mark.parametrize("many", [1, 2, 5000])
+@pytest.mark.parametrize("probably", [True, False])
+def test_a_message_is_short_whatever_the_tree(many: int, probably: bool) -> None:
+    path = "params" + "['a_block_with_a_long_name']" * 100
+    found = [
+        findings.Finding("gradient", ("data",), path, "", f"fix {i}", f"{path} varies. Write: fix {i}")
+        for i in range(many)
+    ]
+    message = findings.said("a" * 5000, tuple(found), probably)
+    assert len(message) <= 2000
+    assert "fix 0" in message
+    assert many == 1 or f"{many} findings" in message
+    assert many < 5000 or re.search(r"and \d+ more, in the error's findings$", message)
