@@ -23,7 +23,8 @@ def used(values: Values) -> list[Evidence]:
 
 def dropped(case: Case, call: Call) -> None:
     """A value that goes into the loss of some ranks, and not into that of others."""
-    at = made_by(case.trace, call, _TAKEN_AS_ONE) if call.own and not call.backward else None
+    followed = call.own and not call.backward and not case.trace.prefix
+    at = made_by(case.trace, call, _TAKEN_AS_ONE) if followed else None
     some = case.compared.watched.get(-1 if at is None else at, 0) & call.axes
     if not some or at is None or not case.types.depends[at] & case.asked:
         return

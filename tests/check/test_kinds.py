@@ -197,10 +197,7 @@ def test_a_sum_of_what_is_in_flat_shards_is_told_where_an_optimizer_gets_it(rank
 @pytest.mark.parametrize("probably", [True, False])
 def test_a_message_is_short_whatever_the_tree(many: int, probably: bool) -> None:
     path = "params" + "['a_block_with_a_long_name']" * 100
-    found = [
-        findings.Finding("gradient", ("data",), path, "", f"fix {i}", f"{path} varies. Write: fix {i}")
-        for i in range(many)
-    ]
+    found = [findings.Finding("gradient", ("data",), path, "", "", f"{path} varies: fix {i}") for i in range(many)]
     message = findings.said("a" * 5000, tuple(found), probably)
     assert len(message) <= 2000
     assert "fix 0" in message
