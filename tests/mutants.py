@@ -730,8 +730,8 @@ MUTANTS = [
     Mutant(
         "means over rows that are cut may be summed",
         "check/sums.py",
-        "if call.name == \"psum\" and not (_whole(case, call) or _sum_of_means(case, call)):",
-        "if call.name == \"psum\" and not _whole(case, call):",
+        'if call.name == "psum" and not (_whole(case, call) or _sum_of_means(case, call)):',
+        'if call.name == "psum" and not _whole(case, call):',
         f"{WRONG}[psum_of_mse_loss]",
     ),
     Mutant(
@@ -853,6 +853,20 @@ MUTANTS = [
         "self.keep(x, UNKNOWN, written=True, whole=True)",
         "pass",
         f"{RIGHT}[collectives_of_torch_in_the_body]",
+    ),
+    Mutant(
+        "what begins draws from one generator, whatever its name",
+        "interop/beginning.py",
+        "mixed(int_seed(seed), name)",
+        "int_seed(seed)",
+        "tests/interop/test_beginning.py::test_parameters_begin_as_their_classes_do_on_any_mesh",
+    ),
+    Mutant(
+        "a parameter that nobody sets begins all the same",
+        "interop/beginning.py",
+        " or bool(made.isnan().any())",
+        "",
+        "tests/interop/test_beginning.py::test_what_has_no_beginning_is_an_error_on_every_rank",
     ),
 ]
 

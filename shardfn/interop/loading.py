@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ from shardfn.collectives.agree import agree
 from shardfn.compat import process_groups
 from shardfn.interop import coded, conversions
 from shardfn.interop.assembled import Assembled, Computed, lazy
+from shardfn.interop.beginning import beginning
 from shardfn.interop.coded import Coded
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _SOURCE = ("the sources", "source= is the one rank that has the files, and the same number on every rank")
+_SEED = ("the seeds", "seed= is the same number on every rank: parameters that begin with random numbers are cut")
 _FEW = ("the parameters that model.tree has in few bits", "Every rank quantises the same ones, in the same format")
 STEP = 2**23  # bytes that are read or sent at a time
 _log = logging.getLogger("shardfn")
@@ -60,6 +62,7 @@ def load(
     specs: Specs | None = None,
     strict: bool = True,
     ignore: str | Iterable[str] = (),
+    seed: int = 0,
 ) -> Any:
     """A model's parameters, cut into shards as they are read; all ranks of the mesh call together.
 
@@ -90,15 +93,18 @@ def load(
         frozen: as for `shardfn.shard`; default: `model.frozen`.
         specs: as for `shardfn.shard`; default: `model.specs`.
         strict: whether the files must hold exactly what the model has. If not, extra tensors are ignored, missing ones
-            stay as the module had them, and the log of `shardfn` says so. What the module has on the device meta, and
-            other shapes, are still errors.
+            stay as the module had them, or where it has them on the device meta begin as their classes let them begin
+            (`reset_parameters`, `_init_weights`), and the log of `shardfn` says so. Other shapes are still errors.
         ignore: regular expressions, or one; extra tensors whose whole name matches one are not an error.
+        seed: any int, the same on every rank; each parameter that begins draws from a generator folded from it and its
+            name, so that it has the same values on any mesh.
 
     Returns:
         The parameters, of the structure of `model.tree`.
 
     Raises:
-        CheckpointError: what is missing, extra or of another shape, all at once; files that are gone, damaged, or
+        CheckpointError: what is missing, extra or of another shape, all at once; a parameter that is missing and whose
+            classes have no way to begin; files that are gone, damaged, or
             different between ranks; tied parameters that differ; numbers that would be rounded to few bits twice; what
             failed on some rank. The same on every rank.
         ValueError, TypeError: as `shardfn.shard`.
@@ -110,13 +116,13 @@ def load(
     grid, rank = grid_of(mesh), process_groups.global_rank()
     frozen, specs = model.frozen if frozen is None else frozen, model.specs if specs is None else specs
     rules = Rules(mesh, strategy, None, frozen, specs, "global", filled=False)
-    _check(model, source, as_stored, mesh, sorted(grid.ranks))
+    _check(model, source, as_stored, seed, mesh, sorted(grid.ranks))
     team, what = team_of([grid]), f"load {folder if in_files(folder) else 'parameters'}"
     reads = source is None or source == rank
     share = (team.rank, team.size) if source is None else (0, 1)
     with torch.no_grad():
         plan = team.each(
-            what, lambda: _planned(folder, model, as_stored, strict, patterns(ignore), share) if reads else None
+            what, lambda: _planned(folder, model, as_stored, strict, patterns(ignore), seed, share) if reads else None
         )
         note = _noted(plan, team, what)
         tree = _with_packed(model.tree, note.packed)
@@ -135,7 +141,7 @@ def _few(tree: Any) -> list[str]:
     return [f"{name} in {x.meant}" for name, x in _named(tree).items() if is_packed(x)] or ["nothing"]
 
 
-def _check(model: Functional, source: Any, as_stored: Any, mesh: DeviceMesh, ranks: list[int]) -> None:
+def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: DeviceMesh, ranks: list[int]) -> None:
     """Raises ValueError or TypeError on all ranks if an argument is wrong on one, or they are not the same."""
     if not hasattr(model, "tree"):
         raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
@@ -144,10 +150,13 @@ def _check(model: Functional, source: Any, as_stored: Any, mesh: DeviceMesh, ran
         error = ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {ranks}")
     elif type(as_stored) is not bool:
         error = TypeError(f"load: as_stored={as_stored!r}; it is True or False")
+    elif type(seed) is not int:
+        error = TypeError(f"load: seed={seed!r}; it is an int")
     if error is not None:
         agree([str(error)], mesh, "load", mine=error)
         raise error
     agree([f"source={source}"], mesh, "load", subject=_SOURCE)
+    agree([f"seed={seed}"], mesh, "load", subject=_SEED)
     agree(_few(model.tree), mesh, "load", subject=_FEW)
 
 
@@ -196,6 +205,7 @@ def _planned(
     as_stored: bool,
     strict: bool,
     ignore: list[re.Pattern[str]],
+    seed: int,
     share: tuple[int, int],
 ) -> _Plan:
     """What each parameter and buffer is made of.
@@ -218,22 +228,26 @@ def _planned(
     extra = [*found.extra, *strange]
     differ.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
-    unknown = [name for name in differ.missing if wanted[name].is_meta and name not in empty]
+    new = [name for name in differ.missing if wanted[name].is_meta and name not in empty]
     kept = coded.kept(values) if as_stored else {}
     wanted |= _named(_with_packed(model.tree, kept))
     packed = {name: x for name, x in wanted.items() if isinstance(x, Packed)}
     told = _told(differ, model) if strict else Differences(shapes=differ.shapes, kinds=differ.kinds)
-    if told or unknown or empty:
+    if told or empty:
         more = coded.hint(folder) if in_files(folder) else ""
+        unknown = [name for name in new if name in told.missing]
         said = _complaint(told, unknown, empty) + ("" if values else _prefix(told.missing, tensors))
         raise CheckpointError(f"{said}. {more}" if more else said)
     coded.refuse_twice(values, {name: x.format for name, x in packed.items()})
+    values |= _begun(model, {name: Kind(wanted[name].dtype, tuple(wanted[name].shape)) for name in new}, seed)
     values, others = _encoded(values, others, packed)
-    here = {name: packed[name].values if name in packed else wanted[name].detach() for name in differ.missing}
+    kept_here = [name for name in differ.missing if name not in new]
+    here = {name: packed[name].values if name in packed else wanted[name].detach() for name in kept_here}
     values |= {name: lazy(x, name) for name, x in here.items()}
     used = set(tensors) - set(found.extra)
     crc = fingerprint(tensors, used, values=not in_files(folder)), fingerprint(here, here)
-    note = _Note(tuple(buffers), found.used, kept, "" if strict or not differ else str(differ), (*crc, identity))
+    said = "" if strict else _warning(new, kept_here, differ.extra)
+    note = _Note(tuple(buffers), found.used, kept, said, (*crc, identity))
     forget()
     return _Plan(values, others, note, forget)
 
@@ -294,14 +308,38 @@ def _told(differ: Differences, model: Functional) -> Differences:
     )
 
 
+def _begun(model: Functional, new: Mapping[str, Kind], seed: int) -> dict[str, Assembled]:
+    """Parameters as their classes let them begin, one of which at a time is whole."""
+
+    @functools.lru_cache(maxsize=1)
+    def content(name: str) -> Assembled:
+        return lazy(beginning(model.module, name, new[name].shape, new[name].dtype, seed), "")
+
+    return {
+        name: Computed(kind.shape, kind.dtype, functools.partial(content, name), rounded=False)
+        for name, kind in new.items()
+    }
+
+
+def _warning(new: Sequence[str], kept: Sequence[str], extra: Sequence[str]) -> str:
+    """What a load that is not strict has to say."""
+    said = (
+        (new, "begin as their classes let them begin, and are to be trained before the model is used"),
+        (kept, "are missing in the checkpoint, and stay as the module has them"),
+        (extra, "are in the checkpoint, but not in the model"),
+    )
+    return "; ".join(f"{listed(names, 8)} {what}" for names, what in said if names)
+
+
 def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str:
     said = [str(differ)] if differ else []
     if differ.extra:
         said.append("ignore= names, by patterns, what is there and is not wanted")
     if unknown:
         said.append(
-            f"the module has no values for {listed(unknown, 4)} either, as they are on the device meta: what these "
-            f"files lack has to be built outside of interop.meta(), and is kept with strict=False"
+            f"the module has no values for {listed(unknown, 4)} either, as they are on the device meta: with "
+            f"strict=False what these files lack begins as its classes let it begin, or is kept if it is built outside "
+            f"of interop.meta()"
         )
     if empty:
         said.append(

@@ -367,7 +367,6 @@ def refusals(root: Path, source: int | None) -> dict[str, str]:
     found = built.state_dict(load(root / "missing", built, strict=False))
     whole = {**dict(module.named_parameters()), NORM: built.tree[""][NORM]}
     assert same(found, {name: whole[name] for name in found})
-    told["no value"] = refused(lambda: load(root / "missing", strict=False))
     told["source"] = refused(lambda: interop.load(good, model, mesh, plan, source=99), ValueError)
     told["sources"] = refused(
         lambda: interop.load(good, model, mesh, plan, source=[None, 0][dist.get_rank()]), ValueError
@@ -412,7 +411,7 @@ def test_what_cannot_be_loaded_is_an_error_on_every_rank(world: World, tmp_path:
         assert "build the module under interop.meta()" in told["bare"]
         assert "does not exist here" in told["nowhere"]
         assert "model.embed_tokens.weight and lm_head.weight are one parameter of the module" in told["tied"]
-        assert "the module has no values for model.norm.weight either" in told["no value"]
+        assert "the module has no values for model.norm.weight either" in told["missing"]
         assert "source=99 is not a rank of the mesh" in told["source"]
         assert "the sources differ between ranks: rank 0 has source=" in told["sources"]
         assert "source= is the one rank that has the files" in told["sources"]
