@@ -297,7 +297,7 @@ def through_updates(name: str, strategy: str, n: int) -> dict[str, float]:
         optimizer = META[name](rate)
         state = optimizer.init(ps)
         for _ in range(2):
-            _, grads = sf.value_and_grad(lambda p: model(stage, p, x) * varying(scale) / rows.numel())(ps)
+            _, grads = sf.value_and_grad(lambda p: total(model(stage, p, x) * varying(scale)) / rows.numel())(ps)
             ps, state = optimizer.step(ps, grads, state)
         if "average" in state:
             ps = state["average"]
