@@ -11,7 +11,7 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 
 def owned(batch: Any) -> Any:
@@ -43,9 +43,13 @@ def _copied(leaf: Any) -> Any:
 
 
 def _again(x: Tensor) -> Tensor:
-    if x.layout is torch.strided and x.device.type == "cpu" and x.is_pinned():
-        return torch.empty_like(x, pin_memory=True).copy_(x)
-    return x.clone()
+    return torch.empty_like(x, pin_memory=True).copy_(x) if _locked(x) else x.clone()
+
+
+def _locked(x: Tensor) -> bool:
+    if get_worker_info() is not None:  # a forked process must not touch CUDA, and to ask already does
+        return False
+    return x.layout is torch.strided and x.device.type == "cpu" and x.is_pinned()
 
 
 def fresh(loader: Any) -> bool:

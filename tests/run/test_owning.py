@@ -168,3 +168,16 @@ def test_a_data_set_of_which_a_part_has_changed_is_another_one(other: range) -> 
     mesh = sf.make_mesh(device="cpu", data=1)
     known = [sf.run.batches(Changed(one), mesh, "data", 8, 0).identity for one in (range(0), range(0), other)]
     assert known[0] == known[1] != known[2]
+
+
+def asked(_: torch.Tensor) -> bool:
+    raise AssertionError("a process that was forked when CUDA had begun cannot ask")
+
+
+def test_workers_do_not_ask_whether_memory_is_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", asked)
+    mesh = sf.make_mesh(device="cpu", data=1)
+    own = sf.run.batches(Numbers(), mesh, "data", ROWS, 0, collate=Collating(), workers=1)
+    assert len(flat(next(iter(own)))) == ROWS
+    with pytest.raises(AssertionError, match="cannot ask"):
+        owned(torch.ones(2))
