@@ -46,25 +46,24 @@ class Figures:
         self.gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.flops, self.devices, self.places = flops, devices, places
         self.peak = peak_of(torch.cuda.get_device_name()) if peak is None and self.gpu else peak
-        self.tokens = 0
         self.before = time.perf_counter()
-        self.took: dict[int, float] = {}  # seconds of steps whose metrics have not been read
+        self.took: dict[int, tuple[float, int]] = {}  # seconds and tokens of steps whose metrics have not been read
 
     def restart(self) -> None:
         """What has happened since the last step was not a part of the next one."""
         self.before = time.perf_counter()
 
-    def launched(self, step: int) -> None:
+    def launched(self, step: int, batch: Any) -> None:
         """A step has been launched. The host is never more than two ahead, so this is how long one takes."""
         now = time.perf_counter()
-        self.took[step], self.before = max(now - self.before, 1e-9), now
+        self.took[step] = max(now - self.before, 1e-9), tokens_of(batch, self.places)
+        self.before = now
 
     def of(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """The figures of a step whose metrics have just been read."""
-        seconds = self.took.pop(step)
+        seconds, own = self.took.pop(step)
         found = {"seconds": seconds}
-        tokens = metrics.get("tokens", self.tokens)
-        if tokens:
+        if tokens := metrics.get("tokens", own):
             found["tokens_per_second"] = tokens / seconds
         found["memory_gib"] = (torch.cuda.max_memory_allocated() if self.gpu else resident()) / 2**30
         if self.flops:

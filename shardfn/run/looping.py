@@ -16,7 +16,7 @@ from shardfn.run.arguments import Asked, Evaluation, asked
 from shardfn.run.choosing import Choice, Resume, chosen, put_aside
 from shardfn.run.early import ended, refuse
 from shardfn.run.failing import Failing
-from shardfn.run.figures import Figures, tokens_of
+from shardfn.run.figures import Figures
 from shardfn.run.going import Going
 from shardfn.run.history import Run
 from shardfn.run.interrupts import Interrupts
@@ -271,10 +271,9 @@ def _stepped(going: Going, state: Any, n: int, first: bool) -> Any:
         if going.kinds is None:
             going.kinds = kinds_of(state)
         going.kinds.check(kinds_of(state))
-        going.figures.tokens = tokens_of(batch, going.figures.places)
     going.late.put(n + 1, metrics)
     _read(going, n + 1 - STEPS)
-    going.figures.launched(n + 1)
+    going.figures.launched(n + 1, batch)
     return state
 
 

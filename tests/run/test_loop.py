@@ -160,11 +160,12 @@ def test_figures_of_a_step_are_reported() -> None:
     def step(state: int, batch: Any) -> Any:
         return state, {"loss": 1.0}
 
-    rows = [{"tokens": torch.zeros(4, 16, dtype=torch.int64)}] * 5
+    lengths = [16, 8, 64, 16, 2]
+    rows = [{"tokens": torch.zeros(4, length, dtype=torch.int64)} for length in lengths]
     sf.run.loop(step, 0, rows, steps=5, report=lambda _, metrics: told.append(metrics), flops=1e9, peak=1e12)
     assert list(told[0]) == ["loss", "seconds", "tokens_per_second", "memory_gib", "tflops", "mfu"]
-    for one in told:
-        assert one["tokens_per_second"] * one["seconds"] == pytest.approx(64)
+    for one, length in zip(told, lengths, strict=True):
+        assert one["tokens_per_second"] * one["seconds"] == pytest.approx(4 * length)
         assert one["tflops"] * one["seconds"] == pytest.approx(1e-3)
         assert one["mfu"] == pytest.approx(one["tflops"])
         assert 0.01 < one["memory_gib"] < 100
