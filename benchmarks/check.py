@@ -5,7 +5,8 @@
 A step of the GPT of 34 million parameters in float32, `full_shard`, AdamW on the shards, gloo, on two ranks and four.
 The same processes take turns: a step by a function that is mapped anew, with `check=True` and with `check=False`, and
 then steps by one that has run before. A figure is the median over the rounds, and a ratio that of the ratios; besides
-come the Python functions that the two call in a later step, and whether they train the same numbers, bit for bit.
+come the memory that a first call takes at most, the Python functions that the two call in a later step, and whether
+they train the same numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ WATCHED = (
 )
 
 
-def built(_: Usage, config: Config) -> dict[str, Callable[..., Any]]:
+def built(usage: Usage, config: Config) -> dict[str, Callable[..., Any]]:
     """Functions by name; `check` says which of the two steps they make."""
     mesh = sf.make_mesh(shard=dist.get_world_size(), device="cpu")
     optimizer, rows, local_loss = so.adamw(1e-3), tokens(config, dist.get_rank()), staged(config)
@@ -67,6 +68,11 @@ def built(_: Usage, config: Config) -> dict[str, Callable[..., Any]]:
     def first(check: bool) -> float:
         return stepped(mapped(check))
 
+    def peak(check: bool) -> float:
+        usage.again()
+        first(check)
+        return usage.peak()
+
     def later(check: bool, count: int) -> list[float]:
         return [stepped(known[check]) for _ in range(count)]
 
@@ -89,7 +95,7 @@ def built(_: Usage, config: Config) -> dict[str, Callable[..., Any]]:
     known = {check: mapped(check) for check in MODES.values()}
     for step in known.values():
         stepped(step)
-    return {"first": first, "later": later, "calls": calls, "apart": apart}
+    return {"first": first, "peak": peak, "later": later, "calls": calls, "apart": apart}
 
 
 def counted(run: Callable[[], Any]) -> int:
@@ -131,11 +137,13 @@ def of_ranks(ranks: int, config: Config, rounds: int, steps: int) -> tuple[list[
         medians, ratios = measured(crew, rounds, steps)
         calls = {mode: max(crew.turn("calls", check)) for mode, check in MODES.items()}
         differ = sum(crew.turn("apart"))
+        peaks = {mode: max(crew.turn("peak", check)) for mode, check in MODES.items()}
     rows = [
         {
             "ranks": ranks,
             "step": mode,
             "first call ms": medians["first"][mode] * 1e3,
+            "first call peak MB": peaks[mode] / 1e6,
             "later calls ms": medians["later"][mode] * 1e3,
             "Python calls of a later one": calls[mode],
         }
@@ -144,6 +152,7 @@ def of_ranks(ranks: int, config: Config, rounds: int, steps: int) -> tuple[list[
     return rows, [
         Goal(f"first call, checked / not, {ranks} ranks", ratios["first"], 3.0),
         Goal(f"later call, checked / not, {ranks} ranks", ratios["later"], 1.01),
+        Goal(f"first call, peak memory, checked / not, {ranks} ranks", peaks["check=True"] / peaks["check=False"], 1.03),
         Goal(f"Python calls of a later one, more, {ranks} ranks", calls["check=True"] - calls["check=False"], 0),
         Goal(f"bytes that differ after two steps, {ranks} ranks", differ, 0),
     ]
