@@ -215,11 +215,11 @@ MUTANTS = [
     Mutant(
         "changed leaves are lent again",
         "stages/parameters.py",
-        """return not any(
-            p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own
-            for p in self.parameters
-        ) and self.at == [p.data_ptr() for p in self.parameters]""",
-        "return True",
+        """        for p in self.parameters:
+            if p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own:
+                return False
+        return self.at == [p.data_ptr() for p in self.parameters]""",
+        "        return True",
         f"{RANKS}::test_what_a_function_does_to_its_parameters_lasts_for_that_call",
     ),
     Mutant(

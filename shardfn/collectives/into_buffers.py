@@ -207,11 +207,13 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         overrides.update(before)
 
 
-def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype) -> Handle:
-    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's own is in its place already."""
+def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tensor | None = None) -> Handle:
+    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's `own` is in its place already."""
     if debugging.collectives:
         compared("all_gather", comm, (whole.nbytes, dtype))
     how = _transport("all_gather", whole, dtype, comm)
+    if how == "native" and own is not None:  # whoever gathers at every step knows where it is
+        return process_groups.start_all_gather(whole, own, comm.gathers)
     return TRANSPORTS["all_gather"][how](whole, comm)
 
 

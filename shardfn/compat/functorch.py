@@ -83,7 +83,7 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
     if inside_transform():
         return function.apply(*args)
     plain = super(torch.autograd.Function, function)
-    return plain.apply(*(alive(x) if isinstance(x, torch.Tensor) else x for x in args))  # type: ignore[attr-defined]
+    return plain.apply(*[alive(x) if isinstance(x, torch.Tensor) else x for x in args])  # type: ignore[attr-defined]
 
 
 def unwrapped(x: torch.Tensor) -> torch.Tensor:

@@ -151,6 +151,11 @@ class Layout(Buffer):
         """Whether the stage has parameters in other buffers too."""
         return sum(len(entry.leaves) for entry in self.entries) < self.tree.num_leaves
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the parameters in the buffer are all of the stage's, each one leaf, in the order of the leaves."""
+        return [entry.leaves for entry in self.entries] == [(leaf,) for leaf in range(self.tree.num_leaves)]
+
     @property
     def coarse(self) -> bool:
         """Whether parameters are large enough to be worth moving one by one."""
@@ -378,6 +383,8 @@ def in_few_bits(tree: optree.PyTreeSpec) -> dict[int, Packed]:
 
 def assemble(layouts: Sequence[Layout], views: Sequence[Sequence[Any]]) -> Any:
     """A stage's parameters as the function meets them, from the views of each of its buffers."""
+    if len(layouts) == 1 and layouts[0].in_order:
+        return optree.tree_unflatten(layouts[0].tree, views[0])
     leaves: list[Any] = [None] * layouts[0].tree.num_leaves
     for layout, parts in zip(layouts, views, strict=True):
         for entry, part in zip(layout.entries, parts, strict=True):

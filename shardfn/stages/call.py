@@ -7,7 +7,7 @@ for when the call's turn comes in backward; or it is made then, by running the f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -254,19 +254,17 @@ def evaluate(
     begins = [_stand_in(x) if yes else x for x, yes in zip(arguments, light, strict=True)]
     begins = [owned(x, records and need, name, checked) for x, need in zip(begins, given, strict=True)]
     leaves = list(call.leaves)
-    with contextlib.ExitStack() as stack:
-        if current_mesh() is not mesh:
-            stack.enter_context(scope(mesh, known_axes(mesh)))
-        if call.surroundings.autocast:
-            stack.enter_context(call.surroundings.uncached())
-        if call.transformed:
-            stack.enter_context(RefuseWrapped(signature, call.reverse))
-        if call.contexts:
-            stack.enter_context(call.contexts.pop(0))
-        if saving:
-            stack.enter_context(saving)
-        # Gradients are on already where no argument needs one: an output that does shows what was closed over.
-        stack.enter_context(torch.set_grad_enabled(records or torch.is_grad_enabled()))
+    around = [scope(mesh, known_axes(mesh))] if current_mesh() is not mesh else []
+    if call.surroundings.autocast:
+        around.append(call.surroundings.uncached())
+    if call.transformed:
+        around.append(RefuseWrapped(signature, call.reverse))
+    if call.contexts:
+        around.append(call.contexts.pop(0))
+    if saving:
+        around.append(saving)
+    # Gradients are on already where no argument needs one: an output that does shows what was closed over.
+    with _all(around), torch.set_grad_enabled(records or torch.is_grad_enabled()):
         for k, i in enumerate(call.at):
             if light[k] and given[k]:
                 arguments[k] = _Argument.apply(begins[k], arguments[k])  # type: ignore[no-untyped-call]
@@ -274,6 +272,19 @@ def evaluate(
             leaves[i] = cast(x, options.input_dtype)
         result = _run(signature, leaves, parameters, decoding)
     return Residuals(parameters, begins, call.outputs(result, arguments), decoding)
+
+
+def _all(contexts: Sequence[Any]) -> Any:
+    """A context: all of these, entered in turn."""
+    return contextlib.nullcontext() if not contexts else contexts[0] if len(contexts) == 1 else _several(contexts)
+
+
+@contextlib.contextmanager
+def _several(contexts: Sequence[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for one in contexts:
+            stack.enter_context(one)
+        yield
 
 
 def _stand_in(x: Tensor) -> Tensor:
@@ -331,10 +342,13 @@ def differentiated(
     if len(asked) < len(wanted):
         rest = iter(found)
         found = [next(rest) if x.requires_grad else None for x in wanted]
-    rest = iter(found)
-    of_parameters: list[list[Tensor | None]] = [
-        [next(rest) for _ in ps] if need else [] for ps, need in zip(made.parameters, needs[:n], strict=True)
-    ]
+    of_parameters: list[list[Tensor | None]] = []
+    at = 0
+    for ps, need in zip(made.parameters, needs[:n], strict=True):
+        stop = at + len(ps) if need else at
+        of_parameters.append(found[at:stop])
+        at = stop
+    rest = iter(found[at:])
     return of_parameters, [next(rest) if need else None for need in needs[n:]]
 
 

@@ -51,10 +51,10 @@ class Known(NamedTuple):
     def untouched(self, need: bool) -> bool:
         """Whether nobody who had them has made anything else of them, or put anything on them, since."""
         own = int(need)  # the stage that they belong to
-        return not any(
-            p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own
-            for p in self.parameters
-        ) and self.at == [p.data_ptr() for p in self.parameters]
+        for p in self.parameters:
+            if p.requires_grad is not need or p._backward_hooks or p.grad is not None or len(p.__dict__) != own:
+                return False
+        return self.at == [p.data_ptr() for p in self.parameters]
 
 
 def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ from shardfn.transforms.step import Step
 Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
 
 
-@dataclass(frozen=True)
-class LastGather:
+class LastGather(NamedTuple):
     """How the last call with such layouts gathered its parameters."""
 
     plan: GatherPlan

@@ -283,8 +283,10 @@ class Reductions:
 
     Attributes:
         in_flight: those that nobody has waited for.
+        for_elsewhere: of these the ones that are to be kept elsewhere than on the device.
         moving: by scratch memory, those that it is lent to, or that have hops to begin.
         memories: scratch memory, which is kept: fresh pages for every layer cost time, and room.
+        lengths: views of it, by what they are asked for as.
         spread: the same for gradients, as a layout divides it.
         turns: reductions since all had arrived, of a stage's buffers at once.
         leaving: gradients that are kept elsewhere than on the device.
@@ -293,8 +295,10 @@ class Reductions:
     def __init__(self, device: torch.device, leaving: Leaving) -> None:
         self.device, self.leaving = device, leaving
         self.in_flight: list[PendingReduction] = []
+        self.for_elsewhere: list[PendingReduction] = []
         self.moving: dict[Memory, list[PendingReduction]] = {}
         self.memories: dict[Any, Tensor] = {}
+        self.lengths: dict[Any, Tensor] = {}
         self.spread: dict[Any, Spread] = {}
         self.turns = 0
 
@@ -328,10 +332,15 @@ class Reductions:
             torch._foreach_add_([view for view, _ in known], [g.to(dtype) for _, g in known])
 
     def _scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
+        known = self.lengths.get((name, numel, dtype))
+        if known is not None:
+            return known
         nbytes = numel * dtype.itemsize
         if name not in self.memories or self.memories[name].numel() < nbytes:
             self.memories[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return self.memories[name][:nbytes].view(dtype)
+            self.lengths = {key: view for key, view in self.lengths.items() if key[0] != name}
+        found = self.lengths[(name, numel, dtype)] = self.memories[name][:nbytes].view(dtype)
+        return found
 
     def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients one after another, as their parameters lie in the layout."""
@@ -341,7 +350,7 @@ class Reductions:
         else:
             buffer = self._scratch(("gradient", memory), layout.padded, dtype)
             known = self.spread.get((memory, layout, dtype))
-            if known is None or known[0].data_ptr() != buffer.data_ptr():
+            if known is None or known[0] is not buffer:
                 known = self.spread[(memory, layout, dtype)] = _spread(buffer, layout)
             flat, views, gaps, tail = known
         given = [g for g in gradients if g is not None]
@@ -417,6 +426,8 @@ class Reductions:
 
     def _sent(self, pending: PendingReduction) -> PendingReduction:
         self.in_flight.append(pending)
+        if pending.total is not None and pending.reduction.tier != "device":
+            self.for_elsewhere.append(pending)
         if pending.lent or pending.hops:
             self.moving.setdefault(pending.reduction.memory, []).append(pending)
         return pending
@@ -424,6 +435,8 @@ class Reductions:
     def wait(self, pending: PendingReduction) -> Tensor:
         """One gradient, at once."""
         self.in_flight.remove(pending)
+        if pending in self.for_elsewhere:
+            self.for_elsewhere.remove(pending)
         self._advance(pending)
         moving = self.moving.get(pending.reduction.memory, [])
         if pending in moving:
@@ -433,6 +446,7 @@ class Reductions:
     def drain(self) -> None:
         """Until every gradient has arrived."""
         in_flight, self.in_flight = self.in_flight, []
+        self.for_elsewhere.clear()
         self.moving.clear()
         self.turns = 0
         for pending in in_flight:
@@ -450,8 +464,7 @@ class Reductions:
 
     def _let_leave(self) -> None:
         """Those that are to be kept elsewhere go there, but for the last of them, which are under way."""
-        leaving = [one for one in self.in_flight if one.total is not None and one.reduction.tier != "device"]
-        for pending in leaving[: -self.UNDER_WAY]:
+        for pending in self.for_elsewhere[: -self.UNDER_WAY]:
             self.wait(pending)
 
     def settle(self, step: Step) -> None:

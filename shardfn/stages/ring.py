@@ -116,9 +116,14 @@ class Slot:
             lane.slot = self
         together: dict[tuple[str, ...], list[tuple[Gather, Tensor]]] = {}
         for gather, values in zip(plan.each, shards, strict=True):
-            if gather.moves:
-                with ahead.arriving(gather.layout.placement.tiers.params, values.detach(), self.buffer.device) as own:
-                    self._start(gather, own, communicator_of, together)
+            if not gather.moves:
+                continue
+            tier = gather.layout.placement.tiers.params
+            if tier == "device":
+                self._start(gather, values.detach(), communicator_of, together)
+                continue
+            with ahead.arriving(tier, values.detach(), self.buffer.device) as own:
+                self._start(gather, own, communicator_of, together)
         for axes, gathers in together.items():
             axis = communicator_of(axes)
             assert axis is not None, "pieces go to other ranks"
@@ -223,6 +228,7 @@ class SlotPart:
     Attributes:
         region: all of them that travel.
         own: this rank's piece of these, in its dtype.
+        sent: the same, in bytes.
         tail: the end of the last piece.
         tag: what is put there, on the device: a copy at every gather would make the host wait.
         in_pieces: whether this rank's piece stays where it is, but for parameters that are cut.
@@ -233,6 +239,7 @@ class SlotPart:
 
     region: Tensor
     own: Tensor
+    sent: Tensor
     tail: Tensor
     tag: Tensor
     shared: list[tuple[int, int]]
@@ -254,7 +261,7 @@ def _moved(
     """A gather under way; this rank's piece is in its place."""
     placement = gather.layout.placement
     if not placement.hierarchical:
-        return all_gather(part.region, axis, dtype)
+        return all_gather(part.region, axis, dtype, part.sent)
     hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
     return gather_by_hops(part.region, axis.axis.index, hops, dtype)
 
@@ -268,14 +275,15 @@ def _slot_part(buffer: Tensor, gather: Gather) -> SlotPart:
         decoded = numbers.view(-1, wire.numel)
         region = buffer[gather.encoded : gather.encoded + len(decoded) * wire.length]
         own = region.view(layout.size, -1)[index]
-        return SlotPart(region, own, region[len(region) - len(tag) :], tag, [], [], decoded=decoded)
+        return SlotPart(region, own, own, region[len(region) - len(tag) :], tag, [], [], decoded=decoded)
     region = buffer[gather.start : gather.stop]
     own = numbers.view(layout.size, -1)[index]
     cuts = layout.cuts[index]
     whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]
     shared = [(at, at + stop - start) for k, start, stop, at in cuts if stop - start < layout.entries[k].numel]
     inner = [(k, at, length, layout.entries[k].shape) for k, at, length in whole]
-    return SlotPart(region, own, region[len(region) - len(tag) :], tag, shared, inner)
+    sent = region.view(layout.size, -1)[index]
+    return SlotPart(region, own, sent, region[len(region) - len(tag) :], tag, shared, inner)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -179,10 +179,7 @@ class Layers(Sequence[T]):
     def __init__(self, items: Iterable[T]) -> None:
         self._items = list(items)
         self._orders: list[PrefetchOrder] = []
-        shards = [
-            [flat for part in optree.tree_leaves(item, is_leaf=is_stage) for flat in _flats(part)]
-            for item in self._items
-        ]
+        shards = [_every_flat(item) for item in self._items]
         for grid in dict.fromkeys(flats[0].layout.grid for flats in shards if flats):
             groups = [
                 (tuple(f.layout for f in flats), tuple(f.values for f in flats))
@@ -223,6 +220,12 @@ def layers(items: Iterable[T]) -> Sequence[T]:
             f"its values in the order of their use, layers(params.values())"
         )
     return list(items) if torch.compiler.is_compiling() else Layers(items)
+
+
+def _every_flat(item: Any) -> list[FlatShard]:
+    if type(item) is FlatShard:
+        return [item]
+    return [flat for part in optree.tree_leaves(item, is_leaf=is_stage) for flat in _flats(part)]
 
 
 def _flats(part: Any) -> list[FlatShard]:
@@ -356,9 +359,9 @@ def _whole(values: Tensor, layout: Layout, options: Options) -> list[Tensor]:
 
 def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
     """Which tensors are, or in a transform may be, differentiated."""
-    if not torch.is_grad_enabled() and not functorch.inside_transform():
-        return [False] * (len(shards) + len(inputs))
     if not functorch.inside_transform():
+        if not torch.is_grad_enabled():
+            return [False] * (len(shards) + len(inputs))
         return [x.requires_grad for x in (*shards, *inputs)]
     return [
         *(_moves(x) and layout.trainable for x, layout in zip(shards, signature.layouts, strict=True)),
