@@ -51,7 +51,11 @@ class Grid:
 
     def mesh(self) -> DeviceMesh | None:
         """The last of its meshes that is alive."""
-        return next(self.meshes(), None)
+        for one in self._meshes[::-1]:  # as `meshes`, at every flat shard that is made
+            found = one()
+            if found is not None:
+                return found
+        return None
 
     def meshes(self) -> Iterator[DeviceMesh]:
         """Those of its meshes that are alive, the last one first."""

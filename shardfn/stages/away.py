@@ -224,7 +224,8 @@ class Away:
 
     def done(self) -> None:
         """A run's backward is over: what it alone has brought back goes."""
-        self._forget(_alive(self._next))
+        if self._brought:
+            self._forget(_alive(self._next))
 
     def _forget(self, but: Iterable[Activation]) -> None:
         """Lets go of what came back, or was to, but for these."""

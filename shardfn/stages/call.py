@@ -250,8 +250,11 @@ def evaluate(
     name = f"{signature.name} ({signature.stage})"
     checked = call.step is not None
     arguments = [x.detach() for x in inputs]
-    light = [away is not None and not call.transformed and away.lets_go(x) for x in arguments]
-    begins = [_stand_in(x) if yes else x for x, yes in zip(arguments, light, strict=True)]
+    light = [False] * len(arguments)
+    begins = arguments
+    if away is not None and not call.transformed:
+        light = [away.lets_go(x) for x in arguments]
+        begins = [_stand_in(x) if yes else x for x, yes in zip(arguments, light, strict=True)]
     begins = [owned(x, records and need, name, checked) for x, need in zip(begins, given, strict=True)]
     leaves = list(call.leaves)
     around = [scope(mesh, known_axes(mesh))] if current_mesh() is not mesh else []

@@ -43,7 +43,7 @@ from shardfn.stages.residency import Residency
 from shardfn.stages.returned import Returned, held
 from shardfn.stages.saved_tensors import argument_hooks, offloading, saved_tensor_hooks
 from shardfn.stages.signature import Gather, GatherPlan, Signature, plan_of
-from shardfn.stages.tape import LONGEST, StageRun, Tape, identities, key_of
+from shardfn.stages.tape import LONGEST, Identities, StageRun, Tape, identities, key_of
 from shardfn.tiers.leaving import Leaving
 from shardfn.transforms.step import Step
 
@@ -215,9 +215,10 @@ class Engine:
         plan = signature.plan(shards)
         if (plan, signature.summed) not in self.met:
             self._meet(signature, plan)
-        tape = call.tape = self._tape(call, plan, shards) if any(call.needs) else None
+        which = identities(shards)
+        tape = call.tape = self._tape(call, plan, which) if any(call.needs) else None
         keep = self._keep(call)
-        run = StageRun(signature, plan, shards, key_of(tape, call.step, keep, plan, shards), keep)
+        run = StageRun(signature, plan, shards, key_of(tape, call.step, keep, plan, which), keep)
         call.run = run
         self._reclaim()
         if tape is not None:
@@ -237,9 +238,8 @@ class Engine:
             return keep
         return call.tape is not None and keep in (True, "step")
 
-    def _tape(self, call: Call, plan: GatherPlan, shards: tuple[Tensor, ...]) -> Tape:
+    def _tape(self, call: Call, plan: GatherPlan, now: Identities) -> Tape:
         """The tape of a new call: another one after a backward, for another step, or for other parameters."""
-        now = identities(shards)
         if (
             self.tape.closed
             or self.tape.step is not call.step

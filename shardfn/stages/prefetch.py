@@ -12,7 +12,7 @@ from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
 from shardfn.stages.residency import Residency
 from shardfn.stages.signature import GatherPlan, Signature
-from shardfn.stages.tape import StageRun, Tape, key_of
+from shardfn.stages.tape import StageRun, Tape, identities, key_of
 from shardfn.transforms.step import Step
 
 Group = tuple[tuple[Layout, ...], tuple[Tensor, ...]]  # the shards of one stage
@@ -79,7 +79,7 @@ class Prefetch:
         for layouts, shards in (found or ())[:count]:
             last = self.last_gathers.get(layouts)
             if last is not None and last.plan.nbytes and last.taped == (tape is not None):
-                key = key_of(tape, step, last.keep, last.plan, shards)
+                key = key_of(tape, step, last.keep, last.plan, identities(shards))
                 coming = StageRun(last.signature, last.plan, shards, key, last.keep)
                 if not self.residency.take(tape, coming, count + 1, busy=run.slot):
                     return

@@ -182,7 +182,7 @@ class Layers(Sequence[T]):
         shards = [_every_flat(item) for item in self._items]
         for grid in dict.fromkeys(flats[0].layout.grid for flats in shards if flats):
             groups = [
-                (tuple(f.layout for f in flats), tuple(f.values for f in flats))
+                (tuple([f.layout for f in flats]), tuple([f.values for f in flats]))
                 for flats in shards
                 if flats and flats[0].layout.grid == grid
             ]

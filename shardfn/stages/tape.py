@@ -14,6 +14,7 @@ from shardfn.stages.ring import Key, Saved, Slot
 from shardfn.stages.signature import GatherPlan, Signature
 from shardfn.transforms.step import Step, numbered
 
+Identities = tuple[tuple[int, int], ...]
 LONGEST = 4096  # calls on one tape, for a program that never asks for a gradient
 
 
@@ -113,12 +114,12 @@ class Tape:
         self.waiting += 1
 
 
-def key_of(tape: Tape | None, step: Step | None, keep: Keep, plan: GatherPlan, shards: Sequence[Tensor]) -> Key:
-    """What a slot must hold: by the tape's number, or what all tapes of a step have in common."""
+def key_of(tape: Tape | None, step: Step | None, keep: Keep, plan: GatherPlan, which: Identities) -> Key:
+    """What a slot must hold: by the tape's number, or what all tapes of a step have in common, and which shards."""
     one = step if keep == "step" else tape
-    return (0 if one is None else one.number, plan, identities(shards))
+    return (0 if one is None else one.number, plan, which)
 
 
-def identities(shards: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+def identities(shards: Sequence[Tensor]) -> Identities:
     """Which tensors these are, and which numbers they hold."""
     return tuple([(id(x), 0 if x.is_inference() else x._version) for x in shards])
