@@ -19,6 +19,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,11 +56,13 @@ class Training:
 
     Attributes:
         seconds: of gradients and of the optimizer, by step.
+        steps: by tokens of a rank; the first call of each is checked.
     """
 
     config: Config
     folder: str | None
     seconds: list[tuple[float, float]] = field(default_factory=list)
+    steps: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.mesh = sf.make_mesh(data=-1, device="cpu", scratch=self.folder)
@@ -71,7 +74,15 @@ class Training:
     def step(self, context: int) -> float:
         """One on so many tokens a rank; this rank's loss."""
         config = replace(self.config, context=context)
-        rope, rows = rope_table(config, torch.float32), tokens(config, dist.get_rank())
+        if context not in self.steps:
+            self.steps[context] = self.mapped(config)
+        found = self.steps[context](self.params, self.state, tokens(config, dist.get_rank()))
+        loss, self.params, self.state = found
+        return float(loss) * self.mesh.size()
+
+    def mapped(self, config: Config) -> Callable[..., Any]:
+        """A step on as many tokens as a configuration has."""
+        rope = rope_table(config, torch.float32)
 
         def loss_fn(params: Params, rows: Tensor) -> Tensor:
             return self.local_loss(params, rows, rope) / self.mesh.size()
@@ -85,9 +96,7 @@ class Training:
             self.seconds.append((times[1] - times[0], times[2] - times[1]))
             return found
 
-        run = sf.shard_map(trained, mesh=self.mesh, in_specs=(..., ..., P("data")), out_specs=(..., ..., ...))
-        loss, self.params, self.state = run(self.params, self.state, rows)
-        return float(loss) * self.mesh.size()
+        return sf.shard_map(trained, mesh=self.mesh, in_specs=(..., ..., P("data")), out_specs=(..., ..., ...))
 
     def formula(self) -> tuple[int, int]:
         """Bytes that a rank reads and writes in a step.
