@@ -868,6 +868,13 @@ MUTANTS = [
         "",
         "tests/interop/test_beginning.py::test_what_has_no_beginning_is_an_error_on_every_rank",
     ),
+    Mutant(
+        "what a failed call set stays",
+        "interop/attributes.py",
+        "            own.clear()\n            own.update(values)\n",
+        "            pass\n",
+        "tests/interop/test_failures.py::test_what_a_failed_call_set_is_taken_back",
+    ),
 ]
 
 

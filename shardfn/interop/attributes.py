@@ -1,6 +1,6 @@
 """What a layer's forward reads besides its arguments, and may change: attributes of modules, numbers drawn by Python.
 
-A stage may run its function again, for its gradient, after these have changed.
+A stage may run its function again, for its gradient, after these have changed; a call that fails takes them back.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from shardfn.compat import functorch
+from shardfn.interop.refused import OF_TORCH
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -53,6 +55,27 @@ class Attributes:
         return Before(self, training, places, _sources())
 
 
+@contextlib.contextmanager
+def undone(attributes: Attributes) -> Iterator[None]:
+    """Attributes are as they were if the block fails: those that it set, and what is in lists, dicts and tensors."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    before, owned = attributes.now(), [dict(own) for own in attributes.owners]
+    filled = [(x, copy.copy(x)) for own in owned for x in _filled(own)]
+    try:
+        with before.again():
+            yield
+    except BaseException:
+        for own, values in zip(attributes.owners, owned, strict=True):
+            own.clear()
+            own.update(values)
+        for x, values in filled:
+            _refill(x, values)
+        before.refill_tensors()
+        raise
+
+
 class Before:
     """As all was when a stage was called; each run of its function begins with it.
 
@@ -84,6 +107,13 @@ class Before:
             yield
         finally:
             _put(places, kept, self.sources, states)
+
+    def refill_tensors(self) -> None:
+        """Tensors that forward writes into have the numbers again that they had."""
+        for (own, name, rebound), value in zip(self.places, self.values, strict=True):
+            if isinstance(value, Tensor) and not rebound:
+                with torch.no_grad():
+                    own[name].copy_(value)
 
     def _look(self) -> None:
         """What the first run in this mode changed."""
@@ -124,6 +154,17 @@ def _copied(x: Any, rebound: bool) -> Any:
     if isinstance(x, Tensor) and _known(x):
         return x.detach() if rebound else x.detach().clone()
     return copy.copy(x) if type(x) in _CONTAINERS else x
+
+
+def _filled(own: dict[str, Any]) -> list[Any]:
+    """What of a module's attributes forward may put something into; the dicts of its hooks are torch's."""
+    found = [own[name] for name in own.keys() - _OF_TORCH]
+    return [own[name] for name in OF_TORCH] + [x for x in found if type(x) in _CONTAINERS]
+
+
+def _refill(x: Any, values: Any) -> None:
+    x.clear()
+    (x.extend if isinstance(x, (list, deque)) else x.update)(values)
 
 
 def _mark(x: Any) -> Any:

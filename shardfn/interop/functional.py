@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardfn.interop.adapting import Adapting
 from shardfn.interop.anatomy import Anatomy, Part, Slot, taken_apart
+from shardfn.interop.attributes import Attributes, undone
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
 from shardfn.interop.boundaries import Boundaries
 from shardfn.interop.in_place import (
@@ -167,10 +168,10 @@ class Functional:
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
         self._drawn = drawn_layers(module)
-        stretched = {path: m for path, m in module.named_modules() if _stretches(m)}
-        self._stretched = [vars(m) for m in stretched.values()]
+        stretched = {path for path, m in module.named_modules() if _stretches(m)}
         own = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
         self._kept = own - set(self._changing)
+        self._attributes = Attributes(module.modules())
         self._skeleton = [(m, tuple(m._modules.values())) for m in module.modules()]
         self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
@@ -274,13 +275,13 @@ class Functional:
         own = self._own_buffers(self._place.device)
         known = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
         run = Run(params, frozenset(changing | self._kept), adapters)
-        before_call = [dict(one) for one in self._stretched]
         shown = arguments(params, self._loose, adapters)
         loose, *more = self._reveal(*shown) if self._loose.own or self._loose.shared else ({},)
         ahead = self._announced(params, adapters)
         before, self._running.now = self._running.now, run
         try:
             with (
+                undone(self._attributes),
                 replaced(self._around),
                 self._fresh(),
                 self._unasked(),
@@ -293,10 +294,6 @@ class Functional:
                 out = target(*args, **kwargs)
                 if followed is not None:
                     followed.check(out)
-        except BaseException:
-            for one, values in zip(self._stretched, before_call, strict=True):
-                one.update(values)
-            raise
         finally:
             self._running.now = before
         self.buffers.update({name: changed[key] for name, key in self._same.items() if key in self._kept})
