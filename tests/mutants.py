@@ -232,7 +232,7 @@ MUTANTS = [
     Mutant(
         "bytes are not compared",
         "stages/returned.py",
-        "if not torch.equal(_digest(twin), before):",
+        "if not torch.equal(digest(twin), before):",
         "if False:",
         "tests/stages/test_stage_lent.py::test_other_numbers_are_refused_whatever_the_strategy",
     ),
@@ -874,6 +874,20 @@ MUTANTS = [
         "            own.clear()\n            own.update(values)\n",
         "            pass\n",
         "tests/interop/test_failures.py::test_what_a_failed_call_set_is_taken_back",
+    ),
+    Mutant(
+        "what a module puts into .data of its buffer is lost",
+        "interop/in_place.py",
+        "                or memory_of(now) != memory[key]\n",
+        "",
+        "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
+    ),
+    Mutant(
+        "the bytes of loose parameters are not compared",
+        "interop/functional.py",
+        "        if self.module.training in self._looked or",
+        "        if True or",
+        "tests/interop/test_self_mutating.py::test_what_would_be_lost_is_an_error_however_it_is_written",
     ),
 ]
 

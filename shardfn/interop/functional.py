@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardfn.compat import dispatch, functorch
 from shardfn.interop.adapting import Adapting
 from shardfn.interop.anatomy import Anatomy, Part, Slot, taken_apart
 from shardfn.interop.attributes import Attributes, undone
@@ -172,6 +173,7 @@ class Functional:
         own = {self._same[name] for name in anatomy.buffers if name.rpartition(".")[0] in stretched}
         self._kept = own - set(self._changing)
         self._attributes = Attributes(module.modules())
+        self._looked: set[bool] = set()
         self._skeleton = [(m, tuple(m._modules.values())) for m in module.modules()]
         self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
@@ -285,7 +287,7 @@ class Functional:
                 replaced(self._around),
                 self._fresh(),
                 self._unasked(),
-                loose_in_place(self._adapting, loose, more, known, run.changing) as changed,
+                loose_in_place(self._adapting, loose, more, known, run.changing, self._looks(loose)) as changed,
                 along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
                 if method == "generate" and _all_ranks_run(params):
@@ -296,6 +298,7 @@ class Functional:
                     followed.check(out)
         finally:
             self._running.now = before
+        self._looked.add(self.module.training)
         self.buffers.update({name: changed[key] for name, key in self._same.items() if key in self._kept})
         del ahead
         self._order = tuple(dict.fromkeys(run.trace))
@@ -421,6 +424,12 @@ class Functional:
                     f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "
                     f"before it is taken apart"
                 )
+
+    def _looks(self, loose: Mapping[str, Tensor]) -> bool:
+        """Whether the bytes of loose parameters are compared: once in each mode, as those of stages are."""
+        if self.module.training in self._looked or torch.compiler.is_compiling():
+            return False
+        return all(dispatch.plain(x) and not functorch.wrapped(x) and not x.is_meta for x in loose.values())
 
     def _changes(self) -> set[str]:
         return {name for name, m in self._changing.items() if m is None or m.training}

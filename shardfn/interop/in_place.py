@@ -7,15 +7,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardfn.compat import parametrize
+from shardfn.compat import functorch, parametrize
+from shardfn.compat.autograd import storage_of
 from shardfn.interop.adapting import Adapting, cloned
 from shardfn.interop.anatomy import Part, placed
 from shardfn.interop.tensor_parallel import Following, Region
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.shards.layout import is_flat
+from shardfn.stages.returned import digest
 
 
 @contextlib.contextmanager
@@ -52,8 +55,11 @@ def loose_in_place(
     adapters: Sequence[Any],
     buffers: Mapping[str, Tensor],
     changing: frozenset[str],
+    look: bool,
 ) -> Iterator[dict[str, Tensor]]:
     """What is loose in its places, and all buffers; gives the buffers that changed.
+
+    What is written past autograd, through `.data`, shows in the bytes, which are compared where `look` asks for it.
 
     Raises:
         RuntimeError: a parameter was written to.
@@ -61,6 +67,9 @@ def loose_in_place(
     loose = adapting.part
     slots = [*loose.own, *loose.shared]
     versions = {key: x._version for key, x in values.items() if not x.is_inference()}
+    at = {key: memory_of(x) for key, x in values.items()}
+    there_before = {key: x.detach() for key, x in values.items()} if look else {}
+    sums = {key: digest(x) for key, x in there_before.items()}
     with (
         adapting.placed(slots, [values[slot.key] for slot in slots], adapters) as there,
         buffers_in_place(loose, buffers, changing) as changed,
@@ -68,6 +77,8 @@ def loose_in_place(
         yield changed
         written = (slot for slot, value in there if slot.holder[slot.at] is not value)
         stray = next((key for key, x in versions.items() if values[key]._version != x), None)
+        stray = stray or next((key for key, x in at.items() if memory_of(values[key]) != x), None)
+        stray = stray or next((key for key, x in there_before.items() if not digest(x).equal(sums[key])), None)
         if (slot := next(written, None)) or stray:
             raise RuntimeError(
                 f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "
@@ -88,6 +99,7 @@ def buffers_in_place(
     changed: dict[str, Tensor] = {}
     given = {key: x.clone() if key in changing else x for key, x in values.items()}
     versions = {key: x._version for key, x in given.items() if key not in changing and not x.is_inference()}
+    memory = {key: memory_of(x) for key, x in given.items() if key not in changing}
     with placed(part.buffers, [given[slot.key] for slot in part.buffers]):
         yield changed
         for holder, at, key in part.buffers:
@@ -95,11 +107,22 @@ def buffers_in_place(
             if key in changing:
                 if key not in changed or now is not given[key]:  # it may have several places
                     changed[key] = now.detach()
-            elif now is not given[key] or now._version != versions.get(key, now._version):
+            elif (
+                now is not given[key]
+                or now._version != versions.get(key, now._version)
+                or memory_of(now) != memory[key]
+            ):
                 raise RuntimeError(
                     f"{part.path or 'the module'} writes into its buffer {key}, which would be lost: pass "
                     f"mutable=[{key!r}] to functional, and take the buffers back from each call"
                 )
+
+
+def memory_of(x: Tensor) -> int:
+    """A number of where its elements are, which another `.data` changes; 0 where nobody can say."""
+    if torch.compiler.is_compiling() or x.layout is not torch.strided:
+        return 0
+    return storage_of(functorch.unwrapped(x))
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class Returned:
         self.signature, self.plan, self.parameters, self.decoding = signature, plan, parameters, decoding
         self.at, self.held, self.looked = _at(parameters), held, looked
         self.twins = [p.detach() for ps in parameters for p in ps] if looked else []
-        self.digests = [_digest(p) for p in self.twins]
+        self.digests = [digest(p) for p in self.twins]
 
     def changed(self) -> bool:
         """Whether the function made something else of the tensors themselves."""
@@ -66,7 +66,7 @@ class Returned:
                 if not keeps_numbers(p, original):
                     raise RuntimeError(_assigned(self.signature, self.path(k), p, original))
         for k, (twin, before) in enumerate(zip(self.twins, self.digests, strict=True)):
-            if not torch.equal(_digest(twin), before):
+            if not torch.equal(digest(twin), before):
                 raise RuntimeError(_written(self.signature, self.path(k)))
             if each[k].grad is not None:
                 raise RuntimeError(_given_gradient(self.signature, self.path(k)))
@@ -124,7 +124,7 @@ def keeps_numbers(now: Any, before: Tensor) -> bool:
     return bool(((mine == rounded) | ((mine != mine) & (rounded != rounded))).all())  # or both nan
 
 
-def _digest(x: Tensor) -> Tensor:
+def digest(x: Tensor) -> Tensor:
     """Sums of the words of a contiguous tensor, along the rows and the columns of a square."""
     words = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
     words = words.view(_WORDS[words.itemsize])
