@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from shardfn.check.case import Case
-from shardfn.check.sums import made_by
-from shardfn.check.trace import Call, Trace
+from shardfn.check.trace import JOINING, Call, Given, Trace, given_by
 from shardfn.check.values import Evidence, Values
 from shardfn.check.words import line, named, target
-
-_TAKEN_AS_ONE = ("psum", "all_gather_invariant")
 
 
 def used(values: Values) -> list[Evidence]:
     """Which of the values that collectives made the same on all ranks go into a loss here, for ranks to compare."""
     trace = values.trace
     losses = [event.loss for event in trace.gradients()]
-    reached = _before(trace, losses) if losses else set()
+    if not losses:
+        return []
+    reached, given = _before(trace, losses), given_by(trace)
     calls = [event for event in trace.events if isinstance(event, Call) and event.own and not event.backward]
-    found = [(call, at) for call in calls for at in [made_by(trace, call, _TAKEN_AS_ONE)] if at is not None and losses]
+    found = [(call, at) for call in calls for at in [_made(given, call)] if at is not None]
     return [Evidence(values.key(call.site, -7), at, int(at in reached)) for call, at in found]
 
 
 def dropped(case: Case, call: Call) -> None:
     """A value that goes into the loss of some ranks, and not into that of others."""
     followed = call.own and not call.backward and not case.trace.prefix
-    at = made_by(case.trace, call, _TAKEN_AS_ONE) if followed else None
+    at = _made(case.given, call) if followed else None
     some = case.compared.watched.get(-1 if at is None else at, 0) & call.axes
     if not some or at is None or not case.types.depends[at] & case.asked:
         return
@@ -36,6 +35,11 @@ def dropped(case: Case, call: Call) -> None:
         f"it on others: its derivative is then not added up, and each rank's is its own part. Choose on all ranks, "
         f"by {fix}",
     )  # fmt: skip
+
+
+def _made(given: Given, call: Call) -> int | None:
+    """What a collective gave, if all ranks have that alike."""
+    return min((given[key] for op in JOINING if (key := (op, call.node, call.site)) in given), default=None)
 
 
 def _before(trace: Trace, ends: list[int]) -> set[int]:

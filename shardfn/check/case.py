@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from shardfn.check.findings import Finding, Kind
 from shardfn.check.sites import Site
-from shardfn.check.trace import Call, Gradient, Mask, Trace
-from shardfn.check.varying import SCALES, Varying, bits_of, is_number, roots_of, varying
+from shardfn.check.trace import Call, Given, Gradient, Mask, Node, Trace, given_by
+from shardfn.check.varying import SCALES, Varying, bits_of, is_number, over_roots, roots_of, varying
 from shardfn.check.words import root_of, target
+
+_ALIKE = ("pvary", "all_gather")  # of which the result varies by its type alone
+OWN_ROWS, _OTHER, _SINGLE = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Case:
         wrong: arguments that are not what they were declared, and along which axes.
         added: sums of what varies and of what does not, which are to be taken apart.
         partial: variables whose gradient is each rank's part, along which axes, and where it went.
+        given: what collectives gave: see `given_by`.
+        only: by node, the first that was made of it alone.
     """
 
     def __init__(self, trace: Trace, compared: Compared) -> None:
@@ -79,6 +84,15 @@ class Case:
         self.wrong: dict[int, Mask] = {}
         self.added: set[int] = set()
         self.partial: dict[int, tuple[Mask, str]] = {}
+        self.given: Given = given_by(trace)
+        self.only: dict[int, int] = {}
+        for at, node in enumerate(trace.nodes):
+            if len(node.parents) == 1:
+                self.only.setdefault(node.parents[0], at)
+        # By axis, of every value: rules ask of one after another, and a walk for each would take the square of them.
+        self._unlike: dict[Mask, list[int]] = {}
+        self._same: dict[Mask, list[bool]] = {}
+        self._of_rows: dict[Mask, list[int]] = {}
         self._ask()
 
     def _ask(self) -> None:
@@ -117,25 +131,40 @@ class Case:
 
     def alike(self, at: int, bit: Mask) -> bool:
         """Whether a value that varies has the same bits on all ranks: what `pvary` and `all_gather` give."""
-        return all(self.trace.nodes[r].op in ("pvary", "all_gather") for r in self.roots(at, bit))
+        if bit not in self._unlike:
+            nodes = self.trace.nodes
+            self._unlike[bit] = self._over_roots(bit, lambda at: int(nodes[at].op not in _ALIKE))
+        return not self._unlike[bit][at]
 
     def same(self, at: int, bit: Mask) -> bool:
         """Whether a value varies by its type alone: all ranks made it of what `pvary` and `all_gather` gave them."""
-        nodes, ahead, seen = self.trace.nodes, [at], set()
-        while ahead:
-            now = ahead.pop()
-            node = nodes[now]
-            if now in seen or not self.types.along[now] & bit:
-                continue
-            seen.add(now)
-            if node.effect == "plus" and node.axes & bit:
-                if node.op not in ("pvary", "all_gather") or node.backward:
-                    return False
-                continue
-            if node.root or node.effect == "exactly" or self.compared.nodes.get(now, 0) & bit:
-                return False
-            ahead += node.parents
-        return bool(self.types.along[at] & bit)
+        if bit not in self._same:
+            self._same[bit] = self._same_of(bit)
+        return bool(self.types.along[at] & bit) and self._same[bit][at]
+
+    def of_rows(self, bit: Mask) -> list[int]:
+        """Of each value, what makes it vary along an axis: `OWN_ROWS` where it is this rank's rows alone."""
+        if bit not in self._of_rows:
+            cut = {a.node for a in self.compared.arguments if a.rows & bit}
+            self._of_rows[bit] = self._over_roots(bit, lambda at: _rows_of(self.trace.nodes[at], at in cut, self.asked))
+        return self._of_rows[bit]
+
+    def _over_roots(self, bit: Mask, of: Callable[[int], int]) -> list[int]:
+        return over_roots(self.trace, self.types, bit, self.compared.nodes, of)
+
+    def _same_of(self, bit: Mask) -> list[bool]:
+        """Of each value, whether nothing but what gives all ranks the same makes it vary."""
+        found: list[bool] = []
+        for at, node in enumerate(self.trace.nodes):
+            if not self.types.along[at] & bit:
+                found.append(True)
+            elif node.effect == "plus" and node.axes & bit:
+                found.append(node.op in _ALIKE and not node.backward)
+            elif node.root or node.effect == "exactly" or self.compared.nodes.get(at, 0) & bit:
+                found.append(False)
+            else:
+                found.append(all(found[p] for p in node.parents))
+        return found
 
     def pieces(self, at: int) -> Mask:
         """The axes that cut the flat shard, or the gradient of one, of which a value has the elements, scaled."""
@@ -183,3 +212,10 @@ class Case:
     def gradients(self) -> list[Gradient]:
         """The gradients that the function asked for."""
         return self.trace.gradients()
+
+
+def _rows_of(node: Node, cut: bool, asked: Mask) -> int:
+    """What a value that begins to vary says of the rows of what is made of it."""
+    if cut and not node.variable & asked:
+        return OWN_ROWS | (_SINGLE if node.like is not None and node.like[0][:1] == (1,) else 0)
+    return 0 if node.op in _ALIKE or node.root in ("random", "parameter") else _OTHER

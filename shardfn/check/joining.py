@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from shardfn.check.case import Case
@@ -13,6 +15,7 @@ from shardfn.check.words import named, written
 _COPIES = ("detach", "alias", "clone", "view", "gradient", "lift_fresh", "_to_copy")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear", "einsum")
 _ADDS = {"add": "+", "sub": "-"}
+_LONGEST = 400  # of a sum that a fix spells out: one term added to itself doubles it each time
 _CHOOSE = ("argmax", "argmin", "topk", "sort", "std", "var", "median", "nanmedian", "kthvalue", "mode", "prod",
            "logsumexp", "linalg_vector_norm")  # fmt: skip
 _JOINED = {
@@ -59,34 +62,45 @@ def _plain(case: Case, at: int) -> int:
 
 def _term_by_term(case: Case, at: int, bit: Mask, names: str) -> str | None:
     """A sum of several terms that vary and of one that does not, each reduced where it stands."""
-    if len(_cut(case, at, bit)) != 2 or not _mixed(case, at, bit):
+    if len(_cut(case, at, bit)) != 2:
         return None
-    return _terms(case, at, bit, names)
+    said: dict[int, str | None] = {}
+    for k in sorted(_additions(case, at, bit)):  # what one is made of comes before it
+        if any(p in said or not case.types.along[p] & bit for p in case.trace.nodes[k].parents):
+            said[k] = _terms(case, k, bit, names, said)
+    return said.get(at)
 
 
-def _mixed(case: Case, at: int, bit: Mask) -> bool:
-    node = case.trace.nodes[at]
-    if node.op not in _ADDS or len(node.parents) != 2:
-        return False
-    return any(not case.types.along[p] & bit or _mixed(case, p, bit) for p in node.parents)
+def _additions(case: Case, at: int, bit: Mask) -> set[int]:
+    """The sums that vary of which a value was added up, itself among them."""
+    nodes, ahead, found = case.trace.nodes, [at], set[int]()
+    while ahead:
+        now = ahead.pop()
+        if now not in found and nodes[now].op in _ADDS and len(nodes[now].parents) == 2:
+            found.add(now)
+            ahead += [p for p in nodes[now].parents if case.types.along[p] & bit]
+    return found
 
 
-def _terms(case: Case, at: int, bit: Mask, names: str) -> str | None:
+def _terms(case: Case, at: int, bit: Mask, names: str, said: Mapping[int, str | None]) -> str | None:
+    """A sum with each term that varies reduced; None where that is not to be written, or not in a line."""
     node = case.trace.nodes[at]
     sides = node.site.sides if node.site is not None else None
-    if sides is None:
+    if sides is None or None in [said.get(p, "") for p in node.parents]:
         return None
     found: list[str | None] = []
     for p, side in zip(node.parents, sides, strict=True):
         if not case.types.along[p] & bit:
             found.append(side)
-        elif _mixed(case, p, bit):
-            found.append(_terms(case, p, bit, names))
+        elif p in said:
+            found.append(said[p])
         else:
             op = _partly(case, p, bit, None)[1]
             found.append(f"shardfn.{op}({side}, {names})" if op in ("psum", "pmean") else None)
     left, right = found
-    return None if left is None or right is None else f"{left} {_ADDS[node.op]} {right}"
+    if left is None or right is None or len(left) + len(right) > _LONGEST:
+        return None
+    return f"{left} {_ADDS[node.op]} {right}"
 
 
 def _ratio(case: Case, at: int, bit: Mask, names: str) -> str | None:

@@ -57,7 +57,6 @@ def _only_drawn(case: Case, node: Node, drawn: set[int]) -> bool:
 def _told_where_met(case: Case, at: int, drawn: set[int], told: set[int]) -> None:
     node = case.trace.nodes[at]
     for noise in drawn.intersection(node.parents):
-        first = min(_origins(case, noise, drawn))
         others = [p for p in node.parents if p not in drawn and _for_each_row(case, noise, p, at)]
         same = sum(b for b in bits_of(~case.types.along[noise] & functools.reduce(
             operator.or_, [rows(case, p) for p in others], 0)))  # fmt: skip
@@ -65,7 +64,7 @@ def _told_where_met(case: Case, at: int, drawn: set[int], told: set[int]) -> Non
         if not same or same in told:  # the first says it for all that draw alike
             continue
         told.add(same)
-        made, names = case.trace.nodes[first], named(case.trace.names(same))
+        made, names = case.trace.nodes[min(_origins(case, noise, drawn))], named(case.trace.names(same))
         fix = f"generator=shardfn.fold_in(seed, {names})"
         default = f"torch.manual_seed(shardfn.fold_in(seed, {names}).initial_seed())"
         case.add(
@@ -78,13 +77,15 @@ def _told_where_met(case: Case, at: int, drawn: set[int], told: set[int]) -> Non
 
 def _origins(case: Case, noise: int, drawn: set[int]) -> list[int]:
     """Where random numbers were drawn."""
-    ahead, found = [noise], []
+    ahead, seen, found = [noise], {noise}, []
     while ahead:
         now = ahead.pop()
         if case.trace.nodes[now].root == "random":
             found.append(now)
         else:
-            ahead += [p for p in case.trace.nodes[now].parents if p in drawn]
+            more = {p for p in case.trace.nodes[now].parents if p in drawn and p not in seen}
+            seen.update(more)
+            ahead += more
     return found
 
 

@@ -6,10 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from shardfn.check.case import Case
+from shardfn.check.case import OWN_ROWS, Case
 from shardfn.check.joining import PRODUCTS
 from shardfn.check.scaling import may_be, scaled_later
-from shardfn.check.trace import Call, Mask, Trace
+from shardfn.check.trace import Call, Mask
 from shardfn.check.varying import SCALES, bits_of
 from shardfn.check.words import line, named
 
@@ -189,14 +189,16 @@ def _is_partial(case: Case, at: int, bit: Mask) -> bool:
 
 def _terms(case: Case, at: int) -> Iterator[int]:
     """The additions by which a value was made, and nothing after them but scaling."""
-    nodes, ahead = case.trace.nodes, [at]
+    nodes, ahead, seen = case.trace.nodes, [at], {at}
     while ahead:
         now = ahead.pop()
         node = nodes[now]
         if node.op in _ADDS and len(node.parents) == 2:
             yield now
         if node.op in SCALES and node.op not in _SUMS_UP and node.effect == "union" and not node.root:
-            ahead += [p for p in node.parents if nodes[p].like == node.like]
+            more = [p for p in dict.fromkeys(node.parents) if nodes[p].like == node.like and p not in seen]
+            seen.update(more)
+            ahead += more
 
 
 def _weighed(case: Case, call: Call, axes: Mask) -> bool:
@@ -221,17 +223,7 @@ def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
 
 def rows(case: Case, at: int) -> Mask:
     """The axes along which a value is made of this rank's rows alone."""
-    return sum(bit for bit in bits_of(case.types.along[at]) if _ofrows(case, at, bit))
-
-
-def _ofrows(case: Case, at: int, bit: Mask) -> bool:
-    cut = {a.node for a in case.compared.arguments if a.rows & bit}
-    roots = case.roots(at, bit)
-    nodes = [case.trace.nodes[r] for r in roots]
-    alike = [n.op in ("pvary", "all_gather") or n.root in ("random", "parameter") for n in nodes]
-    own = [r in cut and not n.variable & case.asked for r, n in zip(roots, nodes, strict=True)]
-    single = any(n.like is not None and n.like[0][:1] == (1,) for n, mine in zip(nodes, own, strict=True) if mine)
-    return any(own) and all(a or b for a, b in zip(alike, own, strict=True)) and not single
+    return sum(bit for bit in bits_of(case.types.along[at]) if case.of_rows(bit)[at] == OWN_ROWS)
 
 
 def _by_parts(case: Case, mean: int) -> bool:
@@ -252,23 +244,13 @@ def _by_parts(case: Case, mean: int) -> bool:
 
 def _sum_of(case: Case, call: Call) -> int | None:
     """What the sum over ranks gave."""
-    return made_by(case.trace, call, ("psum",))
-
-
-def made_by(trace: Trace, call: Call, ops: tuple[str, ...]) -> int | None:
-    """What a collective gave, if it is one of these."""
-    for at in range(call.node + 1, len(trace.nodes)):
-        node = trace.nodes[at]
-        if node.op in ops and node.parents == (call.node,) and node.site == call.site:
-            return at
-    return None
+    return case.given.get(("psum", call.node, call.site))
 
 
 def _averaged(case: Case, call: Call) -> int | None:
     """Where `pmean` divides by the ranks."""
     made = _sum_of(case, call)
-    after = range(len(case.trace.nodes)) if made is None else range(made + 1, len(case.trace.nodes))
-    return next((k for k in after if made is not None and case.trace.nodes[k].parents == (made,)), None)
+    return None if made is None else case.only.get(made)
 
 
 def _scaled(case: Case, start: int) -> Iterator[tuple[int, float]]:

@@ -195,3 +195,17 @@ class Trace:
     def names(self, axes: Mask) -> tuple[str, ...]:
         """The axes in a set."""
         return tuple(name for i, name in enumerate(self.axes) if axes >> i & 1)
+
+
+JOINING = ("psum", "all_gather_invariant")
+"""Collectives that make one value for all ranks, which has a derivative on each."""
+Given = dict[tuple[str, int, Site | None], int]
+
+
+def given_by(trace: Trace) -> Given:
+    """What such collectives gave first, by which it was, the node that it was given, and where."""
+    found: Given = {}
+    for at, node in enumerate(trace.nodes):
+        if node.op in JOINING and len(node.parents) == 1:
+            found.setdefault((node.op, node.parents[0], node.site), at)
+    return found

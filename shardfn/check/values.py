@@ -135,8 +135,9 @@ class Values:
         owner, number, memories = _owner(x), id(_owner(x)), self._memories
 
         def freed(gone: weakref.ref[Any]) -> None:
-            if number in memories and memories[number].owner is gone:
-                del memories[number]
+            known = memories.get(number)
+            if known is not None and known.owner is gone:
+                memories.pop(number, None)  # on a thread of autograd's own, while the call's may forget all
 
         # Not a weak reference of C++, by which the head of freed memory stays, and with it a hole that nothing fits.
         made = memories[number] = _Memory(weakref.ref(owner, freed), node)

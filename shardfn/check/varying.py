@@ -7,10 +7,10 @@ given does; `psum` takes the axis away, `pvary` adds it. What follows a value be
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shardfn.check.trace import Gradient, Mask, Node, Trace
+from shardfn.check.trace import JOINING, Gradient, Mask, Node, Trace
 
 SCALES = frozenset({
     "neg", "mul", "div", "add", "sub", "view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "clone", "alias",
@@ -24,7 +24,6 @@ MEANS = frozenset({
     "multilabel_margin_loss_forward",
 })  # fmt: skip
 _MOST = 8  # divisors that are kept besides the last
-_JOINING = ("psum", "all_gather_invariant")
 
 
 @dataclass
@@ -111,7 +110,7 @@ def _type(found: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> N
         depends |= found.depends[p]
     found.depends.append(depends)
     own = 0
-    if node.effect == "minus" and node.op in _JOINING and node.records and not node.backward and depends:
+    if node.effect == "minus" and node.op in JOINING and node.records and not node.backward and depends:
         own = 1 << len(trace.variables) + len(found.sums)
         found.sums.append(at)
     free, met, updated = [], [], []
@@ -248,19 +247,34 @@ def roots_of(trace: Trace, types: Varying, at: int, bit: Mask, differs: Mapping[
         if now in seen or not types.along[now] & bit:
             continue
         seen.add(now)
-        node = trace.nodes[now]
-        passes = node.effect in ("union", "plus") or (node.effect == "minus" and not node.axes & bit)
-        more = [p for p in node.parents if types.along[p] & bit] if passes else []
-        if more and differs.get(now, 0) & bit and not node.root:  # by a number, and by what it was given
-            found.append(now)
-            ahead.extend(more)
-        elif (
-            not more
-            or node.root == "statistics"
-            or (differs.get(now, 0) & bit and node.root)
-            or (node.effect == "plus" and node.axes & bit and node.op in ("all_gather",))
-        ):
-            found.append(now)
-        else:
-            ahead.extend(more)
+        begins, more = _begins(trace, types, now, bit, differs)
+        found += [now] * begins
+        ahead += more
     return sorted(found, reverse=True)
+
+
+def _begins(trace: Trace, types: Varying, at: int, bit: Mask, differs: Mapping[int, Mask]) -> tuple[bool, list[int]]:
+    """Whether a value that varies along an axis begins to do so there, and the others by which it does."""
+    node = trace.nodes[at]
+    passes = node.effect in ("union", "plus") or (node.effect == "minus" and not node.axes & bit)
+    more = [p for p in node.parents if types.along[p] & bit] if passes else []
+    differ = bool(differs.get(at, 0) & bit)
+    if more and differ and not node.root:  # by a number, and by what it was given
+        return True, more
+    gathers = node.effect == "plus" and bool(node.axes & bit) and node.op == "all_gather"
+    begins = not more or node.root == "statistics" or differ or gathers
+    return begins, [] if begins else more
+
+
+def over_roots(
+    trace: Trace, types: Varying, bit: Mask, differs: Mapping[int, Mask], of: Callable[[int], int]
+) -> list[int]:
+    """For each node, all that `of` says of the nodes at which it begins to vary along an axis, as bits."""
+    found: list[int] = []
+    for at in range(len(trace.nodes)):
+        begins, more = _begins(trace, types, at, bit, differs) if types.along[at] & bit else (False, [])
+        said = of(at) if begins else 0
+        for p in more:
+            said |= found[p]
+        found.append(said)
+    return found

@@ -171,7 +171,7 @@ class Checked:
         if self.recorder.trace.prefix:
             _log.info("%s: the call is long: only its beginning was checked, and what it returned", self.name)
         with _silently():
-            found = self.ranks.together(judged(self.recorder.trace, compared))
+            found = self.ranks.together(lambda: judged(self.recorder.trace, compared))
         every = tuple(sorted(found, key=lambda one: one.kind in LAST))
         if any(one.kind not in PROBABLY for one in every):
             raise VaryingError(said(self.name, every, False), every)
@@ -234,7 +234,14 @@ class Checked:
         # What is passed and returned may be another tree on each rank: where it is not, ranks compare by place.
         paths = keys([*(a.path for a in self.arguments), *(path for path, _, _ in results)])
         trace = self.recorder.trace
-        digests = [digest(evidence), digest(counts), digest(watched), len(shown), hash(tuple(paths)), trace.prefix]
+        digests = [
+            digest(evidence),
+            digest(counts),
+            digest(watched),
+            len(shown),
+            hash((*paths, *(allowed for *_, allowed in results))),
+            trace.prefix,
+        ]
         rows = ranks.gathered(torch.tensor(digests))
         apart, trace.prefix = ranks.along(rows), bool(rows[:, -1].any())
         spread = functools.partial(ranks.spread, absent=not trace.prefix)  # each rank's ends somewhere else

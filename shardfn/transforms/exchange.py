@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,15 @@ from torch import Tensor
 from shardfn.check.bits import pieces
 from shardfn.check.findings import Finding
 from shardfn.check.trace import Mask
-from shardfn.check.values import Evidence
+from shardfn.check.values import Evidence, like_of
 from shardfn.collectives import agree, kernels
 from shardfn.mesh.axes import axis_of, sizes
 from shardfn.mesh.grid import Axis
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+_LONGEST = 2000  # of what a rank says of an error
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,16 @@ class Exchange:
         return axis_of(self.mesh, tuple(sizes(self.mesh)))
 
     def beyond_rounding(self, x: Tensor, axes: Mask) -> Mask:
-        """Those of the axes along which numbers differ by more than the order in which they may have been added."""
-        if not axes or not (x.is_floating_point() or x.is_complex()) or x.layout is not torch.strided or not x.numel():
+        """Those of the axes along which numbers differ by more than the order in which they may have been added.
+
+        Every rank calls it with the same axes.
+        """
+        if not axes:
             return axes
-        kind = int.from_bytes(hashlib.blake2b(f"{x.dtype}{x.shape}".encode(), digest_size=7).digest(), "big")
-        if any(self.along(self.gathered(torch.tensor([kind])))):
+        kind = keys([f"{like_of(x)} {x.layout} {x.is_nested} {x.device.type}"])
+        if any(self.along(self.gathered(torch.tensor(kind)))) or x.is_nested or x.layout is not torch.strided:
+            return axes  # where ranks have other kinds, none of them may go by its own
+        if not (x.is_floating_point() or x.is_complex()) or not x.numel():
             return axes
         for k, name in enumerate(self.axes):
             if axes >> k & 1 and not self._apart(x.detach(), axis_of(self.mesh, name).group):
@@ -101,16 +108,30 @@ class Exchange:
                     found[node] = found.get(node, 0) | 1 << k
         return found
 
-    def together(self, own: list[Finding]) -> list[Finding]:
-        """What any rank has found."""
-        text = json.dumps([dataclasses.astuple(one) for one in own]).encode()
-        many, longest = self.gathered(torch.tensor([len(own), len(text)])).amax(0).tolist()
+    def together(self, find: Callable[[], list[Finding]]) -> list[Finding]:
+        """What any rank finds.
+
+        Raises:
+            RuntimeError: a rank could not look, and which, on all of them.
+        """
+        failed: Exception | None = None
+        own: list[Any] = []
+        try:
+            own = [dataclasses.astuple(one) for one in find()]
+        except Exception as error:  # the others wait for what this rank says
+            failed = error
+        said = own if failed is None else f"{type(failed).__name__}: {failed}"[:_LONGEST]
+        text = json.dumps(said).encode()
+        many, longest = self.gathered(torch.tensor([len(said), len(text)])).amax(0).tolist()
         if not many:
             return []
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = self.gathered(padded)
         told = [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+        for rank, some in enumerate(told):
+            if isinstance(some, str):
+                raise RuntimeError(f"{self.name}: rank {rank} failed to check the call: {some}") from failed
         every = [Finding(kind, tuple(axes), *words) for some in told for kind, axes, *words in some]
         return list({(one.kind, one.axes, one.path, one.path or one.text): one for one in reversed(every)}.values())[
             ::-1
