@@ -8,7 +8,8 @@ from benchmarks.structure import circles, floors, house
 
 # From below: each imports only what stands before it.
 ORDER = [
-    "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers", "shards", "testing", "transforms",
+    "quoting", "compat", "debugging", "mesh", "quant", "check", "collectives", "tiers", "shards", "testing",
+    "transforms",
     "optim", "checkpoint", "stages", "plan", "parallel", "interop", "lora", "run", "translate", "cli",
 ]  # fmt: skip
 

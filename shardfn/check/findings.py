@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shardfn.quoting import MOST, short
+
 Kind = Literal[
     "output", "gradient", "sum", "vary", "losses", "means", "whole", "inner", "branch", "replica", "same", "batch_norm",
     "closure", "collectives",
@@ -65,30 +67,20 @@ class VaryingWarning(UserWarning):
         self.findings = findings
 
 
-MOST = 2000
-"""Characters of a message, whatever the tree."""
-
-
 def said(name: str, findings: tuple[Finding, ...], probably: bool) -> str:
     """The first findings, as many as go into one message, and how many there are besides."""
-    head = f"{_short(name, 200)}: " + (
+    head = f"{short(name, 200)}: " + (
         "probably not meant" if probably else "what ranks hold is not what the function declares (shapes are right)"
     )
     if len(findings) == 1:
-        return f"{head}: {_short(str(findings[0]), MOST - len(head) - 2)}"
+        return f"{head}: {short(str(findings[0]), MOST - len(head) - 2)}"
     lines = [f"{head}; {len(findings)} findings, first cause first:"]
     left = MOST - len(lines[0]) - 60  # for the last line
     for i, one in enumerate(findings, 1):
-        line = f"  {i}. {_short(str(one), 900)}"
+        line = f"  {i}. {short(str(one), 900)}"
         if len(line) + 1 > left:
             lines.append(f"  and {len(findings) - i + 1} more, in the error's findings")
             break
         lines.append(line)
         left -= len(line) + 1
     return "\n".join(lines)
-
-
-def _short(text: str, most: int) -> str:
-    """A text without its middle, if it is longer: what is wrong stands first, and what to write last."""
-    half = (most - 5) // 2
-    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"

@@ -18,6 +18,7 @@ from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import is_dtensor, joined
 from shardfn.quant.packed import Packed, is_packed
+from shardfn.quoting import findings
 from shardfn.shards import blocks
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import FlatShard, Layout, is_flat
@@ -194,7 +195,7 @@ def contents(state: Any, *, shared: bool) -> Contents:
             found.by_rank.add(name)
     if wrong:
         raise TypeError(
-            f"a checkpoint holds flat shards, tensors, numbers, strings and generators; {'; '.join(wrong)}: convert "
+            f"a checkpoint holds flat shards, tensors, numbers, strings and generators; {findings(wrong)}: convert "
             f"them (`.item()`, `str()`, `torch.as_tensor()`), or leave them out"
         )
     return found

@@ -23,6 +23,7 @@ from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, Scalar, lack
 from shardfn.checkpoint.items import Flaw, checked
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
+from shardfn.quoting import listed
 from shardfn.tiers import copying, mapping
 
 MODELS = (safetensors.MODEL, safetensors.INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -95,7 +96,7 @@ class FileReader:
             names = [name for name in where if where[name] == file.name]
             lacking = [name for name in names if name and name not in found.places]
             if lacking:
-                raise CheckpointError(f"{file} has no {', '.join(lacking)}, though {path.name} says so")
+                raise CheckpointError(f"{file} has no {listed(lacking)}, though {path.name} says so")
             self.source.add(found)
             self.tensors |= mapped
             self._mapped |= _places(file, mapped.values())

@@ -26,8 +26,8 @@ from shardfn.collectives import functional
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.mesh.which import listed
 from shardfn.quant.packed import Packed
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.tiers.copying import read
@@ -40,6 +40,7 @@ STEP = 2**23  # bytes that are gathered or written at a time
 
 
 @waiting.during("sf.checkpoint.export")
+@short_errors
 def export(
     path: str | os.PathLike[str],
     params: Any,
@@ -108,6 +109,7 @@ def export(
 
 
 @waiting.during("sf.checkpoint.import_")
+@short_errors
 def import_(
     path: str | os.PathLike[str],
     like: Any,

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from shardfn.quoting import listed
+
 STEP = 2**22  # bytes that are read at a time
 
 
@@ -107,5 +109,5 @@ def checked(
     if sum("/data/" not in name for name in wrong) == others:
         return {}
     if wrong:
-        raise Flaw(f"its own checksum does not fit, in {', '.join(wrong)}")
+        raise Flaw(f"its own checksum does not fit, in {listed(wrong)}")
     return {info.filename: info.CRC for info in records if "/data/" in info.filename}

@@ -26,6 +26,7 @@ from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
+from shardfn.quoting import findings, listed, short_errors
 from shardfn.tiers import copying
 
 _log = logging.getLogger("shardfn")
@@ -55,17 +56,18 @@ class Differences:
     def __str__(self) -> str:
         said = []
         if self.missing:
-            said.append(f"missing in the checkpoint: {', '.join(self.missing)}")
+            said.append(f"missing in the checkpoint: {listed(self.missing)}")
         if self.extra:
-            said.append(f"in the checkpoint, but not in the tree: {', '.join(self.extra)}")
+            said.append(f"in the checkpoint, but not in the tree: {listed(self.extra)}")
         for what, found in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
             each = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in found.items()]
             if each:
-                said.append(f"of another {what}: {', '.join(each)}")
-        return "; ".join(said) or "nothing differs"
+                said.append(f"of another {what}: {listed(each)}")
+        return findings(said) or "nothing differs"
 
 
 @waiting.during("sf.checkpoint.load")
+@short_errors
 def load(
     path: str | os.PathLike[str],
     like: Any,
@@ -326,12 +328,12 @@ def _hint(differ: Differences, names: dict[str, Name], source: Any, asked: Asked
     """Where all that is missing is."""
     every = [*source.tensors, *source.numbers]
     if asked.part and not any(_inside(name, asked.part) for name in every):
-        parts = ", ".join(dict.fromkeys(name.partition(".")[0] for name in every))
+        parts = listed(dict.fromkeys(name.partition(".")[0] for name in every))
         return f". There is no part {asked.part!r}: the first keys are {parts}"
     if names or not differ.missing:
         return asked.advice if differ.missing else ""
-    short = [said.partition(" (here ")[0] for said in differ.missing]
-    part = part_with(short, every)
+    plain = [said.partition(" (here ")[0] for said in differ.missing]
+    part = part_with(plain, every)
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
 
 
@@ -358,11 +360,9 @@ def _compare_one(differ: Differences, said: str, source: Any, there: Name, wante
 
 def _unusable(names: dict[str, Name]) -> str:
     """What a load that failed on the way may have written to, on some rank."""
-    listed = list(names)
-    more = f" and {len(listed) - 8} more" if len(listed) > 8 else ""
     return (
         f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
-        f"{', '.join(listed[:8])}{more}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
+        f"{listed(names)}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
     )
 
 

@@ -25,6 +25,7 @@ from shardfn.checkpoint.contents import Kind, Scalar
 from shardfn.checkpoint.disk import write_whole
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.compat import dcp
+from shardfn.quoting import listed
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
 FORMAT = "shardfn checkpoint 1"
@@ -151,9 +152,7 @@ def _read(path: Path, body: dict[str, Any]) -> Manifest:
         )
     unknown = {one["dtype"] for one in body["tensors"].values() if not hasattr(torch, one["dtype"])}
     if unknown:
-        raise CheckpointError(
-            f"{path} has tensors of {', '.join(sorted(unknown))}, which torch {torch.__version__} lacks"
-        )
+        raise CheckpointError(f"{path} has tensors of {listed(sorted(unknown))}, which torch {torch.__version__} lacks")
     tensors = {
         name: Kind(getattr(torch, one["dtype"]), tuple(one["shape"]), one.get("meant", ""))
         for name, one in body["tensors"].items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from shardfn.checkpoint.boxes import Box, Ints
 from shardfn.checkpoint.contents import Kind
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import joined
+from shardfn.quoting import listed
 
 Rule = tuple[str, str] | tuple[str, str, str]
 """`(regular expression, template)`, or these and `"T"`: a name of ours that the first matches becomes the second."""
@@ -80,8 +80,7 @@ def _parsed(rules: Sequence[Rule], names: Sequence[str]) -> list[_Parsed]:
     parsed = [(re.compile(rule[0]), rule[1], len(rule) == 3) for rule in rules]
     idle = [repr(pattern.pattern) for pattern, *_ in parsed if not any(map(pattern.fullmatch, names))]
     if idle:
-        some = [*itertools.islice(names, 8)]
-        raise CheckpointError(f"no parameter matches {', '.join(idle)}; the first of them are {', '.join(some)}")
+        raise CheckpointError(f"no parameter matches {listed(idle)}; they are {listed(names)}")
     return parsed
 
 

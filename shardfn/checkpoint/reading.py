@@ -23,6 +23,7 @@ from shardfn.checkpoint.items import Flaw, checked, unpickled
 from shardfn.checkpoint.manifest import Chunk
 from shardfn.checkpoint.sources import Source
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.quoting import listed
 from shardfn.tiers import copying
 from shardfn.tiers.tensors import on_disk
 
@@ -188,9 +189,7 @@ class Reader:
                 has, needed = os.fstat(descriptor).st_size, max(one.offset + one.length for one, *_ in chunks)
             if has < needed:
                 names = dict.fromkeys(name for one, name, _ in chunks if one.offset + one.length > has)
-                raise CheckpointError(
-                    f"{path} is damaged: it ends after {has} of {needed} bytes, in {', '.join(names)}"
-                )
+                raise CheckpointError(f"{path} is damaged: it ends after {has} of {needed} bytes, in {listed(names)}")
 
     def fill(self, wanted: Wanted) -> None:
         """Fills each box's values, of whatever dtype, from the tensor of its name.

@@ -26,6 +26,7 @@ from shardfn.checkpoint.boxes import Ints
 from shardfn.checkpoint.contents import Kind
 from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.quoting import listed
 
 MODEL, INDEX, HEADER = "model.safetensors", "model.safetensors.index.json", "__metadata__"
 OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
@@ -262,11 +263,11 @@ def stored_in(path: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for file in sorted(set(where.values())):
         inside = _inside(path.parent / file)
-        listed = [name for name in where if where[name] == file]
-        lacking = [name for name in listed if name not in inside]
+        there = [name for name in where if where[name] == file]
+        lacking = [name for name in there if name not in inside]
         if lacking:
-            raise CheckpointError(f"{path.parent / file} has no {', '.join(lacking)}, though {path.name} says so")
-        stored |= {name: inside[name] for name in listed}
+            raise CheckpointError(f"{path.parent / file} has no {listed(lacking)}, though {path.name} says so")
+        stored |= {name: inside[name] for name in there}
     return stored
 
 

@@ -24,6 +24,7 @@ from shardfn.checkpoint.manifest import Manifest
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.checkpoint.writer import Writer
 from shardfn.mesh import waiting
+from shardfn.quoting import findings, listed, short_errors
 from shardfn.tiers import copying
 from shardfn.tiers.copying import arrivals
 
@@ -33,6 +34,7 @@ _log = logging.getLogger("shardfn")
 
 
 @waiting.during("sf.checkpoint.save")
+@short_errors
 def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, overwrite: bool = False) -> None:
     """Writes training state, on all ranks together, to a folder that all of them see.
 
@@ -121,6 +123,7 @@ class Pending:
 
 
 @waiting.during("sf.checkpoint.save_async")
+@short_errors
 def save_async(
     path: str | os.PathLike[str],
     state: Any,
@@ -323,7 +326,7 @@ class Save:
         wrong = [name for name in differ if name not in self.found.by_rank]
         if wrong:
             raise ValueError(
-                f"save {self.path}: {', '.join(wrong[:8])} {'have' if len(wrong) > 1 else 'has'} other numbers on some "
+                f"save {self.path}: {listed(wrong)} {'have' if len(wrong) > 1 else 'has'} other numbers on some "
                 f"ranks than on others; what each rank has its own of goes into ByRank(...)"
             )
         return differ
@@ -337,9 +340,7 @@ class Save:
                 for name in names
             ]
         raise ValueError(
-            f"save {self.path}: ranks differ: {'; '.join(wrong[:8])}"
-            f"{f' and {len(wrong) - 8} more' if len(wrong) > 8 else ''}. What each rank has its own of goes into "
-            f"ByRank(...)"
+            f"save {self.path}: ranks differ: {findings(wrong)}. What each rank has its own of goes into ByRank(...)"
         )
 
     def _own(self, alone: list[str]) -> Manifest:

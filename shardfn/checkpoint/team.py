@@ -12,12 +12,16 @@ import torch.distributed as dist
 from shardfn.mesh import waiting
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.groups import cpu_group
+from shardfn.quoting import bounded, findings, listed
 
 T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written or read; the same on every rank."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(bounded(message))
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Team:
                 failed.setdefault(wrong, []).append(rank)
         if failed:
             where = [f"{_on(ranks, self.size)}{wrong}" for wrong, ranks in failed.items()]
-            raise CheckpointError(f"{what}: {'; '.join(where)}") from cause
+            raise CheckpointError(f"{what}: {findings(where)}") from cause
         return mine, [result for result, _ in every]  # type: ignore[misc]
 
 
@@ -103,7 +107,9 @@ def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
         return Team(0, 1)
     found = {tuple(sorted(grid.ranks)) for grid in grids} or {tuple(range(dist.get_world_size()))}
     if len(found) > 1:
-        raise ValueError(f"a checkpoint is of one mesh, or of several with the same ranks; here are {sorted(found)}")
+        raise ValueError(
+            f"a checkpoint is of one mesh, or of several with the same ranks; here are {listed(sorted(found))}"
+        )
     ranks = list(found.pop())
     if len(ranks) == 1:
         return Team(0, 1)
@@ -132,4 +138,4 @@ def _nothing() -> None:
 def _on(ranks: list[int], size: int) -> str:
     if len(ranks) == size:
         return ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
+    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: "

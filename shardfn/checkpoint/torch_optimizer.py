@@ -25,6 +25,7 @@ from shardfn.checkpoint.sources import Source
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
+from shardfn.quoting import listed, short_errors
 
 SLOTS = {"mean": "exp_avg", "square": "exp_avg_sq"}
 NUMBERS: dict[str, tuple[str, int | None]] = {  # ours, and torch's, of which it may be one of two
@@ -35,6 +36,7 @@ Make = type[torch.optim.Adam] | type[torch.optim.AdamW]
 Group = dict[str, Any]
 
 
+@short_errors
 def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) -> dict[str, Any]:
     """The state of `adam` or `adamw` as torch's optimizers have it, for `save`.
 
@@ -60,7 +62,7 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
     _check(state, make)
     unknown = sorted(set(numbers) - set(NUMBERS))
     if unknown:
-        raise TypeError(f"torch_optimizer: unknown numbers {', '.join(unknown)}; there are {', '.join(NUMBERS)}")
+        raise TypeError(f"torch_optimizer: unknown numbers {listed(unknown)}; there are {listed(NUMBERS)}")
     given = {**state["numbers"], **numbers}
     moments: dict[str, dict[str, Any]] = {}
     groups: dict[tuple[float, ...], list[str]] = {}
@@ -74,6 +76,7 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
 
 
 @waiting.during("sf.checkpoint.load_torch_optimizer")
+@short_errors
 def load_torch_optimizer(
     path: str | os.PathLike[str],
     state: Any,
@@ -143,7 +146,7 @@ def _check(state: Any, make: Any) -> None:
     if make not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(f"of torch's optimizers it knows torch.optim.AdamW and torch.optim.Adam, not {make!r}")
     if not isinstance(state, dict) or set(state) != {"step", "numbers", *SLOTS}:
-        has = f"a dict of {', '.join(map(str, state))}" if isinstance(state, dict) else f"a {type(state).__name__}"
+        has = f"a dict of {listed(state)}" if isinstance(state, dict) else f"a {type(state).__name__}"
         raise TypeError(
             f"this takes the state of shardfn.optim.adam or adamw, not {has}; where one of them is the last of a "
             f"chain, its state is state[-1]"
@@ -197,7 +200,7 @@ def _steps(reader: Readers, part: str, theirs: list[str]) -> int:
         else:
             missing.append(full)
     if missing:
-        raise CheckpointError(f"missing in the checkpoint: {', '.join(missing)}")
+        raise CheckpointError(f"missing in the checkpoint: {listed(missing)}")
     counts = sorted(set(found.values()))
     if len(counts) > 1:
         some = [next(name for name in found if found[name] == count) for count in counts[:2]]
@@ -228,7 +231,7 @@ def _groups(reader: Readers, part: str, theirs: list[str]) -> dict[str, Group]:
         }
     wrong = [one for one in theirs if not by_name.get(one)]
     if wrong:
-        raise CheckpointError(f"no group of {prefix[:-1]} in the checkpoint has {', '.join(wrong[:8])}")
+        raise CheckpointError(f"no group of {prefix[:-1]} in the checkpoint has {listed(wrong)}")
     read: dict[int, Group] = {}
     for one in theirs:
         group = by_name[one]

@@ -16,6 +16,7 @@ from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, rea
 from shardfn.checkpoint.reading import Buffer, Report, blocks, elements, extent, meter, silent
 from shardfn.checkpoint.sources import found_at, torchs
 from shardfn.checkpoint.team import CheckpointError
+from shardfn.quoting import short_errors
 
 Count = Callable[[int], None]
 
@@ -52,6 +53,7 @@ class Verdict:
     damage: list[Damage]
 
 
+@short_errors
 def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
     """Reads every byte of a checkpoint, and compares checksums. One process does it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from shardfn.mesh.axes import axis_of, sizes
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import cpu_group
 from shardfn.mesh.verdict import ranks_named
+from shardfn.quoting import bounded, findings, short
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,8 +66,8 @@ def agree(
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     alone = (
-        f"{name}: {what} are new to this rank ({'; '.join(described[:6])}), and not every other rank has come to "
-        f"compare"
+        f"{name}: {what} are new to this rank ({short('; '.join(described[:6]), 800)}), and not every other rank "
+        f"has come to compare"
     )
     row = torch.tensor([digest, -len(text) if mine else len(text)])
     try:
@@ -73,7 +75,7 @@ def agree(
             digests, marked = gathered(row, mesh, axes, f"comparing {what}", name, alone).T.tolist()
     except RuntimeError as error:
         more = alone if waiting.elsewhere(error) else f"{alone}. {advice}"
-        raise RuntimeError(f"{error}. {more}") from waiting.cause(error)
+        raise RuntimeError(bounded(f"{error}. {more}")) from waiting.cause(error)
     if len(set(digests)) == 1:
         return
     positions.alike()
@@ -86,15 +88,17 @@ def agree(
         raise mine
     if any(failed):
         rank = failed.index(True)
-        raise ValueError(f"{name}: rank {rank} failed: {' '.join(lines[rank][1:]).removeprefix(f'{name}: ')}")
+        worded = " ".join(lines[rank][1:]).removeprefix(f"{name}: ")
+        raise ValueError(bounded(f"{name}: rank {rank} failed: {worded}"))
     elsewhere = {line[0].partition(_CALLED)[0] for line in lines}
     if len(elsewhere) > 1:
         each = [": ".join(filter(None, some[:2])) for some in lines]
         raise ValueError(f"{name}: ranks do different things: {told(whole, each)}. {ALIKE}")
     rank = next(r for r, digest in enumerate(digests) if digest != digests[0])
-    only = [f"rank 0 has {line}{_called(lines[0])}" for line in lines[0][1:] if line not in lines[rank]][:3]
-    only += [f"rank {rank} has {line}{_called(lines[rank])}" for line in lines[rank][1:] if line not in lines[0]][:3]
-    raise ValueError(f"{name}: {what} differ between ranks: {'; '.join(only)}. {advice}")
+    first = [f"rank 0 has {line}{_called(lines[0])}" for line in lines[0][1:] if line not in lines[rank]]
+    other = [f"rank {rank} has {line}{_called(lines[rank])}" for line in lines[rank][1:] if line not in lines[0]]
+    only = [line for pair in itertools.zip_longest(first, other) for line in pair if line]
+    raise ValueError(f"{name}: {what} differ between ranks: {findings(only, 6)}. {advice}")
 
 
 def _called(lines: list[str]) -> str:
@@ -113,7 +117,7 @@ def told(along: Axis, said: Sequence[str]) -> str:
     ranks = sorted(dist.get_process_group_ranks(process_groups.group_of(along.group)))
     for rank, one in zip(ranks, said, strict=True):
         who.setdefault(one, []).append(rank)
-    return "; ".join(f"{ranks_named(some)} {'has' if len(some) == 1 else 'have'} {one}" for one, some in who.items())
+    return findings((f"{ranks_named(some)} {'has' if len(some) == 1 else 'have'} {one}" for one, some in who.items()))
 
 
 def gathered(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardfn.interop.anatomy import Part, Slot, placed
 from shardfn.mesh.spec import joined
+from shardfn.quoting import listed
 from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
 
 
@@ -89,7 +90,7 @@ class Adapting:
             plain += self._elsewhere(elsewhere, slots, plain, instead)
         if lost := set(adapters) - used:
             raise ValueError(
-                f"adapters: {self.part.path or 'the module'} has no parameter for {', '.join(map(repr, sorted(lost)))}"
+                f"adapters: {self.part.path or 'the module'} has no parameter for {listed(map(repr, sorted(lost)))}"
             )
         with placed([slot for slot, _ in plain], [value for _, value in plain]), _attributes(instead):
             yield plain

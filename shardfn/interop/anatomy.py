@@ -19,6 +19,7 @@ from shardfn.interop.boundaries import Boundaries, boundaries
 from shardfn.interop.placeholder import Place, Placeholder, placeholder
 from shardfn.interop.refused import aliases, refuse_shared_memory, refuse_taken
 from shardfn.mesh.which import Chosen
+from shardfn.quoting import listed
 
 LOOSE = ""
 """Key of the parameters that no stage has: gathered once a call."""
@@ -107,7 +108,7 @@ def taken_apart(
     refuse_shared_memory(module, named)
     canonical = _canonical(module, named)
     if unused := loose.unused([*[name for name, _ in named], *canonical.values()]):
-        raise ValueError(f"functional: loose: nothing matches {', '.join(sorted(unused))}")
+        raise ValueError(f"functional: loose: nothing matches {listed(sorted(unused))}")
 
     def is_loose(name: str) -> bool:
         return loose(name, ()) or loose(canonical[name], ())

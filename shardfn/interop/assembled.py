@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, Ints, whole
+from shardfn.quoting import listed
 
 
 class Part(NamedTuple):
@@ -170,7 +171,7 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Assembled:
 
 
 def _shapes(every: Sequence[Assembled]) -> str:
-    return ", ".join(str(list(shape)) for shape in dict.fromkeys(x.shape for x in every))
+    return listed(str(list(shape)) for shape in dict.fromkeys(x.shape for x in every))
 
 
 def _narrow(x: Assembled, dim: int, start: int, length: int) -> Assembled:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from shardfn.quoting import listed
+
 Boundaries = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Iterable[str | type[nn.Module]]
 """Names of classes, classes, regular expressions of paths, or a predicate of a path and a module."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -106,8 +108,8 @@ def _policy(
 def _said(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
     if callable(stages) and not isinstance(stages, type):
         return lambda path, m: bool(stages(path, m))
-    listed = [stages] if isinstance(stages, (str, type)) else list(stages)
-    for one in listed:
+    asked = [stages] if isinstance(stages, (str, type)) else list(stages)
+    for one in asked:
         if not isinstance(one, (str, type)):
             raise TypeError(
                 f"functional: stages={stages!r}; it is names of classes, classes, regular expressions of paths, or a "
@@ -120,8 +122,8 @@ def _said(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
         return type(m).__name__ == one or re.fullmatch(one, path) is not None
 
     there = list(module.named_modules(remove_duplicate=False))
-    for one in listed:
+    for one in asked:
         if not any(matches(one, path, m) for path, m in there):
-            classes = ", ".join(dict.fromkeys(type(m).__name__ for _, m in there if any(True for _ in m.parameters())))
+            classes = listed(dict.fromkeys(type(m).__name__ for _, m in there if any(True for _ in m.parameters())))
             raise ValueError(f"functional: stages: nothing is or matches {one!r}; the module has {classes}")
-    return lambda path, m: any(matches(one, path, m) for one in listed)
+    return lambda path, m: any(matches(one, path, m) for one in asked)

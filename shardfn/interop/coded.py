@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.interop.assembled import Assembled, Computed, lazy
 from shardfn.interop.tensor_plan import is_conv1d
-from shardfn.mesh.which import listed
 from shardfn.quant import bitsandbytes
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed
+from shardfn.quoting import listed
 
 
 class Coded(Computed):
@@ -133,8 +133,8 @@ def settings(packed: Mapping[str, Packed], linear: Sequence[str]) -> dict[str, A
     formats = {x.format: x.dtype for x in packed.values()}
     if len(formats) > 1:
         raise CheckpointError(
-            f"there are parameters in {' and '.join(map(str, formats))}, and transformers has one format for a model: "
-            f"pass dtype=, which decodes what is written"
+            f"there are parameters in {listed(formats, separator=' and ')}, and transformers has one format "
+            f"for a model: pass dtype=, which decodes what is written"
         )
     ((format, dtype),) = formats.items()
     return {

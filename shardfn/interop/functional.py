@@ -33,7 +33,8 @@ from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.interop.unit import Run, Shell, Unit
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.spec import P, joined
-from shardfn.mesh.which import Chosen, Which, chosen, listed
+from shardfn.mesh.which import Chosen, Which, chosen
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, Layout
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Specs, shard, unshard
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 SMALL = 2**14
 
 
+@short_errors
 def functional(
     module: nn.Module,
     stages: Boundaries | None = None,
@@ -98,7 +100,7 @@ def functional(
     unknown = sorted(set(stage_options) - _STAGE_OPTIONS)
     if unknown:
         raise TypeError(
-            f"functional: unknown option {', '.join(unknown)}; besides its own it takes those of shardfn.stage: "
+            f"functional: unknown option {listed(unknown)}; besides its own it takes those of shardfn.stage: "
             f"{', '.join(sorted(_STAGE_OPTIONS))}"
         )
     if not isinstance(compile, (bool, Mapping)):
@@ -260,7 +262,7 @@ class Functional:
         changing = self._changes()
         if changing and buffers is None:
             raise ValueError(
-                f"{type(self.module).__name__} changes buffers while it trains, {', '.join(sorted(changing)[:3])} "
+                f"{type(self.module).__name__} changes buffers while it trains, {listed(sorted(changing), 3)} "
                 f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
                 f"buffers=buffers)`; or call model.module.eval() first"
             )
@@ -492,7 +494,7 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
     """
     if unused := mutable.unused(buffers):
         raise ValueError(
-            f"functional: mutable: nothing matches {', '.join(sorted(unused))}; buffers are {_some(list(buffers))}"
+            f"functional: mutable: nothing matches {listed(sorted(unused))}; buffers are {_some(list(buffers))}"
         )
     found: dict[str, nn.Module | None] = {name: None for name, b in buffers.items() if mutable(name, b.shape)}
     for name in buffers:

@@ -31,9 +31,10 @@ from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes
 from shardfn.mesh.spec import dotted
-from shardfn.mesh.which import Which, listed
+from shardfn.mesh.which import Which
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import Layout, is_flat, local_parameters
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs, agreed
@@ -50,6 +51,7 @@ _log = logging.getLogger("shardfn")
 
 
 @waiting.during("sf.interop.load")
+@short_errors
 def load(
     folder: Source | None,
     model: Functional,
@@ -223,7 +225,7 @@ def _planned(
     values, others = _by_name(coded.upright(found.values, model.module), names)
     wrong = [f"{name} is {what}" for name, what in strange.items() if name in wanted]
     if wrong:
-        raise CheckpointError(f"not a dense tensor there: {', '.join(wrong[:4])}")
+        raise CheckpointError(f"not a dense tensor there: {listed(wrong, 4)}")
     differ = _compared(values, others, wanted)
     extra = [*found.extra, *strange]
     differ.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]

@@ -18,6 +18,7 @@ from shardfn.checkpoint.team import CheckpointError
 from shardfn.interop.functional import Functional
 from shardfn.interop.placeholder import Placeholder
 from shardfn.mesh.spec import is_dtensor
+from shardfn.quoting import listed
 from shardfn.shards.replicated import checksum
 
 INNER = "state_dict."
@@ -136,5 +137,4 @@ def _without_model(folder: Path) -> str:
             f"{folder} is a checkpoint: checkpoint.load(folder, params, part=...) reads it, into parameters that "
             f"init_sharded or shard made"
         )
-    some = ", ".join(files[:4]) + (", ..." if len(files) > 4 else "")
-    return f"{folder} holds {some or 'nothing'}, and none of {', '.join(MODELS)}"
+    return f"{folder} holds {listed(files, 4) or 'nothing'}, and none of {', '.join(MODELS)}"

@@ -28,9 +28,9 @@ from shardfn.interop.assembled import Assembled, Part, lazy
 from shardfn.interop.functional import Functional, expect_functional
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import dotted
-from shardfn.mesh.which import listed
 from shardfn.quant import bitsandbytes
 from shardfn.quant.packed import Packed, is_packed
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import is_flat
 
 SETTINGS = ".settings.writing"  # where other files are until all are whole
@@ -38,6 +38,7 @@ CONFIG = "config.json"  # without which `from_pretrained` finds no model
 
 
 @waiting.during("sf.interop.save_pretrained")
+@short_errors
 def save_pretrained(
     folder: str | os.PathLike[str],
     model: Functional,
@@ -134,7 +135,7 @@ def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None)
     if forgotten:
         raise ValueError(
             f"save_pretrained: {type(model.module).__name__} changes buffers while it trains, among them "
-            f"{', '.join(forgotten[:3])}: pass buffers=, all that the last call of the model returned, or "
+            f"{listed(forgotten, 3)}: pass buffers=, all that the last call of the model returned, or "
             f"model.buffers if there was none"
         )
     for name, b in (buffers or {}).items():
@@ -156,7 +157,9 @@ def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None)
     names = set(model.names.values())
     if set(kinds) != names:
         odd = sorted(names ^ set(kinds))
-        raise ValueError(f"save_pretrained: these are not the parameters of this model, which differ in {odd[:4]}")
+        raise ValueError(
+            f"save_pretrained: these are not the parameters of this model, which differ in {listed(odd, 4)}"
+        )
     every = {**model.buffers, **(buffers or {})}
     return _Known(kinds, packed, {name: b.detach() for name, b in every.items() if name in stated})
 
@@ -257,7 +260,8 @@ def _problem(
             return f"{name}: {why}"
     found = conversions.converted(model.module, files, model.module.state_dict())
     if found.extra or set(found.values) != set(state):
-        return f"these names would be missing or extra: {sorted({*found.extra, *(set(found.values) ^ set(state))})[:4]}"
+        odd = sorted({*found.extra, *(set(found.values) ^ set(state))})
+        return f"these names would be missing or extra: {listed(odd, 4)}"
     moved = [name for name, x in found.values.items() if not _same(name, x, metas)]
     return f"{moved[0]} would have its elements in other places" if moved else ""
 

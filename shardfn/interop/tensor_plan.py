@@ -11,6 +11,7 @@ from torch import nn
 
 from shardfn.interop.anatomy import canonical_names
 from shardfn.mesh.spec import P
+from shardfn.quoting import listed
 
 Table = Mapping[str, str]
 """Ends of paths of modules, with `*` for one name between dots -> a word of `WORDS`."""
@@ -303,7 +304,7 @@ def _check_experts(m: Any, kind: str, words: Mapping[str, str]) -> None:
     if getattr(m, "is_transposed", False) or not getattr(m, "is_concatenated", True):
         raise ValueError(
             f"functional: tensor: the experts of {kind} are transposed or interleaved in their parameters "
-            f"{', '.join(m._parameters)}, which cannot be cut: leave them out of the table"
+            f"{listed(m._parameters)}, which cannot be cut: leave them out of the table"
         )
     for name, p in m._parameters.items():
         if p is not None and (p.ndim != 3 or words.get(name) not in ("colwise", "packed_colwise", "rowwise")):

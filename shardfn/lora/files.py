@@ -26,6 +26,7 @@ from shardfn.lora.targets import modules, named, other_names, patterned, refuse_
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of
 from shardfn.mesh.spec import dotted, joined
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import is_flat, is_stage
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import shard, unshard
@@ -45,6 +46,7 @@ _HARMLESS = {
 
 
 @waiting.during("sf.lora.save_pretrained")
+@short_errors
 def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters: Any) -> None:
     """Writes the adapters of a model as peft reads them; all ranks call together.
 
@@ -123,8 +125,8 @@ def _refuse_several_names(model: Functional, paths: Iterable[str]) -> None:
     for path in paths:
         if len(there := names(path)) > 1:
             raise ValueError(
-                f"{path} is one module with {' and '.join(there[:3])}: in peft the first alone has the adapter, here "
-                f"all of them have it"
+                f"{path} is one module with {listed(there, 3, separator=' and ')}: in peft the first alone has the "
+                f"adapter, here all of them have it"
             )
 
 
@@ -198,6 +200,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: str) -> None:
 
 
 @waiting.during("sf.lora.load")
+@short_errors
 def load(
     folder: str | os.PathLike[str], model: Functional, mesh: DeviceMesh, strategy: Strategy, *, params: Any = None
 ) -> Any:
@@ -232,7 +235,7 @@ def load(
             there = values_of(model, params, base)
         except ValueError as error:
             raise CheckpointError(
-                f"{what}: it has {', '.join(base)} of the base, which have to be those of the model: {error}"
+                f"{what}: it has {listed(base)} of the base, which have to be those of the model: {error}"
             ) from None
         team.each(what, lambda: _compare(base, there))
     return shard(adapters, mesh, strategy)
@@ -269,7 +272,7 @@ def _read(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Te
         path for path in found if path not in there
     ]
     if lost:
-        raise CheckpointError(f"{type(model.module).__name__} has no {', '.join(lost[:4])}: it is of another model")
+        raise CheckpointError(f"{type(model.module).__name__} has no {listed(lost, 4)}: it is of another model")
     _check_complete(config, model, set(found))
     try:
         _refuse_several_names(model, found)
@@ -310,7 +313,7 @@ def _configuration(file: Path) -> dict[str, Any]:
     if config.get("init_lora_weights", True) not in _INITS:
         strange["init_lora_weights"] = config["init_lora_weights"]
     if strange:
-        said = ", ".join(f"{key}={value!r}" for key, value in strange.items())
+        said = listed(f"{key}={value!r}" for key, value in strange.items())
         raise CheckpointError(f"{file} asks for {said}, which is not known here")
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), (int, float)):
@@ -325,7 +328,7 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     reader = FileReader(file)
     reader.check()
     if strange := {**reader.source.others, **reader.source.numbers}:
-        raise CheckpointError(f"{file} has {', '.join(map(str, strange))}, which is not a tensor")
+        raise CheckpointError(f"{file} has {listed(strange)}, which is not a tensor")
     if plain := [name for name in reader.tensors if not name.startswith(PREFIX)]:
         raise CheckpointError(f"{file} has {plain[0]}; peft's names begin with {PREFIX}")
     return reader.tensors
@@ -352,7 +355,7 @@ def _check_complete(config: Mapping[str, Any], model: Functional, there: set[str
     if said != there:
         lost, more = sorted(said - there), sorted(there - said)
         raise CheckpointError(
-            f"its configuration and its tensors name other modules: {', '.join((lost or more)[:4])} "
+            f"its configuration and its tensors name other modules: {listed((lost or more), 4)} "
             f"{'has no tensors' if lost else 'is not among its target_modules'}"
         )
 

@@ -17,11 +17,13 @@ from shardfn.lora.adapters import Adapter, Kind, Recipe, norms
 from shardfn.lora.targets import ALL, Names, modules, named, patterned, saved_modules, stage_of
 from shardfn.mesh.spec import dotted, joined
 from shardfn.quant.packed import Packed, is_packed
+from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_stage, stage_shards
 from shardfn.shards.random import int_seed, mixed
 from shardfn.shards.sharding import unshard
 
 
+@short_errors
 def init(
     base: Any,
     targets: Names,

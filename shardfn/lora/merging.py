@@ -18,6 +18,7 @@ from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import dotted, joined
 from shardfn.quant.packed import dequantize, is_packed
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, Range, is_flat, is_stage, local_parameters, stage_shards
 from shardfn.shards.sharding import Rules, agreed, unshard
 from shardfn.tiers import copying
@@ -27,6 +28,7 @@ _log = logging.getLogger("shardfn")
 
 
 @waiting.during("sf.lora.merge")
+@short_errors
 def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
     """Parameters that give without adapters what these give with them, to rounding; all ranks call together.
 
@@ -75,6 +77,7 @@ def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
 
 
 @waiting.during("sf.lora.unmerge")
+@short_errors
 def unmerge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
     """The inverse of `merge`, to rounding in the dtype of the parameters.
 
@@ -128,7 +131,7 @@ def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
             id(model.module.get_submodule(alias.rpartition(".")[0])): alias for alias in _aliases(model, canonical)
         }
         if len(holders) > 1:
-            others = ", ".join(alias for alias in holders.values() if alias != name)
+            others = listed(alias for alias in holders.values() if alias != name)
             raise ValueError(
                 f"lora: {name} is tied to {others}, which would change as well: merge into a model in which they are "
                 f"not tied, such as by tie_word_embeddings=False in its configuration"
@@ -231,7 +234,7 @@ def _names(flat: FlatShard) -> set[str]:
 
 def _lost(paths: list[str]) -> str:
     return (
-        f"lora: there is no parameter {', '.join(paths[:4])} that an adapter could be of: are these the "
+        f"lora: there is no parameter {listed(paths, 4)} that an adapter could be of: are these the "
         f"parameters that the adapters belong to, and is model= passed, if they are a model's?"
     )
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardfn.interop.functional import Functional
 from shardfn.lora.adapters import Kind, kind_of
+from shardfn.quoting import listed
 
 Names = str | Iterable[str]
 """A regular expression that matches a whole path, or ends of paths: `["q_proj", "mlp.down_proj"]`."""
@@ -37,19 +38,19 @@ class Said(NamedTuple):
 
     def check(self, paths: Iterable[str], what: str) -> None:
         """Raises ValueError for names that match none of these paths."""
-        listed = list(paths)
+        there = list(paths)
         every = (self.said,) if isinstance(self.said, str) else self.said
-        found = {one for path in listed for one in self.matching(path)}
+        found = {one for path in there for one in self.matching(path)}
         if lost := [one for one in every if one not in found]:
-            ends = dict.fromkeys(path.rpartition(".")[2] for path in listed)
+            ends = dict.fromkeys(path.rpartition(".")[2] for path in there)
             hint = (
                 f": one string is a regular expression for whole paths, so pass [{self.said!r}]"
-                if isinstance(self.said, str) and any(path.endswith(f".{self.said}") for path in listed)
+                if isinstance(self.said, str) and any(path.endswith(f".{self.said}") for path in there)
                 else ""
             )
             raise ValueError(
-                f"lora: {self.argument}: nothing matches {', '.join(map(repr, lost))}{hint}; {what} end in "
-                f"{', '.join(list(ends)[:12])}"
+                f"lora: {self.argument}: nothing matches {listed(map(repr, lost))}{hint}; {what} end in "
+                f"{listed(ends, 12)}"
             )
 
 
@@ -66,13 +67,13 @@ def named(names: Names, argument: str) -> Said:
         except re.error as error:
             raise ValueError(f"lora: {argument}: {names!r} is not a regular expression: {error}") from None
         return Said(argument, names)
-    listed = list(names) if isinstance(names, Iterable) else [names]
-    if not all(isinstance(one, str) for one in listed):
+    said = list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(one, str) for one in said):
         raise TypeError(
             f"lora: {argument}={names!r}; it is a regular expression for whole paths, or a list of their ends, such as "
             f"['q_proj', 'v_proj']"
         )
-    return Said(argument, tuple(listed))
+    return Said(argument, tuple(said))
 
 
 def patterned(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
@@ -142,7 +143,7 @@ def saved_modules(model: Functional, saved: Names) -> list[str]:
             raise ValueError(f"lora: modules_to_save: {path} has no parameters")
         if buffers := [name for name, _ in there[path].named_buffers()]:
             raise ValueError(
-                f"lora: modules_to_save: {path} has buffers, {', '.join(buffers[:3])}, which adapters do not keep"
+                f"lora: modules_to_save: {path} has buffers, {listed(buffers, 3)}, which adapters do not keep"
             )
     refuse_several_homes(model, [*found, *(p for p in there if any(p.startswith(f"{one}.") for one in found))])
     return found
@@ -168,10 +169,10 @@ def refuse_several_homes(model: Functional, paths: Iterable[str]) -> None:
     for path in paths:
         homes = dict.fromkeys(map(home, names(path)))
         if len(homes) > 1:
-            where = " and ".join(f"stage {one!r}" if one else "no stage" for one in homes)
+            where = listed((f"stage {one!r}" if one else "no stage" for one in homes), separator=" and ")
             raise ValueError(
-                f"lora: {path} is one module with {' and '.join(names(path)[:3])}, in {where}, and the first alone "
-                f"would have its adapter: make one stage of a module that holds them all, or leave it out"
+                f"lora: {path} is one module with {listed(names(path), 3, separator=' and ')}, in {where}, and the "
+                f"first alone would have its adapter: make one stage of a module that holds them all, or leave it out"
             )
 
 

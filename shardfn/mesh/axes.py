@@ -20,6 +20,7 @@ from shardfn.mesh import waiting
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names, show
 from shardfn.mesh.groups import group_over, world_of_thread
 from shardfn.mesh.lanes import lane
+from shardfn.quoting import short
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,9 +65,11 @@ def check_axes(names: tuple[str, ...], mesh: DeviceMesh, where: str) -> None:
     have = sizes(mesh)
     for name in names:
         if name not in have:
-            raise ValueError(f"{where}: unknown axis {name!r}; the mesh has {show(have)}")
+            raise ValueError(f"{where}: unknown axis {short(repr(name))}; the mesh has {short(show(have), 800)}")
         if names.count(name) > 1:
-            raise ValueError(f"{where}: axis {name!r} is named twice in {names}; each axis can cut a value once")
+            raise ValueError(
+                f"{where}: axis {short(repr(name))} is named twice in {short(names)}; each axis can cut a value once"
+            )
 
 
 def axis_of(mesh: DeviceMesh, axis: AxisName, where: str = "axis") -> Axis:

@@ -16,6 +16,7 @@ from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.nodes import across
 from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
+from shardfn.quoting import short, short_errors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("shardfn")
 
 
+@short_errors
 def make_mesh(
     *, device: str | None = None, scratch: Any = None, timeout: float | timedelta | None = None, **sizes: int
 ) -> DeviceMesh:
@@ -58,11 +60,18 @@ def make_mesh(
     """
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ValueError(f"make_mesh: axis {name!r} has size {size!r}; a size is a positive integer, or -1 once")
+            raise ValueError(
+                f"make_mesh: axis {short(repr(name))} has size {short(repr(size))}; a size is a positive integer, "
+                f"or -1 once"
+            )
     if not sizes or list(sizes.values()).count(-1) > 1:
-        raise ValueError(f"make_mesh needs at least one axis, and at most one of size -1; got {show(sizes)}")
+        raise ValueError(
+            f"make_mesh needs at least one axis, and at most one of size -1; got {short(show(sizes), 800)}"
+        )
     if scratch is not None and not isinstance(scratch, (str, os.PathLike)):
-        raise TypeError(f"make_mesh: scratch={scratch!r}; it is the path of a folder, not the size of an axis")
+        raise TypeError(
+            f"make_mesh: scratch={short(repr(scratch))}; it is the path of a folder, not the size of an axis"
+        )
     if scratch is not None and not os.fspath(scratch):
         raise ValueError("make_mesh: scratch=''; it is the path of a folder, or None")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,7 +88,7 @@ def make_mesh(
     if world % known or (-1 not in sizes.values() and known != world):
         some, fix = ("a multiple of ", "") if -1 in sizes.values() else ("", ", or let one axis be -1")
         raise ValueError(
-            f"make_mesh({show(sizes)}) needs {some}{known} processes, but the world has {world}: "
+            f"make_mesh({short(show(sizes), 800)}) needs {some}{known} processes, but the world has {world}: "
             f"start it with torchrun --nproc-per-node {known}{fix}"
         )
     filled = {name: world // known if size == -1 else size for name, size in sizes.items()}

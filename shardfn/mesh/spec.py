@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardfn.mesh.axes import axis_of, check_axes, sizes
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.quoting import listed, short
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +48,7 @@ class P:
         object.__setattr__(self, "entries", tuple(_entry(entry) for entry in entries))
         for name in self.axes:
             if self.axes.count(name) > 1:
-                raise ValueError(f"{self}: axis {name!r} is named twice; an axis cuts a value once")
+                raise ValueError(f"{short(self)}: axis {short(repr(name))} is named twice; an axis cuts a value once")
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -154,15 +155,15 @@ def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
     """
     if isinstance(leaf.spec, EllipsisType):
         return
-    name = f"{where}: {leaf.path}"
-    check_axes(leaf.spec.axes, mesh, f"{name} has spec {leaf.spec}")
+    name = short(f"{where}: {leaf.path}", 600)
+    check_axes(leaf.spec.axes, mesh, f"{short(name, 600)} has spec {short(leaf.spec)}")
     if places_itself(leaf.value):
         check_own(leaf, leaf.value.spec, where)
     elif not isinstance(leaf.value, Tensor):
         if leaf.spec.axes:
             raise TypeError(
-                f"{name} is {leaf.value!r}, of type {type(leaf.value).__name__}, which {leaf.spec} cannot cut: "
-                f"pass a tensor, or use P()"
+                f"{name} is {short(repr(leaf.value))}, of type {type(leaf.value).__name__}, which {short(leaf.spec)} "
+                f"cannot cut: pass a tensor, or use P()"
             )
     elif len(leaf.spec) > leaf.value.ndim:
         _check_rank(leaf.value.shape, leaf.spec, mesh, name)
@@ -171,8 +172,9 @@ def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
 def check_own(leaf: Leaf, own: P, where: str) -> None:
     """Raises ValueError unless the declared spec equals the one that the value carries."""
     if isinstance(leaf.spec, P) and not leaf.spec.same(own):
+        name = short(f"{where}: {leaf.path}", 600)
         raise ValueError(
-            f"{where}: {leaf.path} is placed as {own}, but its spec is {leaf.spec}: declare {own}, or `...` "
+            f"{name} is placed as {short(own)}, but its spec is {short(leaf.spec)}: declare {short(own)}, or `...` "
             f"(as the value says)"
         )
 
@@ -201,8 +203,8 @@ def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "va
         pieces = _pieces(names, mesh)
         if out[dim] % pieces:
             raise ValueError(
-                f"{name} has shape {tuple(shape)}; {spec} cuts dimension {dim} into {pieces} equal pieces "
-                f"({_product(names, mesh)}), but {out[dim]} does not divide by {pieces}: "
+                f"{short(name, 600)} has shape {tuple(shape)}; {short(spec)} cuts dimension {dim} into {pieces} equal "
+                f"pieces ({_product(names, mesh)}), but {out[dim]} does not divide by {pieces}: "
                 f"pad it to {-(-out[dim] // pieces) * pieces}"
             )
         out[dim] //= pieces
@@ -268,7 +270,7 @@ def _entry(entry: Any) -> Entry:
     if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
         names = tuple(entry)
         return None if not names else names[0] if len(names) == 1 else names
-    raise TypeError(f"P: each entry is an axis name, a tuple of names, or None; got {entry!r}")
+    raise TypeError(f"P: each entry is an axis name, a tuple of names, or None; got {short(repr(entry))}")
 
 
 def _trimmed(spec: P) -> tuple[Entry, ...]:
@@ -279,8 +281,14 @@ def _trimmed(spec: P) -> tuple[Entry, ...]:
 def _spec(spec: Any, where: str) -> Any:
     if isinstance(spec, (P, EllipsisType, ByPath)):
         return spec
-    hint = f": write P({spec!r})" if isinstance(spec, str) else ": write P() for a value that every rank holds whole"
-    raise TypeError(f"{where} is {spec!r}, of type {type(spec).__name__}, not a spec (P(...), ..., or by_path){hint}")
+    hint = (
+        f": write P({short(repr(spec))})"
+        if isinstance(spec, str)
+        else ": write P() for a value that every rank holds whole"
+    )
+    raise TypeError(
+        f"{where} is {short(repr(spec))}, of type {type(spec).__name__}, not a spec (P(...), ..., or by_path){hint}"
+    )
 
 
 def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]:
@@ -293,8 +301,8 @@ def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]
             raise ValueError(
                 f"{where}: by_path "
                 + "; ".join(
-                    [f"has no rule for {_list(without)}"] * bool(without)
-                    + [f"has rules that match no path: {_list(unused)} (the paths are {_list(paths)})"] * bool(unused)
+                    [f"has no rule for {listed(without)}"] * bool(without)
+                    + [f"has rules that match no path: {listed(unused)} (the paths are {listed(paths)})"] * bool(unused)
                 )
                 + "; add or fix a rule, or pass strict=False"
             )
@@ -303,18 +311,19 @@ def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]
 
 def _structure_error(specs: Any, tree: Any, where: str, root: str) -> ValueError:
     errors = optree.prefix_errors(specs, tree)
-    reason = str(errors[0](where)) if errors else "different structures"
+    reason = listed((str(one(where)) for one in errors), 1, room=1000) or "different structures"
     if any(spec is None for spec in optree.tree_leaves(specs, none_is_leaf=True)):
         reason += "\n(None is not a spec: write P() for a value that every rank holds whole)"
-    return ValueError(f"{where} must be a tree prefix of {root}: {reason}")
+    fix = "give a spec for each of its leaves, in containers with the same keys, or one for a whole subtree"
+    return ValueError(f"{where} must be a tree prefix of {root}: {reason}; {fix}")
 
 
 def _check_rank(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str) -> None:
-    check_axes(spec.axes, mesh, f"{name} has spec {spec}")
+    check_axes(spec.axes, mesh, f"{short(name, 600)} has spec {short(spec)}")
     if len(spec) > len(shape):
         raise ValueError(
-            f"{name} has shape {tuple(shape)}, of {len(shape)} dimensions, but {spec} has {len(spec)} entries: "
-            f"give it at most {len(shape)}{'' if shape else ' (P() for a scalar)'}"
+            f"{short(name, 600)} has shape {tuple(shape)}, of {len(shape)} dimensions, but {short(spec)} has "
+            f"{len(spec)} entries: give it at most {len(shape)}{'' if shape else ' (P() for a scalar)'}"
         )
 
 
@@ -326,7 +335,3 @@ def _pieces(names: AxisName, mesh: DeviceMesh) -> int:
 def _product(names: tuple[str, ...], mesh: DeviceMesh) -> str:
     have = sizes(mesh)
     return " x ".join(f"{name} {have[name]}" for name in names)
-
-
-def _list(words: list[str], most: int = 8) -> str:
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shardfn.quoting import findings
+
 SHOWN = 6  # ranks that a message speaks of
 _ADVICE = "All ranks make the same calls in the same order: a branch around one goes the same way on every rank"
 CALL = re.compile(r" in (sf\.[\w.]*\w)")
@@ -110,7 +112,7 @@ def standing(ranks: Iterable[int], states: dict[int, State], wait: dict[str, Any
     for rank in ranks:
         state = states.get(rank)
         told.setdefault((left(state, wait) if state and wait else "") or _does(state), []).append(rank)
-    return "; ".join(f"{ranks_named(some)}{':' * (len(some) > 1)} {does}" for does, some in told.items())
+    return findings((f"{ranks_named(some)}{':' * (len(some) > 1)} {does}" for does, some in told.items()))
 
 
 def _does(state: State | None) -> str:

@@ -49,6 +49,7 @@ from shardfn.mesh.verdict import (
     standing,
     waits_in_vain,
 )
+from shardfn.quoting import listed
 
 PATIENCE = 5.0  # seconds until a rank that waits says what it waits for
 TICK = 1.0  # seconds between two looks
@@ -496,7 +497,7 @@ class _Watcher:
 
     def hang_up(self, lost: Set[str], whose: str, quiet: dict[str, float], stuck: dict[int, on]) -> None:
         """Wakes the threads that wait, with an error, and ends what connects this process to these hosts."""
-        said = f"{whose}, {', '.join(sorted(lost))}, has not answered for {min(quiet[one] for one in lost):.0f} s"
+        said = f"{whose}, {listed(sorted(lost))}, has not answered for {min(quiet[one] for one in lost):.0f} s"
         for thread, wait in stuck.items():
             if not wait.verdict:
                 wait.verdict = (

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from shardfn.quoting import short
+
 Which = str | Iterable[str] | Callable[[str, Any], Any]
 """A regular expression that matches whole paths, several of them, or a function `(path, shape) -> whether`."""
 
@@ -32,18 +34,12 @@ class Chosen:
 
     def said(self) -> str:
         """What chooses; for messages."""
-        return str(self) or "an empty list"
+        return short(self) or "an empty list"
 
     def __str__(self) -> str:
         if self.rule is not None:
             return f"the function {getattr(self.rule, '__name__', type(self.rule).__name__)}"
         return ", ".join(one.pattern for one in self.patterns)
-
-
-def listed(names: Iterable[str], most: int = 8) -> str:
-    """The first of some names, and how many more there are; for messages."""
-    found = list(names)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 def chosen(which: Which, name: str) -> Chosen:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardfn.compat import process_groups
 from shardfn.mesh.spec import dotted, joined
+from shardfn.quoting import listed
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import Piece, is_unit
 from shardfn.shards.placement import Tiers
@@ -226,9 +227,7 @@ def _structures(name: str, one: Any, other: Any, this: str = "the parameters", t
 
 
 def _names(found: dict[str, Any]) -> str:
-    listed = list(found)
-    more = f" and {len(listed) - 6} more" if len(listed) > 6 else ""
-    return f"[{', '.join(listed[:6])}{more}]"
+    return f"[{listed(found, 6)}]"
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import differentiable, tied, varied
 from shardfn.optim.optimizer import Transform
 from shardfn.optim.ranges import check, kind
+from shardfn.quoting import listed
 from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
 from shardfn.tiers.placing import held
 from shardfn.tiers.streaming import in_place
@@ -106,7 +107,8 @@ def vdot(a: Any, b: Any) -> Tensor:
     left, right = units(a), units(b)
     ours, theirs = ([(one.name, one.layout, one.values.shape) for one in known.each] for known in (left, right))
     if left.tree != right.tree:
-        raise ValueError(f"vdot: the trees differ: their structures are {left.tree} and {right.tree}")
+        both = listed([left.tree, right.tree], separator=" and ", room=1200)
+        raise ValueError(f"vdot: the trees differ: their structures are {both}")
     for (name, layout, shape), (other, another, size) in zip(ours, theirs, strict=True):
         if (layout, shape) != (another, size):
             raise ValueError(

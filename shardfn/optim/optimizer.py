@@ -19,6 +19,7 @@ from shardfn.optim.guard import guarded, guarded_update
 from shardfn.optim.ranges import kind
 from shardfn.optim.state_sharding import divides_init, divides_step
 from shardfn.quant.packed import is_packed
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import Segment, is_unit, units
 
@@ -133,6 +134,7 @@ def _refuse_few_bits(params: Any) -> None:
             )
 
 
+@short_errors
 def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
     """The optimizer with its state cut along `axis` too, over which parameters are the same; ZeRO-1 for any strategy.
 
@@ -161,7 +163,8 @@ def shard_state(optimizer: Optimizer, axis: AxisName) -> Optimizer:
         if wrong:
             raise ValueError(
                 f"shard_state: stage {layout.stage!r} is not the same over {wrong[0]!r}, but over "
-                f"{' and '.join(map(repr, placement.replicas)) or 'no axis'}: pass one of those, or another strategy"
+                f"{listed(map(repr, placement.replicas), separator=' and ') or 'no axis'}: pass one of "
+                f"those, or another strategy"
             )
         return layout.placed(placement.dividing(names)).state_layout
 
@@ -185,7 +188,7 @@ def chain(*parts: Any) -> Optimizer:
     """
     *transforms, last = parts or (None,)
     if not all(isinstance(part, Transform) for part in transforms) or not isinstance(last, Optimizer):
-        kinds = ", ".join(map(kind, parts)) or "nothing"
+        kinds = listed(map(kind, parts)) or "nothing"
         raise TypeError(
             f"chain: it takes any number of transforms and then one optimizer, chain(clip_by_global_norm(1.0), "
             f"adamw(3e-4)) say, but was given {kinds}"

@@ -91,6 +91,5 @@ def _check(name: str, peak: float, end: float, counts: dict[str, int]) -> None:
         whole(name, key, value, 0)
     *parts, steps = counts.values()
     if sum(parts) > steps:
-        raise ValueError(
-            f"{name}: {sum(parts)} steps of {' and '.join(list(counts)[:-1])} do not fit into steps={steps}"
-        )
+        kinds = " and ".join(list(counts)[:-1])
+        raise ValueError(f"{name}: {sum(parts)} steps of {kinds} do not fit into steps={steps}")

@@ -21,6 +21,7 @@ from shardfn.optim.kept import Kept, Opened, Stored
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.ranges import at_step, check, check_rule
+from shardfn.quoting import listed
 from shardfn.shards.blocks import Runs
 from shardfn.shards.pieces import Unit, Units, dense, joined, pairs, refuse_complex, runs, units, zeros_like
 from shardfn.shards.random import int_seed
@@ -374,8 +375,8 @@ def _refuse_other_dtypes(one: _Work, kept: Kept) -> None:
         found = tuple(x.dtype for x in stored)
         if found != kept.dtypes:
             raise ValueError(
-                f"{one.unit.name}: the state is kept as {', '.join(map(str, kept.dtypes))}, but this one is "
-                f"{', '.join(map(str, found))}: make a new state by init(params)"
+                f"{one.unit.name}: the state is kept as {listed(kept.dtypes)}, but this one is "
+                f"{listed(found)}: make a new state by init(params)"
             )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardfn.optim.away import NOWHERE, on_whole
 from shardfn.optim.optimizer import Optimizer
 from shardfn.optim.ranges import at_step, check, kind, whole
+from shardfn.quoting import listed
 from shardfn.shards.pieces import Unit, Units, dense, is_unit, pairs, stretches, units
 
 
@@ -182,8 +183,9 @@ def _refuse_replicas(make: Callable[..., torch.optim.Optimizer], known: Units) -
         if unit.layout and unit.layout.grid.size(replicas) > 1:
             raise ValueError(
                 f"from_torch: {getattr(make, '__name__', str(make))} draws random numbers, which are others on each "
-                f"rank, and {unit.name} is the same over {' and '.join(map(repr, replicas))}: its copies would drift "
-                f"apart. Round by stochastic_rounding(from_torch(...)), or take a strategy that cuts the state there"
+                f"rank, and {unit.name} is the same over {listed(map(repr, replicas), separator=' and ')}: its copies "
+                f"would drift apart. Round by stochastic_rounding(from_torch(...)), or take a strategy that cuts the "
+                f"state there"
             )
 
 

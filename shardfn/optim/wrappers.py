@@ -15,6 +15,7 @@ from shardfn.mesh.which import Which, chosen
 from shardfn.optim.differentiable import differentiable
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
 from shardfn.optim.ranges import check, whole
+from shardfn.quoting import listed
 from shardfn.shards.pieces import Units, copied, is_unit, joined, pairs, spread, stretches, units, zeros_like
 
 
@@ -46,7 +47,7 @@ def masked(optimizer: Optimizer, rule: Which, otherwise: Optimizer | None = None
         known = units(params)
         names = [path for unit in known.each for _, path, _ in spread(unit)]
         if unused := which.unused(names):
-            raise ValueError(f"masked: nothing matches {', '.join(sorted(unused))}; there are {', '.join(names[:8])}")
+            raise ValueError(f"masked: nothing matches {listed(sorted(unused))}; there are {listed(names)}")
         return {name: part.init(_part(known, _values(known), which, yes)[0]) for name, (yes, part) in parts.items()}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from shardfn.compat import autograd, functorch
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import independent_along, refuse_independent
 from shardfn.parallel.messages import Kind, Team, packed, refuse_changed, team_of, unpacked, versions
+from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.partition import with_leaves
 from shardfn.transforms.autodiff import follow, layouts_of, moves
@@ -164,7 +165,7 @@ class _Job:
             return [_loss(made)], None
         leaves, tree = optree.tree_flatten(made)
         if not leaves or not all(isinstance(y, Tensor) for y in leaves):
-            kinds = ", ".join(type(y).__name__ for y in leaves)
+            kinds = listed(type(y).__name__ for y in leaves)
             raise TypeError(f"pipeline: a part returns a pytree of tensors to the next rank, not of ({kinds})")
         return leaves, tree
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shardfn.mesh.spec import dotted, joined
-from shardfn.mesh.which import Which, listed
+from shardfn.mesh.which import Which
 from shardfn.quant.packed import is_packed
+from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, is_flat
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Rules, Specs
@@ -87,7 +88,7 @@ def laid_out(
     found = rules.map_stages(params, cut, made)
     if rules.unused:
         raise ValueError(
-            f"memory: nothing matches {', '.join(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
+            f"memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
         )
     return found
 

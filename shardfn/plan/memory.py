@@ -18,6 +18,7 @@ from shardfn.optim.torch import comes_later
 from shardfn.plan import buffers, hollow
 from shardfn.plan.figures import Bytes, Memory, together
 from shardfn.quant.formats import Format
+from shardfn.quoting import short_errors
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import is_unit
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@short_errors
 def memory(
     params: Any,
     optimizer: Optimizer | None = None,

@@ -21,6 +21,7 @@ from torch import Tensor
 from shardfn.quant import codes
 from shardfn.quant.formats import NESTED, Format, format_of
 from shardfn.quant.packed import Packed
+from shardfn.quoting import listed
 
 STATE = "quant_state.bitsandbytes__"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
@@ -164,7 +165,7 @@ def _said(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     try:
         said = json.loads(bytes(tensors[keys[0]].tolist()))
         lacking = (_STATED | (_NESTED if f"{name}.nested_absmax" in tensors else set())) - set(said)
-        problem = f"it does not say {', '.join(sorted(lacking))}" if lacking else ""
+        problem = f"it does not say {listed(sorted(lacking))}" if lacking else ""
         kind = said.get("quant_type")
         if not problem and kind != keys[0].rpartition("__")[2]:
             problem = f"it speaks of {kind!r}"

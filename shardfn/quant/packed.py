@@ -13,6 +13,7 @@ from shardfn.compat import pytrees
 from shardfn.mesh.spec import dotted, is_dtensor, places_itself
 from shardfn.mesh.which import Which, chosen
 from shardfn.quant.formats import Format, check_format
+from shardfn.quoting import listed, short_errors
 
 
 class Packed:
@@ -99,6 +100,7 @@ def pack(x: Tensor, format: Format) -> Packed:
     return Packed(values, format, tuple(x.shape), x.dtype)
 
 
+@short_errors
 def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
     """A tree of parameters, some of which are kept in few bits.
 
@@ -126,7 +128,7 @@ def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
     paths, leaves, spec = _parameters("quantize", tree, "quantize parameters before they are cut, by shard or load")
     unused = rule.unused(paths) if rule else set()
     if unused:
-        raise ValueError(f"quantize: no parameter matches {', '.join(map(repr, sorted(unused)))}")
+        raise ValueError(f"quantize: no parameter matches {listed(map(repr, sorted(unused)))}")
     if rule and not any(rule(path, _shape(x)) for path, x in zip(paths, leaves, strict=True)):
         raise ValueError(f"quantize: {rule.said()} chooses none of the tree's parameters")
     if not rule and not any(_long(x, format) for x in leaves):

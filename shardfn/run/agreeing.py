@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardfn.checkpoint.team import Team
 from shardfn.mesh import waiting
+from shardfn.quoting import findings
 
 REASONS = ("finished", "time", "preempted")
 FAR = 2**62
@@ -115,6 +116,6 @@ def compare(team: Team, facts: dict[str, str], mine: Exception | None) -> None:
                   if theirs[name] != one]  # fmt: skip
         if differ:
             raise ValueError(
-                f"sf.run.loop: ranks differ in {'; '.join(differ)}. All ranks pass the same: what only one of them "
+                f"sf.run.loop: ranks differ in {findings(differ)}. All ranks pass the same: what only one of them "
                 f"knows, it sends to the others first"
             )

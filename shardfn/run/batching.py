@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardfn.collectives.agree import agree
 from shardfn.mesh.axes import check_axes, sizes
 from shardfn.mesh.grid import AxisName, as_names
+from shardfn.quoting import short_errors
 from shardfn.run.collating import Collate
 from shardfn.run.feeding import ahead, device_of, locked
 from shardfn.run.order import Last, Order
@@ -80,6 +81,7 @@ class Batches:
         return self.steps
 
 
+@short_errors
 def batches(
     source: Any,
     mesh: DeviceMesh,

@@ -13,6 +13,7 @@ from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.folders import aside, intact, names_in, restored
 from shardfn.checkpoint.team import CheckpointError, Team
 from shardfn.checkpoint.verifying import verify
+from shardfn.quoting import findings
 
 Resume = bool | Literal["previous"]
 STEP = re.compile(r"step-(\d{8,})")
@@ -75,7 +76,7 @@ def _flaw(path: Path, every_byte: bool) -> str:
 
 
 def _said(torn: dict[Path, str], path: Path | None) -> str:
-    which = "; ".join(f"{one.name}: {flaw}" for one, flaw in torn.items())
+    which = findings((f"{one.name}: {flaw}" for one, flaw in torn.items()))
     if path is None:
         return f"no checkpoint is whole ({which}). Nothing was deleted: mend one, or pass another folder for a new run"
     return (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from shardfn.quoting import listed
 from shardfn.run.fingerprints import kinds
 from shardfn.run.padding import of_dicts
 from shardfn.transforms.cutting import written
@@ -54,8 +55,8 @@ def _odd(rows: list[Any], numbers: Sequence[int]) -> Exception | None:
             a = [line for line in first if line not in own][:2]
             b = [line for line in own if line not in first][:2]
             return ValueError(
-                f"rows of a batch must be alike: row {number} of the source has {', '.join(b) or 'less'}, and row "
-                f"{numbers[0]} has {', '.join(a) or 'less'}. Pad or crop them in the data set, or pass collate="
+                f"rows of a batch must be alike: row {number} of the source has {listed(b) or 'less'}, and row "
+                f"{numbers[0]} has {listed(a) or 'less'}. Pad or crop them in the data set, or pass collate="
             )
     return None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardfn.checkpoint.folders import intact
+from shardfn.quoting import listed
 from shardfn.run.choosing import steps_in
 
 HEAD = {"step": int, "run.seed": int, "run.batches": str, "run.parts": str, "run.best": str}
@@ -58,7 +59,7 @@ def compared(best: Best | None, evaluation: str, found: Mapping[str, Any]) -> No
     if best is not None and best.metric.startswith(f"{evaluation}/"):
         name = best.metric.removeprefix(f"{evaluation}/")
         if name not in found:
-            raise ValueError(f"sf.run.loop: best={best.metric!r}, and {evaluation} gives {', '.join(found)}")
+            raise ValueError(f"sf.run.loop: best={best.metric!r}, and {evaluation} gives {listed(found)}")
 
 
 @dataclass
@@ -86,9 +87,7 @@ class Keeping:
         found = history.get(self.best.metric, {})
         taken = [name for name, series in history.items() if step in series and not name.startswith("eval/")]
         if taken and not found and not self.best.metric.startswith("eval/"):
-            raise ValueError(
-                f"sf.run.loop: best={self.best.metric!r}, and the metrics of a step are {', '.join(taken)}"
-            )
+            raise ValueError(f"sf.run.loop: best={self.best.metric!r}, and the metrics of a step are {listed(taken)}")
         new = {n: found[n] for n in (*steps, step) if n in found}
         return {n: x for n, x in (self.values | new).items() if not math.isnan(x)}
 

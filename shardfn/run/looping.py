@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from shardfn.checkpoint.team import Team, team_of
 from shardfn.optim.torch import comes_later
+from shardfn.quoting import listed, short_errors
 from shardfn.run.agreeing import REASONS, Exchange, Word, common, compare
 from shardfn.run.arguments import Asked, Evaluation, asked
 from shardfn.run.choosing import Choice, Resume, chosen, put_aside
@@ -32,6 +33,7 @@ State = TypeVar("State")
 Batch = TypeVar("Batch")
 
 
+@short_errors
 def loop(
     step: Callable[[State, Batch], tuple[State, Mapping[str, Any]]],
     state: State,
@@ -281,7 +283,7 @@ def _read(going: Going, until: int) -> None:
     for step, metrics in going.late.until(until):
         wrong = wrong_metrics(metrics)
         if wrong and going.bad is None:
-            going.bad = step, " and ".join(wrong)
+            going.bad = step, listed(wrong, separator=" and ")
         going.tell(step, metrics, going.figures.of(step, metrics))
 
 
@@ -355,5 +357,5 @@ def _refuse_nan(going: Going, state: Any, step: int) -> None:
     if not names:
         return
     if step == 0:
-        raise FloatingPointError(f"sf.run.loop: the state has nan before the first step, in {', '.join(names[:8])}")
-    raise _explained(going, state, step, f"the state has nan in {', '.join(names[:8])}")
+        raise FloatingPointError(f"sf.run.loop: the state has nan before the first step, in {listed(names)}")
+    raise _explained(going, state, step, f"the state has nan in {listed(names)}")

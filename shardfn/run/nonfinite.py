@@ -8,6 +8,7 @@ from typing import Any
 
 from shardfn.checkpoint.team import Team
 from shardfn.debugging import debug
+from shardfn.quoting import listed, short
 from shardfn.run.choosing import chosen
 from shardfn.run.resuming import Saver, loaded, not_numbers
 from shardfn.run.stepping import Stepping
@@ -34,11 +35,10 @@ def explain(
     """
     every = team.gathered(found, "comparing what is not finite")
     said = next((f"rank {rank}: {text}" for rank, text in enumerate(every) if text), "")
-    head = f"sf.run.loop: not finite at step {bad} ({said})"
+    head = f"sf.run.loop: not finite at step {bad} ({short(said, 800)})"
     if saver is None:
         names = list(dict.fromkeys(name for some in team.gathered(not_numbers(state)) for name in some))
-        more = f", and {len(names) - 8} more" if len(names) > 8 else ""
-        state_is = f"the state now has nan in {', '.join(names[:8])}{more}" if names else "the state has no nan"
+        state_is = f"the state now has nan in {listed(names)}" if names else "the state has no nan"
         return FloatingPointError(
             f"{head}; {state_is}. Pass save=folder, and the stage that made it is found by running the steps since the "
             f"last checkpoint again; or run the step under sf.debug(nan=True)"
@@ -78,7 +78,7 @@ def _watched(team: Team, stepping: Stepping, state: Any, start: int, bad: int) -
 def _after(state: Any, metrics: dict[str, Any]) -> str:
     """What is not finite after a step in which every stage was."""
     if wrong := wrong_metrics({name: float(x) for name, x in metrics.items()}):
-        return f"outside of the stages, {' and '.join(wrong)}, though what they made was finite"
+        return f"outside of the stages, {listed(wrong, separator=' and ')}, though what they made was finite"
     if names := not_numbers(state):
-        return f"the update made nan in {', '.join(names[:8])}, though no stage did"
+        return f"the update made nan in {listed(names)}, though no stage did"
     return ""

@@ -23,6 +23,7 @@ from shardfn.checkpoint.saving import Save, begin, finish
 from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.compat import process_groups
+from shardfn.quoting import findings
 from shardfn.run.keeping import HEAD, Keeping
 from shardfn.run.locking import Lock
 from shardfn.run.randomness import grids
@@ -58,7 +59,7 @@ class Origin:
             differ = [f"{name} was {theirs.get(name)!r} and is {mine.get(name)!r}" for name in {**theirs, **mine}
                       if theirs.get(name) != mine.get(name)]  # fmt: skip
             raise ValueError(
-                f"sf.run.loop: the batches are not those of the run in {path}: {'; '.join(differ)}. Steps after it "
+                f"sf.run.loop: the batches are not those of the run in {path}: {findings(differ)}. Steps after it "
                 f"would get other rows: give the batches as they were, or pass another folder for another run"
             )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
+from shardfn.quoting import listed
 from shardfn.run.fingerprints import described, digest
 from shardfn.run.order import Numbers
 from shardfn.transforms.cutting import written
@@ -57,7 +58,7 @@ class Columns:
                 )
             counts[name] = len(leaf)
         if len(set(counts.values())) > 1:
-            shown = ", ".join(f"{name} has {count}" for name, count in counts.items())
+            shown = listed(f"{name} has {count}" for name, count in counts.items())
             raise ValueError(f"{NAME}: dim 0 are the rows, of which all tensors have as many, but {shown}")
         self._count = next(iter(counts.values()), 0)
 

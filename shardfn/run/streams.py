@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardfn.quoting import listed
 from shardfn.run.order import permuted
 from shardfn.run.seeding import seed_all
 from shardfn.shards.random import mixed
@@ -109,7 +110,7 @@ class Lane:
             skip = 0 if total is not None else max(0, skip - number)
             if number == 0:
                 names = [str(self.stream.files[file]) for file in files[:4]]
-                raise ValueError(f"Stream: the files of lane {self.number} have no rows: {', '.join(names)}")
+                raise ValueError(f"Stream: the files of lane {self.number} have no rows: {listed(names)}")
 
     def _files(self, epoch: int) -> list[int]:
         """Numbers of the lane's files in an epoch."""

@@ -22,6 +22,7 @@ from shardfn.compat import process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of, per_mesh, sizes
 from shardfn.mesh.groups import cpu_group
+from shardfn.quoting import listed
 from shardfn.run.feeding import Copier, Copy
 from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
 from shardfn.run.padding import SIZES, Lengths, kinds_but_sizes, sizes_of
@@ -293,7 +294,7 @@ def _raise_short(states: list[int], step: int, who: Peers) -> None:
 
 
 def _ranks(some: list[int]) -> str:
-    shown = ", ".join(map(str, some[:4])) + (", ..." if len(some) > 4 else "")
+    shown = listed(some, 4)
     return f"rank {shown} has" if len(some) == 1 else f"ranks {shown} have"
 
 

@@ -12,6 +12,7 @@ from shardfn.collectives import functional
 from shardfn.compat import functorch, process_groups
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import scope
+from shardfn.quoting import listed, short
 from shardfn.shards.layout import FlatShard, Layout
 from shardfn.tiers.placing import brought
 
@@ -31,15 +32,19 @@ def targets(ranks: Any, grids: Iterable[Grid]) -> tuple[int, ...]:
     """
     ranks = list(ranks) if isinstance(ranks, Iterable) else ranks
     if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-        raise TypeError(f"unshard: ranks={ranks!r}; it is a list of global ranks, such as [0], or None for all of them")
+        raise TypeError(
+            f"unshard: ranks={short(repr(ranks))}; it is a list of global ranks, such as [0], or None for all of them"
+        )
     if not ranks or len(set(ranks)) < len(ranks):
-        raise ValueError(f"unshard: ranks={ranks}; it names at least one rank, and each once; None is all of them")
+        raise ValueError(
+            f"unshard: ranks={short(ranks)}; it names at least one rank, and each once; None is all of them"
+        )
     for grid in grids:
         wrong = [rank for rank in ranks if rank not in grid.ranks]
         if wrong:
             raise ValueError(
-                f"unshard: ranks={ranks}, but rank {wrong[0]} is not in the mesh ({grid}), whose ranks are "
-                f"{', '.join(map(str, sorted(grid.ranks)))}"
+                f"unshard: ranks={short(ranks)}, but rank {wrong[0]} is not in the mesh ({grid}), whose ranks are "
+                f"{listed(sorted(grid.ranks))}"
             )
     return tuple(ranks)
 

@@ -19,6 +19,7 @@ from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import current_mesh
 from shardfn.mesh.spec import dotted, is_dtensor
 from shardfn.quant.packed import is_packed
+from shardfn.quoting import listed
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import FlatShard, Layout, Range, is_stage, stage_shards
 from shardfn.shards.pieces import is_unit
@@ -251,7 +252,7 @@ def _instead(tree: Any) -> str:
     if makers:
         return f"but {makers} makers, whose tensors are not there yet: pass what init or init_sharded returned"
     kinds = sorted({type(leaf).__name__ for leaf in leaves})
-    return f"neither flat shards nor tensors: the tree has {', '.join(kinds) if kinds else 'no leaves'}"
+    return f"neither flat shards nor tensors: the tree has {listed(kinds) if kinds else 'no leaves'}"
 
 
 def _ends(node: Any) -> bool:

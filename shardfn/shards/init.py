@@ -13,6 +13,7 @@ from torch import Tensor
 from shardfn.mesh.spec import P, dotted, joined
 from shardfn.mesh.which import Which
 from shardfn.quant.packed import Packed, is_packed, pack
+from shardfn.quoting import short_errors
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import Drawing, int_seed, mixed
 from shardfn.shards.sharding import Rules, Specs, agreed, refuse_second, refuse_sparse
@@ -24,6 +25,7 @@ Make = Callable[[torch.Generator], Any]
 Fill = Callable[[str, Tensor, torch.Generator], Tensor]
 
 
+@short_errors
 def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
     """Whole parameters from a tree of makers; on one process the same as `init_sharded` gives on many.
 
@@ -53,6 +55,7 @@ def init(makers: Any, seed: int, *, fill: Fill | None = None) -> Any:
     return _made(makers, "", seed, fill)
 
 
+@short_errors
 def init_sharded(
     makers: Any,
     seed: int,

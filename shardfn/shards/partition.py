@@ -12,11 +12,13 @@ from torch import Tensor
 
 from shardfn.mesh.spec import dotted
 from shardfn.mesh.which import Chosen, Which, chosen
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, is_flat
 
 T = TypeVar("T")
 
 
+@short_errors
 def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     """Two trees of one structure: the parameters that the rule chooses, and the rest; None where the other has it.
 
@@ -44,7 +46,7 @@ def partition(tree: Any, predicate: Which) -> tuple[Any, Any]:
     which, paths = chosen(predicate, "partition"), list(map(dotted, accessors))
     names = [one for path, leaf in zip(paths, leaves, strict=True) for one in _names(path, leaf)]
     if unused := which.unused(names):
-        raise ValueError(f"partition: nothing matches {', '.join(sorted(unused))}; there are {', '.join(names[:8])}")
+        raise ValueError(f"partition: nothing matches {listed(sorted(unused))}; there are {listed(names)}")
     taken = [_chosen(path, leaf, which) for path, leaf in zip(paths, leaves, strict=True)]
     yes = [leaf if one else None for leaf, one in zip(leaves, taken, strict=True)]
     no = [None if one else leaf for leaf, one in zip(leaves, taken, strict=True)]
@@ -151,10 +153,11 @@ def _different(every: Sequence[_Places]) -> str:
     if other.by_path:
         lost = [path for path in other.paths if path not in whole.paths]
         return (
-            f"combine: tree {m} has {', '.join(lost[:3])}, for which tree {n} has no place, whose paths are "
-            f"{', '.join(whole.paths[:8])}{', ...' if len(whole.paths) > 8 else ''}: both must come from one partition"
+            f"combine: tree {m} has {listed(lost, 3)}, for which tree {n} has no place, whose paths are "
+            f"{listed(whole.paths)}: both must come from one partition"
         )
-    return f"combine: tree {m} has another structure than tree {n}: {other.spec} and {whole.spec}"
+    both = listed([other.spec, whole.spec], separator=" and ", room=1200)
+    return f"combine: tree {m} has another structure than tree {n}: {both}"
 
 
 def _names(path: str, leaf: Any) -> list[str]:

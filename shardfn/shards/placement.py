@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec
 
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.quant.formats import Format, check_format, int4, int8
+from shardfn.quoting import listed, short
 
 _Axes = ParamSpec("_Axes")
 Reshard = bool | Literal["step"] | tuple[str, ...]
@@ -226,7 +227,7 @@ def _by_name(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:
         if axes:
             first, second = (*map(repr, axes), *('"shard"', '"replica"')[len(axes) :])[:2]
             raise TypeError(
-                f"{make.__name__}({', '.join(map(repr, axes))}): which axis cuts and which one repeats is said by "
+                f"{make.__name__}({listed(map(repr, axes))}): which axis cuts and which one repeats is said by "
                 f"name: write {make.__name__}(shard={first}, replica={second}), or the other way round"
             )
         return make(*axes, **axes_by_name)
@@ -586,13 +587,13 @@ def _known(name: Any) -> str:
     if rest != wanted:
         plain = next((own for own in (rest, rest.removeprefix("fsdpnative")) if _is_name(own)), "full_shard")
         raise ValueError(
-            f"strategy {name!r}: what leaves the device is said apart from how it is cut, for each kind: write "
-            f'"{_known(plain)}", and of what that gives .on(params="host", grads="host", state="host"), or "disk"; and '
-            f'stage(f, remat="offload") for activations in the memory of the host'
+            f"strategy {short(repr(name))}: what leaves the device is said apart from how it is cut, for each kind: "
+            f'write "{_known(plain)}", and of what that gives .on(params="host", grads="host", state="host"), or '
+            f'"disk"; and stage(f, remat="offload") for activations in the memory of the host'
         )
     lists = {own: f" ({', '.join(others.split())})" * bool(others) for own, (_, others) in _NAMES.items()}
-    listed = "; ".join(own + others for own, others in lists.items())
-    raise ValueError(f"there is no strategy {name!r}. There are: {listed}")
+    every = "; ".join(own + others for own, others in lists.items())
+    raise ValueError(f"there is no strategy {short(repr(name))}. There are: {every}")
 
 
 def _is_name(plain: str) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardfn.compat import functorch
 from shardfn.mesh.scope import mesh_of
+from shardfn.quoting import short, short_errors
 from shardfn.shards.blocks import Blocks
 from shardfn.shards.layout import Layout
 from shardfn.shards.pieces import is_unit
@@ -16,6 +17,7 @@ from shardfn.shards.placement import Tier
 from shardfn.tiers import placing
 
 
+@short_errors
 def put(tree: Any, tier: Tier) -> Any:
     """A tree of the same structure, whose shards have their values on a tier; as `jax.device_put` to a memory kind.
 
@@ -42,7 +44,10 @@ def put(tree: Any, tier: Tier) -> Any:
         ``waiting = put((params, state), "disk")``, and later ``params, state = put(waiting, "device")``
     """
     if isinstance(tree, str):
-        raise TypeError(f"put({tree!r}, ...): the tree comes first, and its tier after it: put(params, {tree!r})")
+        raise TypeError(
+            f"put({short(repr(tree))}, ...): the tree comes first, and its tier after it: put(params, "
+            f"{short(repr(tree))})"
+        )
     if tier not in get_args(Tier):
         raise ValueError(f'put: tier={tier!r}; a tier is "device", "host" or "disk"')
     known: dict[int, Tensor] = {}  # one tensor at several places stays one

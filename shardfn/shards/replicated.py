@@ -16,6 +16,7 @@ from shardfn.mesh.axes import grid_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import current_mesh, mesh_of
 from shardfn.mesh.spec import dotted
+from shardfn.quoting import findings, listed, short_errors
 from shardfn.shards.layout import is_flat, local_parameters
 from shardfn.tiers.copying import portions
 
@@ -32,6 +33,7 @@ class Claim:
     digest: int
 
 
+@short_errors
 def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
     """Raises an error on every rank unless what ranks hold of the same thing is the same, bit for bit.
 
@@ -80,14 +82,11 @@ def _compare(claims: list[Claim], grid: Grid, mesh: DeviceMesh) -> None:
             held.setdefault(digests[rank][i], []).append(rank)
         for held in places.values():
             if len(held) > 1:
-                who = " and others on ".join(
-                    f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in held.values()
-                )
+                who = " and others on ".join(f"rank{'s' * (len(r) > 1)} {listed(r)}" for r in held.values())
                 wrong.append(f"{one.path or 'the tree itself'} has some numbers on {who}")
     if wrong:
-        more = f" (and {len(wrong) - 8} more)" if len(wrong) > 8 else ""
         raise ValueError(
-            f"assert_replicated: {'; '.join(wrong[:8])}{more}: they must be the same there. Start every rank from one "
+            f"assert_replicated: {findings(wrong)}: they must be the same there. Start every rank from one "
             f"seed, or make the parameters with init_sharded"
         )
 

@@ -22,8 +22,9 @@ from shardfn.mesh.axes import check_axes, grid_of, per_mesh
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
-from shardfn.mesh.which import Chosen, Which, chosen, listed
+from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.quant.packed import Packed, is_packed
+from shardfn.quoting import listed, short_errors
 from shardfn.shards.gathering import device_of, gathered_to, targets
 from shardfn.shards.layout import FlatShard, Layout, assemble, in_few_bits, is_flat, is_stage, lay, stage_shards
 from shardfn.shards.placement import Placement, Strategy
@@ -39,6 +40,7 @@ Specs = P | ByPath | Callable[[str, tuple[int, ...]], P]
 """How parameters are cut over other axes than the buffer's: one for all, by patterns, or by a function."""
 
 
+@short_errors
 def shard(
     tree: Any,
     mesh: DeviceMesh,
@@ -133,6 +135,7 @@ def unshard(
         return optree.tree_unflatten(spec, list(made))
 
 
+@short_errors
 def shard_named(
     named: Iterable[tuple[str, Tensor]],
     like: Any,
@@ -450,7 +453,7 @@ def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
         result = run()
         if rules.unused:
             raise ValueError(
-                f"{name}: nothing matches {', '.join(map(repr, sorted(rules.unused)))}; the parameters are "
+                f"{name}: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are "
                 f"{listed(rules.places)}"
             )
     except (ValueError, TypeError, OSError) as error:
@@ -517,7 +520,7 @@ def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozen
             shapes.append((path, tuple(leaf.shape)))
     if unused := which.unused(name for name, _ in shapes):
         raise ValueError(
-            f"unshard: only: nothing matches {', '.join(map(repr, sorted(unused)))}; the parameters are "
+            f"unshard: only: nothing matches {listed(map(repr, sorted(unused)))}; the parameters are "
             f"{listed([name for name, _ in shapes])}"
         )
     return frozenset(name for name, shape in shapes if which(name, shape))

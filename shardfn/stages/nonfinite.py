@@ -15,6 +15,7 @@ from torch import Tensor
 from shardfn.collectives.agree import gathered
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import process_groups
+from shardfn.quoting import listed
 from shardfn.stages.agreement import callers
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def after_backward(
     found = ""
     further = not_finite(x for x in gradients[1] if x is not None)
     if wrong or further:
-        of = [f"gradients of {', '.join(wrong[:6])}"] if wrong else []
+        of = [f"gradients of {listed(wrong, 6)}"] if wrong else []
         of += [f"gradients of its inputs ({kinds(further)})"] if further else []
         given = "a finite gradient"
         if not_finite(x for x in cotangents if x is not None):
@@ -96,7 +97,7 @@ def _given(run: StageRun, parameters: Sequence[Sequence[Tensor]], inputs: Sequen
     ]
     came = not_finite(inputs)
     if wrong:
-        return f"parameters that were not finite before it ran: {', '.join(wrong[:6])}: the last update made them"
+        return f"parameters that were not finite before it ran: {listed(wrong, 6)}: the last update made them"
     if came:
         return f"inputs that were not finite ({kinds(came)}): what is before the stage, outside of any other, made them"
     return "finite inputs and parameters"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardfn.compat import autograd, functorch
+from shardfn.quoting import listed
 from shardfn.stages.replay import Off
 from shardfn.stages.signature import Signature
 
@@ -202,7 +203,7 @@ def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arg
         " and ".join(f"{name}={dtype}" for name, dtype in asked.items() if dtype)
         or "no gather_dtype and no input_dtype"
     )
-    first, second = (", ".join(sorted(map(str, some))) for some in (own, others))
+    first, second = (listed(sorted(map(str, some))) for some in (own, others))
     raise RuntimeError(
         f"stage {signature.name} ({signature.stage!r}): its function gets parameters of {first} and other arguments of "
         f"{second}, which it mixes ({error}). With {asked_for}: gather_dtype is the dtype in which it gets parameters, "
@@ -243,7 +244,7 @@ def other_numbers(signature: Signature, off: Off) -> str:
 def _closes_over(signature: Signature, found: Sequence[str]) -> str:
     several = len(found) > 1
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function uses {' and '.join(found[:3])} that "
+        f"stage {signature.name} ({signature.stage!r}): its function uses {listed(found, 3, separator=' and ')} that "
         f"{'need' if several else 'needs'} a gradient and {'are' if several else 'is'} not among its arguments: the "
         f"gradient would be lost. Pass {'them as arguments' if several else 'it as an argument'}, or use x.detach() of "
         f"what should have none"

@@ -8,6 +8,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from shardfn.quoting import listed
 from shardfn.shards.layout import is_flat
 
 
@@ -69,7 +70,7 @@ def batch_of(tree: Any, micro: Any) -> Batch:
             raise ValueError(f"accumulate: {where} requires a gradient; only `params` get one here: detach it")
         rows[where] = len(leaf)
     if len(set(rows.values())) > 1:
-        said = ", ".join(f"{where} has {n}" for where, n in rows.items())
+        said = listed(f"{where} has {n}" for where, n in rows.items())
         raise ValueError(f"accumulate: tensors of one batch have the same number of rows in dim 0, and {said}")
     return Batch(leaves, spec, next(iter(rows.values())))
 

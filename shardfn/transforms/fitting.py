@@ -22,6 +22,7 @@ from shardfn.mesh.grid import ALONE, Axis
 from shardfn.mesh.groups import group_over, world_of_thread
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, independent_axes, mesh_of
+from shardfn.quoting import findings, listed
 from shardfn.shards.layout import is_flat
 from shardfn.transforms.cutting import Batch, batch_of
 from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, handled, versions
@@ -205,13 +206,13 @@ def _tried(
         attempt.interrupt()
         emptied()
         fared = attempt.meet(replace(found, changed=not whole()))
-        said = "; ".join([f"rank {rank}: {one.told}" for rank, one in fared.items() if one.how == "off"][:4])
+        said = findings([f"rank {rank}: {one.told}" for rank, one in fared.items() if one.how == "off"], 4)
         failed = [f"rank {rank} failed: {one.told}" for rank, one in fared.items() if one.how == "failed"]
         if failed:
             kind = torch.OutOfMemoryError if found.how == "off" else RuntimeError
             raise kind(
                 f"accumulate: {name} ran out of memory in {parts} ({said}), and does not run again in smaller ones, "
-                f"since {'; '.join(failed[:4])}"
+                f"since {findings(failed, 4)}"
             )
         attempt.renew(fared)
         return _refuse_changed(fared, said, name, parts)
@@ -258,7 +259,7 @@ def _refuse_changed(fared: dict[int, Fared], said: str, name: str, parts: str) -
     if changed:
         raise RuntimeError(
             f"accumulate: {name} ran out of memory in {parts} ({said}), and cannot run again in smaller ones: on rank "
-            f"{', '.join(changed)} it has written into its parameters or its batch. Write it without in-place "
+            f"{listed(changed)} it has written into its parameters or its batch. Write it without in-place "
             f"operations on those"
         )
     return said

@@ -21,6 +21,7 @@ from shardfn.compat.functorch import inside_transform
 from shardfn.mesh.axes import axis_of, known_axes, sizes
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
+from shardfn.quoting import listed
 from shardfn.shards.replicated import checksum
 from shardfn.transforms.checking import Checked, asked, claim
 
@@ -266,10 +267,10 @@ def _arguments(
             raise ValueError(
                 f"{name} in_specs by name: "
                 + "; ".join(
-                    [f"no parameter {', '.join(unknown)}"] * bool(unknown)
-                    + [f"none for {', '.join(missing)}"] * bool(missing)
+                    [f"no parameter {listed(unknown)}"] * bool(unknown)
+                    + [f"none for {listed(missing)}"] * bool(missing)
                 )
-                + f"; the parameters are {', '.join(parameters)} (specs of one dict argument go in a tuple)"
+                + f"; the parameters are {listed(parameters)} (specs of one dict argument go in a tuple)"
             )
         return [(label, in_specs[label.split("[")[0]]) for label in labels]
     if not isinstance(in_specs, (tuple, list)):
@@ -278,7 +279,7 @@ def _arguments(
     needed = max((slots.index(label) + 1 for label in labels), default=0)
     if not needed <= len(in_specs) <= len(slots):
         raise ValueError(
-            f"{name}: in_specs has {len(in_specs)} entries, but there are {needed} arguments ({', '.join(slots)}): "
+            f"{name}: in_specs has {len(in_specs)} entries, but there are {needed} arguments ({listed(slots)}): "
             f"give one for each, one spec for all, or a dict by parameter name"
         )
     return [(label, in_specs[slots.index(label)]) for label in labels]

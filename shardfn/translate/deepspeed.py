@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shardfn.quoting import listed
 from shardfn.translate.deepspeed_bits import bits
 from shardfn.translate.deepspeed_optimizers import optimizer, scheduler
 from shardfn.translate.deepspeed_zero import DISK, OBSERVES, zero
@@ -255,7 +256,7 @@ def batches(draft: Draft) -> None:
     for one in known.values():
         product *= one
     if total % product or (len(known) == 3 and total != product):
-        said = ", ".join(f"{name} {one}" for name, one in known.items())
+        said = listed(f"{name} {one}" for name, one in known.items())
         raise TranslateError(f"train_batch_size: {total} is not the product of {said}, and of what is not said")
 
 

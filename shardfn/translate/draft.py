@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardfn.quoting import listed
 from shardfn.translate.facts import Row, Status, TranslateError
 from shardfn.translate.values import shown
 
@@ -30,7 +31,7 @@ class Draft:
         if fact in self.facts and self.facts[fact] != value:
             before = ", ".join(self.keys[fact]) or "the default"
             raise TranslateError(
-                f"{', '.join(keys)} and {before} contradict each other: {shown(value)} and {shown(self.facts[fact])}"
+                f"{listed(keys)} and {before} contradict each other: {shown(value)} and {shown(self.facts[fact])}"
             )
         self.facts[fact] = value
         self.keys[fact] = tuple(dict.fromkeys((*self.keys.get(fact, ()), *keys)))

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardfn.quoting import bounded
+
 Status = Literal["becomes", "always", "yours", "missing", "open", "unknown"]
 UNTRANSLATED: tuple[Status, ...] = ("missing", "open", "unknown")
 
 
 class TranslateError(ValueError):
     """What cannot be read, or contradicts itself."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(bounded(message))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardfn.quoting import listed
 from shardfn.translate import accelerate, composer, deepspeed
 from shardfn.translate.facts import TranslateError
 
@@ -144,7 +145,9 @@ def system_of(given: Mapping[str, Any], where: str) -> str:
     }
     which = [name for name, yes in found.items() if yes]
     if len(which) > 1:
-        raise TranslateError(f"{where}: two strategies in one file, those of {' and '.join(which)}; leave one of them")
+        raise TranslateError(
+            f"{where}: two strategies in one file, those of {listed(which, separator=' and ')}; leave one of them"
+        )
     return which[0] if which else _likeliest(given, where)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardfn.quoting import listed
 from shardfn.translate import accelerate, composer, deepspeed, fsdp, lightning, reading, snippets, transformers
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import Call, TranslateError, Translation
@@ -74,8 +75,8 @@ def _called(draft: Draft, file: Path, found: list[Call], imported: set[str]) -> 
     trainers = [one for one in found if one.name in _TRAINERS]
     kinds = {_TORCH[one.name] for one in torch}
     if len(strategies) + len(plugins) + len(kinds) > 1 or len(trainers) > 1 or _differ(torch):
-        lines = ", ".join(f"{one.name} in line {one.line}" for one in [*strategies, *plugins, *torch, *trainers])
-        why = f", which differ in {', '.join(_differ(torch))}" if _differ(torch) else ""
+        lines = listed(f"{one.name} in line {one.line}" for one in [*strategies, *plugins, *torch, *trainers])
+        why = f", which differ in {listed(_differ(torch))}" if _differ(torch) else ""
         raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
     arguments = trainers[0].arguments if trainers else {}
     of_transformers = [one for one in found if one.name in transformers.ARGUMENTS]
@@ -136,8 +137,8 @@ def _plugin(draft: Draft, plugins: list[Call], made: list[Call]) -> str:
 
 def _transformers(draft: Draft, file: Path, arguments: list[Call], trainers: list[Call]) -> str:
     if len(arguments) != 1:
-        lines = ", ".join(f"{one.name} in line {one.line}" for one in arguments)
-        told = f"{lines}; leave one of them" if arguments else f"none of {', '.join(sorted(transformers.ARGUMENTS))}"
+        lines = listed(f"{one.name} in line {one.line}" for one in arguments)
+        told = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
         raise TranslateError(f"a Trainer of Transformers is told by one set of arguments, and there is {told}")
     trainer = trainers[0].arguments if trainers else {}
 
