@@ -26,10 +26,13 @@ from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
-from shardfn.quoting import findings, listed, short_errors
+from shardfn.quoting import findings, listed, short, short_errors
 from shardfn.tiers import copying
 
 _log = logging.getLogger("shardfn")
+
+
+_ROOM = 300  # characters for each kind of difference in a message
 
 
 @dataclass
@@ -56,13 +59,13 @@ class Differences:
     def __str__(self) -> str:
         said = []
         if self.missing:
-            said.append(f"missing in the checkpoint: {listed(self.missing)}")
+            said.append(f"missing in the checkpoint: {listed(self.missing, room=_ROOM)}")
         if self.extra:
-            said.append(f"in the checkpoint, but not in the tree: {listed(self.extra)}")
+            said.append(f"in the checkpoint, but not in the tree: {listed(self.extra, room=_ROOM)}")
         for what, found in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
             each = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in found.items()]
             if each:
-                said.append(f"of another {what}: {listed(each)}")
+                said.append(f"of another {what}: {listed(each, room=_ROOM)}")
         return findings(said) or "nothing differs"
 
 
@@ -311,8 +314,8 @@ def _compared(
         differ.kinds.clear()
     known |= {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
     every = [name for name in [*source.tensors, *source.numbers, *source.by_rank] if name not in known]
-    for name, short in zip(every, (_inside(name, asked.part) for name in every), strict=True):
-        if short is not None and not any(rule.fullmatch(short) for rule in ignore):
+    for name, inside in zip(every, (_inside(name, asked.part) for name in every), strict=True):
+        if inside is not None and not any(rule.fullmatch(inside) for rule in ignore):
             differ.extra.append(name)
     return differ, names
 
@@ -328,8 +331,8 @@ def _hint(differ: Differences, names: dict[str, Name], source: Any, asked: Asked
     """Where all that is missing is."""
     every = [*source.tensors, *source.numbers]
     if asked.part and not any(_inside(name, asked.part) for name in every):
-        parts = listed(dict.fromkeys(name.partition(".")[0] for name in every))
-        return f". There is no part {asked.part!r}: the first keys are {parts}"
+        parts = listed(dict.fromkeys(name.partition(".")[0] for name in every), room=_ROOM)
+        return f". There is no part {short(repr(asked.part))}: the first keys are {parts}"
     if names or not differ.missing:
         return asked.advice if differ.missing else ""
     plain = [said.partition(" (here ")[0] for said in differ.missing]
