@@ -314,8 +314,8 @@ def _compared(
         differ.kinds.clear()
     known |= {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
     every = [name for name in [*source.tensors, *source.numbers, *source.by_rank] if name not in known]
-    for name, inside in zip(every, (_inside(name, asked.part) for name in every), strict=True):
-        if inside is not None and not any(rule.fullmatch(inside) for rule in ignore):
+    for name, within in zip(every, (_inside(name, asked.part) for name in every), strict=True):
+        if within is not None and not any(rule.fullmatch(within) for rule in ignore):
             differ.extra.append(name)
     return differ, names
 

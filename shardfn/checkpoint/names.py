@@ -80,7 +80,7 @@ def _parsed(rules: Sequence[Rule], names: Sequence[str]) -> list[_Parsed]:
     parsed = [(re.compile(rule[0]), rule[1], len(rule) == 3) for rule in rules]
     idle = [repr(pattern.pattern) for pattern, *_ in parsed if not any(map(pattern.fullmatch, names))]
     if idle:
-        raise CheckpointError(f"no parameter matches {listed(idle)}; they are {listed(names)}")
+        raise CheckpointError(f"no parameter matches {listed(idle)}; the first of them are {listed(names)}")
     return parsed
 
 
