@@ -24,6 +24,13 @@ from shardfn.compat import autograd
 UNKNOWN = -1  # memory whose value nobody has seen being written
 
 
+class _Owner(weakref.ref[Any]):
+    """Refers to a storage, and knows its number when it is gone."""
+
+    __slots__ = ("number",)
+    number: int
+
+
 @dataclass(slots=True, eq=False)
 class _Memory:
     """What is known of a storage: a value for all of it, how often it was written to, and what its stretches are.
@@ -34,7 +41,7 @@ class _Memory:
         stretches: of a flat shard, `(begin, end, axes)`: elements of a parameter, and along which axes they vary.
     """
 
-    owner: weakref.ref[Any]
+    owner: _Owner
     node: int
     stamp: int = 0
     tensors: dict[int, tuple[weakref.ref[Tensor], int, int]] = field(default_factory=dict)
@@ -66,6 +73,7 @@ class Values:
         self.counts: list[Evidence] = []
         self.watched: list[Evidence] = []
         self._memories: dict[int, _Memory] = {}
+        self._freed: list[_Owner] = []
         self._times: dict[tuple[Any, int], int] = {}
         self._last: sites.Site | None = None
         self._adds = threading.Lock()
@@ -110,6 +118,7 @@ class Values:
     def forget(self) -> None:
         """The call is over: memory may be used for something else."""
         self._memories.clear()
+        self._freed.clear()
 
     def lengths(self) -> list[int]:
         """How much was taken down."""
@@ -132,15 +141,16 @@ class Values:
 
     def _new(self, x: Tensor, node: int) -> _Memory:
         """Memory that was not known before; it is forgotten when it is freed."""
-        owner, number, memories = _owner(x), id(_owner(x)), self._memories
-
-        def freed(gone: weakref.ref[Any]) -> None:
-            known = memories.get(number)
+        while self._freed:
+            gone = self._freed.pop()
+            known = self._memories.get(gone.number)
             if known is not None and known.owner is gone:
-                memories.pop(number, None)  # on a thread of autograd's own, while the call's may forget all
-
+                del self._memories[gone.number]
+        owner = _owner(x)
         # Not a weak reference of C++, by which the head of freed memory stays, and with it a hole that nothing fits.
-        made = memories[number] = _Memory(weakref.ref(owner, freed), node)
+        found = _Owner(owner, self._freed.append)  # which is called on any thread, in the middle of anything
+        found.number = id(owner)
+        made = self._memories[found.number] = _Memory(found, node)
         return made
 
     def keep(self, x: Tensor, node: int, written: bool = False, whole: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,8 +12,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn import P
-from shardfn.check.trace import Trace
-from shardfn.check.values import Values
+from shardfn.check.judging import judged
 from shardfn.testing import world
 from shardfn.transforms import checking
 
@@ -112,7 +110,6 @@ def test_results_of_another_kind_on_each_rank_are_told_on_all(kind: str) -> None
 
 def failing() -> str:
     mesh = sf.make_mesh(data=2, device="cpu")
-    judged = checking.judged
 
     def on_one(*args: Any) -> Any:
         if mesh.get_rank():
@@ -127,30 +124,3 @@ def failing() -> str:
 def test_a_rank_that_cannot_judge_tells_the_others() -> None:
     for said in world(2).within(20.0).run(failing):
         assert "rank 1 failed to check the call: RecursionError: too deep" in said
-
-
-def test_memory_may_be_forgotten_while_it_is_freed() -> None:
-    class Forgetting(dict[int, Any]):
-        """As where another thread forgets all between two looks."""
-
-        def __contains__(self, key: object) -> bool:
-            there = super().__contains__(key)
-            self.clear()
-            return there
-
-        def get(self, key: int, default: Any = None) -> Any:
-            found = super().get(key, default)
-            self.clear()
-            return found
-
-    values = Values(Trace("f", {"data": 2}))
-    x = torch.ones(3)
-    values.keep(x, 0)
-    values._memories = kept = Forgetting()
-    x = torch.ones(3)
-    values.keep(x, 0)
-    with mock.patch("sys.unraisablehook") as raised:
-        del x
-        gc.collect()
-    assert not raised.called
-    assert not kept
