@@ -111,7 +111,7 @@ LATER: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "row 9 of the source has ['x'] float32 [3], and row 6 has ['x'] float32 [2]",
     ),
     "rows of different keys": (lambda: {"source": [{"x": 1}, {"y": 1}] * 4}, "rows of a batch must be alike"),
-    "a row that cannot be read": (lambda: {"source": Broken(5), "batch": 40}, "the disk is gone"),
+    "a row that cannot be read": (lambda: {"source": Broken(4), "batch": 40}, "the disk is gone"),
     "the same by a worker": (lambda: {"source": Broken(5), "batch": 40, "workers": 1}, "the disk is gone"),
     "a mask of its own": (lambda: {"source": {"mask": X}, "last": "pad"}, 'these have a "mask": rename it'),
     "wrong lengths": (
