@@ -254,7 +254,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
         lambda x: s.loss(s.params, x.flatten(0, 1), y.flatten(0, 1)), (x,), (torch.ones_like(x),)
     )[1],
     "jacfwd": lambda s, x, y, v: s.whole(s.jacfwd(_loss(s, x, y))(s.params)),
-    "jacfwd of jacrev": lambda s, x, y, v: s.whole(
+    "jacfwd of jacrev along a direction": lambda s, x, y, v: s.whole(
         jacfwd(lambda t: jacrev(_loss(s, x, y))(_moved(s, v, t)))(torch.zeros(()).double())
     ),
     "vmap over parameters": lambda s, x, y, v: vmap(_loss(s, x, y))(

@@ -30,7 +30,8 @@ def called(case: Case, call: Call) -> None:
 
 def _whole(case: Case, call: Call) -> bool:
     """A sum of what each rank has made of all ranks' values."""
-    bad = sum(b for b in bits_of(call.axes & case.types.along[call.node]) if case.same(call.node, b))
+    alike = call.axes & case.types.along[call.node] & ~case.compared.watched.get(call.node, 0)
+    bad = sum(b for b in bits_of(alike) if case.same(call.node, b))
     if not bad or _weighed(case, call, bad):
         return False
     names, times = named(case.trace.names(bad)), case.size(bad)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from shardfn.check import recording
 from shardfn.collectives import ops
 from shardfn.collectives.functional import all_gather, all_to_all, axis_index, axis_size
 from shardfn.compat import attention as kernels
-from shardfn.mesh.grid import AxisName
+from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import bound_axis
 from shardfn.transforms.custom_vjp import custom_vjp
 
@@ -116,7 +117,10 @@ def positions(length: int, axis: AxisName, *, balanced: bool = True, device: tor
     """
     size = axis_size(axis)
     _divides(length, size, balanced, axis)
-    return _places(length // size, axis_index(axis), size, balanced, device)
+    own = _places(length // size, axis_index(axis), size, balanced, device)
+    if not torch.compiler.is_compiling() and (recorder := recording.current()) is not None:
+        recorder.declared(own, recorder.trace.mask(as_names(axis)), (), "positions")
+    return own
 
 
 def _divides(length: int, size: int, balanced: bool, axis: AxisName) -> None:

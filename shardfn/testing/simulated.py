@@ -41,6 +41,7 @@ _aten: Any = torch.ops.aten
 _HERE = pathlib.Path(__file__).resolve()
 _PACKAGE = str(_HERE.parent.parent) + "/"
 _TESTING = str(_HERE.parent) + "/"
+_BETWEEN = (_TESTING, str(modes.__file__))
 _ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for module in (torch, optree))
 
 
@@ -524,9 +525,9 @@ def _line() -> str:
     own: str | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_PACKAGE) and not file.startswith(_TESTING):
+        if file.startswith(_PACKAGE) and not file.startswith(_BETWEEN):
             return f"shardfn/{file.removeprefix(_PACKAGE)}:{frame.f_lineno}"
-        if own is None and not file.startswith((_TESTING, *_ELSEWHERE, "<")):
+        if own is None and not file.startswith((*_BETWEEN, *_ELSEWHERE, "<")):
             own = f"{pathlib.PurePath(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return own or "?"

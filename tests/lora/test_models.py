@@ -290,7 +290,7 @@ def behaviour() -> dict[str, Any]:
             case.adapters, is_leaf=lambda x: isinstance(x, lora.Adapter),
         )  # fmt: skip
         shards = sf.shard(dropping, mesh, sf.ddp(DATA))
-        torch.manual_seed(1)
+        torch.manual_seed(1 + mesh.get_rank())
         drops.append(step(case, shards, params))
         case.model.module.eval()
         found[f"eval, remat={remat}"] = distance(step(case, shards, params)[0], value)

@@ -411,7 +411,7 @@ def through_a_step(name: str) -> list[float]:
 
     def after(ps: Any, rate: Tensor, stage: Any, x: Tensor, total: Any) -> Tensor:
         optimizer = PURE[name](rate)
-        grads = sf.grad(lambda p: scaled_loss(stage, p, x) / rows.numel())(ps)
+        grads = sf.grad(lambda p: total(scaled_loss(stage, p, x)) / rows.numel())(ps)
         ps, _ = optimizer.step(ps, grads, optimizer.init(ps))
         return total(scaled_loss(stage, ps, x)) / rows.numel()
 
