@@ -88,9 +88,10 @@ def _mixed(some: Tensor) -> int | Tensor:
     words = data[: len(data) // 8 * 8]
     if words.storage_offset() % 8:
         words = words.clone()
-    mixed = words.view(torch.int64)
-    total = ((mixed ^ (mixed >> 29)) * _odd(some.device)[: len(mixed)]).sum()
-    rest = data[len(words) :].long()
+    words = words.view(torch.int64)
+    mixed = (words >> 29).bitwise_xor_(words).mul_(_odd(some.device)[: len(words)])  # in one piece of memory
+    total = mixed.sum()
+    rest = data[words.nbytes :].long()
     total = total + (rest * _odd(some.device)[-len(rest) :]).sum() if len(rest) else total
     return int(total) if some.device.type == "cpu" else total
 
