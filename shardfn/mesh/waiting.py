@@ -75,7 +75,8 @@ class on:
     """
 
     __slots__ = (
-        "__weakref__", "_before", "_outer", "count", "group", "note", "of", "ranks", "sided", "verdict", "what",
+        "__weakref__", "_before", "_outer", "count", "group", "note", "of", "ranks", "renewed", "sided", "verdict",
+        "what",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +92,8 @@ class on:
 
     def __enter__(self) -> on:
         me = get_ident()
+        if self.group in _broken and self.ranks is None:
+            raise RuntimeError(_since(self, _broken[self.group]))
         before = self._before = _waits.get(me)
         if before is not None and before.group == self.group and (before.of != "" or self.of == ""):
             self._outer = True
@@ -101,7 +104,7 @@ class on:
             counts = _counts[(me, self.group)] = {}
         key = (self.what, self.of)
         self.count = counts[key] = counts.get(key, 0) + 1
-        self.verdict = ""
+        self.verdict, self.renewed = "", False
         _waits[me] = self
         return self
 
@@ -114,6 +117,8 @@ class on:
         else:
             _waits[get_ident()] = before
         if isinstance(error, RuntimeError) and (told := _failed(self, error)) is not error:
+            if self.ranks is None and not self.renewed and _STAYS not in str(told):
+                _broken[self.group] = f"{positions.caller()}, where {told}"
             raise told from None  # what the backend says of it is in there, and comes after
 
     @property
@@ -145,6 +150,7 @@ _calls: dict[int, str] = {}  # of the user's, by thread
 _waits: dict[int, on] = {}  # by thread
 _counts: dict[tuple[int, str], dict[tuple[str, Any], int]] = {}  # what each thread came to, by group
 _along: dict[str, str] = {}  # the axes along which a group runs
+_broken: dict[str, str] = {}  # since when a group is, in which a wait failed
 _watcher: _Watcher | None = None
 looking: dict[int, Callable[[Any], None]] = {}
 """What else the thread that looks does, once a second, with its own way to the store; by who asked for it."""
@@ -179,6 +185,7 @@ def joined() -> None:
         _watcher.over = True
     _waits.clear()
     _counts.clear()
+    _broken.clear()
     positions.clear()
     _watcher = _Watcher(dist.get_rank())
     store = process_groups.default_store()
@@ -188,11 +195,11 @@ def joined() -> None:
 
 
 def release(groups: Iterable[str], told: str) -> None:
-    """Waits in these groups, and for groups to be made, are in vain: who is woken says so."""
+    """Waits in these groups, which will be renewed, and for groups to be made, are in vain: who is woken says so."""
     names, me = set(groups), get_ident()
     for thread, wait in list(_waits.items()):
         if thread != me and not wait.verdict and (wait.group in names or wait.group.startswith("meeting ")):
-            wait.verdict = told
+            wait.verdict, wait.renewed = told, True
 
 
 def forget(groups: Iterable[str]) -> None:
@@ -200,6 +207,8 @@ def forget(groups: Iterable[str]) -> None:
     names = set(groups)
     for key in [key for key in list(_counts) if key[1] in names or key[1].startswith("meeting ")]:
         _counts.pop(key, None)
+    for name in names:
+        _broken.pop(name, None)
     positions.forget(names)
 
 
@@ -210,6 +219,7 @@ def _forked() -> None:
     _waits.clear()
     _calls.clear()
     _counts.clear()
+    _broken.clear()
     positions.clear()
 
 
@@ -235,10 +245,15 @@ def failed(error: BaseException) -> None:
     Until `goes_on` says something else.
     """
     if _watcher is not None and dist.is_initialized():
-        with _watcher.looks:
-            _watcher.ended = f"has failed: {type(error).__name__}: {error}"[:500]
-            state = _state(_watcher.beat, {}, _watcher.vain, _watcher.ended)
-            process_groups.default_store().set(_KEY.format(_watcher.rank), json.dumps(state))
+        _watcher.ended = f"has failed: {type(error).__name__}: {error}"[:500]
+        _publish(_watcher)
+
+
+def _publish(watcher: _Watcher) -> None:
+    """Says how this rank stands, from a thread that does not wait."""
+    with watcher.looks:
+        state = _state(watcher.beat, {}, watcher.vain, watcher.ended)
+        process_groups.default_store().set(_KEY.format(watcher.rank), json.dumps(state))
 
 
 def goes_on() -> None:
@@ -286,6 +301,7 @@ def _came(store: Any, keys: list[str]) -> bool:
 
 def _state(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
     told = {"beat": beat, "ended": ended, "vain": vain or {}, "last": positions.last(), "left": positions.left()}
+    told["broken"] = dict(_broken)
     if not stuck and not ended:
         return {**told, "threads": None, "counts": {}}
     main, alive = threading.main_thread().ident, set(sys._current_frames())
@@ -366,6 +382,8 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         return RuntimeError(wait.verdict)
     if _watcher is None or " in vain for " in str(error) or not _BROKEN.search(str(error)):
         return error
+    if wait.group in _broken and wait.ranks is None:  # since this thread came to it
+        return RuntimeError(_since(wait, _broken[wait.group]))
     states: dict[int, State] = {}
     others: list[int] = []
     silently = ""
@@ -373,9 +391,16 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         others = [rank for rank in _ranks(wait) if rank != _watcher.rank][:64]
         states = _read(process_groups.default_store(), others)
         silently = " without a word"
+    mine, found = [get_ident(), wait.group, _key(wait.what, wait.of), wait.count], ""
     for state in states.values():
-        if str(_watcher.rank) in state["vain"]:
-            return RuntimeError(advised(state["vain"][str(_watcher.rank)][0]))
+        told, *those = state["vain"].get(str(_watcher.rank), [""])
+        found = found or (told if mine in those else "")
+    _pass_on([state["vain"] for state in states.values()])
+    if found:
+        return RuntimeError(advised(found))
+    since = [state["broken"][wait.group] for state in states.values() if wait.group in state["broken"]]
+    if since and wait.ranks is None:
+        return RuntimeError(_since(wait, _broken.setdefault(wait.group, since[0])))
     known = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
     spoke = [rank for rank, state in states.items() if state["ended"] or state["vain"]]
     gone = [] if spoke else _gone(others)
@@ -385,6 +410,20 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     who = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
     after = f", after {positions.last()}" if positions.last() else ""
     return RuntimeError(f"{told}: {who} ended{silently}{after}; look at its output first ({brief(error)})")
+
+
+def _pass_on(heard: Sequence[Vain]) -> None:
+    """Who waits for this rank in vain, as others have found, hears it before this rank goes on."""
+    if _watcher is not None and (broken := set().union(*map(_watcher.hear, heard))):
+        _publish(_watcher)
+        _break(broken)
+
+
+_STAYS = ". It stays so: end the processes, and begin again from a checkpoint"
+
+
+def _since(wait: on, since: str) -> str:
+    return f"{wait}: its group is broken since {since}{_STAYS}"
 
 
 def _gone(ranks: Sequence[int]) -> list[int]:
@@ -534,8 +573,13 @@ class _Watcher:
                 for told, *those in filter(None, [self.vain.get(str(self.rank)), *heard])
                 if [thread, *mine] in those
             ]
+            known = [advised(told) for told in known] + [
+                _since(wait, _broken.setdefault(wait.group, state["broken"][wait.group]))
+                for state in states.values()
+                if wait.ranks is None and wait.group in state["broken"]
+            ]
             if known and not wait.verdict and _waits.get(thread) is wait:
-                wait.verdict = advised(known[0])
+                wait.verdict = known[0]
                 self.give_up(wait, stuck)
             elif now >= self.spoke.get(thread, 0):
                 waited = now - self.since[thread][1]
@@ -546,10 +590,10 @@ class _Watcher:
                 what = _named_wait(wait, thread)
                 _log.warning("rank %d has waited %.1f s for %s: %s%s", self.rank, waited, what, said, more)
 
-    def reached(self, stuck: dict[int, on]) -> dict[int, State]:
-        """What this rank, those that it waits for, those that they wait for, ... have told."""
+    def reached(self, stuck: dict[int, on], also: Iterable[int] = ()) -> dict[int, State]:
+        """What this rank, those that it waits for, those that they wait for, ... and some others have told."""
         states: dict[int, State] = {self.rank: json.loads(json.dumps(_state(self.beat, stuck, self.vain)))}
-        wanted = {rank for wait in stuck.values() for rank in _ranks(wait)} - states.keys()
+        wanted = {*also, *(rank for wait in stuck.values() for rank in _ranks(wait))} - states.keys()
         while wanted:
             more = _read(self.store, sorted(wanted))
             states |= more
@@ -577,7 +621,37 @@ class _Watcher:
 
     def give_up(self, wait: on, stuck: dict[int, on]) -> None:
         """Wakes the thread that is blocked in a wait, with an error."""
+        used = {group for _, group in list(_counts)}
+        ranks = [dist.get_process_group_ranks(group) for group in map(_made, used) if group is not None]
+        states = self.reached(stuck, set().union(*ranks))
+        broken = self.hear(given_up(waits_in_vain(states), states))
+        if wait.ranks is None:
+            broken |= {wait.group}
+            _broken.setdefault(wait.group, wait.verdict)
         self.tell(stuck)
         _log.error("%s", wait.verdict)
-        if wait.ranks is None:
-            process_groups.break_group(process_groups.group_of(wait.group))
+        _break(broken)
+
+    def hear(self, vain: Vain) -> set[str]:
+        """Takes for broken, and returns, the groups of this rank in which some wait in vain, for it perhaps.
+
+        What it would come to there next is not what they wait for.
+        """
+        self.vain = {**vain, **self.vain}
+        found = {name: told for told, *waits in vain.values() for _, name, *_ in waits if _made(name) is not None}
+        new = found.keys() - _broken.keys()
+        _broken.update({name: found[name] for name in new})
+        return new
+
+
+def _made(group: str) -> Any:
+    """The process group of this name, if this process has it."""
+    try:
+        return process_groups.group_of(group)
+    except (LookupError, RuntimeError, ValueError):
+        return None
+
+
+def _break(groups: Iterable[str]) -> None:
+    for name in groups:
+        process_groups.break_group(process_groups.group_of(name))

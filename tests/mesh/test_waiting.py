@@ -318,3 +318,46 @@ def test_ranks_that_are_late_are_waited_for_by_any_store(kind: str, tmp_path: Pa
     assert not waiting._came(store, ["one"])
     store.set("one", "")
     assert waiting._came(store, ["one"])
+
+
+def after_a_wait_in_vain(names: list[str]) -> list[tuple[str, str]]:
+    """What became of a call by different axes, and of later ones by the same, on this rank."""
+    waiting.PATIENCE, waiting.TICK = 0.3, 0.05
+    mesh, rank = sf.make_mesh(x=2, y=2, device="cpu"), dist.get_rank()
+
+    def total(axis: Any, x: float) -> tuple[str, str]:
+        @sf.shard_map(mesh=mesh, in_specs=(), out_specs=..., check=False)
+        def run() -> Any:
+            return sf.psum(torch.tensor(x), axis)
+
+        try:
+            return "got", str(run().item())
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+
+    every = {"x": "x", "y": "y", "both": ("x", "y")}
+    for axis in every.values():
+        total(axis, 1.0)
+    return [total(every[name], 100.0 + rank) for name in (names[rank], *("both", "x", "y") * 2)]
+
+
+@pytest.mark.parametrize("names", [["y", "x", "x", "y"], ["both", "y", "both", "both"]], ids=" ".join)
+def test_a_group_that_failed_is_failed_on_all_ranks_and_pairs_nobody(names: list[str]) -> None:
+    sums = {"both": [406.0] * 4, "x": [202.0, 204.0] * 2, "y": [201.0] * 2 + [205.0] * 2}
+    broken = {(name, rank) for rank in range(4) for name in "xy"}
+    if "both" in names:
+        broken = {*(("both", rank) for rank in range(4)), ("y", 0), ("y", 1)}
+    with World(4, deadline=60) as fresh:
+        every = fresh.run(after_a_wait_in_vain, names)
+    for rank, (first, *later) in enumerate(every):
+        assert first[1].startswith(f"rank {rank} waits in vain for "), first
+        for name, (how, said) in zip(("both", "x", "y") * 2, later, strict=True):
+            if (name, rank) in broken:
+                assert re.search(r"its group is broken since .*rank \d waits in vain for ", said), (
+                    rank,
+                    name,
+                    how,
+                    said,
+                )
+            else:
+                assert (how, said) == ("got", str(sums[name][rank])), (rank, name)
