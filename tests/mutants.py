@@ -220,7 +220,7 @@ MUTANTS = [
                 return False
         return self.at == [p.data_ptr() for p in self.parameters]""",
         "        return True",
-        f"{RANKS}::test_what_a_function_does_to_its_parameters_lasts_for_that_call",
+        "tests/stages/test_stage_lent.py::test_the_same_numbers_in_another_form_last_for_that_call",
     ),
     Mutant(
         "parameters may come back as anything",
