@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -83,39 +81,6 @@ class Together:
         self.works, self.then = (), None
 
 
-class _Launched:
-    """Works that another thread starts.
-
-    If it is dropped, `left` gets them: gloo would forget a message that nobody holds, and give the next one that the
-    other rank sends to the wrong side of the gap. They are waited for with the next ones.
-    """
-
-    __slots__ = ("left", "works")
-
-    def __init__(self, works: Future[list[Any]], left: list[Future[list[Any]]]) -> None:
-        self.works: Future[list[Any]] | None = works
-        self.left = left
-
-    def wait(self) -> None:
-        while self.left:
-            _wait_for(self.left.pop())
-        works, self.works = self.works, None
-        if works is not None:
-            _wait_for(works)
-
-    def __del__(self) -> None:
-        if self.works is not None:
-            self.left.append(self.works)
-
-
-def _wait_for(works: Future[list[Any]]) -> None:
-    for work in works.result():
-        work.wait()
-
-
-_left: weakref.WeakKeyDictionary[Any, list[Future[list[Any]]]] = weakref.WeakKeyDictionary()  # by group
-
-
 class Later:
     """What starts when somebody waits for it."""
 
@@ -138,9 +103,7 @@ def arrived(work: Handle, op: str, group: str, stage: str) -> None:
 
 def forget(groups: Sequence[Any]) -> None:
     """All that was under way in these groups has ended, and is nothing to what comes."""
-    launching.settle()  # what waits there to be started meets the end of its group first
-    for group in groups:
-        _left.pop(group, None)
+    launching.forget(groups)
 
 
 def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
@@ -240,7 +203,7 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtyp
 def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
     """One collective when another has arrived, whose result it needs."""
     if how == "direct":
-        return _Launched(launching.launch(lambda: (first.wait(), [start()])[1]), [])
+        return launching.Launched(lambda: (first.wait(), [start()])[1])
     if device.type == "cpu":
         return Later(first, start)
     module = torch.get_device_module(device)
@@ -399,7 +362,7 @@ def _swap(
         works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
         return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
 
-    return _Launched(launching.launch(launch), _left.setdefault(group, []))
+    return launching.Launched(launch, group)
 
 
 def _tagged(tag: int, x: Tensor) -> int:

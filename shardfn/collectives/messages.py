@@ -12,14 +12,13 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives.launching import launch
+from shardfn.collectives.launching import Launched
 from shardfn.compat import dispatch, process_groups
 from shardfn.mesh import waiting
 
@@ -167,7 +166,7 @@ def ragged(p: Peers, x: Tensor, send: Sequence[int], receive: Sequence[int], *wh
         works = [group.recv([into[i]], i, _tag((*kind, receive[i]), number)) for i in p.others if receive[i]]
         return works + [group.send([out[i]], i, _tag((*kind, send[i]), number)) for i in p.others if send[i]]
 
-    works = launch(begin)
+    works = Launched(begin, group)
     into[p.index].copy_(out[p.index])
     _arrive(works, kind, group)
     return came
@@ -185,17 +184,16 @@ def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message])
         works = [group.recv([x], i, tag) for i, x in into]
         return works + [group.send([x], i, tag) for i, x in out]
 
-    works = launch(begin)
+    works = Launched(begin, group)
     return lambda: _arrive(works, what, group)
 
 
-def _arrive(works: Future[list[Any]], what: What, group: Any) -> None:
+def _arrive(works: Launched, what: What, group: Any) -> None:
     described = _described(what)
     here = waiting.on(str(what[0]), group.group_name, _described(what[1:]))
     try:
         with here:
-            for work in works.result():
-                work.wait()
+            works.wait()
     except RuntimeError as error:
         if " in vain for " in str(error):
             raise

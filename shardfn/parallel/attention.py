@@ -67,6 +67,7 @@ def ring_attention(
 
     Raises:
         ValueError: shapes that do not fit.
+        TypeError: dtypes that differ.
 
     Sources: Liu et al., Ring Attention with Blockwise Transformers (2023), algorithm 1; Brandon et al., Striped
     Attention (2023), for the imbalance; the cut into two pieces a rank is that of Llama 3 (2024), section 3.3.2.
@@ -143,6 +144,10 @@ def _places(own: int, index: int, size: int, balanced: bool, device: torch.devic
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; they have one dtype: write k.to(q.dtype)"
+        )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.shape != v.shape or k.ndim != 4 or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ValueError(f"attention: {shapes}; they are [b, h, t, d], [b, g, s, d] and [b, g, s, d]")

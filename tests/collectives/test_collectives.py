@@ -21,13 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad, jvp, vjp, vmap
 
 import shardfn as sf
-from shardfn.collectives import messages
+from shardfn.collectives import launching, messages
 from shardfn.debugging import Debugging, by_environment, debugging
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.scope import scope
 from shardfn.testing import strategies as draws
-from shardfn.testing import world
+from shardfn.testing import World, world
 from tests.models import mesh_of
 from tests.reference import spec_of, worst
 
@@ -667,3 +667,43 @@ class TestDebugging:
     def test_a_word_that_means_nothing_is_an_error(self) -> None:
         with pytest.raises(ValueError, match="SHARDFN_DEBUG='memroy': memroy is nothing"):
             by_environment("memroy")
+
+
+def goes_on_after_an_interrupt(name: str) -> list[float]:
+    """Sums after a collective that was interrupted on all ranks while its messages were under way."""
+    mesh, wait = sf.make_mesh(shard=-1, device="cpu"), launching._wait_for
+    n = mesh.size()
+    calls: dict[str, Any] = {
+        "psum": lambda x: sf.psum(x, "shard"),
+        "all_gather": lambda x: sf.all_gather(x, "shard", dim=0),
+        "reduce_scatter": lambda x: sf.reduce_scatter(x, "shard", dim=0),
+        "ppermute": lambda x: sf.ppermute(x, "shard", perm=[(i, (i + 1) % n) for i in range(n)]),
+        "all_to_all": lambda x: sf.all_to_all(x, "shard", split_dim=0, concat_dim=0),
+    }
+
+    def mapped(f: Any) -> Any:
+        return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=..., check=False)
+
+    def interrupted(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    total = mapped(lambda x: sf.psum(x, "shard"))
+    for kept in (True, False):  # whether somebody holds the error, and with it what was under way
+        run = mapped(calls[name])
+        run(torch.ones(4 * n))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launching, "_wait_for", interrupted)
+            with pytest.raises(KeyboardInterrupt) as caught:
+                run(torch.full((4 * n,), 7.0))
+        if not kept:
+            del caught
+        assert launching._wait_for is wait
+        found += [total(torch.tensor(float(k))).item() / n for k in range(3)]
+    return found
+
+
+@pytest.mark.world(4, "processes")
+@pytest.mark.parametrize("name", ["psum", "all_gather", "reduce_scatter", "ppermute", "all_to_all"])
+def test_what_is_under_way_at_an_interrupt_meets_nothing_later(world: World, name: str) -> None:
+    assert world.within(30).run(goes_on_after_an_interrupt, name) == [[0.0, 1.0, 2.0] * 2] * 4

@@ -267,3 +267,57 @@ def test_what_does_not_fit_is_refused_on_every_rank(world: World) -> None:
         assert "1 heads" in shared
         assert "use ring_attention" in shared
         assert "pad it to 8" in positions
+
+
+def goes_on_after(name: str, error: type[BaseException]) -> list[Any]:
+    """What calls give, of which the second fails in the middle of the ring, as on all ranks."""
+    mesh, whole, inside = sf.make_mesh(context=-1, device="cpu"), drawn(HEADS), []
+    kernel, size = getattr(attention, name), torch.distributed.get_world_size()
+
+    def run(*local: Tensor) -> Tensor:
+        return sf.psum(parallel.ring_attention(*local, "context").square().sum(), "context")
+
+    def fails(*args: Any) -> Any:
+        inside.append(name)
+        if len(inside) == failing:
+            raise error("in the middle")
+        return kernel(*args)
+
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, name, fails)
+        for failing in (0, 2 if size > 2 else 1, 0):
+            inside.clear()
+            mapped = sf.shard_map(sf.value_and_grad(run), mesh=mesh, in_specs=..., out_specs=...)
+            own = sf.shard_map(lambda: parallel.positions(LENGTH, "context"), mesh=mesh, in_specs=(), out_specs=...)()
+            try:
+                found.append(mapped(*(x[:, :, own] for x in whole))[0].item())
+            except BaseException as raised:
+                found.append(str(raised))
+    return found
+
+
+@pytest.mark.world(4, "processes")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["attention", "attention_backward"])
+def test_a_ring_that_fails_in_the_middle_leaves_nothing_under_way(world: World, name: str, error: Any) -> None:
+    wanted = plain(*drawn(HEADS), causal=True).square().sum().item()
+    for first, failed, then in world.within(30).run(goes_on_after, name, error):
+        assert failed == "in the middle"
+        assert first == then == pytest.approx(wanted, rel=1e-12)
+
+
+def test_inputs_of_other_dtypes_are_refused_before_anything_is_sent(world: World) -> None:
+    def run() -> str:
+        mesh = sf.make_mesh(context=-1, device="cpu")
+        q, k, v = drawn(HEADS)
+        with pytest.raises(TypeError) as caught:
+            sf.shard_map(lambda *xs: parallel.ring_attention(*xs, "context"), mesh=mesh, in_specs=..., out_specs=...)(
+                q, k.float(), v
+            )
+        return str(caught.value)
+
+    for said in world.run(run):
+        assert said == (
+            "attention: q is torch.float64, k torch.float32 and v torch.float64; they have one dtype: write k.to(q.dtype)"
+        )
