@@ -26,8 +26,8 @@ from shardfn.debugging import Debugging, by_environment, debugging
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.scope import scope
-from shardfn.testing import strategies as draws
 from shardfn.testing import World, world
+from shardfn.testing import strategies as draws
 from tests.models import mesh_of
 from tests.reference import spec_of, worst
 
