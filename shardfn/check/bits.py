@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _ON_CPU, _ON_DEVICE = 2**15, 2**18  # words at a time, so that little memory is needed; a core's own cache holds it
+_TF32 = 2.0**-10  # what products of float32 keep on a GPU, by the algorithm that is found to be the fastest there
+_UNITS, _UNITS_OF_HALF = 1000, 16  # in the last place: of sums by atomics, the order is another at each run
 _STEP = 0x1E3779B97F4A7C15  # odd, so that what came before is never lost
 
 
@@ -28,6 +31,21 @@ def bits(x: Tensor) -> int | Tensor:
     for some in pieces(x.detach()):
         total = _joined(total, _mixed(some))
     return total
+
+
+def whole(values: Sequence[Any]) -> list[int]:
+    """Plain numbers, of numbers and 0-d tensors: those on a device are waited for at once."""
+    found: list[int] = [0] * len(values)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(values):
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(i)
+        else:
+            found[i] = value
+    for places in by_device.values():
+        for i, n in zip(places, torch.stack([values[i].long() for i in places]).tolist(), strict=True):
+            found[i] = n
+    return found
 
 
 def ordinary(x: Tensor) -> bool:
@@ -65,6 +83,15 @@ def constant(x: Tensor) -> bool | Tensor:
     first = x.detach()[(slice(0, 1),) * x.ndim].reshape(-1)
     same = ((some == first).all() for some in pieces(x.detach()))
     return all(same) if x.device.type == "cpu" else functools.reduce(torch.logical_and, same)
+
+
+def rounding(x: Tensor) -> float:
+    """The part of its norm by which a tensor may be off where the same was computed once more, or on another rank."""
+    eps = torch.finfo(x.dtype).eps
+    on_cores = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    if x.device.type == "cuda" and x.dtype in (torch.float32, torch.complex64) and on_cores:
+        eps = _TF32
+    return eps * (_UNITS_OF_HALF if eps >= _TF32 else _UNITS)
 
 
 def pieces(x: Tensor) -> Iterator[Tensor]:

@@ -199,9 +199,11 @@ class Case:
             size *= self.trace.axes[name]
         return size
 
-    def add(self, at: int, kind: Kind, axes: Mask, path: str, site: Site | None, fix: str, text: str) -> None:
+    def add(
+        self, at: int, kind: Kind, axes: Mask, path: str, site: Site | None, fix: str, text: str, unseen: bool = False
+    ) -> None:
         """Takes down what is wrong, at a node, unless it was already."""
-        finding = Finding(kind, self.trace.names(axes), path, "" if site is None else str(site), fix, text)
+        finding = Finding(kind, self.trace.names(axes), path, "" if site is None else str(site), fix, text, unseen)
         if finding not in [one for _, one in self.found]:
             self.found.append((at, finding))
 

@@ -28,6 +28,7 @@ class Finding:
         where: the user's file and line; empty where there is none.
         fix: the call to insert, or what else to write.
         text: all of that in a sentence or two.
+        unseen: whether it shows in numbers alone, whose cause was not recorded.
     """
 
     kind: Kind
@@ -36,6 +37,7 @@ class Finding:
     where: str
     fix: str
     text: str
+    unseen: bool = False
 
     def __str__(self) -> str:
         return self.text

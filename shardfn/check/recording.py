@@ -31,10 +31,16 @@ COMPARED = 2**10
 
 def current() -> Recorder | None:
     """The recorder of the checked call that runs on this thread, or of which autograd runs a part here."""
+    found = outer()
+    return found if found is None or not found.over() else None
+
+
+def outer() -> Recorder | None:
+    """The same, be its record over or not: one that is over on this rank may go on on another."""
     if not active[0] or here.paused:
         return None
     found: Recorder | None = here.recorder or dispatch.running(Recorder)
-    return found if found is None or not found.over() else None
+    return found
 
 
 def comparing(group: str) -> Recorder | None:
@@ -43,10 +49,8 @@ def comparing(group: str) -> Recorder | None:
     It goes by how many there were along it, which all of its ranks have alike: how much else one has taken down, before
     which collective it stops, is its own affair, and no other may wait for it.
     """
-    if not active[0] or here.paused:
-        return None
-    found: Recorder | None = here.recorder or dispatch.running(Recorder)
-    if found is None and autograd.autograd_thread() and len(_all) == 1:
+    found = outer()
+    if found is None and active[0] and not here.paused and autograd.autograd_thread() and len(_all) == 1:
         (found,) = _all  # which does not look on any more
     return found if found is not None and found.compares(group) else None
 

@@ -44,6 +44,7 @@ def returned(case: Case, output: Output, differs: Mask) -> None:
             f"{output.path} is declared to be the same on all ranks along {named(names)}, but its numbers differ "
             f"there, and nothing that it was seen to be made of does. Make it the same (by shardfn.pmean if it is a "
             f"mean over rows, by shardfn.psum if it is a part of a sum), or name the axis in its spec",
+            unseen=True,
         )  # fmt: skip
 
 

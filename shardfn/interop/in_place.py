@@ -18,7 +18,7 @@ from shardfn.interop.anatomy import Part, placed
 from shardfn.interop.tensor_parallel import Following, Region
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.shards.layout import is_flat
-from shardfn.stages.returned import digest
+from shardfn.stages.returned import first_written, sums_of
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def loose_in_place(
     versions = {key: x._version for key, x in values.items() if not x.is_inference()}
     at = {key: memory_of(x) for key, x in values.items()}
     there_before = {key: x.detach() for key, x in values.items()} if look else {}
-    sums = {key: digest(x) for key, x in there_before.items()}
+    sums = sums_of(there_before.values())
     with (
         adapting.placed(slots, [values[slot.key] for slot in slots], adapters) as there,
         buffers_in_place(loose, buffers, changing) as changed,
@@ -78,7 +78,8 @@ def loose_in_place(
         written = (slot for slot, value in there if slot.holder[slot.at] is not value)
         stray = next((key for key, x in versions.items() if values[key]._version != x), None)
         stray = stray or next((key for key, x in at.items() if memory_of(values[key]) != x), None)
-        stray = stray or next((key for key, x in there_before.items() if not digest(x).equal(sums[key])), None)
+        if stray is None and (number := first_written([*there_before.values()], sums)) is not None:
+            stray = [*there_before][number]
         if (slot := next(written, None)) or stray:
             raise RuntimeError(
                 f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "

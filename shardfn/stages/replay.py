@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardfn.check.bits import rounding
 from shardfn.compat import functorch
 
 SAMPLE = 2**16  # numbers of one tensor
-ROUNDING = 1000  # units in the last place that two runs may differ by: of sums by atomics, the order is another
-ROUNDING_OF_HALF = 16  # the same in 16 bits
 
 
 class RngAndAutocast:
@@ -85,9 +84,11 @@ class Sample:
         """The first tensor of another run that has other numbers, but for rounding; None if all have the same."""
         for number, (part, x) in enumerate(zip(self.parts, tensors, strict=True)):
             now = functorch.unwrapped(x.detach())
-            if part is not None and now.dtype == part.dtype and _spread(now).shape == part.shape:
-                apart = _apart(_spread(now), part)
-                if not apart <= _rounding(part.dtype):
+            if part is None or now.dtype != part.dtype:
+                continue
+            if (some := _spread(now)).shape == part.shape:
+                apart = _apart(some, part)
+                if not apart <= rounding(part):
                     return Off(number, f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}", apart)
         return None
 
@@ -98,7 +99,12 @@ def _compared(x: Tensor) -> bool:
 
 
 def _spread(x: Tensor) -> Tensor:
-    return x.reshape(-1)[:: math.ceil(x.numel() / SAMPLE)]
+    """Without a copy of the whole, which one that is not contiguous needs to be flat."""
+    step = math.ceil(x.numel() / SAMPLE)
+    for dim in range(x.ndim - 1, -1, -1) if not x.is_contiguous() else ():
+        some = min(step, x.shape[dim])
+        x, step = x.movedim(dim, 0)[::some].movedim(0, dim), math.ceil(step / some)
+    return x.reshape(-1)[::step]
 
 
 def _apart(now: Tensor, then: Tensor) -> float:
@@ -112,10 +118,6 @@ def _apart(now: Tensor, then: Tensor) -> float:
 
 def _norm(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0).norm()
-
-
-def _rounding(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps * (ROUNDING_OF_HALF if dtype.itemsize <= 2 else ROUNDING)
 
 
 def _module(device: torch.device) -> Any:

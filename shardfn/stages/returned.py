@@ -7,19 +7,18 @@ to them would last in a process that holds them whole, and is lost here.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from shardfn.check.bits import bits, whole
+from shardfn.check.here import quietly
 from shardfn.compat import functorch
 from shardfn.stages.decoding import Decoding
 from shardfn.stages.signature import GatherPlan, Signature
 
 Parameters = Sequence[Sequence[Tensor]]
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Returned:
@@ -29,11 +28,11 @@ class Returned:
         at: where in memory each is.
         held: the form of each, and what it says of gradients.
         looked: to be called when their bytes have been compared; None where these are not.
-        twins: then, the same memory by other tensors, and `digests` of what is there. A write through `.data` counts
+        twins: then, the same memory by other tensors, and what their bits are `before`. A write through `.data` counts
             nowhere else.
     """
 
-    __slots__ = ("at", "decoding", "digests", "held", "looked", "parameters", "plan", "signature", "twins")
+    __slots__ = ("at", "before", "decoding", "held", "looked", "parameters", "plan", "signature", "twins")
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Returned:
         self.signature, self.plan, self.parameters, self.decoding = signature, plan, parameters, decoding
         self.at, self.held, self.looked = _at(parameters), held, looked
         self.twins = [p.detach() for ps in parameters for p in ps] if looked else []
-        self.digests = [digest(p) for p in self.twins]
+        self.before = sums_of(self.twins)
 
     def changed(self) -> bool:
         """Whether the function made something else of the tensors themselves."""
@@ -65,9 +64,9 @@ class Returned:
             for k, (p, original) in enumerate(zip(each, (q for qs in originals() for q in qs), strict=True)):
                 if not keeps_numbers(p, original):
                     raise RuntimeError(_assigned(self.signature, self.path(k), p, original))
-        for k, (twin, before) in enumerate(zip(self.twins, self.digests, strict=True)):
-            if not torch.equal(digest(twin), before):
-                raise RuntimeError(_written(self.signature, self.path(k)))
+        if (written := first_written(self.twins, self.before)) is not None:
+            raise RuntimeError(_written(self.signature, self.path(written)))
+        for k in range(len(self.twins)):
             if each[k].grad is not None:
                 raise RuntimeError(_given_gradient(self.signature, self.path(k)))
         if self.decoding is not None:
@@ -124,14 +123,16 @@ def keeps_numbers(now: Any, before: Tensor) -> bool:
     return bool(((mine == rounded) | ((mine != mine) & (rounded != rounded))).all())  # or both nan
 
 
-def digest(x: Tensor) -> Tensor:
-    """Sums of the words of a contiguous tensor, along the rows and the columns of a square."""
-    words = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
-    words = words.view(_WORDS[words.itemsize])
-    side = math.isqrt(len(words))
-    square = words[: side * side].view(side, side)
-    rest = words[side * side :].sum(dtype=torch.int64).view(1)
-    return torch.cat([square.sum(0, dtype=torch.int64), square.sum(1, dtype=torch.int64), rest])
+def sums_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """A number for the bits of each tensor, of one on a device there."""
+    with quietly():
+        return [bits(x) for x in tensors]
+
+
+def first_written(tensors: Sequence[Tensor], before: Sequence[Any]) -> int | None:
+    """The first of these tensors whose bits are not what they were."""
+    pairs = zip(whole(sums_of(tensors)), whole(before), strict=True)
+    return next((k for k, (now, then) in enumerate(pairs) if now != then), None)
 
 
 def _kind(x: Tensor) -> str:

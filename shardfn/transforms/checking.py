@@ -16,7 +16,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.check.bits import bits, constant
+from shardfn.check.bits import bits, constant, whole
 from shardfn.check.branches import used
 from shardfn.check.case import Argument, Compared
 from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, VaryingWarning, said
@@ -35,7 +35,7 @@ from shardfn.mesh.scope import current_mesh
 from shardfn.mesh.spec import Leaf, P
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.transforms.autodiff import follow_parts
-from shardfn.transforms.exchange import Exchange, digest, keys, numbers, whole
+from shardfn.transforms.exchange import Exchange, digest, keys, numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -172,6 +172,8 @@ class Checked:
             _log.info("%s: the call is long: only its beginning was checked, and what it returned", self.name)
         with _silently():
             found = self.ranks.together(lambda: judged(self.recorder.trace, compared))
+        if self.recorder.trace.prefix and not all(one.unseen for one in found):
+            found = [one for one in found if not one.unseen]  # whose cause another rank's record has, which is longer
         every = tuple(sorted(found, key=lambda one: one.kind in LAST))
         if any(one.kind not in PROBABLY for one in every):
             raise VaryingError(said(self.name, every, False), every)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardfn.check.bits import pieces
+from shardfn.check.bits import pieces, whole
 from shardfn.check.findings import Finding
 from shardfn.check.trace import Mask
 from shardfn.check.values import Evidence, like_of
@@ -147,21 +147,6 @@ def numbers(evidence: list[Evidence]) -> list[tuple[int, int, int]]:
 def keys(paths: Iterable[str]) -> list[int]:
     """A number for each path, the same on every rank."""
     return [int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big") for path in paths]
-
-
-def whole(values: list[Any]) -> list[int]:
-    """Plain numbers, of numbers and 0-d tensors."""
-    found: list[int] = [0] * len(values)
-    by_device: dict[torch.device, list[int]] = {}
-    for i, value in enumerate(values):
-        if isinstance(value, Tensor):
-            by_device.setdefault(value.device, []).append(i)
-        else:
-            found[i] = value
-    for places in by_device.values():
-        for i, n in zip(places, torch.stack([values[i].long() for i in places]).tolist(), strict=True):
-            found[i] = n
-    return found
 
 
 def digest(evidence: list[tuple[int, int, int]]) -> int:

@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.check.bits import rounding
 from shardfn.collectives import functional
 from shardfn.compat import functorch, process_groups
 from shardfn.mesh.scope import mesh_of, scope
@@ -23,7 +24,6 @@ from shardfn.shards.sharding import unshard
 from shardfn.transforms.autodiff import Variables, name_of
 
 Argnums = int | Sequence[int]
-_ROUNDING = 1000  # units in the last place by which what is the same on all ranks may differ
 
 
 def jacrev(
@@ -231,7 +231,7 @@ def _refuse_apart(
         for number, x in enumerate(plain):
             most, least = functional.pmax(x, axes), functional.pmin(x, axes)
             apart, size = (most - least).abs().nan_to_num(), torch.maximum(most.abs(), least.abs()).nan_to_num()
-            if x.numel() and bool(apart.max() > _ROUNDING * torch.finfo(x.dtype).eps * size.max()):
+            if x.numel() and bool(apart.max() > rounding(x) * size.max()):
                 raise ValueError(
                     f"{what} differs between ranks (tensor {number} of those, of shape {tuple(x.shape)}, by "
                     f"{float(apart.max()):.1e}), so it is not one function of one set of arguments. Sum or gather it "

@@ -122,7 +122,7 @@ def shard_map(
                     if inputs == "global":
                         refuse_in_graph(_GLOBAL)
                     return function(*args, **kwargs)  # what is checked is Python, which a graph cannot hold
-            inside = recording.current()
+            inside = recording.outer()
             look = when == "always" or inside is not None
             entered = _enter(function, args, kwargs, in_specs, where, inputs, seen, look, when)
             if inside is not None:

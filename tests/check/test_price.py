@@ -304,10 +304,11 @@ def test_a_short_call_is_followed_to_its_end() -> None:
         assert logged == []
 
 
-def test_what_is_wrong_in_the_beginning_is_told_as_in_a_short_call() -> None:
+@pytest.mark.parametrize("most", [276, 300, 339])  # a record may end anywhere, and elsewhere on each rank
+def test_what_is_wrong_in_the_beginning_is_told_as_in_a_short_call(most: int) -> None:
     for kind in ("early", "guess"):
         short = [raised for raised, *_ in world(2).run(long, kind, 3, None)]
-        for said, (raised, *_) in zip(short, world(2).run(long, kind, 30), strict=True):
+        for said, (raised, *_) in zip(short, world(2).run(long, kind, 30, most), strict=True):
             assert raised == said
             assert ("pvary(" if kind == "early" else "pmean(") in raised
 
@@ -360,3 +361,24 @@ def compared(most: int, more: int) -> int:
 def test_collectives_are_compared_as_often_on_every_rank() -> None:
     assert world(2).run(compared, 50, 5) == [25, 25]
     assert world(2).run(compared, 10000, 5) == [25, 25]
+
+
+def inside(more: int) -> float:
+    """A function mapped inside of another, of which one rank's record is over by then."""
+    mesh = sf.make_mesh(data=-1, device="cpu")
+    inner = sf.shard_map(lambda x: sf.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+
+    @sf.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+    def outer(x: Tensor) -> Tensor:
+        y = x
+        for _ in range(10 + more * mesh.get_rank()):
+            y = y + 0.0
+        return sf.psum((inner(y) * 0 + x).sum(), "data")
+
+    with mock.patch.object(recording, "MOST", 50):
+        return float(outer(torch.ones(4)))
+
+
+@pytest.mark.parametrize("more", [0, 100])
+def test_what_is_mapped_inside_is_a_part_of_the_same_check_on_every_rank(more: int) -> None:
+    assert world(2).within(30).run(inside, more) == [8.0, 8.0]

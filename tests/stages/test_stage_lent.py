@@ -203,3 +203,29 @@ def later(name: str) -> str:
 def test_what_one_call_says_of_a_parameter_is_not_said_of_another(world: World, name: str) -> None:
     for told in world.run(later, name):
         assert "in this call and not in an earlier one" in told
+
+
+def first_and_second() -> list[int]:
+    """The most bytes of one tensor that a stage makes, when it looks at its parameters, and when it does not."""
+    mesh = sf.make_mesh(shard=-1, device="cpu")
+    params = sf.shard({"w": torch.ones(1024, 1024, dtype=torch.bfloat16)}, mesh, sf.full_shard("shard"))
+    function, found = sf.stage(lambda p, x: x @ p["w"]), []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **kwargs or {})
+            if isinstance(made, Tensor) and not made._is_view():
+                found[-1] = max(found[-1], made.untyped_storage().nbytes())
+            return made
+
+    for _ in range(2):
+        found.append(0)
+        with Sizes():
+            function(params, torch.ones(1, 1024, dtype=torch.bfloat16))
+    return found
+
+
+@pytest.mark.world(1, "alone")
+def test_a_look_at_the_parameters_takes_little_memory(world: World) -> None:
+    ((first, second),) = world.run(first_and_second)
+    assert first <= max(second, 2**19)  # of parameters of 2 MB

@@ -114,6 +114,7 @@ def refused() -> dict[str, str]:
         "jacrev, local": said(lambda: s.mapped(sf.jacrev(local))),
         "jacrev, unvaried": said(lambda: s.mapped(sf.jacrev(unvaried, (0, 1)))),
         "jacfwd, apart": said(lambda: s.mapped(lambda ps, _: sf.jacfwd(sum_of, (0, 1))(ps, mine))),
+        "jacrev, in 16 bits": said(lambda: s.mapped(sf.jacrev(lambda ps, c: (sum_of(ps, c) * (1 + rank)).bfloat16()))),
         "jacfwd, integers": said(lambda: s.mapped(sf.jacfwd(lambda ps, c: (sum_of(ps, c), 1)))),
         "jacrev, argnums": said(lambda: s.mapped(sf.jacrev(sum_of, 2))),
     }
@@ -126,6 +127,7 @@ REFUSED = {
     "jacrev, local": "its result differs between ranks",
     "jacrev, unvaried": "the part of an argument that is no shard differs between ranks",
     "jacfwd, apart": "an argument that is no shard differs between ranks",
+    "jacrev, in 16 bits": "its result differs between ranks",
     "jacfwd, integers": "returns int among its outputs",
     "jacrev, argnums": "argnums=2",
 }
