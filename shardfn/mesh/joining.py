@@ -19,16 +19,21 @@ from shardfn.mesh.lives import agents_store
 NAMED = 20.0  # seconds in which the name of a host must become known
 ANSWERS = 20.0  # seconds in which what listens must answer as a store does
 COMPLAINS = 10.0  # seconds for which a process that cannot join tries to tell the others
+LISTENS = 3.0  # of these, in which what listens must answer as a store does
 
 _log = logging.getLogger("shardfn")
+
+
+class PortInUse(RuntimeError):
+    """Rank 0 cannot listen where something does already, which may be another rank 0."""
 
 
 def store_of(start: Start, limit: float) -> Any:
     """The store of a world: rank 0 serves it, or torchrun does; the others wait until it is there.
 
     Raises:
-        RuntimeError: the host is unknown, the port is in use, what listens there is no store, or nothing has come to
-            listen there.
+        PortInUse: rank 0 cannot serve it.
+        RuntimeError: the host is unknown, what listens there is no store, or nothing has come to listen there.
     """
     serves = start.rank == 0 and not agents_store()
     _resolve(start)
@@ -53,17 +58,18 @@ def store_of(start: Start, limit: float) -> Any:
     if found and not isinstance(found[0], RuntimeError):
         found[0].set_timeout(timedelta(seconds=limit))
         return found[0]
-    raise RuntimeError(_refused(start, serves, str(found[0]) if found else "no answer")) from None
+    error = str(found[0]) if found else "no answer"
+    if "EADDRINUSE" in error:
+        raise PortInUse(
+            f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program "
+            f"uses, or another process that is rank 0, too: RANK is another one for each process; or export "
+            f"MASTER_PORT=PORT, a free one, for all ranks, or end what is left of an earlier run"
+        ) from None
+    raise RuntimeError(_refused(start, serves, error)) from None
 
 
 def _refused(start: Start, serves: bool, error: str) -> str:
     where = f"MASTER_ADDR:MASTER_PORT = {start.host}:{start.port}"
-    if "EADDRINUSE" in error:
-        return (
-            f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program "
-            f"uses, or another process that is rank 0, too: export MASTER_PORT=PORT, a free one, for all ranks, or end "
-            f"what is left of an earlier run"
-        )
     if serves:
         return (
             f"make_mesh: rank 0 runs on {socket.gethostname()} and does not find itself at {where} ({_brief(error)}): "
@@ -126,11 +132,11 @@ def reached_soon(host: str, port: int) -> Any:
 
             def connect(found: list[Any] = found) -> None:
                 with contextlib.suppress(RuntimeError):
-                    found.append(dist.TCPStore(host, port, None, False, timedelta(seconds=COMPLAINS)))  # type: ignore[attr-defined]
+                    found.append(dist.TCPStore(host, port, None, False, timedelta(seconds=LISTENS)))  # type: ignore[attr-defined]
 
             thread = threading.Thread(target=connect, daemon=True)
             thread.start()
-            thread.join(COMPLAINS)
+            thread.join(LISTENS)
             return found[0] if found else None
         time.sleep(0.2)
     return None

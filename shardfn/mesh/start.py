@@ -93,7 +93,11 @@ def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
     limit = (timeout or USUALLY).total_seconds()
     for name, value in start.variables().items():
         os.environ[name] = os.environ.get(name) or value  # as torchrun does, for what else the program uses
-    store = joining.store_of(start, limit)
+    try:
+        store = joining.store_of(start, limit)
+    except joining.PortInUse as error:  # by another rank 0 perhaps, which waits for the others
+        _complain(error)
+        raise
     life = store_of_this_life(store, start.rank, start.size) if agents_store() else _life(store)
     mine = _card(device, start.size, start.local_rank, timeout)
     cards = roll_call(dist.PrefixStore("shardfn/roll", life), start.rank, mine, limit)  # type: ignore[attr-defined]
@@ -109,7 +113,7 @@ def _life(store: Any) -> Any:
     return dist.PrefixStore(f"life {_begun}", store)  # type: ignore[attr-defined]
 
 
-def _complain(error: ValueError) -> None:
+def _complain(error: Exception) -> None:
     """Tells those that wait for this process that it does not come, if they can be found."""
     with contextlib.suppress(ValueError, RuntimeError):
         try:

@@ -355,6 +355,13 @@ def test_two_processes_of_one_rank_are_told(tmp_path: Path) -> None:
         assert re.search(r"two processes are rank 1 of 3: process \d+ of .* and process \d+ of .*RANK is another", said)
 
 
+def test_two_processes_of_rank_0_are_told(tmp_path: Path) -> None:
+    zero = ranks(3)[0]
+    second, first = sorted(errors(together(program(tmp_path), [zero, zero])), key=lambda said: "does not come" in said)
+    assert re.search(r"rank 0 cannot listen on port .*or another process that is rank 0, too: RANK is another", second)
+    assert re.search(r"make_mesh: process \d+ of .* does not come: rank 0 cannot listen .*is rank 0, too", first)
+
+
 def test_worlds_of_different_sizes_are_told(tmp_path: Path) -> None:
     first, second = ranks(2)
     for said in errors(together(program(tmp_path), [first, second | {"WORLD_SIZE": "4"}])):
@@ -385,7 +392,7 @@ def test_a_port_that_another_program_uses_is_told_on_all_ranks(tmp_path: Path) -
         other.listen()
         port = str(other.getsockname()[1])
         zero, one = errors(together(program(tmp_path), [each | {"MASTER_PORT": port} for each in ranks(2)]))
-    assert re.search(rf"rank 0 cannot listen on port {port} of .*: export MASTER_PORT", zero)
+    assert re.search(rf"rank 0 cannot listen on port {port} of .*or export MASTER_PORT", zero)
     assert re.search(rf"what listens at .*:{port} is not rank 0 of this world .*Export MASTER_PORT", one)
 
 
