@@ -14,6 +14,7 @@ import optree
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardfn as sf
@@ -166,6 +167,12 @@ SPECS: dict[str, Row] = {
         ["in_specs", "params['w']", "write P('a')"],
     ),
     "none": (lambda: mapped(step, (None,), T), (TypeError, ValueError), ["in_specs", "params", "P()"]),  # type: ignore[dict-item]
+    "an array": (lambda: mapped(step, (P("a"),), T.numpy()), TypeError, ["params is", "ndarray", "torch.from_numpy"]),
+    "a placement": (
+        lambda: mapped(step, (Shard(1),), T),  # type: ignore[arg-type]
+        TypeError,
+        ["Shard(dim=1)", "write P(None, axis) for an axis", "dimension 1"],
+    ),
     "number": (lambda: mapped(step, 3, T), TypeError, ["in_specs", "3", "not a spec"]),
     "too few": (
         lambda: mapped(step, (P("a"),), T, T),

@@ -162,8 +162,18 @@ def taken_apart(
     for part in (*parts.values(), rest):
         for holder, at, _ in (*part.own, *part.shared):
             holder[at] = stand_ins.get(id(holder[at]), holder[at])
+    if stand_ins:
+        module.register_load_state_dict_pre_hook(_refuse_values)
     tree = {key: value for key, value in tree.items() if not isinstance(value, dict) or value}
     return Anatomy(tree, canonical, tuple(frozen), buffers, same, parts, rest, place)
+
+
+def _refuse_values(module: nn.Module, *_: Any) -> None:
+    """Raises RuntimeError where a state dict is loaded into what has no parameters any more."""
+    raise RuntimeError(
+        f"load_state_dict: the parameters of this {type(module).__name__} were taken out of it. Load them into the "
+        f"module before `functional`, or load their files by `interop.load`, which gives a tree of them"
+    )
 
 
 def _keep_as_they_are(module: nn.Module) -> None:

@@ -161,9 +161,10 @@ def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
         check_own(leaf, leaf.value.spec, where)
     elif not isinstance(leaf.value, Tensor):
         if leaf.spec.axes:
+            array = hasattr(leaf.value, "__array__")
             raise TypeError(
                 f"{name} is {short(repr(leaf.value))}, of type {type(leaf.value).__name__}, which {short(leaf.spec)} "
-                f"cannot cut: pass a tensor, or use P()"
+                f"cannot cut: pass {'torch.from_numpy of it' if array else 'a tensor, or use P()'}"
             )
     elif len(leaf.spec) > leaf.value.ndim:
         _check_rank(leaf.value.shape, leaf.spec, mesh, name)
@@ -281,14 +282,20 @@ def _trimmed(spec: P) -> tuple[Entry, ...]:
 def _spec(spec: Any, where: str) -> Any:
     if isinstance(spec, (P, EllipsisType, ByPath)):
         return spec
-    hint = (
-        f": write P({short(repr(spec))})"
-        if isinstance(spec, str)
-        else ": write P() for a value that every rank holds whole"
-    )
     raise TypeError(
-        f"{where} is {short(repr(spec))}, of type {type(spec).__name__}, not a spec (P(...), ..., or by_path){hint}"
+        f"{where} is {short(repr(spec))}, of type {type(spec).__name__}, not a spec (P(...), ..., or by_path): "
+        f"{_instead(spec)}"
     )
+
+
+def _instead(spec: Any) -> str:
+    """What to write for what is no spec."""
+    if isinstance(spec, str):
+        return f"write P({short(repr(spec))})"
+    dim = getattr(spec, "dim", None)  # of a placement of DTensor
+    if isinstance(dim, int) and dim >= 0:
+        return f"write P({'None, ' * dim}axis) for an axis of the mesh, by name, that cuts dimension {dim}"
+    return "write P() for a value that every rank holds whole"
 
 
 def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]:

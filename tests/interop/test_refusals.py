@@ -270,6 +270,10 @@ def refused() -> dict[str, str]:
     found["state"] = said(lambda: model.state_dict({"w": params}))
     found["buffers"] = said(lambda: model(params, x, buffers={"mean": x}))
     found["pickled"] = said(lambda: torch.save(model.module, "/dev/null"))
+    whole = {
+        f"{'.'.join(filter(None, (stage, name)))}": x for stage, own in model.tree.items() for name, x in own.items()
+    }
+    found["a state dict"] = said(lambda: model.module.load_state_dict(whole))
     found["copied"] = said(lambda: copy.deepcopy(model.module).blocks[0].w(x))
     wider = {**model.tree, "blocks.0": {name: torch.cat([w, w]) for name, w in model.tree["blocks.0"].items()}}
     found["of other shapes"] = said(lambda: model(sf.shard(wider, mesh, sf.full_shard("shard")), x))
@@ -316,6 +320,7 @@ ONCE: dict[str, tuple[str, ...]] = {
     "state": ("ValueError", "not known: 'w'"),
     "buffers": ("ValueError", "mean"),
     "pickled": ("TypeError", "save the parameters, not the module"),
+    "a state dict": ("RuntimeError", "load_state_dict: the parameters of this Net were taken out", "`interop.load`"),
     "copied": ("RuntimeError", "blocks.0.w.weight was taken out of this module"),
     "of other shapes": (
         "ValueError",
