@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shardfn.check.case import Case
+from shardfn.check.case import OWN_ROWS, Case
 from shardfn.check.sites import Site
 from shardfn.check.trace import Mask, Node
 from shardfn.check.varying import MEANS, bits_of
@@ -14,16 +14,18 @@ from shardfn.check.words import named, written
 
 _COPIES = ("detach", "alias", "clone", "view", "gradient", "lift_fresh", "_to_copy")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear", "einsum")
+_BY_ROW = ("bmm", "baddbmm")
 _ADDS = {"add": "+", "sub": "-"}
 _LONGEST = 400  # of a sum that a fix spells out: one term added to itself doubles it each time
 _CHOOSE = ("argmax", "argmin", "topk", "sort", "std", "var", "median", "nanmedian", "kthvalue", "mode", "prod",
            "logsumexp", "linalg_vector_norm")  # fmt: skip
 _JOINED = {
-    "sum": "psum", "count_nonzero": "psum", "dot": "psum",
+    **dict.fromkeys(("sum", "count_nonzero", "dot", "bincount", "histc"), "psum"),
     **dict.fromkeys(MEANS, "pmean"),
     "max": "pmax", "amax": "pmax", "any": "pmax", "min": "pmin", "amin": "pmin", "all": "pmin",
 }  # fmt: skip
 """What makes one number of many, and the collective that goes on with it."""
+Place = tuple[Site | None, str]
 
 
 def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> tuple[Site | None, str]:
@@ -117,30 +119,59 @@ def _ratio(case: Case, at: int, bit: Mask, names: str) -> str | None:
 def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Site | None, str]:
     """Where a value was made of a rank's own part of many, and which collective joins the parts.
 
-    That is the first place after which nothing else that varies comes in. Where a number made it vary, that was
-    `taken` from a tensor.
+    Where a number made it vary, that was `taken` from a tensor.
     """
-    nodes, at = case.trace.nodes, _plain(case, at)
-    made = nodes[at]
-    scalar = made.like is not None and not made.like[0]
-    site, found = made.site, "psum" if scalar else "all_gather"
-    if scalar and made.like is not None and made.like[1] is torch.bool:
-        found = "pmax"
-    while True:
-        node, cut = nodes[at], _cut(case, at, bit)
-        if len(cut) == 2 and node.op in PRODUCTS:
-            return node.site, "psum"
-        if node.op in _CHOOSE and cut:
-            return node.site, node.op
-        if node.op in _JOINED and not node.root:
-            site, found = node.site, _joined(node)
-        if len(cut) == 1:
-            at = cut[0]
-        elif not cut and taken is not None:
-            at, taken = taken, None
-            site, found = nodes[at].site, "psum"
-        else:
-            return site, found
+    made = case.trace.nodes[_plain(case, at)]
+    found = "pmean" if case.alike(at, bit) else "all_gather"
+    if found != "pmean" and made.like is not None and not made.like[0]:
+        found = "pmax" if made.like[1] is torch.bool else "psum"
+    default: Place = (made.site, found)
+    if taken is not None:
+        at, default = taken, (case.trace.nodes[taken].site, "psum")
+    return joined_at(case, _plain(case, at), bit) or default
+
+
+def joined_at(case: Case, end: int, bit: Mask) -> Place | None:
+    """Where the parts of a value are joined, if something on the way to it makes one of many."""
+    ahead, found = [end], dict[int, Place | None]()
+    while ahead:
+        now = ahead.pop()
+        if now not in found:
+            found[now] = None
+            ahead += _cut(case, now, bit)
+    for at in sorted(found):  # what one is made of comes before it
+        found[at] = _place(case, at, bit, found)
+    return found[end]
+
+
+def _place(case: Case, at: int, bit: Mask, before: Mapping[int, Place | None]) -> Place | None:
+    """That of a value, by those of what it is made of: the first after which nothing else that varies comes in."""
+    node, cut = case.trace.nodes[at], _cut(case, at, bit)
+    parts = [before[p] for p in cut]
+    first = parts[0] if parts else None
+    rows = bool(case.of_rows(bit)[at] & OWN_ROWS)
+    by_row = rows and node.by_row  # they are still each rank's
+    if len(cut) == 2 and node.op in PRODUCTS and not (rows and node.op in _BY_ROW):
+        return node.site, "psum"
+    if cut and node.op in _CHOOSE and not by_row:
+        return node.site, node.op
+    if cut and case.types.mean[at] == at and not by_row:
+        return node.site, "pmean"
+    if first is not None and all(part is not None and _same(part, first) for part in parts):
+        return first
+    if first is not None and node.op in _ADDS and all(part is not None and part[1] == first[1] for part in parts):
+        return node.site, first[1]
+    if cut and node.op in _JOINED and not node.root and not by_row:
+        return node.site, _joined(node)
+    if len(cut) == 1 and node.op == "cat":
+        return case.trace.nodes[cut[0]].site, "all_gather"
+    return None
+
+
+def _same(one: Place, other: Place) -> bool:
+    """Whether it is one place of the code."""
+    spans = [site.span for site, _ in (one, other) if site is not None]
+    return one == other and len(set(spans)) < 2
 
 
 def _taken(case: Case, at: int, bit: Mask) -> int | None:

@@ -211,7 +211,8 @@ def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
     made, ranks = _sum_of(case, call), case.size(axes)
     if made is None:
         return True
-    others = {one for c in case.calls("pmean") if not c.axes & axes for one in [_averaged(case, c)] if one is not None}
+    pmeans = [c for c in case.calls("pmean") if not c.axes & axes or _own_mean(case, c, axes)]
+    others = {one for c in pmeans for one in [_averaged(case, c)] if one is not None}
 
     def enough(number: float, all_in_all: float) -> bool:
         return number == ranks or math.isclose(all_in_all, ranks)
@@ -220,6 +221,12 @@ def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
     return scaled_later(case, [made], made + 1, enough, others) or any(
         scaled_later(case, [at for _, at in e.pairs], e.end, enough, others) for e in later
     )
+
+
+def _own_mean(case: Case, call: Call, axes: Mask) -> bool:
+    """Whether a `pmean` is of a mean that each rank has its own of, for which it divides, and not for a sum before."""
+    mean = case.types.mean[call.node]
+    return mean >= 0 and any(not case.same(mean, b) for b in bits_of(axes & case.types.along[mean]))
 
 
 def rows(case: Case, at: int) -> Mask:
