@@ -104,8 +104,9 @@ def _reduced(case: Case, loss: int, mean: int, more: Mask) -> str:
     if totals:
         given = (totals[0].site.given if totals[0].site else None) or "..."
         return f"shardfn.psum({given}, {named(case.trace.names(totals[0].axes | more))})"
-    site, op = joined_at(case, loss, bits_of(more)[0]) or (None, "")
-    site = site if op == "pmean" else case.trace.nodes[mean].site  # that of all terms, where several are added
+    places = joined_at(case, loss, bits_of(more)[0])
+    one = len(places) == 1 and places[0].op == "pmean"  # of all terms, where several are added
+    site = places[0].site if one else case.trace.nodes[mean].site
     return f"shardfn.pmean({written(site) or 'loss'}, {named(case.trace.names(more))})"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +13,10 @@ import shardfn as sf
 from shardfn import P
 from tests.check.gallery.setting import (
     AS_FIXED,
+    BOTH,
     COUNT,
+    GRID,
+    HYBRID,
     IN,
     LABELS,
     OUT,
@@ -20,6 +24,7 @@ from tests.check.gallery.setting import (
     X,
     Y,
     error,
+    graded,
     linear,
     normal,
     part,
@@ -262,3 +267,128 @@ def one_noise_beside_the_rows_of_all_ranks(shard_map, mesh):
         return sf.psum(squares(out, y), "data") / COUNT
 
     return train(shard_map, mesh, loss_fn, weights("w"), X, Y)
+
+
+def clustered(p: Any) -> Tensor:
+    share = linear(p).softmax(-1)
+    return share.T @ X / share.sum(0).clamp(min=1)[:, None]
+
+
+@wrong(
+    "output", "data", "result", "shardfn.psum(share.T @ x, 'data') and shardfn.psum(share.sum(0), 'data')",
+    valued(clustered, "w"),
+)  # fmt: skip
+def two_sums_of_this_ranks_rows(shard_map, mesh):
+    @shard_map(in_specs=(P(), P("data")), out_specs=P())
+    def centers(params, x):
+        share = (x @ params["w"]).softmax(-1)
+        # fix: total, count = sf.psum(share.T @ x, "data"), sf.psum(share.sum(0), "data")
+        total, count = share.T @ x, share.sum(0)  # here
+        return total / count.clamp(min=1)[:, None]
+
+    return centers(weights("w"), part(X, mesh, "data"))
+
+
+@wrong("output", "tensor", "result", AS_FIXED, valued(lambda p: (X @ p["up"]).exp().sum(-1).log().mean(), "up"), GRID)
+def log_of_a_sum_over_the_columns_of_a_rank(shard_map, mesh):
+    @shard_map(in_specs=(P(None, "tensor"), P()), out_specs=P())
+    def entropy(up, x):
+        # fix: total = sf.psum((x @ up).exp().sum(-1), "tensor")
+        total = (x @ up).exp().sum(-1)  # here
+        return total.log().mean()
+
+    return entropy(part(weights("up")["up"], mesh, "tensor", dim=1), X)
+
+
+@wrong("sum", "data", "", AS_FIXED, graded(error, "w"))
+def psum_of_the_gradients_of_pieces(shard_map, mesh):
+    @shard_map(in_specs=(P("data"), P("data"), P("data")), out_specs=P())
+    def gradient(w, x, y):
+        def loss_fn(w):
+            return sf.psum(squares(x @ sf.all_gather(w, "data"), y), "data") / COUNT
+
+        grads = sf.grad(loss_fn)(w)
+        # fix: # leave psum out: grads
+        grads = sf.psum(grads, "data")  # here
+        return {"w": sf.all_gather(grads, "data", to="invariant")}
+
+    return gradient(part(weights("w")["w"], mesh, "data"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+@wrong("means", "replica", "", AS_FIXED, trained(error, "w"), HYBRID)
+def psum_of_a_pmean_along_another_axis(shard_map, mesh):
+    def loss_fn(params, x, y):
+        loss = F.mse_loss(x @ sf.pvary(params["w"], BOTH), y)
+        # fix: return sf.pmean(sf.pmean(loss, 'shard'), "replica")
+        return sf.psum(sf.pmean(loss, "shard"), "replica")  # here
+
+    return train(shard_map, mesh, loss_fn, weights("w"), X, Y, axes=BOTH)
+
+
+def after_a_step(p: Any) -> Tensor:
+    total = torch.zeros((), dtype=X.dtype)
+    for x, y in zip(X.chunk(2), Y.chunk(2), strict=True):
+        own = sgd(p, torch.func.grad(lambda p: F.mse_loss(x[:1] @ p["w"], y[:1]))(p))  # noqa: B023
+        total = total + F.mse_loss(x[1:] @ own["w"], y[1:])
+    return total / 2
+
+
+@wrong("means", "data", "", AS_FIXED, trained(after_a_step, "w"))
+def psum_of_a_mean_after_a_step(shard_map, mesh):
+    def loss_fn(params, x, y):
+        own = sf.pvary(params, "data")
+        own = sgd(own, sf.grad(lambda p: F.mse_loss(x[:1] @ p["w"], y[:1]))(own))
+        loss = F.mse_loss(x[1:] @ own["w"], y[1:])
+        # fix: return sf.pmean(loss, "data")
+        return sf.psum(loss, "data")  # here
+
+    return train(shard_map, mesh, loss_fn, weights("w"), X, Y)
+
+
+def slope(p: Any) -> Tensor:
+    return X.T @ (linear(p) - Y) / ROWS + 0.1 * p["w"]
+
+
+@wrong("whole", "data", "", AS_FIXED, valued(slope, "w"))
+def decay_beside_a_product_over_all_rows(shard_map, mesh):
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=P())
+    def gradient(params, x, y):
+        w, rows = params["w"], sf.psum(len(x), "data")
+        # fix: return sf.psum(x.T @ (x @ w - y) / rows, 'data') + 0.1 * w
+        return sf.psum(x.T @ (x @ w - y) / rows + 0.1 * w, "data")  # here
+
+    return gradient(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
+
+
+@wrong("sum", "replica", "", AS_FIXED, lambda: {"layer": graded(error, "w", "b")()}, HYBRID)
+def psum_along_replica_of_each_flat_gradient(shard_map, mesh):
+    layer = sf.stage(lambda p, x: x @ p["w"] + p["b"])
+
+    @shard_map(in_specs=(..., P(BOTH), P(BOTH)), out_specs=...)
+    def gradient(params, x, y):
+        grads = sf.grad(lambda p: sf.psum(squares(layer(p["layer"], x), y), BOTH) / COUNT)(params)
+        # fix: return optree.tree_map(lambda g: g, grads)  # leave psum out: g
+        return optree.tree_map(lambda g: sf.psum(g, "replica"), grads)  # here
+
+    params = sf.shard({"layer": weights("w", "b")}, mesh, sf.hybrid_shard(shard="shard", replica="replica"))
+    return gradient(params, part(X, mesh, *BOTH), part(Y, mesh, *BOTH))
+
+
+def stepped_alone() -> Any:
+    params, found = weights("w"), []
+    for x, y in zip(X.chunk(2), Y.chunk(2), strict=True):
+        grads = torch.func.grad(lambda p: F.mse_loss(x @ p["w"], y))(params)  # noqa: B023
+        found.append(sgd(params, grads)["w"])
+    return {"w": (found[0] + found[1]) / 2}
+
+
+@wrong("gradient", "data", "params['w']", "", stepped_alone, says="average what they lead to, by shardfn.pmean")
+def steps_of_each_ranks_own_returned(shard_map, mesh):
+    @shard_map(in_specs=(P(), P("data"), P("data")), out_specs=P())
+    def steps(params, x, y):
+        own = sf.pvary(params, "data")  # here
+        # fix: return sf.pmean(sgd(own, sf.grad(lambda p: F.mse_loss(x @ p["w"], y))(own)), "data")
+        # fix: # shardfn.pvary(params['w'], 'data') inside of the function that is differentiated
+        return sgd(own, sf.grad(lambda p: F.mse_loss(x @ p["w"], y))(own))
+
+    return steps(weights("w"), part(X, mesh, "data"), part(Y, mesh, "data"))
