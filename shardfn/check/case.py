@@ -184,6 +184,20 @@ class Case:
                 ahead += [p for p in nodes[now].parents if nodes[p].like == like]
         return 0
 
+    def scattered(self, at: int) -> Mask:
+        """The axes along which a gradient was put together and cut, by what a backward pass made of `all_gather`."""
+        nodes, like = self.trace.nodes, self.trace.nodes[at].like
+        ahead, seen, found = [at] if nodes[at].op == "gradient" else [], {at}, 0
+        while ahead:
+            node = nodes[ahead.pop()]
+            if node.op == "reduce_scatter" and node.backward:
+                found |= node.axes
+            elif node.op == "gradient" or node.op in SCALES:
+                more = [p for p in node.parents if nodes[p].like == like and p not in seen]
+                seen.update(more)
+                ahead += more
+        return found
+
     def is_number(self, at: int) -> bool:
         """Whether a value has one element."""
         return is_number(self.trace.nodes[at])

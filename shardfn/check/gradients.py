@@ -142,7 +142,8 @@ def _outside(case: Case, at: int, axes: Mask) -> bool:
                     of, "gradient", axes, path, made.site, fix,
                     f"the gradient of what pvary{line(made.site)} made of {path} is each rank's own, and goes into "
                     f"{case.partial[at][1]}, which is the same on all ranks along {names}: nothing adds up the "
-                    f"parts, since pvary stands outside of what is differentiated. Write: {fix}",
+                    f"parts, since pvary stands outside of what is differentiated. Write: {fix}; or, where each rank "
+                    f"takes steps of its own, average what they lead to, by shardfn.pmean along {names}",
                 )  # fmt: skip
                 return True
     return False

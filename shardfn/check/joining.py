@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
-from shardfn.check.case import Case
+from shardfn.check.case import OWN_ROWS, Case
 from shardfn.check.sites import Site
 from shardfn.check.trace import Mask, Node
-from shardfn.check.varying import MEANS, bits_of
+from shardfn.check.varying import MEANS, SCALES, bits_of
 from shardfn.check.words import named, written
 
 _COPIES = ("detach", "alias", "clone", "view", "gradient", "lift_fresh", "_to_copy")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear", "einsum")
+_BY_ROW = ("bmm", "baddbmm")
 _ADDS = {"add": "+", "sub": "-"}
 _LONGEST = 400  # of a sum that a fix spells out: one term added to itself doubles it each time
 _CHOOSE = ("argmax", "argmin", "topk", "sort", "std", "var", "median", "nanmedian", "kthvalue", "mode", "prod",
            "logsumexp", "linalg_vector_norm")  # fmt: skip
 _JOINED = {
-    "sum": "psum", "count_nonzero": "psum", "dot": "psum",
+    **dict.fromkeys(("sum", "count_nonzero", "dot", "bincount", "histc"), "psum"),
     **dict.fromkeys(MEANS, "pmean"),
     "max": "pmax", "amax": "pmax", "any": "pmax", "min": "pmin", "amin": "pmin", "all": "pmin",
 }  # fmt: skip
 """What makes one number of many, and the collective that goes on with it."""
+_MOST = 3  # places that a fix names
+
+
+class Place(NamedTuple):
+    """Where parts are joined: the line, the collective, and the value that is given to it."""
+
+    site: Site | None
+    op: str
+    node: int
+
+    @property
+    def key(self) -> object:
+        """The same for one place of the code."""
+        return self.op, self.site, self.site and self.site.span
 
 
 def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> tuple[Site | None, str]:
@@ -40,12 +56,15 @@ def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> t
     taken = _taken(case, at, bit)
     if roots and taken is None and all(n.root in ("", "constant") and n.effect == "union" for n in roots):
         return roots[0].site, f"the same number on all ranks along {names}"
-    site, op = _partly(case, at, bit, taken)
+    places = _partly(case, at, bit, taken)
+    site, op, _ = places[-1]
     if op in _CHOOSE:
         return site, f'shardfn.all_gather({(site.of if site else None) or path}, {names}, to="invariant")'
     instead = _term_by_term(case, _plain(case, at), bit, names) or _ratio(case, _plain(case, at), bit, names)
     if instead is not None:
         return case.trace.nodes[_plain(case, at)].site, instead
+    if len(places) > 1 and all(written(one.site) and one.op in _JOINED.values() for one in places):
+        return site, " and ".join(f"shardfn.{one.op}({written(one.site)}, {names})" for one in places)
     name = written(site) or path
     if op == "all_gather":
         return site, f'shardfn.all_gather({name}, {names}, to="invariant")'
@@ -95,8 +114,8 @@ def _terms(case: Case, at: int, bit: Mask, names: str, said: Mapping[int, str | 
         elif p in said:
             found.append(said[p])
         else:
-            op = _partly(case, p, bit, None)[1]
-            found.append(f"shardfn.{op}({side}, {names})" if op in ("psum", "pmean") else None)
+            op = _sum_of(case, p, bit)
+            found.append(f"shardfn.{op}({side}, {names})" if op else None)
     left, right = found
     if left is None or right is None or len(left) + len(right) > _LONGEST:
         return None
@@ -106,41 +125,73 @@ def _terms(case: Case, at: int, bit: Mask, names: str, said: Mapping[int, str | 
 def _ratio(case: Case, at: int, bit: Mask, names: str) -> str | None:
     """A sum over this rank's rows by another, which are to be summed before they are divided."""
     node = case.trace.nodes[at]
-    if node.op != "div" or len(_cut(case, at, bit)) != 2 or not case.is_number(at) or node.site is None:
+    if node.op != "div" or len(_cut(case, at, bit)) != 2 or node.site is None:
         return None
-    if any(_partly(case, p, bit, None)[1] != "psum" for p in node.parents) or node.site.sides is None:
+    if any(_sum_of(case, p, bit) != "psum" for p in node.parents) or node.site.sides is None:
         return None
     left, right = node.site.sides
     return f"shardfn.psum({left}, {names}) / shardfn.psum({right}, {names})"
 
 
-def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Site | None, str]:
+def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Place, ...]:
     """Where a value was made of a rank's own part of many, and which collective joins the parts.
 
-    That is the first place after which nothing else that varies comes in. Where a number made it vary, that was
-    `taken` from a tensor.
+    Where a number made it vary, that was `taken` from a tensor.
     """
-    nodes, at = case.trace.nodes, _plain(case, at)
-    made = nodes[at]
-    scalar = made.like is not None and not made.like[0]
-    site, found = made.site, "psum" if scalar else "all_gather"
-    if scalar and made.like is not None and made.like[1] is torch.bool:
-        found = "pmax"
-    while True:
-        node, cut = nodes[at], _cut(case, at, bit)
-        if len(cut) == 2 and node.op in PRODUCTS:
-            return node.site, "psum"
-        if node.op in _CHOOSE and cut:
-            return node.site, node.op
-        if node.op in _JOINED and not node.root:
-            site, found = node.site, _joined(node)
-        if len(cut) == 1:
-            at = cut[0]
-        elif not cut and taken is not None:
-            at, taken = taken, None
-            site, found = nodes[at].site, "psum"
-        else:
-            return site, found
+    at = _plain(case, at)
+    made = case.trace.nodes[at]
+    found = "pmean" if case.alike(at, bit) else "all_gather"
+    if found != "pmean" and made.like is not None and not made.like[0]:
+        found = "pmax" if made.like[1] is torch.bool else "psum"
+    default = Place(made.site, found, at)
+    if taken is not None:
+        at, default = _plain(case, taken), Place(case.trace.nodes[taken].site, "psum", taken)
+    return joined_at(case, at, bit) or (default,)
+
+
+def joined_at(case: Case, end: int, bit: Mask) -> tuple[Place, ...]:
+    """Where the parts of a value are joined, if something on the way to it makes one of many."""
+    ahead, found = [end], dict[int, tuple[Place, ...]]()
+    while ahead:
+        now = ahead.pop()
+        if now not in found:
+            found[now] = ()
+            ahead += _cut(case, now, bit)
+    for at in sorted(found):  # what one is made of comes before it
+        found[at] = _places(case, at, bit, found)
+    return found[end]
+
+
+def _places(case: Case, at: int, bit: Mask, before: Mapping[int, tuple[Place, ...]]) -> tuple[Place, ...]:
+    """Those of a value, by those of what it is made of: the first after which nothing else that varies comes in."""
+    node, cut = case.trace.nodes[at], _cut(case, at, bit)
+    rows = bool(case.of_rows(bit)[at] & OWN_ROWS)
+    by_row = rows and node.by_row  # they are still each rank's
+    if len(cut) == 2 and node.op in PRODUCTS and not (rows and node.op in _BY_ROW):
+        return (Place(node.site, "psum", at),)
+    if cut and node.op in _CHOOSE and not by_row:
+        return (Place(node.site, node.op, at),)
+    if cut and case.types.mean[at] == at and node.number is not None and rows:
+        return (Place(node.site, "pmean", at),)
+    if cut and all(before[p] for p in cut):
+        several = list({place.key: place for p in cut for place in before[p]}.values())
+        if len(several) > 1 and node.op in _ADDS and len({place.op for place in several}) == 1:
+            return (Place(node.site, several[0].op, at),)
+        return tuple(several[:_MOST])
+    if cut and node.op in _JOINED and not node.root and not by_row:
+        return (Place(node.site, _joined(node), at),)
+    if len(cut) == 1 and node.op == "cat":
+        return (Place(case.trace.nodes[cut[0]].site, "all_gather", cut[0]),)
+    return ()
+
+
+def _sum_of(case: Case, at: int, bit: Mask) -> str | None:
+    """The collective that joins a term's parts, if nothing but scaling comes after the place where they are."""
+    place, *others = _partly(case, at, bit, None)
+    at = _plain(case, at)
+    while at != place.node and case.trace.nodes[at].op in SCALES and len(_cut(case, at, bit)) == 1:
+        at = _plain(case, _cut(case, at, bit)[0])
+    return place.op if at == _plain(case, place.node) and not others and place.op in ("psum", "pmean") else None
 
 
 def _taken(case: Case, at: int, bit: Mask) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardfn.check.case import Case
+from shardfn.check.joining import joined_at
 from shardfn.check.scaling import divided, local
 from shardfn.check.trace import Gradient, Mask, Node, Summed
 from shardfn.check.varying import bits_of
@@ -23,7 +24,7 @@ def added_up(case: Case, event: Gradient) -> None:
     if not bad or divided(case, event, case.size(bad)):
         return
     made = case.trace.nodes[mean]
-    fix = _reduced(case, mean, bad)
+    fix = _reduced(case, event.loss, mean, bad)
     partly = _summed(case, mean)
     alone = f"is summed along {named(case.trace.names(partly))} alone"
     what = alone if partly else "is a mean over this rank's rows"
@@ -97,13 +98,16 @@ def _summed(case: Case, mean: int) -> Mask:
     return totals[0].axes if totals else 0
 
 
-def _reduced(case: Case, mean: int, more: Mask) -> str:
+def _reduced(case: Case, loss: int, mean: int, more: Mask) -> str:
     """What makes a mean one along more axes."""
     totals = _totals(case, mean)
     if totals:
         given = (totals[0].site.given if totals[0].site else None) or "..."
         return f"shardfn.psum({given}, {named(case.trace.names(totals[0].axes | more))})"
-    return f"shardfn.pmean({written(case.trace.nodes[mean].site) or 'loss'}, {named(case.trace.names(more))})"
+    places = joined_at(case, loss, bits_of(more)[0])
+    one = len(places) == 1 and places[0].op == "pmean"  # of all terms, where several are added
+    site = places[0].site if one else case.trace.nodes[mean].site
+    return f"shardfn.pmean({written(site) or 'loss'}, {named(case.trace.names(more))})"
 
 
 def partial_sums(case: Case, event: Gradient) -> None:

@@ -13,7 +13,9 @@ from shardfn.check.values import Evidence, Values
 from shardfn.check.varying import bits_of
 from shardfn.check.words import line, named
 
-_MEETS = ("mul", "add", "sub", "div", "where", "masked_fill", "addcmul", "addcdiv", "lerp", "native_dropout",
+_MEETS = ("mul", "add", "sub", "div", "where", "masked_fill", "addcmul", "addcdiv", "lerp", "native_dropout", "cat",
+          "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+          "binary_cross_entropy_with_logits",
           "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention",
           "_scaled_dot_product_efficient_attention")  # fmt: skip
 
@@ -91,11 +93,13 @@ def _origins(case: Case, noise: int, drawn: set[int]) -> list[int]:
 
 def _for_each_row(case: Case, noise: int, other: int, at: int) -> bool:
     """Whether random numbers are one or more for each of several rows."""
-    given, rows = case.trace.nodes[noise].like, case.trace.nodes[other].like
-    if given is None or rows is None:
+    given, rows, made = (case.trace.nodes[k].like for k in (noise, other, at))
+    if given is None or rows is None or made is None:
         return False
     if case.trace.nodes[at].op.startswith("_scaled_dot_product"):
         return True
+    if case.trace.nodes[at].op == "cat" and made[0][:1] != rows[0][:1]:
+        return False  # rows of noise after others
     return len(given[0]) == len(rows[0]) > 0 and given[0][0] == rows[0][0] > 1
 
 

@@ -14,13 +14,15 @@ _ONCE = ("pvary", "local_slice")
 def called(case: Case, call: Call) -> None:
     """A sum of what is the same everywhere, a `pvary` of what varies, a mean of means over other numbers of rows."""
     along = case.types.along[call.node]
-    pieces = (call.pieces or case.pieces(call.node)) & call.axes if call.name in (*_SUMS, "pmax", "pmin") else 0
+    mixes = call.name in (*_SUMS, "pmax", "pmin")
+    flat = (call.pieces or case.pieces(call.node)) & call.axes if mixes else 0
+    pieces = flat or (case.scattered(call.node) & call.axes if mixes else 0)
     if pieces:
-        names = named(case.trace.names(pieces))
+        names, what = named(case.trace.names(pieces)), "flat shards" if flat else "gradients of pieces"
         fix = f"leave {call.name} out: {case.expression(call)}"
         case.add(
             call.node, "sum", pieces, "", call.site, fix,
-            f"{call.name} along {named(call.said)}{line(call.site)} is given flat shards, which are cut along "
+            f"{call.name} along {named(call.said)}{line(call.site)} is given {what}, which are cut along "
             f"{names}, and mixes up different parameters: each rank has other elements. Where they are gradients, "
             f"they are summed already. Write: {fix}",
         )  # fmt: skip
@@ -59,7 +61,7 @@ def _sum(case: Case, call: Call, along: Mask) -> None:
     known = (types.declared[call.node] or call.backward) and not types.guessed[call.node]
     if missing and matters and (known or _summed_before(case, call.node, missing)):
         rest = case.trace.names(call.axes & along)
-        other = case.trace.names(along & ~call.axes & ~call.pieces)
+        other = case.trace.names(along & ~call.axes & ~(call.pieces or case.pieces(call.node)))
         times = case.size(missing)
         instead = rest or other
         fix = (

@@ -81,16 +81,16 @@ def _made(
         facts.base, parents, values.site(), root=root, backward=autograd.inside_backward(),
         records=not (facts.detaches and not frames.stands_in())
         and torch.is_grad_enabled() and differentiable(first),
-        like=like_of(first), own=caller == "user",
+        like=like_of(first), own=caller == "user", by_row=_by_row(facts, args, given),
     )  # fmt: skip
-    if facts.base == "mean" and _over_rows(args, given):
+    if facts.base == "mean" and not node.by_row:
         node.count = max(given[0].numel() // max(first.numel(), 1), 1)
-    elif facts.base in ("sum", "dot") and _over_rows(args, given):
-        node.rows = _rows(given[0])
+    elif facts.base in ("sum", "dot") and given and not node.by_row:
+        node.rows = _rows(_dims(facts, args, given), given[0])
     elif facts.reduction is not None:
         said = args[facts.reduction] if facts.reduction < len(args) else MEAN
         node.count = args[0].numel() if said == MEAN else 0
-        node.rows = _rows(args[1 if facts.base.startswith("nll_loss") else 0]) if said == SUM else ()
+        node.rows = _rows([], args[1 if facts.base.startswith("nll_loss") else 0]) if said == SUM else ()
     elif facts.statistics and _trains(facts, args, kwargs) and not frames.called_by("instance_norm"):
         node.root = "statistics"
     node.number = _divisor(facts.base, args)
@@ -240,15 +240,26 @@ def _divisor(base: str, args: Any) -> float | None:
     return float(near) if math.isclose(inverse, near, rel_tol=1e-12) else inverse
 
 
-def _rows(x: Tensor) -> tuple[int, ...]:
-    """How many elements the first dimensions have, of one, of two, and so on."""
-    return tuple(itertools.accumulate(x.shape, operator.mul)) if x.numel() > 1 else ()
+def _rows(dims: list[int], x: Tensor) -> tuple[int, ...]:
+    """How many elements the first dimensions have that are summed, of one, of two, and so on."""
+    shape = [n for d, n in enumerate(x.shape) if not dims or d in dims]
+    return tuple(itertools.accumulate(shape, operator.mul)) if x.numel() > 1 else ()
 
 
-def _over_rows(args: Any, given: list[Tensor]) -> bool:
-    """Whether a mean is one over the rows, and not over the features of each."""
-    dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-    return bool(given) and (not dims or 0 in [d % max(given[0].ndim, 1) for d in dims])
+def _dims(facts: Facts, args: Any, given: list[Tensor]) -> list[int]:
+    """The dimensions along which an op goes; none where it goes along all."""
+    if facts.dims is None:
+        return []
+    at, default = facts.dims
+    said = args[at] if at < len(args) else default
+    numbers = [said] if isinstance(said, int) else said if isinstance(said, (list, tuple)) else []
+    return [d % max(given[0].ndim, 1) for d in numbers if isinstance(d, int)] if given else []
+
+
+def _by_row(facts: Facts, args: Any, given: list[Tensor]) -> bool:
+    """Whether an op goes along other dimensions than that of the rows."""
+    dims = _dims(facts, args, given)
+    return bool(dims) and 0 not in dims
 
 
 def _trains(facts: Facts, args: Any, kwargs: Any) -> bool:

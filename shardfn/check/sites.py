@@ -116,8 +116,9 @@ class Site:
         except SyntaxError:
             return None
         if len(parsed.body) == 1 and isinstance(parsed.body[0], ast.Assign) and len(parsed.body[0].targets) == 1:
-            target = parsed.body[0].targets[0]
-            return ast.unparse(target) if isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)) else None
+            target, later = parsed.body[0].targets[0], isinstance(parsed.body[0].value, ast.Lambda)
+            known = isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)) and not later
+            return ast.unparse(target) if known else None
         return None
 
 

@@ -19,7 +19,11 @@ _ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
 
 def called(case: Case, call: Call) -> None:
     """What `psum` and `pmean` are given, where that is no gradient."""
-    if not call.own or call.backward or call.number or case.types.gradient[call.node]:
+    if not call.own or call.backward or call.number:
+        return
+    if case.types.gradient[call.node]:  # of a loss that is made of one, at most
+        if call.name == "psum" and case.is_number(call.node):
+            _sum_of_means(case, call)
         return
     if call.name == "pmean":
         _mean_of_sums(case, call)
@@ -183,8 +187,11 @@ def _meets(case: Case, at: int, own: int, term: int, bit: Mask) -> bool:
 def _is_partial(case: Case, at: int, bit: Mask) -> bool:
     """Whether a value is a product over a dimension that ranks have cut, which is to be summed."""
     nodes = case.trace.nodes
-    while nodes[at].op in SCALES and nodes[at].op not in _SUMS_UP and len(nodes[at].parents) == 1:
-        at = nodes[at].parents[0]
+    while nodes[at].op in SCALES and nodes[at].op not in _SUMS_UP:
+        parts = [p for p in nodes[at].parents if case.types.along[p] & bit]
+        if len(parts) != 1:
+            break
+        at = parts[0]
     return nodes[at].op in PRODUCTS and sum(bool(case.types.along[p] & bit) for p in nodes[at].parents) == 2
 
 
@@ -204,14 +211,23 @@ def _terms(case: Case, at: int) -> Iterator[int]:
 
 def _weighed(case: Case, call: Call, axes: Mask) -> bool:
     """Whether what a sum over ranks is given, or what is made of it, is or may be divided by the number of ranks."""
-    return may_be(case, call.node, case.size(axes)) or _divided_later(case, call, axes)
+    return may_be(case, _before_others(case, call.node, axes), case.size(axes)) or _divided_later(case, call, axes)
+
+
+def _before_others(case: Case, at: int, axes: Mask) -> int:
+    """What a `pmean` along other axes was given, whose division is by their number; another value itself."""
+    nodes = case.trace.nodes
+    made = nodes[nodes[at].parents[0]] if nodes[at].op == "div" else nodes[at]
+    others = made.op == "psum" and not made.axes & axes and nodes[at].number == case.size(made.axes)
+    return made.parents[0] if others else at
 
 
 def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
     made, ranks = _sum_of(case, call), case.size(axes)
     if made is None:
         return True
-    others = {one for c in case.calls("pmean") if not c.axes & axes for one in [_averaged(case, c)] if one is not None}
+    pmeans = [c for c in case.calls("pmean") if not c.axes & axes or _own_mean(case, c, axes)]
+    others = {one for c in pmeans for one in [_averaged(case, c)] if one is not None}
 
     def enough(number: float, all_in_all: float) -> bool:
         return number == ranks or math.isclose(all_in_all, ranks)
@@ -220,6 +236,12 @@ def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
     return scaled_later(case, [made], made + 1, enough, others) or any(
         scaled_later(case, [at for _, at in e.pairs], e.end, enough, others) for e in later
     )
+
+
+def _own_mean(case: Case, call: Call, axes: Mask) -> bool:
+    """Whether a `pmean` is of a mean that each rank has its own of, for which it divides, and not for a sum before."""
+    mean = case.types.mean[call.node]
+    return mean >= 0 and any(not case.same(mean, b) for b in bits_of(axes & case.types.along[mean]))
 
 
 def rows(case: Case, at: int) -> Mask:

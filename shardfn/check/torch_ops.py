@@ -43,6 +43,7 @@ class Facts:
         sizes: positions and names of those that are only a shape.
         detaches: whether its result is not differentiated.
         reduction: position of the argument that says whether a loss is a mean or a sum, if it has one.
+        dims: position of the argument that says along which dimensions it goes, and what that is if it is not given.
         statistics: whether it normalises by a batch's statistics, where it is told to train.
     """
 
@@ -58,6 +59,7 @@ class Facts:
     sizes: frozenset[int | str]
     detaches: bool
     reduction: int | None
+    dims: tuple[int, Any] | None
     statistics: bool
 
 
@@ -69,13 +71,15 @@ def facts_of(op: Any) -> Facts:
     base = name.split(".")[0]
     arguments = [] if schema is None else schema.arguments
     writes, sizes = [], []
-    reduction = chance = None
+    reduction = chance = dims = None
     for i, argument in enumerate(arguments):
         place = argument.name if argument.kwarg_only else i
         if argument.alias_info is not None and argument.alias_info.is_write:
             writes.append(place)
         if argument.name == "reduction":
             reduction = i
+        if argument.name == "dim":
+            dims = (i, argument.default_value)
         if argument.name == "dropout_p" or (argument.name == "p" and base == "native_dropout"):
             chance = i
         if argument.name in _SIZES:
@@ -98,5 +102,5 @@ def facts_of(op: Any) -> Facts:
     return Facts(
         base, digest, kind, random, _DRAWN.get(base), base in DISTRIBUTIONS, chance, tuple(writes),
         tuple(place for place in writes if isinstance(place, str)), frozenset(() if kind == "made" else sizes),
-        base in _DETACH, reduction, base in _STATISTICS,
+        base in _DETACH, reduction, dims, base in _STATISTICS,
     )  # fmt: skip

@@ -32,6 +32,7 @@ class Node:
         like: shape and dtype.
         count: how many elements each of its own is the mean of.
         rows: of a sum over rows, how many these are, how many elements in the first two dimensions, and so on.
+        by_row: whether it was made along other dimensions than the first.
         number: the Python number by which it was divided.
         own: whether a line of the user's did it.
         about: more, for a message.
@@ -49,6 +50,7 @@ class Node:
     like: tuple[tuple[int, ...], torch.dtype] | None = None
     count: int = 0
     rows: tuple[int, ...] = ()
+    by_row: bool = False
     number: float | None = None
     own: bool = False
     about: str = ""
