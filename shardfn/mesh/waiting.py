@@ -366,6 +366,9 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
         return RuntimeError(wait.verdict)
     if _watcher is None or " in vain for " in str(error) or not _BROKEN.search(str(error)):
         return error
+    given_up_here, *those = _watcher.vain.get(str(_watcher.rank), [""])
+    if any(wait.group == group for _, group, *_ in those):
+        return RuntimeError(advised(given_up_here))
     states: dict[int, State] = {}
     others: list[int] = []
     silently = ""
