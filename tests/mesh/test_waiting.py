@@ -154,7 +154,8 @@ def given_up() -> list[str]:
 def test_a_group_that_was_given_up_says_why_when_it_is_used_again() -> None:
     with World(2, deadline=30) as own:
         for said in own.run(given_up):
-            assert len(set(said)) == 1 and "in vain for all_reduce" in said[0], said
+            assert len(set(said)) == 1, said
+            assert "in vain for all_reduce" in said[0]
 
 
 @pytest.mark.parametrize("name", ENDINGS)
