@@ -311,7 +311,8 @@ def ragged_all_to_all(
     Transpose: `ragged_all_to_all` with `send` and `receive` swapped.
 
     Raises:
-        ValueError: lengths that are negative, not one for each rank, or do not add up to the dimension.
+        ValueError: lengths that are negative, not one for each rank, or do not add up to the dimension; in a call that
+            is checked, also lengths that are not what others send.
     """
     size = bound_axis(axis, "ragged_all_to_all").size
     lengths = {"send": [int(n) for n in send]}

@@ -12,6 +12,7 @@ from shardfn.check import recording
 from shardfn.check.findings import Finding, VaryingError
 from shardfn.check.here import paused
 from shardfn.collectives import kernels
+from shardfn.collectives.agree import gathered
 from shardfn.collectives.comparing import DEBUG, compare, values
 from shardfn.collectives.primitive import Op, primitive
 from shardfn.compat import dispatch, process_groups
@@ -71,12 +72,26 @@ def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
     with paused():
         try:
             compare(name, told, along, by=DEBUG if recorder is None else recorder.name)
+            if name == "ragged_all_to_all":
+                _compare_lengths(statics, along)
         except ValueError as error:
             if recorder is None:
                 raise
             names = recorder.trace.names(recorder.trace.mask(recorder.axes_of(statics["group"])))
             found = Finding("collectives", names, "", caller(), "call the same collectives on all ranks", str(error))
             raise VaryingError(str(error), (found,)) from None
+
+
+def _compare_lengths(statics: dict[str, Any], along: Axis) -> None:
+    """Raises ValueError on all ranks unless each receives what the others send it."""
+    rows = gathered(torch.tensor([statics["index"], *statics["send"], *statics["receive"]]), along)
+    sent, received = rows[rows[:, 0].argsort(), 1:].split(along.size, 1)
+    for source, target in (sent != received.T).nonzero().tolist()[:1]:
+        raise ValueError(
+            f"ragged_all_to_all: position {source} along the axis sends {sent[source, target]} places to position "
+            f"{target}, which receives {received[target, source]}: receive= has what the others' send= has for this "
+            f"rank; without it the ranks exchange that first"
+        )
 
 
 psum: Op = collective(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import threading
 
+import torch.distributed as dist
+
 from shardfn.compat import autograd, process_groups
 
 
@@ -21,6 +23,7 @@ _own = _Own()
 
 
 _NUMBERS = re.compile(r"(?<=^Thread)-\d+|(?<=^ThreadPoolExecutor)-\d+|_\d+$")
+_OF_POOL = re.compile(r"_\d+$")
 
 
 def lane() -> str:
@@ -40,8 +43,26 @@ def lane() -> str:
     found: str | None = thread.__dict__.get("_shardfn_lane")
     if found is None:
         found = "" if process_groups.worlds_of_threads() else _NUMBERS.sub("", thread.name)
+        _refuse_twins(thread, found)
         thread.__dict__["_shardfn_lane"] = found
     return found
+
+
+def _refuse_twins(thread: threading.Thread, lane: str) -> None:
+    """Raises RuntimeError where another thread of the lane is alive, but for those of a pool, which take turns."""
+    if not lane or _OF_POOL.search(thread.name) or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for other in threading.enumerate():
+        if other is not thread and type(other) is type(thread) and _NUMBERS.sub("", other.name) == lane:
+            other.__dict__.pop("_shardfn_lane", None)  # on another rank it may be the other that is refused
+            other.__dict__["_shardfn_twin"] = thread.name
+            thread.__dict__["_shardfn_twin"] = other.name
+    twin = thread.__dict__.get("_shardfn_twin")
+    if twin is not None:
+        raise RuntimeError(
+            f"threads {twin!r} and {thread.name!r} live at the same time, and other ranks cannot tell them apart: give "
+            f"each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
+        )
 
 
 class in_lane:

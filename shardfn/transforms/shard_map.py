@@ -19,6 +19,7 @@ from shardfn.compat.dispatch import plain, traced
 from shardfn.compat.dynamo import one_graph, refuse_in_graph, trace_dicts
 from shardfn.compat.functorch import inside_transform
 from shardfn.mesh.axes import axis_of, known_axes, sizes
+from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
 from shardfn.quoting import listed
@@ -115,8 +116,9 @@ def shard_map(
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         where = mesh if mesh is not None else _mesh_in_scope()
-        with scope(where, axes):
-            if torch.compiler.is_compiling():
+        graph = torch.compiler.is_compiling()  # which can only hold the axes of the thread that has made the function
+        with scope(where, axes if graph or (axes is not None and axes.lane == lane()) else known_axes(where)):
+            if graph:
                 trace_dicts()
                 with one_graph():
                     if inputs == "global":

@@ -100,7 +100,7 @@ def bits(made: str) -> Whole:
             text = f"gather_dtype=, reduce_dtype= and input_dtype= of the stages: {made}"
             draft.row(f"{key}.enabled", True, "becomes", text)
             if made == "torch.float16":
-                _dynamic(draft, key, value)
+                adapting(draft, f"{key}.", value)
         rest = {
             name: one for name, one in sorted(value.items(), key=lambda i: i[0] != "loss_scale") if name != "enabled"
         }
@@ -117,11 +117,11 @@ def _shorter(row: Any, old: str, new: str) -> Any:
     return replace(row, key=row.key.replace(old, new, 1))
 
 
-def _dynamic(draft: Draft, key: str, value: Mapping[str, Any]) -> None:
+def adapting(draft: Draft, prefix: str, value: Mapping[str, Any]) -> None:
     """Defaults that are others than those of so.loss_scaled, where the scale adapts."""
     scale = value.get("loss_scale", 0)
-    if not is_open(scale) and not number(f"{key}.loss_scale", scale):
+    if not is_open(scale) and not number(f"{prefix}loss_scale", scale):
         draft.facts["scaled"] = {"every": 1000, **draft.get("scaled", {})}
         for name, default in (("hysteresis", 2), ("min_loss_scale", 1)):
             if name not in value:
-                draft.row(f"{key}.{name}", f"{default}, the default", "missing", _NOT_SCALED[name])
+                draft.row(f"{prefix}{name}", f"{default}, the default", "missing", _NOT_SCALED[name])

@@ -246,7 +246,7 @@ def _sixteen(draft: Draft, key: str, value: Any, made: str, true: bool) -> None:
         draft.say("autocast", made, key)
         text.append("torch.autocast around the model")
     if made == "torch.float16" and (not true or kind == "deepspeed"):
-        draft.say("scaled", {"every": 1000} if kind == "deepspeed" else {}, key)
+        draft.say("scaled", {}, key)
         text.append("so.loss_scaled")
     draft.row(key, value, "becomes", ", ".join(text))
 
@@ -392,6 +392,8 @@ def translate(draft: Draft, strategy: Call | None, trainer: Mapping[str, Any]) -
     apply(draft, first, TRAINER, "", "Trainer")
     apply(draft, late, {"precision": Whole(precision)}, "", "Lightning")
     apply(draft, trainer, TRAINER, "", "Trainer")
+    if draft.get("lightning_bits") == "torch.float16":
+        deepspeed_bits.adapting(draft, "", strategy.arguments if strategy else {})
     apply(draft, bits, DEEPSPEED, "", "DeepSpeedStrategy")
     if draft.get("hybrid") and draft.get("cut") == "full_shard":
         draft.facts["cut"] = "hybrid_shard"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import Status, TranslateError
+from shardfn.translate.facts import Source, Status, TranslateError
 from shardfn.translate.values import is_open, on, shown, word
 
 
@@ -95,7 +95,9 @@ def apply(draft: Draft, settings: Mapping[str, Any], table: Table, prefix: str =
     for name, value in settings.items():
         key = f"{prefix}{name}"
         meaning = table.get(str(name))
-        if meaning is None:
+        if meaning is None and isinstance(value, Source) and not str(name).isidentifier():
+            draft.row(key, value, "open", "what it says is not in the file, or not where it is read")
+        elif meaning is None:
             draft.row(key, value, "unknown", _unknown(str(name), table, owner))
         elif isinstance(meaning, Section):
             _section(draft, key, value, meaning, owner)

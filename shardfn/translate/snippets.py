@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardfn.translate.facts import Call, Source, TranslateError
@@ -29,6 +32,7 @@ READ = {
     "SentenceTransformerTrainer",
     "SFTTrainer",
 }
+_SETTINGS = {one for one in READ if one.endswith(("Strategy", "Plugin", "Arguments", "Config", "Accelerator"))}
 _POSITIONS = {
     "FullyShardedDataParallel": ("module", "process_group", "sharding_strategy"),
     "FSDP": ("module", "process_group", "sharding_strategy"),
@@ -45,6 +49,7 @@ _POSITIONS = {
     "SentenceTransformerTrainingArguments": ("output_dir",),
     **dict.fromkeys(("Seq2SeqTrainer", "SentenceTransformerTrainer", "SFTTrainer"), ("model", "args")),
 }
+_CHANGING = re.compile("set_.*|update|setdefault|pop|popitem|clear|append|extend|insert|remove")
 _DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
 
 
@@ -59,9 +64,9 @@ def calls(text: str, beside: Collection[str]) -> tuple[list[Call], set[str]]:
         known = _assigned(tree)
         aliases = _aliases(tree)
         every, read = (node for node in ast.walk(tree) if isinstance(node, ast.Call)), {*READ, *beside}
-        found = [node for node in every if _name(node, aliases) in read]
+        found = [node for node in every if _called(node, aliases) in read]
         made = [_call(node, known, aliases, ()) for node in sorted(found, key=lambda one: (one.lineno, one.col_offset))]
-        return made, set(_imported(tree))
+        return [*map(_changed(tree), made)], set(_imported(tree))
     except SyntaxError as error:
         raise TranslateError(f"line {error.lineno}: not Python: {error.msg}") from None
     except MemoryError:
@@ -71,19 +76,52 @@ def calls(text: str, beside: Collection[str]) -> tuple[list[Call], set[str]]:
 
 
 def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names that are assigned once."""
-    found: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            targets, value = node.targets, node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets, value = [node.target], node.value
+    """Names that are assigned once, and are what they were: nothing else binds them, or changes what they hold."""
+    nodes = list(ast.walk(tree))
+    bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
+    bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
+    once: dict[str, ast.expr] = {}
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            once.update((target.id, node.value) for target in targets if isinstance(target, ast.Name))
+    changed = {name for name, _ in _changes(nodes)}
+    return {name: value for name, value in once.items() if bound[name] == 1 and name not in changed}
+
+
+def _changes(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Where what a name holds is changed: `name.field = ...`, `name["key"] = ...`, `name.update(...)`."""
+    for node in nodes:
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            place: ast.expr = node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _CHANGING.match(node.func.attr):
+            place = node.func
         else:
             continue
-        for target in targets:
-            if isinstance(target, ast.Name):
-                found.setdefault(target.id, []).append(value)
-    return {name: values[0] for name, values in found.items() if len(values) == 1}
+        root = place
+        while isinstance(root, (ast.Attribute, ast.Subscript)):
+            root = root.value
+        if isinstance(root, ast.Name):
+            yield root.id, node
+
+
+def _changed(tree: ast.Module) -> Callable[[Call], Call]:
+    """Adds to a call what the program changes later in what it has made: `args.max_grad_norm = 0.5`."""
+    nodes = list(ast.walk(tree))
+    names = {
+        (node.value.lineno, target.id)
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def changed(call: Call) -> Call:
+        own = {name for line, name in names if line == call.line} if call.name in _SETTINGS else set()
+        late = {ast.unparse(place): Source(ast.unparse(place)) for name, place in _changes(nodes) if name in own}
+        return replace(call, arguments={**call.arguments, **late}) if late else call
+
+    return changed
 
 
 def _aliases(tree: ast.Module) -> dict[str, str]:
@@ -101,16 +139,29 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _name(node: ast.Call, aliases: Mapping[str, str]) -> str:
-    if isinstance(node.func, ast.Attribute):
-        return node.func.attr
-    return aliases.get(node.func.id, node.func.id) if isinstance(node.func, ast.Name) else ""
+    return _last(node.func, aliases)
+
+
+def _called(node: ast.Call, aliases: Mapping[str, str]) -> str:
+    """Its name, or what it is a partial of."""
+    name = _name(node, aliases)
+    return _last(node.args[0], aliases) if name == "partial" and node.args else name
+
+
+def _last(node: ast.expr, aliases: Mapping[str, str]) -> str:
+    """The last part of a name."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
 
 def _call(node: ast.Call, known: Mapping[str, ast.expr], aliases: Mapping[str, str], inside: tuple[str, ...]) -> Call:
-    name = _name(node, aliases)
+    name, given = _name(node, aliases), node.args
+    if _called(node, aliases) in READ and name == "partial":
+        name, given = _called(node, aliases), given[1:]
     arguments: dict[str, Any] = {}
     positions = _POSITIONS.get(name, ())
-    for i, one in enumerate(node.args):
+    for i, one in enumerate(given):
         arguments[positions[i] if i < len(positions) else f"argument {i + 1}"] = _value(one, known, aliases, inside)
     for word in node.keywords:
         value = _value(word.value, known, aliases, inside)

@@ -34,7 +34,9 @@ SCHEDULES = {"linear", "cosine", "constant", "constant_with_warmup"}
 
 
 def _precision(draft: Draft, key: str, value: Any) -> None:
-    if on(key, value):
+    if is_open(value) and word(value) not in ("TRUE", "FALSE"):
+        draft.row(key, value, "open", "its value is not in the file; if it is true, torch.autocast around the model")
+    elif on(key, value):
         accelerate.precision(draft, key, key)
     else:
         draft.row(key, value, "always", "the default: all in the dtype of the parameters")
@@ -42,6 +44,9 @@ def _precision(draft: Draft, key: str, value: Any) -> None:
 
 def _compile(name: str) -> Whole:
     def read(draft: Draft, key: str, value: Any) -> None:
+        if is_open(value):
+            draft.row(key, value, "open", "its value is not in the file; compile= of functional")
+            return
         if not draft.get("compiles") or value is None:
             draft.row(key, value, "always", "nothing is compiled" if not draft.get("compiles") else "the default")
             return
@@ -180,7 +185,7 @@ def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Call
         own["average_tokens_across_devices"] = False  # its losses are means over rows
         draft.facts["tokens"] = None
     own |= given
-    draft.facts["compiles"] = any(given.get(name) not in (None, False) for name in _COMPILE)
+    draft.facts["compiles"] = any(one not in (None, False) and not is_open(one) for one in map(given.get, _COMPILE))
     config, sharded = given.pop("deepspeed", None), _sharded(draft, given, linked)
     draft.facts["fsdp"], draft.facts["deepspeed"] = sharded is not None, config is not None
     if config is not None and sharded is not None:
@@ -347,14 +352,14 @@ def _schedule(draft: Draft, own: Mapping[str, Any], given: Mapping[str, Any]) ->
         return
     total, ratio = own["max_steps"], own["warmup_ratio"]
     if is_open(total) or number("max_steps", total, -1) <= 0:
+        said = given.get("max_steps", "not said")
+        draft.row("max_steps", said, "open", "the steps of the run: the program has the name total_steps")
         total = draft.name("total_steps", "the steps of the whole run")
-        if "max_steps" not in given:
-            draft.row("max_steps", "not said", "open", "the steps of the run: the program has the name total_steps")
     steps = own["warmup_steps"]
     if not is_open(steps) and 0 < number("warmup_steps", steps) < 1:
         ratio, steps = steps, 0
-    if not is_open(ratio) and number("warmup_ratio", ratio) and not steps:
-        steps = Name(f"math.ceil({total} * {number('warmup_ratio', ratio)})")
+    if not is_open(steps) and not steps and (is_open(ratio) or number("warmup_ratio", ratio)):
+        steps = Name(f"math.ceil({total} * {_number(draft, 'warmup_ratio', ratio)})")
     elif is_open(steps):
         steps = _number(draft, "warmup_steps", steps)
     draft.say("schedule", ("transformers", (("name", kind), ("warmup", steps), ("steps", total))), *names)

@@ -99,12 +99,10 @@ _KEPT = "reshard_after_forward"
 
 
 def _differ(torch: list[Call]) -> list[str]:
-    """In what calls for several modules differ, but for the module; the last, of the root, may keep it whole."""
+    """In what calls for several modules differ, but for the module, and whether it is kept whole."""
     found = set()
-    for number, call in enumerate(torch):
-        root = number == len(torch) - 1 and _TORCH[call.name] == "FSDP2"
-        own = {"module", _KEPT} if root else {"module"}
-        for key in {*torch[0].arguments, *call.arguments} - own:
+    for call in torch:
+        for key in {*torch[0].arguments, *call.arguments} - {"module", _KEPT}:
             if call.arguments.get(key) != torch[0].arguments.get(key):
                 found.add(key)
     return sorted(found)
@@ -153,10 +151,16 @@ def _transformers(draft: Draft, file: Path, arguments: list[Call], trainers: lis
 def _plain(draft: Draft, torch: list[Call]) -> str:
     old = _TORCH[torch[0].name] == "FSDP1"
     apply(draft, torch[0].arguments, fsdp.FSDP1 if old else fsdp.FSDP2, "", torch[0].name)
-    kept = torch[-1].arguments.get(_KEPT)
-    if kept != torch[0].arguments.get(_KEPT):
-        text = "of the root alone: what the ring of buffers still holds is not gathered again; no number changes"
-        draft.row(f"{_KEPT} in line {torch[-1].line}", kept, "always", text)
+    for call in torch:
+        kept = call.arguments.get(_KEPT)
+        if kept == torch[0].arguments.get(_KEPT):
+            continue
+        if call is torch[-1]:
+            text = "of the root alone: what the ring of buffers still holds is not gathered again; no number changes"
+            draft.row(f"{_KEPT} in line {call.line}", kept, "always", text)
+        else:
+            text = "one strategy for all stages: no number changes, memory may; reshard= of sf.stage is of one"
+            draft.row(f"{_KEPT} in line {call.line}", kept, "missing", text)
     draft.facts.setdefault("cut", "full_shard")
     if draft.get("hybrid") and not draft.get("cut").startswith(("hybrid", "hpz")):
         draft.facts["cut"] = "hybrid_shard" if draft.get("cut") == "full_shard" else "hybrid_shard_zero2"

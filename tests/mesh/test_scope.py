@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import gc
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -210,3 +211,46 @@ def test_threads_that_ranks_cannot_tell_apart_do_not_run_stages_at_once() -> Non
         assert abs(found - wanted) < 1e-13
         assert "run stages at the same time" in refusal
         assert "threading.Thread(name=...)" in refusal
+
+
+def called_by_threads(names: list[str | None]) -> Any:
+    """Two threads call one function that the main thread has made, in another order on the other rank."""
+    total = sf.shard_map(
+        lambda x: sf.psum(x, "shard"),
+        mesh=sf.make_mesh(shard=-1, device="cpu"),
+        in_specs=...,
+        out_specs=...,
+        check=False,
+    )
+    total(torch.zeros(()))
+    found: dict[int, Any] = {}
+    both = threading.Barrier(2)
+
+    def work(k: int) -> None:
+        both.wait(10)
+        try:
+            total(torch.zeros(()))  # makes groups, which takes its time
+            both.wait(10)
+            time.sleep(0.5 * (k != dist.get_rank()))
+            found[k] = [total(torch.tensor(100.0 * k + i)).item() for i in range(3)]
+        except RuntimeError as error:
+            found[k] = str(error)
+
+    threads = [threading.Thread(target=work, args=(k,), name=name) for k, name in enumerate(names)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_threads_with_names_share_a_function_that_another_thread_has_made() -> None:
+    for found in world(2).within(30).run(called_by_threads, ["train", "evaluate"]):
+        assert found == {k: [200.0 * k + 2 * i for i in range(3)] for k in range(2)}
+
+
+@pytest.mark.parametrize("name", [None, "work"])
+def test_threads_that_ranks_cannot_tell_apart_do_not_call_them(name: str | None) -> None:
+    for found in world(2).within(30).run(called_by_threads, [name, name]):
+        for k in range(2):
+            assert "live at the same time, and other ranks cannot tell them apart" in found[k]

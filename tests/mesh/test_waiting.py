@@ -139,6 +139,26 @@ def test_programs_that_cannot_meet_end_with_an_error_on_every_rank(size: int, na
     assert len(caught.value.failures) == size
 
 
+def given_up() -> list[str]:
+    """What the same group says at first, and when it is used again; all ranks live on."""
+    waiting.PATIENCE, waiting.TICK = 0.3, 0.05
+    mesh, x = sf.make_mesh(shard=-1, device="cpu"), torch.ones(3 + dist.get_rank())
+    said = []
+    for _ in range(3):
+        with pytest.raises(RuntimeError) as caught:
+            sf.shard_map(lambda x: sf.psum(x, "shard"), mesh=mesh, in_specs=..., out_specs=..., check=False)(x)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_group_that_was_given_up_says_why_when_it_is_used_again() -> None:
+    with World(2, deadline=30) as own:
+        for said in own.run(given_up):
+            assert "in vain for all_reduce" in said[0]
+            assert said[1] == said[2]
+            assert re.search(r"its group is broken since \S+:\d+, where rank \d waits in vain for all_reduce", said[1])
+
+
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
     with World(2) as fresh, pytest.raises(WorldError) as caught:

@@ -180,6 +180,14 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "lengths that do not add up": (
         lambda: sf.ragged_all_to_all(X[0], "expert", [1, 2], [1, 2]), ["send=[1, 2]", "adds up to 3", "is 6"]
     ),
+    "lengths that others do not send": (
+        lambda: sf.ragged_all_to_all(X[0], "expert", [2, 4], [2, 4]),
+        ["position 0 along the axis sends 4 places to position 1, which receives 2", "receive="],
+    ),
+    "lengths of which another rank sends none": (
+        lambda: sf.ragged_all_to_all(X[0], "expert", [6, 0], [[6, 0], [6, 6]][sf.axis_index("expert")]),
+        ["position 0 along the axis sends 0 places to position 1, which receives 6"],
+    ),
     "too few lengths": (lambda: sf.ragged_all_to_all(X[0], "expert", [6], [6]), ["send=[6]", "2 lengths"]),
     "a batch without a capacity": (
         lambda: torch.func.vmap(lambda x: parallel.mixture(

@@ -195,6 +195,11 @@ GUIDES: dict[str, Guide] = {
                           ("deepspeed_stage_3_offload", '.on(params="host", grads="host", state="host")'),
                           ("deepspeed_stage_3_offload_nvme", 'scratch="/local_nvme"'),
                           ("ddp_find_unused_parameters_true", "sf.ddp("))},
+    **{f"lightning-fp16-{number}": Guide(".py", LIGHTNING.format(strategy=said, precision=bits), 1, (
+        "gather_dtype=torch.float16", "so.loss_scaled(optimizer, every=1000)",
+    ), ("hysteresis", "min_loss_scale")) for number, (said, bits) in enumerate([
+        ("DeepSpeedStrategy(stage=3)", "16-mixed"), ("'deepspeed_stage_2'", "16-true"), ("'deepspeed'", "16"),
+    ])},
     "lightning-policy": Guide(".py", LIGHTNING.format(strategy=(
         'FSDPStrategy(auto_wrap_policy={torch.nn.TransformerEncoderLayer}, limit_all_gathers=True, cpu_offload=False,\n'
         '    activation_checkpointing_policy={torch.nn.TransformerEncoderLayer}, sharding_strategy="SHARD_GRAD_OP",\n'
@@ -202,6 +207,9 @@ GUIDES: dict[str, Guide] = {
     ), precision="bf16-mixed"), 0, ("sf.shard_grad_op(", "remat=True", "prefetch=1")),
     "torch": Guide(".py", TORCH.format(root="", calls=""), 0, ("sf.full_shard(", "clip_by_global_norm(1.0)")),
     "torch-root": Guide(".py", TORCH.format(root=", reshard_after_forward=False", calls=""), 0, ("sf.full_shard(",)),
+    "torch-kept": Guide(".py", TORCH.format(root="", calls="").replace(
+        "fully_shard(model, ", "fully_shard([model.norm, model.output], **fsdp_kwargs, reshard_after_forward=False)\n"
+                               "fully_shard(model, "), 1, ("sf.full_shard(",), ("reshard_after_forward in line 7",)),
     "torch-prefetch": Guide(".py", TORCH.format(root="", calls=(
         "for i, layer in enumerate(model.layers[:-2]):\n"
         "    layer.set_modules_to_forward_prefetch([model.layers[i + 1], model.layers[i + 2]])\n"

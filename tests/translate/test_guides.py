@@ -91,7 +91,7 @@ def check(guide: Guide, folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 READ = {
     *fsdp.CALLS, "FSDPStrategy", "Trainer", "fully_shard", "FSDP", "FullyShardedDataParallel", "MixedPrecisionPolicy",
-    "CPUOffload", *of_transformers.ARGUMENTS,
+    "CPUOffload", "DeepSpeedStrategy", *of_transformers.ARGUMENTS,
 }  # fmt: skip
 
 
@@ -166,6 +166,34 @@ def test_a_file_that_an_argument_names_is_read(tmp_path: Path) -> None:
     found = translate(tmp_path / "a.py")
     assert "so.loss_scaled(optimizer, every=1000, scale=65536.0)" in found.program
     assert [row.key for row in found.rows if row.status == "open"] == []
+
+
+@pytest.mark.parametrize(("text", "key"), [
+    ("kw = {}\nif low:\n    kw['mp_policy'] = MixedPrecisionPolicy()\nfully_shard(model, **kw)", "**kw"),
+    ("kw = dict(stage=3)\nkw.update(cpu_checkpointing=True)\nTrainer(strategy=DeepSpeedStrategy(**kw))", "**kw"),
+    ("rate = 1e-3\nrate *= 8\nTrainingArguments(max_steps=5, learning_rate=rate)", "learning_rate"),
+    ("steps = 5\nfor steps in (10, 20):\n    TrainingArguments(max_steps=steps)", "max_steps"),
+    ("def run(steps=5):\n    TrainingArguments(max_steps=steps)\n\nsteps = 7", "max_steps"),
+    ("TrainingArguments(max_steps=-1)", "max_steps"),
+    ("TrainingArguments(max_steps=5, warmup_ratio=part)", "warmup_ratio"),
+    ("TrainingArguments(max_steps=5, fp16=half)", "fp16"),
+    ("TrainingArguments(max_steps=5, torch_compile=args.compile)", "torch_compile"),
+    ("args = TrainingArguments(max_steps=5)\nargs.max_grad_norm = 0.5", "args.max_grad_norm"),
+    ("args = SFTConfig(max_steps=5)\nargs.set_optimizer(name='sgd')", "args.set_optimizer(name='sgd')"),
+    ("a = Accelerator()\na.state.deepspeed_plugin.deepspeed_config['x'] = 4",
+     "a.state.deepspeed_plugin.deepspeed_config['x']"),
+])  # fmt: skip
+def test_what_a_program_changes_or_decides_is_open(text: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(text)
+    found = translate(tmp_path / "a.py")
+    assert key in [row.key for row in found.rows if row.status == "open"]
+    assert not found.complete
+
+
+def test_what_a_partial_is_given_is_read(tmp_path: Path) -> None:
+    text = "shard = functools.partial(fully_shard, reshard_after_forward=False)\nfor layer in layers:\n    shard(layer)"
+    (tmp_path / "a.py").write_text(text)
+    assert "sf.shard_grad_op(" in translate(tmp_path / "a.py").program
 
 
 @pytest.mark.parametrize(("text", "says"), [
