@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LOOKS = 64  # batches at most that are compared by content
 ASTRAY = -1  # in place of an iterator's number
-TEXT = 3000  # characters of another rank's error
+TEXT = 1800  # characters of another rank's error, the last ones: they say most
 
 
 class State(IntEnum):
