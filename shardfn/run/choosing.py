@@ -11,6 +11,7 @@ from typing import Literal
 
 from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.folders import aside, intact, names_in, restored
+from shardfn.checkpoint.manifest import MANIFEST
 from shardfn.checkpoint.team import CheckpointError, Team
 from shardfn.checkpoint.verifying import verify
 from shardfn.quoting import findings
@@ -81,7 +82,8 @@ def _flaw(path: Path, every_byte: bool) -> str:
         return f"it is of step {found.numbers['step']}, and has another's name: rename it, or move it elsewhere"
     if not every_byte:
         return ""
-    return "; ".join(f"{one.file}: {one.what}" for one in verify(path).damage[:3])
+    own = (*found.files, MANIFEST)  # what somebody has put beside them is no damage
+    return "; ".join([f"{one.file}: {one.what}" for one in verify(path).damage if one.file in own][:3])
 
 
 def _said(torn: dict[Path, str], path: Path | None) -> str:

@@ -79,8 +79,12 @@ class jsonl:
             self._there[frozenset({"step", *known})] = line
             self._file.truncate(self._at)
             line = "".join(self._there.values())
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # which a full disk does not say
+            raise
 
     def end(self) -> None:
         """Closes the file."""
@@ -92,6 +96,7 @@ class jsonl:
 def _step(line: bytes) -> float | None:
     """The step of a line; infinity of one that was torn; None if it is no line of metrics."""
     if not line.endswith(b"\n"):
+        line = line.rstrip(b"\0")  # what a disk has that lost its power
         return math.inf if line.startswith(_BEGINS) or _BEGINS.startswith(line) else None
     try:
         found = json.loads(line)

@@ -126,6 +126,13 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning(wo
             assert aside == [".step-00000004.damaged"], name
 
 
+def test_what_somebody_puts_into_a_checkpoint_is_no_damage(tmp_path: Path) -> None:
+    trained(tmp_path, 4)
+    (tmp_path / "step-00000004" / "README").write_text("the one for the talk")
+    run, _ = trained(tmp_path, 6, resume="previous")
+    assert run.start == 4
+
+
 def without_any(root: Path) -> list[Any]:
     trained(root / "run", 0 + 1)
     if dist.get_rank() == 0:
