@@ -221,6 +221,12 @@ def test_a_report_that_fails_ends_the_run_and_the_bar(tmp_path: Path) -> None:
     assert ended == ["begun", "ended"]
 
 
+def test_what_a_report_does_to_its_metrics_no_other_sees() -> None:
+    seen: list[float] = []
+    run(3, [lambda step, metrics: metrics.clear(), lambda step, metrics: seen.append(metrics["loss"])])
+    assert seen == [1.5] * 3
+
+
 def test_a_report_that_fails_at_its_end_is_told_and_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
         def __call__(self, step: int, metrics: Any) -> None:
