@@ -55,7 +55,8 @@ class jsonl:
             return kept, later
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                found = _step(line)
+                # A disk that lost its power has zeros where a line was to be.
+                found = _step(line if number == 1 else line.rstrip(b"\0"))
                 if found is None or found < last:
                     raise ValueError(
                         f"sf.run.jsonl: line {number} of {self.path} is none of a run's metrics, and the file is left "
@@ -96,7 +97,6 @@ class jsonl:
 def _step(line: bytes) -> float | None:
     """The step of a line; infinity of one that was torn; None if it is no line of metrics."""
     if not line.endswith(b"\n"):
-        line = line.rstrip(b"\0")  # what a disk has that lost its power
         return math.inf if line.startswith(_BEGINS) or _BEGINS.startswith(line) else None
     try:
         found = json.loads(line)
