@@ -41,7 +41,7 @@ def checked(metrics: Any, who: str) -> dict[str, Any]:
             raise TypeError(
                 f"{who}: metrics[{name!r}] is a {type(value).__name__}, not a number or a tensor of one{turned}"
             )
-        elif not isinstance(value, float) and abs(value) > sys.float_info.max:
+        elif isinstance(value, int) and abs(value) > sys.float_info.max:
             raise ValueError(f"{who}: metrics[{name!r}] is more than a float holds")
     return dict(metrics)
 
