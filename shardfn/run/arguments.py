@@ -122,7 +122,9 @@ def _check_folder(save: Any) -> None:
         raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
     there = seen(Path(save))
     if there is None and os.path.islink(save):
-        raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a link to {os.readlink(save)}, which is not there")
+        raise ValueError(
+            f"sf.run.loop: save={os.fspath(save)!r} is a link to {Path(save).readlink()}, which is not there"
+        )
     if there is not None and not stat.S_ISDIR(there.st_mode):
         raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a file, not a folder")
 

@@ -648,7 +648,7 @@ def test_a_manifest_that_says_nonsense_is_damaged_whoever_made_its_checksum(what
     NONSENSE[what](body)
     text = json.dumps(body, indent=0, separators=(",", ":"))[:-2].encode() + b',\n"crc32":'
     file.write_bytes(text + b"%d}\n" % zlib.crc32(text))
-    like = {"x": torch.zeros(3), "n": 0}
+    like: dict[str, Any] = {"x": torch.zeros(3), "n": 0}
     assert str(file) in refused(lambda: checkpoint.load(tmp_path / "one", like))
     assert [one.file for one in verify(tmp_path / "one").damage] == [manifest.MANIFEST]
     assert like["x"].tolist() == [0.0] * 3

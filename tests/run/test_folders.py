@@ -57,6 +57,11 @@ def gone(path: Path) -> Path:
     return path
 
 
+def freed(path: Path) -> Path:
+    path.unlink()
+    return path
+
+
 def file_of(newest: Path) -> Path:
     return newest / "__0_0.distcp"
 
@@ -77,8 +82,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "no files": lambda newest: gone(newest).mkdir(),
     "a file in its place": lambda newest: gone(newest).write_text(""),
     "a link to nothing": lambda newest: gone(newest).symlink_to("nothing"),
-    "a folder in the manifest's place": lambda newest: ((newest / MANIFEST).unlink(), (newest / MANIFEST).mkdir()),
-    "a link to itself": lambda newest: ((newest / MANIFEST).unlink(), (newest / MANIFEST).symlink_to(MANIFEST)),
+    "a folder in the manifest's place": lambda newest: freed(newest / MANIFEST).mkdir(),
+    "a link to itself": lambda newest: freed(newest / MANIFEST).symlink_to(MANIFEST),
     "another step's": lambda newest: shutil.copytree(newest.parent / "step-00000002", gone(newest)),
 }
 
