@@ -90,7 +90,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a sparse column": (lambda: {"source": (X, X.to_sparse())}, "source[1] is a tensor that is not dense"),
     **{
         f"a column of {kind}": (
-            lambda kind=kind: {  # type: ignore[misc]"source": {"x": X, "y": np.zeros(40, kind)}},
+            functools.partial(dict, source={"x": X, "y": np.zeros(40, kind)}),
             f"TypeError: sf.run.batches: source['y'] is an array of {np.dtype(kind)}, of which there are no tensors",
         )
         for kind in ("U3", "object", "datetime64[s]", ">i4")
