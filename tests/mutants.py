@@ -672,9 +672,16 @@ MUTANTS = [
         f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
     ),
     Mutant(
+        "a checkpoint is of any step",
+        "run/choosing.py",
+        'if "step" in found.numbers and found.numbers["step"] != step_of(path):',
+        "if not found.numbers:",
+        f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
+    ),
+    Mutant(
         "a disk that does not answer has nothing",
         "checkpoint/folders.py",
-        "return error.errno in (errno.ENOENT, errno.ENOTDIR)",
+        "return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)",
         "return True",
         f"{RUN}/test_folders.py::test_a_disk_that_does_not_answer_has_not_said_that_there_is_nothing",
     ),

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardfn.checkpoint.items import Flaw
 from shardfn.checkpoint.team import CheckpointError
 
 BLOCKS, BLOCK = 16, 2**14  # of a file that is sampled, and the bytes of one
@@ -31,10 +32,17 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_at(descriptor: int, target: memoryview, offset: int) -> int:
-    """Fills memory with what a file has there; how many bytes that is, less only where the file ends."""
+    """Fills memory with what a file has there; how many bytes that is, less only where the file ends.
+
+    Raises:
+        Flaw: the disk does not give them.
+    """
     done = 0
     while done < len(target):
-        more = os.preadv(descriptor, [target[done:]], offset + done)
+        try:
+            more = os.preadv(descriptor, [target[done:]], offset + done)
+        except OSError as error:
+            raise Flaw(f"byte {offset + done} cannot be read: {error.strerror}") from error
         if more == 0:
             break
         done += more

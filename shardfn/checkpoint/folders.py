@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, write_manifest, write_metadata
 from shardfn.checkpoint.team import CheckpointError
 
+FILES = re.compile(rf"__\d+_0\.distcp|{re.escape(MANIFEST)}|{re.escape(METADATA)}")
 FILE_SYSTEMS = "lost+found"  # is at the root of a disk, where only the superuser may look
 
 _log = logging.getLogger("shardfn")
@@ -55,7 +57,7 @@ def seen(path: Path) -> os.stat_result | None:
 
 
 def _absent(error: OSError) -> bool:
-    return error.errno in (errno.ENOENT, errno.ENOTDIR)
+    return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -158,11 +160,19 @@ def spare(folder: Path) -> None:
 
 
 def tidy(root: Path) -> None:
-    """Deletes what dead processes left."""
+    """Deletes what dead processes left; a folder with anything else in it than a checkpoint has is somebody's own."""
     for name in os.listdir(root):
         folder = root / name
-        if name[:1] == "." and folder.suffix in (".writing", ".deleting") and not folder.is_symlink():
+        if name[:1] == "." and folder.suffix in (".writing", ".deleting") and not folder.is_symlink() and _left(folder):
             spare(folder)
+
+
+def _left(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and all(map(FILES.fullmatch, os.listdir(folder)))
+    except OSError as error:
+        _log.warning("%s could not be looked at, and stays: %s", folder, error)
+        return False
 
 
 def older(root: Path, keep: int | None) -> list[Path]:

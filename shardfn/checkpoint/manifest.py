@@ -141,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its checksum does not fit")
     try:
         return _read(path, json.loads(content))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -150,12 +150,11 @@ def _read(path: Path, body: dict[str, Any]) -> Manifest:
         raise CheckpointError(
             f"{path} is {body['format']!r}, {body['byteorder']} endian; this reads {FORMAT!r}, {sys.byteorder} endian"
         )
-    unknown = {one["dtype"] for one in body["tensors"].values() if not hasattr(torch, one["dtype"])}
+    unknown = {one["dtype"] for one in body["tensors"].values() if not isinstance(_dtype(one), torch.dtype)}
     if unknown:
         raise CheckpointError(f"{path} has tensors of {listed(sorted(unknown))}, which torch {torch.__version__} lacks")
     tensors = {
-        name: Kind(getattr(torch, one["dtype"]), tuple(one["shape"]), one.get("meant", ""))
-        for name, one in body["tensors"].items()
+        name: Kind(_dtype(one), tuple(one["shape"]), one.get("meant", "")) for name, one in body["tensors"].items()
     }
     chunks = {
         name: [Chunk(Box(tuple(offsets), tuple(sizes)), *rest) for offsets, sizes, *rest in one["chunks"]]
@@ -166,7 +165,30 @@ def _read(path: Path, body: dict[str, Any]) -> Manifest:
     refuse_outside(path, [*files, *(chunk.file for some in chunks.values() for chunk in some)])
     if type(body["about"]["number"]) is not int:
         raise CheckpointError(f"{path} is damaged: its number is {body['about']['number']!r}")
+    for name, kind in tensors.items():
+        _refuse_nonsense(name, kind, chunks[name])
+    _refuse_others([*body["by_rank"].values(), *(n for pair in files.values() for n in pair)], "of ranks or a file")
     return Manifest(tensors, chunks, numbers, body["by_rank"], files, body["about"])
+
+
+def _dtype(one: dict[str, Any]) -> Any:
+    return getattr(torch, one["dtype"], None)
+
+
+def _refuse_nonsense(name: str, kind: Kind, chunks: list[Chunk]) -> None:
+    """Raises ValueError for sizes and places that are none, and elements that are not in their part."""
+    for one in chunks:
+        places = (*one.box.offsets, *one.box.sizes, one.offset, one.length, one.data, one.before, one.after)
+        _refuse_others(places, f"of a part of {name}")
+        if one.data + one.box.numel * kind.dtype.itemsize > one.length:
+            raise ValueError(f"elements of {name} are not in their part")
+    _refuse_others(kind.shape, f"in the shape of {name}")
+
+
+def _refuse_others(numbers: Iterable[Any], what: str) -> None:
+    wrong = [n for n in numbers if type(n) is not int or n < 0]
+    if wrong:
+        raise ValueError(f"a number {what} is {wrong[0]!r}")
 
 
 def refuse_outside(path: Path, names: Iterable[str]) -> None:

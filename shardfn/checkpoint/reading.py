@@ -267,7 +267,10 @@ def _straight(
     target = memory(x)
     around, head = buffer.first(where.stop - where.start - len(target)), where.data - where.start
     views = [around[:head], target, around[head:]]
-    if os.preadv(descriptor, views, where.start) < where.stop - where.start:
+    try:
+        if os.preadv(descriptor, views, where.start) < where.stop - where.start:
+            return False
+    except OSError:  # which is told where each byte is read by itself
         return False
     crc = where.before
     for view in views:

@@ -280,11 +280,21 @@ def index(path: Path) -> dict[str, str]:
     try:
         where: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
         if all(type(file) is str for file in where.values()):
-            return where
-        problem = "its weight_map is not file names"
+            outside = [file for file in dict.fromkeys(where.values()) if not _beside(path, file)]
+            if not outside:
+                return where
+            problem = f"it names {listed(outside)}, outside of its folder, which is not read: put the file itself there"
+        else:
+            problem = "its weight_map is not file names"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise CheckpointError(f"{path} cannot be read: {problem}")
+
+
+def _beside(path: Path, file: str) -> bool:
+    """Whether a file is in the folder of an index, or below; a link may be followed, as in Hugging Face's cache."""
+    folder = os.path.abspath(path.parent)
+    return os.path.commonpath([folder, os.path.abspath(os.path.join(folder, file))]) == folder
 
 
 def _inside(path: Path) -> dict[str, Stored]:

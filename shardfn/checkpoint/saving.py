@@ -245,9 +245,10 @@ class Save:
     def __init__(
         self, path: Path, state: Any, overwrite: bool, surplus: Surplus, ours: Callable[[], None] = anybodys
     ) -> None:
-        self.path, self.found, self.overwrite = path, contents(state, shared=True), overwrite
+        self.path = path.absolute()  # the program may go to another folder in the meantime
+        self.found, self.overwrite = contents(state, shared=True), overwrite
         self.surplus, self.ours = surplus, ours
-        self.folder = folders.aside(path, "writing")
+        self.folder = folders.aside(self.path, "writing")
         self.team = team_of(self.found.grids)
         self.stopped = threading.Event()
         self.failed: Exception | None = None  # of which all ranks hear when they meet

@@ -1,8 +1,13 @@
-"""Torch's data loader, where it takes a failure for its end."""
+"""Torch's data loader, where it takes a failure for its end; and what can be iterated once."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 def failed(end: StopIteration) -> bool:
@@ -12,3 +17,13 @@ def failed(end: StopIteration) -> bool:
     return any(
         frame.f_code.co_qualname == "_MapDatasetFetcher.fetch" for frame, _ in traceback.walk_tb(end.__traceback__)
     )
+
+
+def read_once(loader: Any) -> bool:
+    """Whether a loader goes on where it was when it is iterated again, as generators do.
+
+    Of a class that somebody has written in Python nobody knows: its `__iter__` may begin anew.
+    """
+    if isinstance(loader, _BaseDataLoaderIter):
+        return True
+    return isinstance(loader, Iterator) and not isinstance(type(loader).__iter__, FunctionType)

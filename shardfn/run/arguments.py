@@ -79,12 +79,8 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
     _takes(step, 2, "step", "(state, batch) -> (state, metrics)")
     steps = _count("steps", given["steps"], "the number of the last step")
     save = given["save"]
-    if save is not None and not isinstance(save, (str, os.PathLike)):
-        raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
-    if save is not None and not os.fspath(save):
-        raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
-    if save is not None and (there := seen(Path(save))) is not None and not stat.S_ISDIR(there.st_mode):
-        raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a file, not a folder")
+    if save is not None:
+        _check_folder(save)
     for name in ("every", "keep", "best"):
         if save is None and given[name] is not None:
             raise ValueError(
@@ -104,7 +100,7 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
     _check_batches(batches, save is not None)
     return Asked(
         steps=steps,
-        save=None if save is None else Path(save),
+        save=None if save is None else Path(save).absolute(),  # the program may go to another folder later
         every=every,
         keep=keep,
         best=best,
@@ -117,6 +113,20 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
         peak=_positive("peak", given["peak"]),
         identity=identity_of(batches),
     )
+
+
+def _check_folder(save: Any) -> None:
+    if not isinstance(save, (str, os.PathLike)):
+        raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
+    if not os.fspath(save):
+        raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
+    there = seen(Path(save))
+    if there is None and os.path.islink(save):
+        raise ValueError(
+            f"sf.run.loop: save={os.fspath(save)!r} is a link to {Path(save).readlink()}, which is not there"
+        )
+    if there is not None and not stat.S_ISDIR(there.st_mode):
+        raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a file, not a folder")
 
 
 def _count(name: str, value: Any, what: str) -> int:

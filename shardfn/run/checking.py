@@ -34,6 +34,7 @@ class Checked:
     axes: tuple[str, ...]
     _loader: Iterable[Any] = field(repr=False)
     _peers: Peers = field(repr=False)
+    _begun: list[int] = field(repr=False, compare=False, default_factory=list)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -44,7 +45,17 @@ class Checked:
         return self(0)
 
     def __call__(self, start: int) -> Iterator[Any]:
-        """The batches but for the first `start`, which are read and dropped."""
+        """The batches but for the first `start`, which are read and dropped.
+
+        Raises:
+            ValueError: the loader is a generator, or another iterator, of which batches have been read.
+        """
+        if self._begun and loaders.read_once(self._loader):
+            raise ValueError(
+                f"{NAME}: the loader is a {type(self._loader).__name__}, which can be read once, and its first batches "
+                f"are gone: pass what can be iterated anew, as a DataLoader, or a class whose __iter__ begins again"
+            )
+        self._begun.append(start)
         return together(_reads(self._loader, start), start, self._peers, torch.device("cpu"))
 
     def __len__(self) -> int:

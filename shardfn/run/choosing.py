@@ -11,6 +11,7 @@ from typing import Literal
 
 from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.folders import aside, intact, names_in, restored
+from shardfn.checkpoint.manifest import MANIFEST
 from shardfn.checkpoint.team import CheckpointError, Team
 from shardfn.checkpoint.verifying import verify
 from shardfn.quoting import findings
@@ -43,6 +44,11 @@ def steps_in(folder: Path) -> dict[Path, int]:
     return dict(sorted(found.items(), key=lambda one: one[1]))
 
 
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint of a run."""
+    return int(path.name.removeprefix("step-"))
+
+
 def chosen(team: Team, folder: Path, resume: Resume) -> Choice:
     """The newest whole checkpoint in a folder, as the first rank sees it.
 
@@ -70,9 +76,14 @@ def _chosen(folder: Path, resume: Resume) -> Choice:
 
 def _flaw(path: Path, every_byte: bool) -> str:
     found = intact(restored(path))
-    if isinstance(found, str) or not every_byte:
-        return found if isinstance(found, str) else ""
-    return "; ".join(f"{one.file}: {one.what}" for one in verify(path).damage[:3])
+    if isinstance(found, str):
+        return found
+    if "step" in found.numbers and found.numbers["step"] != step_of(path):
+        return f"it is of step {found.numbers['step']}, and has another's name: rename it, or move it elsewhere"
+    if not every_byte:
+        return ""
+    own = (*found.files, MANIFEST)  # what somebody has put beside them is no damage
+    return "; ".join([f"{one.file}: {one.what}" for one in verify(path).damage if one.file in own][:3])
 
 
 def _said(torn: dict[Path, str], path: Path | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,16 @@ def digest(tree: Any) -> int:
 
 def described(leaf: Any) -> str:
     """Dtype and shape of a tensor or array; the type of anything else."""
+    if isinstance(leaf, Tensor) and leaf.is_nested:  # the sizes of its rows differ, or have names of this process
+        return f"{str(leaf.dtype).removeprefix('torch.')} [{', '.join([str(leaf.size(0)), *'*' * (leaf.ndim - 1)])}]"
     if isinstance(leaf, (Tensor, np.ndarray)):
         return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
     return type(leaf).__name__
 
 
 def _bytes(leaf: Any) -> bytes:
+    if isinstance(leaf, Tensor) and _in_parts(leaf):
+        return b"".join(map(_bytes, _parts(leaf)))
     if isinstance(leaf, Tensor):
         flat = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().tobytes()
@@ -46,6 +51,24 @@ def _bytes(leaf: Any) -> bytes:
     return b""
 
 
+def _in_parts(x: Tensor) -> bool:
+    return x.layout is not torch.strided or x.is_nested or x.is_quantized or x.is_meta
+
+
+def _parts(x: Tensor) -> Sequence[Tensor]:
+    """The dense tensors that one is made of; none where nobody knows."""
+    if x.is_nested:
+        return x.unbind()
+    if x.layout is torch.sparse_coo:
+        x = x.coalesce()
+        return x.indices(), x.values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return x.ccol_indices(), x.row_indices(), x.values()
+    return ()
+
+
 def kinds(batch: Any) -> list[str]:
     """The leaves of a batch, a line for each: `['x'] float32 [8, 3]`."""
     paths, leaves, _ = optree.tree_flatten_with_path(batch, none_is_leaf=True)
@@ -53,8 +76,10 @@ def kinds(batch: Any) -> list[str]:
 
 
 def rows_of(batch: Any) -> list[int]:
-    """A digest of each row of a batch, which is dim 0 of all its tensors; of the batch itself, if these differ."""
+    """A digest of each row of a batch, which is dim 0 of all its tensors; of the batch itself, if there are no such."""
     leaves = [x for x in optree.tree_leaves(batch) if isinstance(x, (Tensor, np.ndarray))]
+    if any(isinstance(x, Tensor) and _in_parts(x) for x in leaves):
+        return [digest(batch)]
     sizes = {len(x) if x.ndim else 0 for x in leaves}
     if len(sizes) != 1:
         return [digest(batch)]

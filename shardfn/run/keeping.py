@@ -11,7 +11,7 @@ from typing import Any
 
 from shardfn.checkpoint.folders import intact
 from shardfn.quoting import listed
-from shardfn.run.choosing import steps_in
+from shardfn.run.choosing import step_of, steps_in
 
 HEAD = {"step": int, "run.seed": int, "run.batches": str, "run.parts": str, "run.best": str}
 """What a checkpoint of a run has besides the state, by name."""
@@ -112,6 +112,11 @@ class Keeping:
 
 
 def _made(path: Path) -> bool:
-    """Whether it is a whole checkpoint of a run. One that is torn stays: somebody may want to mend it."""
+    """Whether it is a whole checkpoint of a run, under the name that it was given there.
+
+    One that is torn stays: somebody may want to mend it.
+    """
     found = intact(path)
-    return not isinstance(found, str) and all(isinstance(found.numbers.get(name), kind) for name, kind in HEAD.items())
+    if isinstance(found, str) or found.numbers.get("step") != step_of(path):
+        return False
+    return all(isinstance(found.numbers.get(name), kind) for name, kind in HEAD.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ def checked(metrics: Any, who: str) -> dict[str, Any]:
         if not isinstance(name, str):
             raise TypeError(f"{who}: metrics have the key {name!r}, and keys are strings")
         if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise TypeError(f"{who}: metrics[{name!r}] is a tensor of {value.layout}: pass its .sum(), say")
             if value.numel() != 1 or value.is_complex():
                 raise ValueError(
                     f"{who}: metrics[{name!r}] has shape {tuple(value.shape)} and {value.dtype}: a metric is one real "
@@ -38,6 +41,8 @@ def checked(metrics: Any, who: str) -> dict[str, Any]:
             raise TypeError(
                 f"{who}: metrics[{name!r}] is a {type(value).__name__}, not a number or a tensor of one{turned}"
             )
+        elif isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise ValueError(f"{who}: metrics[{name!r}] is more than a float holds")
     return dict(metrics)
 
 

@@ -111,7 +111,10 @@ class Lock:
         if self._file is not None and self._there():
             return os.pread(self._file, SIZE, 0)
         there = seen(self.path)
-        return b"" if there is None else _mine.get(_key(there)) or self.path.read_bytes()
+        try:
+            return b"" if there is None else _mine.get(_key(there)) or self.path.read_bytes()
+        except FileNotFoundError:  # the other run has ended meanwhile
+            return b""
 
     def _who(self, said: bytes) -> tuple[str, bool]:
         """Whose words these are, and whether that is a process of this host."""

@@ -55,7 +55,8 @@ class jsonl:
             return kept, later
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                found = _step(line)
+                # A disk that lost its power has zeros where a line was to be.
+                found = _step(line if number == 1 else line.rstrip(b"\0"))
                 if found is None or found < last:
                     raise ValueError(
                         f"sf.run.jsonl: line {number} of {self.path} is none of a run's metrics, and the file is left "
@@ -79,8 +80,12 @@ class jsonl:
             self._there[frozenset({"step", *known})] = line
             self._file.truncate(self._at)
             line = "".join(self._there.values())
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # which a full disk does not say
+            raise
 
     def end(self) -> None:
         """Closes the file."""

@@ -46,7 +46,10 @@ def explain(
     path = chosen(team, saver.folder, True).path
     assert path is not None, "there is one since the run began"
     state, kept = loaded(path, state, saver.origin)
-    told = _watched(team, stepping, state, kept["step"], bad)
+    try:
+        told = _watched(team, stepping, state, kept["step"], bad)
+    except Exception as error:  # of batches that do not come again, say: what was found first is what has happened
+        told = f"that failed, by {type(error).__name__}: {short(error, 800)}"
     return FloatingPointError(
         f"{head}. Run again from {path}, with each stage watched: {told}. That checkpoint is good, and nothing was "
         f"saved after it"

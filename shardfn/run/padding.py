@@ -71,7 +71,9 @@ def _filled(leaf: Any, sizes: Sequence[int], value: float) -> Any:
 
 
 def shape_of(leaf: Any) -> tuple[int, ...]:
-    """Of a tensor or an array; nothing else has one."""
+    """Of a tensor or an array; nothing else has one, and rows that have sizes of their own have none in common."""
+    if isinstance(leaf, Tensor) and leaf.is_nested:
+        return ()
     return tuple(leaf.shape) if isinstance(leaf, (Tensor, np.ndarray)) else ()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -92,9 +92,17 @@ def _rows(source: Any, part: Part, seed: int) -> list[Any]:
     if callable(getattr(inner, "__getitems__", None)):
         seed_all(seeds[0])
         try:
-            return list(inner.__getitems__(numbers))
+            found = inner.__getitems__(numbers)
+            rows = [] if isinstance(found, Mapping) else list(found)
         except StopIteration as error:
             raise RuntimeError(f"sf.run.batches: rows {numbers} of the source raised StopIteration") from error
+        if len(rows) != len(numbers):
+            what = f"a {type(found).__name__}" if isinstance(found, Mapping) else f"{len(rows)} rows"
+            raise ValueError(
+                f"sf.run.batches: __getitems__ of the source, {type(inner).__name__}, gave {what} for {len(numbers)} "
+                f"numbers; it gives a list of as many rows. What is to be left out is left out before, as by a Subset"
+            )
+        return rows
     return [_row(inner, number, seed) for number, seed in zip(numbers, seeds, strict=True)]
 
 

@@ -29,8 +29,8 @@ class Reports:
         self._each(lambda one: getattr(one, "begin", _nothing)(step, steps))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics of a step."""
-        self._each(lambda one: one(step, metrics))
+        """The metrics of a step, for each to do with as it likes."""
+        self._each(lambda one: one(step, dict(metrics)))
 
     def end(self) -> None:
         """There are no more. The run is over, so that a report which fails now is told in the log."""

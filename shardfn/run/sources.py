@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
+from shardfn.checkpoint.contents import lack
 from shardfn.quoting import listed
 from shardfn.run.fingerprints import described, digest
 from shardfn.run.order import Numbers
@@ -56,6 +57,8 @@ class Columns:
                     f"{NAME}: {name} is on {leaf.device}; keep what rows are read from on the CPU: batches come to the "
                     f"mesh's device by themselves"
                 )
+            if why := _no_rows(leaf):
+                raise TypeError(f"{NAME}: {name} is {why}")
             counts[name] = len(leaf)
         if len(set(counts.values())) > 1:
             shown = listed(f"{name} has {count}" for name, count in counts.items())
@@ -80,6 +83,17 @@ class Columns:
     def fingerprint(self) -> str:
         """Of dtypes, shapes, and some rows between the first and the last."""
         return f"{digest((self.take(some_of(self._count)), [described(leaf) for leaf in self._leaves])):014x}"
+
+
+def _no_rows(leaf: Tensor | np.ndarray) -> str:
+    """Why no batches are made of a tensor or an array; "" of most."""
+    if isinstance(leaf, Tensor):
+        return f"a tensor {lack(leaf)}" if lack(leaf) else ""
+    try:
+        torch.from_numpy(np.empty(0, leaf.dtype))
+    except (TypeError, ValueError):  # dates, words, objects; another order of bytes
+        return f"an array of {leaf.dtype}, of which there are no tensors: convert it by astype, or leave it out"
+    return ""
 
 
 def some_of(count: int) -> Numbers:

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardfn.quoting import listed
 from shardfn.run.order import permuted
+from shardfn.run.owning import owned
 from shardfn.run.seeding import seed_all
 from shardfn.shards.random import mixed
 
@@ -138,7 +139,10 @@ class Lane:
             within = 0
 
     def _plain(self, epoch: int, files: list[int], skip: int) -> Iterator[Any]:
-        """The files' rows in their order, but for the first `skip`, if lengths are known."""
+        """The files' rows in their order, but for the first `skip`, if lengths are known.
+
+        Several are in memory at a time, so they are copied: `read` may fill the same memory again.
+        """
         lengths = self.stream.lengths
         for file in files:
             if lengths is not None and skip >= lengths[file]:
@@ -146,7 +150,7 @@ class Lane:
                 continue
             for number, row in enumerate(self._read(epoch, file)):
                 if number >= skip:
-                    yield row
+                    yield owned(row)
             skip = 0
 
     def _read(self, epoch: int, file: int) -> Iterator[Any]:

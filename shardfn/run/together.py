@@ -22,7 +22,7 @@ from shardfn.compat import process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of, per_mesh, sizes
 from shardfn.mesh.groups import cpu_group
-from shardfn.quoting import listed
+from shardfn.quoting import listed, short
 from shardfn.run.feeding import Copier, Copy
 from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
 from shardfn.run.padding import SIZES, Lengths, kinds_but_sizes, sizes_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LOOKS = 64  # batches at most that are compared by content
 ASTRAY = -1  # in place of an iterator's number
-TEXT = 3000  # characters of another rank's error
+FRAMES, TEXT = 4, 1800  # the last frames of another rank's error, and all its characters
 
 
 class State(IntEnum):
@@ -271,7 +271,9 @@ _astray: list[_Said] = []  # what nobody may ever answer
 
 
 def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
-    text = "" if mine.error is None else "".join(traceback.format_exception(mine.error)).strip()[-TEXT:]
+    text = ""
+    if mine.error is not None:
+        text = short("".join(traceback.format_exception(mine.error, limit=-FRAMES)).strip(), TEXT)
     content = text.encode()
     most = int(gathered(torch.tensor([len(content)]), who.mesh, None, "an error's length", who.name).max())
     padded = torch.zeros(most, dtype=torch.uint8)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import math
 import os
 import pickle
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +39,7 @@ from shardfn.checkpoint.verifying import verify
 from shardfn.testing import World, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
 from tests.models import drawn, mesh_of
+from tests.refusals import refused
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -620,6 +624,53 @@ def test_a_file_that_is_gone_or_cut_off_leaves_everything_as_it_was(world: World
             assert "__1_0.distcp" in told
             assert "found on the way" not in told
             assert same
+
+
+NONSENSE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "offset": lambda body: body["tensors"]["x"]["chunks"][0].__setitem__(3, -64),
+    "length": lambda body: body["tensors"]["x"]["chunks"][0].__setitem__(4, "900"),
+    "where elements begin": lambda body: body["tensors"]["x"]["chunks"][0].__setitem__(5, 10**9),
+    "checksum": lambda body: body["tensors"]["x"]["chunks"][0].__setitem__(7, None),
+    "sizes": lambda body: body["tensors"]["x"]["chunks"][0].__setitem__(1, [3.0]),
+    "shape": lambda body: body["tensors"]["x"].__setitem__("shape", ["3"]),
+    "dtype": lambda body: body["tensors"]["x"].__setitem__("dtype", "nn"),
+    "ranks": lambda body: body["by_rank"].__setitem__("n", "x"),
+    "length of a file": lambda body: body["files"].__setitem__("__0_0.distcp", ["5", 5]),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_a_manifest_that_says_nonsense_is_damaged_whoever_made_its_checksum(what: str, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "one", {"x": torch.ones(3), "n": 1})
+    file = tmp_path / "one" / manifest.MANIFEST
+    body = json.loads(file.read_bytes())
+    body.pop("crc32")
+    NONSENSE[what](body)
+    text = json.dumps(body, indent=0, separators=(",", ":"))[:-2].encode() + b',\n"crc32":'
+    file.write_bytes(text + b"%d}\n" % zlib.crc32(text))
+    like: dict[str, Any] = {"x": torch.zeros(3), "n": 0}
+    assert str(file) in refused(lambda: checkpoint.load(tmp_path / "one", like))
+    assert [one.file for one in verify(tmp_path / "one").damage] == [manifest.MANIFEST]
+    assert like["x"].tolist() == [0.0] * 3
+
+
+def test_bytes_that_the_disk_does_not_give_are_damage_of_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path / "one", {"x": torch.ones(3)})
+    real = os.preadv
+
+    def failing(descriptor: int, targets: Any, offset: int) -> int:
+        if offset < 500:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, targets, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    said = refused(lambda: checkpoint.load(tmp_path / "one", {"x": torch.zeros(3)}))
+    assert f"{tmp_path / 'one' / '__0_0.distcp'} is damaged between bytes 0 and " in said
+    assert "in x: byte 0 cannot be read: Input/output error" in said
+    damage = {one.file: one.what for one in verify(tmp_path / "one").damage}
+    assert damage == dict.fromkeys([".metadata", "__0_0.distcp"], "byte 0 cannot be read: Input/output error")
 
 
 def test_damage_that_is_found_on_the_way_tells_what_is_unusable(tmp_path: Path) -> None:

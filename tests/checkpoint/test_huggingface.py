@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -283,15 +284,36 @@ def swapped(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").rename(folder / "model-00003-of-00002.safetensors")
 
 
+def elsewhere(folder: Path, where: str) -> None:
+    index = folder / safetensors.INDEX
+    index.write_text(index.read_text().replace('"model-00002', f'"{where}/model-00002'))
+
+
 DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (cut, "model-00002-of-00002.safetensors cannot be read: .*not fully covered"),
     "lost": (lambda folder: (folder / "model-00001-of-00002.safetensors").unlink(), "model-00001.*cannot be read: No"),
     "no index": (no_index, "index.json cannot be read: JSONDecodeError"),
     "other index": (other_index, "index.json cannot be read: AttributeError"),
     "swapped": (swapped, "model-00001-of-00002.safetensors has no b.w, though model.safetensors.index.json says so"),
+    "up": (lambda folder: elsewhere(folder, "../good"), "index.json cannot be read: it names ../good/model-00002"),
+    "anywhere": (lambda folder: elsewhere(folder, str(folder.parent / "good")), "it names /.*, outside of its folder"),
     "empty": (empty, "neither manifest.json nor .metadata nor model.safetensors nor model.safetensors.index.json"),
     "gone": (gone, "there is no folder .*gone"),
 }
+
+
+def through_links(folder: Path) -> bool:
+    export(folder / "blobs", small(), largest=10)
+    (folder / "snapshot").mkdir(exist_ok=True)
+    for file in (folder / "blobs").iterdir():
+        with contextlib.suppress(FileExistsError):
+            (folder / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+    like = import_(folder / "snapshot", small(0.0))
+    return all(x.eq(1).all() for x in optree.tree_leaves(sf.unshard(like)))
+
+
+def test_links_in_the_folder_of_an_index_are_followed_as_in_a_cache(world: World, tmp_path: Path) -> None:
+    assert all(world.run(through_links, tmp_path))
 
 
 def test_what_cannot_be_imported_is_an_error_on_every_rank(world: World, tmp_path: Path) -> None:

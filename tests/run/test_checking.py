@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import shardfn as sf
+from shardfn.quoting import MOST
 from shardfn.run.randomness import place
 from shardfn.testing import World
 from tests.refusals import told
@@ -112,6 +113,87 @@ def test_a_loader_that_fails_fails_everywhere_at_its_step(world: World) -> None:
     assert "RuntimeError: sf.run.checked: rank 1 could not read its batch of step 3" in first
     assert "OSError: the disk is gone" in first
     assert second == "OSError: the disk is gone"
+
+
+def once(kind: str) -> tuple[list[int], str]:
+    """The first rows of an iterator, and what its second iteration says."""
+    mesh, numbers = sf.make_mesh(data=-1, device="cpu"), range(dist.get_rank(), 20, 2)
+    makes: dict[str, Any] = {
+        "generator": lambda: (torch.tensor([n]) for n in numbers),
+        "map": lambda: map(torch.tensor, ([n] for n in numbers)),
+        "iterator of a loader": lambda: iter(DataLoader(list(numbers), batch_size=1)),  # type: ignore[arg-type]
+        "class": lambda: Again(numbers),
+    }
+    checked = sf.run.checked(makes[kind](), mesh, "data")
+    first = [int(x) for x in itertools.islice(checked(0), 2)]
+    return first, told(lambda: first.extend(int(x) for x in itertools.islice(checked(2), 2)))
+
+
+class Again:
+    """As before generators: an iterator that begins again."""
+
+    def __init__(self, numbers: range) -> None:
+        self.numbers, self.at = numbers, 0
+
+    def __iter__(self) -> Again:
+        self.at = 0
+        return self
+
+    def __next__(self) -> Any:
+        self.at += 1
+        return torch.tensor([self.numbers[self.at - 1]])
+
+
+@pytest.mark.parametrize("kind", ["generator", "map", "iterator of a loader", "class"])
+@pytest.mark.world(2)
+def test_what_can_be_read_once_is_not_gone_on_from(world: World, kind: str) -> None:
+    for rank, (first, said) in enumerate(world.run(once, kind)):
+        assert first == [rank + 2 * n for n in range(4 if kind == "class" else 2)]
+        assert said == "it was done" if kind == "class" else "which can be read once, and its first batches" in said
+
+
+def made_of_others(same: bool, kind: str) -> tuple[int, str]:
+    """Batches of tensors that are made of others."""
+    mesh, rank = sf.make_mesh(data=-1, device="cpu"), 0 if same else dist.get_rank()
+
+    def batch(n: int) -> Any:
+        x = torch.eye(3) * (1 + 2 * n + rank)
+        if kind == "jagged":
+            return torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
+        if kind == "nested":
+            return torch.nested.nested_tensor([x[0], x[1, :2]])
+        return x.to_sparse() if kind == "coo" else x.to_sparse_csr() if kind == "csr" else x.to_sparse_csc()
+
+    found: list[Any] = []
+    loader = [{"x": batch(n), "y": torch.zeros(3)} for n in range(12)]
+    said = told(lambda: found.extend(sf.run.checked(loader, mesh, "data", pad={"y": 0})))
+    return len(found), said
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "jagged", "nested"])
+@pytest.mark.world(2)
+def test_tensors_that_are_made_of_others_are_compared_by_these(world: World, kind: str) -> None:
+    assert world.run(made_of_others, False, kind) == [(12, "it was done")] * 2
+    for count, said in world.run(made_of_others, True, kind):
+        assert count < 12
+        assert "ranks 0 and 1 get the same rows" in said
+
+
+def wordy() -> str:
+    def loader() -> Any:
+        yield torch.ones(2) * dist.get_rank()
+        if dist.get_rank() == 1:
+            raise ValueError("é" * 9000)
+
+    return told(lambda: list(sf.run.checked(loader(), sf.make_mesh(data=-1, device="cpu"), "data")))
+
+
+@pytest.mark.world(2)
+def test_what_another_rank_says_is_no_longer_than_a_message_may_be(world: World) -> None:
+    first, _ = world.run(wordy)
+    assert "rank 1 could not read its batch of step 1" in first
+    assert len(first.removeprefix("RuntimeError: ")) <= MOST
 
 
 def arguments() -> list[str]:

@@ -57,6 +57,11 @@ def gone(path: Path) -> Path:
     return path
 
 
+def freed(path: Path) -> Path:
+    path.unlink()
+    return path
+
+
 def file_of(newest: Path) -> Path:
     return newest / "__0_0.distcp"
 
@@ -77,6 +82,9 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "no files": lambda newest: gone(newest).mkdir(),
     "a file in its place": lambda newest: gone(newest).write_text(""),
     "a link to nothing": lambda newest: gone(newest).symlink_to("nothing"),
+    "a folder in the manifest's place": lambda newest: freed(newest / MANIFEST).mkdir(),
+    "a link to itself": lambda newest: freed(newest / MANIFEST).symlink_to(MANIFEST),
+    "another step's": lambda newest: shutil.copytree(newest.parent / "step-00000002", gone(newest)),
 }
 
 
@@ -121,6 +129,13 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning(wo
             assert "step-00000004" in said, name
             assert (same, start, equal) == (True, 2, True), name
             assert aside == [".step-00000004.damaged"], name
+
+
+def test_what_somebody_puts_into_a_checkpoint_is_no_damage(tmp_path: Path) -> None:
+    trained(tmp_path, 4)
+    (tmp_path / "step-00000004" / "README").write_text("the one for the talk")
+    run, _ = trained(tmp_path, 6, resume="previous")
+    assert run.start == 4
 
 
 def without_any(root: Path) -> list[Any]:
@@ -210,12 +225,54 @@ def test_what_the_run_has_not_made_stays(tmp_path: Path) -> None:
     sf.checkpoint.save(folder / "step-00000003", {"mine": 1})
     sf.checkpoint.save(folder / "of mine", {"mine": 1})
     (folder / "figures").mkdir()
+    (folder / ".letter.writing").mkdir()
+    (folder / ".letter.writing" / "draft").write_text("dear")
+    shutil.copytree(folder / "step-00000004", folder / "step-00000001")  # of step 4, whatever it is called
+    dead = folder / ".step-00000009.writing"
+    shutil.copytree(folder / "step-00000004", dead)
     before = listed(elsewhere)
     run, _ = trained(folder, 10, keep=1)
     names = sorted(path.name for path in folder.iterdir())
     assert run.start == 4
-    assert names == ["best", "figures", "of mine", "step-00000002", "step-00000003", "step-00000010"]
+    own = [".letter.writing", "best", "figures", "of mine", "step-00000001", "step-00000002", "step-00000003"]
+    assert names == [*own, "step-00000010"]
+    assert (folder / ".letter.writing" / "draft").exists()
     assert listed(elsewhere) == before
+
+
+def test_a_program_may_go_to_another_folder_in_the_meantime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    trained(Path("run"), 4, report=lambda step, _: os.chdir(tmp_path / "elsewhere"))
+    pending = sf.checkpoint.save_async("one", {"at": 1})
+    monkeypatch.chdir(tmp_path)
+    pending.wait()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [f"step-0000000{n}" for n in (0, 2, 4)]
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["one"]
+
+
+@pytest.mark.parametrize("to", ["nothing", "run"])
+def test_a_link_to_nothing_is_no_folder(to: str, tmp_path: Path) -> None:
+    (tmp_path / "run").symlink_to(tmp_path / to)
+    assert f"is a link to {tmp_path / to}, which is not there" in told(lambda: trained(tmp_path / "run", 2))
+
+
+def test_a_lock_that_goes_while_it_is_read_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run ends between two looks at its file."""
+    path = tmp_path / locking.NAME
+    path.write_text("{}")
+    real = Path.read_bytes
+
+    def late(one: Path) -> bytes:
+        if one == path:
+            one.unlink()
+        return real(one)
+
+    monkeypatch.setattr(locking, "_locked", lambda file, path: False)
+    monkeypatch.setattr(Path, "read_bytes", late)
+    lock = locking.Lock(tmp_path)
+    monkeypatch.setattr(locking, "HERE", 0.1)
+    assert "belongs to another run" in told(lock.take)
 
 
 def test_a_checkpoint_is_not_written_over_a_link(tmp_path: Path) -> None:

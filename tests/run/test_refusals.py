@@ -33,6 +33,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "metrics a tensor": ({"step": lambda s, b: (s, torch.ones(()))}, "metrics are a Tensor, not a dict: name them"),
     "metrics a vector": ({"step": lambda s, b: (s, {"loss": torch.ones(3)})}, "metrics['loss'] has shape (3,)"),
     "metrics complex": ({"step": lambda s, b: (s, {"loss": torch.ones((), dtype=torch.complex64)})}, "torch.complex64"),
+    "metrics sparse": ({"step": lambda s, b: (s, {"x": torch.ones(1).to_sparse()})}, "is a tensor of torch.sparse_coo"),
+    "metrics huge": ({"step": lambda s, b: (s, {"x": 10**400})}, "metrics['x'] is more than a float holds"),
     "metrics text": ({"step": lambda s, b: (s, {"loss": "low"})}, "metrics['loss'] is a str, not a number"),
     "metrics by number": ({"step": lambda s, b: (s, {0: 1.0})}, "metrics have the key 0, and keys are strings"),
     "another structure": ({"step": lambda s, b: ((s, s), {})}, "returned a state of another structure"),

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,6 +36,17 @@ class Broken:
         if row == self.row:
             raise OSError("the disk is gone")
         return row
+
+
+class Some(Broken):
+    """Several rows at once, as a function of their numbers gives them."""
+
+    def __init__(self, read: Callable[[list[int]], Any]) -> None:
+        super().__init__(-1)
+        self.read = read
+
+    def __getitems__(self, rows: list[int]) -> Any:
+        return self.read(rows)
 
 
 def ragged(row: int) -> Any:
@@ -75,6 +87,14 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a column of a list": (lambda: {"source": {"x": [1, 2]}}, "source['x'][0] is int"),
     "a column without rows": (lambda: {"source": (X, torch.tensor(1))}, "source[1] is a tensor without dimensions"),
     "a column elsewhere": (lambda: {"source": {"x": X.to("meta")}}, "source['x'] is on meta; keep what rows are read"),
+    "a sparse column": (lambda: {"source": (X, X.to_sparse())}, "source[1] is a tensor that is not dense"),
+    **{
+        f"a column of {kind}": (
+            functools.partial(dict, source={"x": X, "y": np.zeros(40, kind)}),
+            f"TypeError: sf.run.batches: source['y'] is an array of {np.dtype(kind)}, of which there are no tensors",
+        )
+        for kind in ("U3", "object", "datetime64[s]", ">i4")
+    },
     "a seed of no number": (lambda: {"seed": "abc"}, "TypeError: a seed is an int, not 'abc'"),
     "a seed of a half": (lambda: {"seed": 0.5}, "TypeError: a seed is an int"),
     "no epochs": (lambda: {"epochs": 0}, "epochs=0; it is at least 1"),
@@ -111,6 +131,8 @@ LATER: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "row 9 of the source has ['x'] float32 [3], and row 6 has ['x'] float32 [2]",
     ),
     "rows of different keys": (lambda: {"source": [{"x": 1}, {"y": 1}] * 4}, "rows of a batch must be alike"),
+    "fewer rows at once": (lambda: {"source": Some(lambda rows: rows[:1])}, "Some, gave 1 rows for 2 numbers"),
+    "columns at once": (lambda: {"source": Some(lambda rows: {"x": rows, "y": rows})}, "gave a dict for 2 numbers"),
     "a row that cannot be read": (lambda: {"source": Broken(4), "batch": 40}, "the disk is gone"),
     "the same by a worker": (lambda: {"source": Broken(5), "batch": 40, "workers": 1}, "the disk is gone"),
     "a mask of its own": (lambda: {"source": {"mask": X}, "last": "pad"}, 'these have a "mask": rename it'),

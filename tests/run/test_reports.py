@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,9 @@ def test_of_a_file_of_something_else_all_ranks_hear(world: World, tmp_path: Path
     assert second.startswith("RuntimeError: sf.run.loop: rank 0 has failed: ValueError: sf.run.jsonl: line 1 of ")
 
 
-@pytest.mark.parametrize("torn", ["", "{", '{"step": ', '{"step": 3', '{"step": 3, "loss": 1'])
+@pytest.mark.parametrize(
+    "torn", ["", "{", '{"step": ', '{"step": 3', '{"step": 3, "loss": 1', "\0\0", '{"step": 3\0\0']
+)
 def test_a_line_that_was_torn_is_cut_off(tmp_path: Path, torn: str) -> None:
     path, kept = tmp_path / "metrics", '{"step": 1, "loss": null}\n{"step": 2, "a": 2.0}\n{"step": 2, "eval/a": 2.0}\n'
     path.write_text(f"{kept}{torn}")
@@ -104,6 +107,19 @@ def test_a_line_that_was_torn_is_cut_off(tmp_path: Path, torn: str) -> None:
     report.begin(2, 9)
     report.end()
     assert path.read_text() == kept
+
+
+def test_a_disk_that_is_full_is_named_by_the_file(tmp_path: Path) -> None:
+    report = sf.run.jsonl(tmp_path / "metrics")
+    report.begin(0, 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, before[1]))
+    try:
+        said = told(lambda: report(1, {"loss": 1.0}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        report.end()
+    assert said == f"OSError: [Errno 27] File too large: '{tmp_path / 'metrics'}'"
 
 
 def test_tensorboard_has_each_step_once(tmp_path: Path) -> None:
@@ -203,6 +219,12 @@ def test_a_report_that_fails_ends_the_run_and_the_bar(tmp_path: Path) -> None:
 
     assert told(lambda: run(9, [Failing()])) == "OSError: disk full"
     assert ended == ["begun", "ended"]
+
+
+def test_what_a_report_does_to_its_metrics_no_other_sees() -> None:
+    seen: list[float] = []
+    run(3, [lambda step, metrics: metrics.clear(), lambda step, metrics: seen.append(metrics["loss"])])
+    assert seen == [1.5] * 3
 
 
 def test_a_report_that_fails_at_its_end_is_told_and_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:

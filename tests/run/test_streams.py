@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 
@@ -46,6 +47,30 @@ def test_ranks_have_parts_of_the_same_batches(lanes: int, shuffle: bool) -> None
     alone = world(1).run(taken, {"data": 1}, 0, 20, source, shuffle=shuffle)[0]
     for size in (2, 4):
         assert whole(world(size).run(taken, {"data": size}, 0, 20, source, shuffle=shuffle)) == alone
+
+
+def filled_again(kind: str) -> list[Any]:
+    """The batches of a reader that has one buffer for all rows of a file."""
+
+    def read(file: int) -> Iterator[Any]:
+        buffer = torch.zeros(2, dtype=torch.int64)
+        for row in range(LENGTHS[file]):
+            buffer.fill_(100 * file + row)
+            yield {"tensor": buffer, "array": buffer.numpy(), "dict": {"x": (buffer[:1],)}}[kind]
+
+    mesh = sf.make_mesh(device="cpu", data=-1)
+    source = sf.run.Stream(range(len(LENGTHS)), read, lanes=2, block=4)
+    return [
+        optree.tree_leaves(batch)[0][:, 0].tolist() for batch in sf.run.batches(source, mesh, "data", 8, 7, epochs=1)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "array", "dict"])
+@pytest.mark.world(2)
+def test_a_reader_may_fill_its_memory_again(world: World, kind: str) -> None:
+    found = world.run(filled_again, kind)
+    wanted = world.run(taken, {"data": 2}, 0, 99, stream(lanes=2, known=False), epochs=1)
+    assert found == [[batch[0] for batch in one] for one in wanted]
 
 
 @pytest.mark.parametrize("known", [True, False])
