@@ -112,6 +112,22 @@ class Draws(nn.Module):
         return y * (self._mean + len(self.seen) * self.counts["calls"] + drawn)
 
 
+class Diary(nn.Module):
+    """What it computes depends on lists in lists, on one that a child has too, and on parameters in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.child, self.v = linear(), Draws("none"), nn.Parameter(torch.ones(WIDTH))
+        self.calls = self.child.seen
+        self.log: dict[str, Any] = {"rows": [[], []]}
+        self.weights = [self.v, self.w.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log["rows"][0].append(1)
+        y = self.child(self.w(x)) * self.v + sum(p.detach().sum() for p in self.weights)
+        return y * (len(self.calls) + len(self.log["rows"][0]))
+
+
 def shared(kind: str) -> nn.Module:
     """Parents that share a layer, which is a stage, or a part of two, or a stage and a part of another."""
     one = Layer()
@@ -149,6 +165,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "recursive": (lambda: Stack(Recursive(), Recursive()), {}),
     "counting": (lambda: Stack(Counts(), Counts()), {}),
     **{f"keeping {kind}": (functools.partial(drawing, kind), {}) for kind in KINDS},
+    "keeping lists in lists": (lambda: Stack(Diary(), Diary()), {}),
     "a shared stage": (lambda: shared("a stage"), {"stages": Layer}),
     "shared items": (lambda: shared("a stage"), {}),
     "a shared part": (lambda: shared("a part"), {}),
