@@ -199,9 +199,11 @@ class _Once:
 
 @contextlib.contextmanager
 def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
-    """Values in their places, while the block runs."""
+    """Values in their places, while the block runs, with what somebody said of the parameters in attributes."""
     before = [holder[at] for holder, at, _ in slots]
-    for (holder, at, _), value in zip(slots, values, strict=True):
+    for (holder, at, _), value, there in zip(slots, values, before, strict=True):
+        if type(there) is Placeholder and there.said:
+            vars(value).update(there.said)
         holder[at] = value
     try:
         yield

@@ -661,6 +661,23 @@ def in_place(module: nn.Module) -> nn.Module:
     return module
 
 
+class Marked(Tensor):
+    """Which computes as its class says."""
+
+
+def of_class(kind: Callable[[Tensor], Any]) -> nn.Module:
+    one = linear()
+    one.weight = kind(one.weight.data)
+    return Stack(one)
+
+
+class Own(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        return found * 2 if func is F.linear else found
+
+
 SHARES = "that share memory"
 ELSEWHERE = "keeps a parameter in its attribute 'kept'"
 UNTOUCHED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -675,6 +692,8 @@ UNTOUCHED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a closure": (lambda: Paired(lambda w: lambda x: F.linear(x, w)), ELSEWHERE),
     "a partial": (lambda: Paired(lambda w: partial(F.linear, weight=w)), ELSEWHERE),
     "a dataclass": (lambda: Paired(lambda w: Held(w)), ELSEWHERE),
+    "a class of tensors": (lambda: of_class(lambda w: nn.Parameter(w.as_subclass(Marked))), "is of class Marked"),
+    "a class of parameters": (lambda: of_class(Own), "is of class Own"),
     "a hook": (lambda: hooked("register_hook"), "has a hook on its gradient"),
     "a later hook": (lambda: hooked("register_post_accumulate_grad_hook"), "has a hook on its gradient"),
     "sparse": (lambda: Stack(nn.Embedding(5, WIDTH, sparse=True)), "its gradient is sparse"),
@@ -701,6 +720,30 @@ def test_memory_side_by_side_is_not_shared() -> None:
     for layer, part in zip(layers, both.chunk(2, dim=1), strict=True):
         layer.weight = nn.Parameter(part)
     assert functional(Stack(*layers), small=0).stages == ("layers.0", "layers.1")
+
+
+class Said(nn.Module):
+    """Reads what somebody said of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = linear()
+        self.w.weight.width = 2.0  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.w(x) * getattr(self.w.weight, "width", 1.0)
+        return found
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("options", [{"small": 0}, {"stages": nn.Linear, "small": 0}, {"small": 2**62}])
+def test_attributes_of_parameters_are_read_in_forward(options: dict[str, Any], remat: bool) -> None:
+    x, alone = torch.ones(2, WIDTH), seeded(Said).float()
+    whole = dict(alone.named_parameters())
+    want = torch.autograd.grad(alone(x).square().sum(), list(whole.values()))
+    model = functional(Stack(seeded(Said).float()), remat=remat, **options)
+    named = model.state_dict(sf.grad(lambda p: model(p, x).square().sum())(model.tree))
+    assert off({f"layers.0.{k}": g for k, g in zip(whole, want, strict=True)}, named) == 0
 
 
 # --- the shell afterwards ---
