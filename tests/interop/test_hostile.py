@@ -138,6 +138,19 @@ def shared(kind: str) -> nn.Module:
     return Stack(nn.Sequential(linear(), one), one, nn.Sequential(one, linear()), one)
 
 
+class Rearranged(nn.Module):
+    """Puts other modules around its layers when it is first called, as BigBird does for short texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.inner, Layer):
+            self.inner = nn.Sequential(nn.Identity(), self.inner.w, nn.Tanh(), self.inner.v)
+        return x + self.inner(x)
+
+
 class Mode(nn.Module):
     """Which computes something else while it is evaluated."""
 
@@ -762,6 +775,17 @@ def test_a_shell_that_got_other_parameters_or_modules_says_so() -> None:
         change(model.module)
         with pytest.raises(RuntimeError, match="got other parameters or modules after functional"):
             model(model.tree, x)
+
+
+def test_a_module_may_put_others_around_its_layers() -> None:
+    x, alone = torch.ones(2, WIDTH, dtype=torch.float64), seeded(lambda: Stack(Rearranged(), Rearranged()))
+    model = functional(seeded(lambda: Stack(Rearranged(), Rearranged())), small=0, remat=True)
+    for _ in range(2):
+        alone.zero_grad()
+        alone(x).square().sum().backward()
+        named = model.state_dict(sf.grad(lambda p: model(p, x).square().sum())(model.tree))
+        assert all(named[name.replace("inner.1", "inner.w").replace("inner.3", "inner.v")].equal(p.grad)
+                   for name, p in alone.named_parameters())  # fmt: skip
 
 
 def test_two_threads_in_one_shell_are_refused() -> None:
