@@ -212,6 +212,18 @@ def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
             holder[at] = value
 
 
+def left_in(part: Part, slot: Slot) -> Any:
+    """What is in the place of a parameter after the module ran.
+
+    A parametrisation that forward registers and removes, as peft's of experts, puts a plain tensor among the buffers
+    afterwards, where nobody would replace it: it leaves them here.
+    """
+    if slot.at in slot.holder or not isinstance(slot.holder, dict):
+        return slot.holder[slot.at]
+    owner = next((m for m in part.module.modules() if m._parameters is slot.holder), None)
+    return None if owner is None else owner._buffers.pop(slot.at, None)
+
+
 def _slots(module: nn.Module, known: set[int]) -> dict[str, tuple[Any, str]]:
     """Where each parameter is, by name."""
     found = {}
