@@ -218,7 +218,7 @@ def left_in(part: Part, slot: Slot) -> Any:
     A parametrisation that forward registers and removes, as peft's of experts, puts a plain tensor among the buffers
     afterwards, where nobody would replace it: it leaves them here.
     """
-    if slot.at in slot.holder or not isinstance(slot.holder, dict):
+    if not isinstance(slot.holder, dict) or slot.at in slot.holder:
         return slot.holder[slot.at]
     owner = next((m for m in part.module.modules() if m._parameters is slot.holder), None)
     return None if owner is None else owner._buffers.pop(slot.at, None)
