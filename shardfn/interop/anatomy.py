@@ -209,15 +209,29 @@ class _Once:
 
 @contextlib.contextmanager
 def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
-    """Values in their places, while the block runs."""
+    """Values in their places, while the block runs, with what somebody said of the parameters in attributes."""
     before = [holder[at] for holder, at, _ in slots]
-    for (holder, at, _), value in zip(slots, values, strict=True):
+    for (holder, at, _), value, there in zip(slots, values, before, strict=True):
+        if type(there) is Placeholder and there.said:
+            vars(value).update(there.said)
         holder[at] = value
     try:
         yield
     finally:
         for (holder, at, _), value in zip(slots, before, strict=True):
             holder[at] = value
+
+
+def left_in(part: Part, slot: Slot) -> Any:
+    """What is in the place of a parameter after the module ran.
+
+    A parametrisation that forward registers and removes, as peft's of experts, puts a plain tensor among the buffers
+    afterwards, where nobody would replace it: it leaves them here.
+    """
+    if not isinstance(slot.holder, dict) or slot.at in slot.holder:
+        return slot.holder[slot.at]
+    owner = next((m for m in part.module.modules() if m._parameters is slot.holder), None)
+    return None if owner is None else owner._buffers.pop(slot.at, None)
 
 
 def _slots(module: nn.Module, known: set[int]) -> dict[str, tuple[Any, str]]:

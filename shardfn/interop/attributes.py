@@ -70,8 +70,7 @@ def undone(attributes: Attributes) -> Iterator[None]:
         for own, values in zip(attributes.owners, owned, strict=True):
             own.clear()
             own.update(values)
-        for x, values in filled:
-            _refill(x, values)
+        _refill([*filled, *before.contents])
         before.refill_tensors()
         raise
 
@@ -79,12 +78,14 @@ def undone(attributes: Attributes) -> Iterator[None]:
 class Before:
     """As all was when a stage was called; each run of its function begins with it.
 
-    The first run leaves what it changed, later ones leave things as they find them.
+    The first run leaves what it changed, later ones leave things as they find them. Lists, dicts and sets stay the
+    objects that they are, since others may hold them too: what was in them is put into them.
     """
 
     def __init__(self, of: Attributes, training: tuple[bool, ...], places: list[Place], sources: list[Source]) -> None:
         self.of, self.training, self.places, self.sources = of, training, places, sources
         self.values = [_copied(own.get(name), rebound) for own, name, rebound in places]
+        self.contents = _contents(self.values)
         self.states = [source.get() for source in sources]
         self.marks = [] if training in of.looked else [_mark(own[name]) for own, name, _ in places]
         self.ran = False
@@ -100,13 +101,16 @@ class Before:
             return
         places = [*(Place(own, "training") for own in self.of.owners), *self.places]
         kept = [own.get(name) for own, name, _ in places]
+        contents = _contents([*kept, *self.values])
         states = [source.get() for source in self.sources]
         values = [_copied(x, place.rebound) for place, x in zip(self.places, self.values, strict=True)]
-        _put(places, [*self.training, *values], self.sources, self.states)
+        _put(places, [*self.training, *values], self.contents)
+        _draw_from(self.sources, self.states)
         try:
             yield
         finally:
-            _put(places, kept, self.sources, states)
+            _put(places, kept, contents)
+            _draw_from(self.sources, states)
 
     def refill_tensors(self) -> None:
         """Tensors that forward writes into have the numbers again that they had."""
@@ -150,10 +154,21 @@ def _known(x: Any) -> bool:
 
 
 def _copied(x: Any, rebound: bool) -> Any:
-    """So that what the module does to the one does not change the other."""
+    """So that what the module does to a tensor does not change the other."""
     if isinstance(x, Tensor) and _known(x):
         return x.detach() if rebound else x.detach().clone()
-    return copy.copy(x) if type(x) in _CONTAINERS else x
+    return x
+
+
+def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The lists, dicts and sets that values are or have in them, each with a copy."""
+    left, found = list(values), dict[int, tuple[Any, Any]]()
+    while left:
+        one = left.pop()
+        if type(one) in _CONTAINERS and id(one) not in found:
+            found[id(one)] = one, copy.copy(one)
+            left += one.values() if isinstance(one, dict) else one
+    return list(found.values())
 
 
 def _filled(own: dict[str, Any]) -> list[Any]:
@@ -162,16 +177,18 @@ def _filled(own: dict[str, Any]) -> list[Any]:
     return [own[name] for name in OF_TORCH] + [x for x in found if type(x) in _CONTAINERS]
 
 
-def _refill(x: Any, values: Any) -> None:
-    x.clear()
-    (x.extend if isinstance(x, (list, deque)) else x.update)(values)
+def _refill(contents: Iterable[tuple[Any, Any]]) -> None:
+    for x, values in contents:
+        if not _same_items(x, values):
+            x.clear()
+            (x.extend if isinstance(x, (list, deque)) else x.update)(values)
 
 
 def _mark(x: Any) -> Any:
     """By which a change is seen."""
     if isinstance(x, Tensor):
         return x, x._version
-    return (x, copy.copy(x)) if type(x) in _CONTAINERS else (x, None)
+    return x, _contents([x])
 
 
 def _differs(place: Place, mark: Any) -> bool:
@@ -180,16 +197,20 @@ def _differs(place: Place, mark: Any) -> bool:
         return True
     if isinstance(now, Tensor):
         return now._version != state
-    return type(now) in _CONTAINERS and not _same_items(now, state)
+    return not all(_same_items(x, values) for x, values in state)
 
 
 def _same_items(one: Any, other: Any) -> bool:
     both = [list(x.items()) if isinstance(x, dict) else [(None, y) for y in x] for x in (one, other)]
-    return len(one) == len(other) and all(a is b for (_, a), (_, b) in zip(*both, strict=True))
+    return len(one) == len(other) and all(a is b and k is l for (k, a), (l, b) in zip(*both, strict=True))
 
 
-def _put(places: list[Place], values: list[Any], sources: list[Source], states: list[Any]) -> None:
+def _put(places: list[Place], values: list[Any], contents: list[tuple[Any, Any]]) -> None:
     for (own, name, _), value in zip(places, values, strict=True):
         own[name] = value
+    _refill(contents)
+
+
+def _draw_from(sources: list[Source], states: list[Any]) -> None:
     for source, state in zip(sources, states, strict=True):
         source.put(state)

@@ -176,7 +176,7 @@ class Functional:
         self._kept = own - set(self._changing)
         self._attributes = Attributes(module.modules())
         self._looked: set[bool] = set()
-        self._skeleton = [(m, tuple(m._modules.values())) for m in module.modules()]
+        self._skeleton = _skeleton(module)
         self._running, self._lock = self._place.running, threading.RLock()
         self._order: tuple[str, ...] = ()
         self._elsewhere: dict[str, _Moved] = {}
@@ -417,15 +417,21 @@ class Functional:
                 (self._units[key].adapting if key in self._units else self._adapting).check(part)
 
     def _refuse_altered(self) -> None:
-        """Raises RuntimeError if the shell has got modules or parameters since, which no call would train."""
-        for m, children in self._skeleton:
-            if tuple(m._modules.values()) != children or not all(type(p) in _NO_VALUES for p in m._parameters.values()):
-                path = next(path for path, one in self.module.named_modules() if one is m)
+        """Raises RuntimeError if the shell has got modules or parameters since, which no call would train.
+
+        Layers may have moved: some put others around the same parameters in their first forward.
+        """
+        if all(tuple(m._modules.values()) == children and _has_no_values(m) for m, children in self._skeleton):
+            return
+        known = {m for m, _ in self._skeleton}
+        for path, m in self.module.named_modules():
+            if not (_has_no_values(m) and (m in known or not m._buffers)):
                 raise RuntimeError(
                     f"{path or type(m).__name__} got other parameters or modules after functional(), which knows "
                     f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "
                     f"before it is taken apart"
                 )
+        self._skeleton = _skeleton(self.module)
 
     def _looks(self, loose: Mapping[str, Tensor]) -> bool:
         """Whether the bytes of loose parameters are compared: once in each mode, as those of stages are."""
@@ -484,6 +490,14 @@ def _stretches(m: nn.Module) -> bool:
 
 
 _NO_VALUES = (Placeholder, type(None))
+
+
+def _has_no_values(m: nn.Module) -> bool:
+    return all(type(p) in _NO_VALUES for p in m._parameters.values())
+
+
+def _skeleton(module: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None, ...]]]:
+    return [(m, tuple(m._modules.values())) for m in module.modules()]
 
 
 def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen) -> dict[str, nn.Module | None]:

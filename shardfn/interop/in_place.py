@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from shardfn.compat import functorch, parametrize
 from shardfn.compat.autograd import storage_of
 from shardfn.interop.adapting import Adapting, cloned
-from shardfn.interop.anatomy import Part, placed
+from shardfn.interop.anatomy import Part, left_in, placed
 from shardfn.interop.tensor_parallel import Following, Region
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.shards.layout import is_flat
@@ -75,7 +75,7 @@ def loose_in_place(
         buffers_in_place(loose, buffers, changing) as changed,
     ):
         yield changed
-        written = (slot for slot, value in there if slot.holder[slot.at] is not value)
+        written = (slot for slot, value in there if left_in(loose, slot) is not value)
         stray = next((key for key, x in versions.items() if values[key]._version != x), None)
         stray = stray or next((key for key, x in at.items() if memory_of(values[key]) != x), None)
         if stray is None and (number := first_written([*there_before.values()], sums)) is not None:
@@ -159,6 +159,10 @@ _ASKED = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 def uncached(module: nn.Module) -> Callable[[], Any]:
-    """What keeps a parametrised weight from being that of another call: torch's cache knows nothing of several sets."""
-    parametrised = any(isinstance(m, nn.utils.parametrize.ParametrizationList) for m in module.modules())
-    return parametrize.uncached if parametrised else contextlib.nullcontext
+    """What keeps a parametrised weight from being that of another call: torch's cache knows nothing of several sets.
+
+    peft parametrises the parameters of experts in forward, by its layers' `_activate_lora`.
+    """
+    kind = nn.utils.parametrize.ParametrizationList
+    parametrised = any(isinstance(m, kind) or hasattr(m, "_activate_lora") for m in module.modules())
+    return parametrize.lent if parametrised else contextlib.nullcontext

@@ -40,11 +40,15 @@ class Place:
 
 
 class Placeholder(nn.Parameter):
-    """Knows shape, dtype, device and name of a parameter, and refuses to be computed with."""
+    """Knows shape, dtype, device and name of a parameter, and refuses to be computed with.
+
+    It has the attributes that somebody gave to the parameter, which are `said`.
+    """
 
     path: str
     owner: str
     place: Place
+    said: dict[str, Any]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,5 +125,6 @@ def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Place
         place: of the shell.
     """
     made = Placeholder(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    made.path, made.owner, made.place = path, owner, place
+    vars(made).update(vars(parameter))
+    made.path, made.owner, made.place, made.said = path, owner, place, dict(vars(parameter))
     return made

@@ -151,6 +151,14 @@ def refuse_taken(module: nn.Module) -> None:
         _refuse_module(m, where, module)
 
 
+def _is_plain(kind: type) -> bool:
+    """Whether a class of parameters computes as `nn.Parameter` does; bitsandbytes' own ones say how to be cut."""
+    ordinary = nn.Parameter.__torch_function__
+    return issubclass(kind, nn.Parameter) and (
+        getattr(kind, "__torch_function__", ordinary) is ordinary or kind.__module__.startswith("bitsandbytes.")
+    )
+
+
 def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
     if isinstance(p, Placeholder):
         raise TypeError(
@@ -161,6 +169,12 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
         raise TypeError(
             f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
             f"before, and let shardfn.shard cut the parameters"
+        )
+    if not _is_plain(type(p)):
+        raise TypeError(
+            f"functional: {name} of {where} is of class {type(p).__name__}, whose operations are its own: what stages "
+            f"compute with are plain tensors. Pass the module with plain parameters; what few bits mean here, "
+            f"shardfn.quant says"
         )
     if p._backward_hooks or p._post_accumulate_grad_hooks:
         raise TypeError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardfn.collectives.agree import agree
 from shardfn.compat import autograd, functorch
 from shardfn.interop import recorders
-from shardfn.interop.anatomy import Part, Slot
+from shardfn.interop.anatomy import Part, Slot, left_in
 from shardfn.interop.refused import OF_TORCH, disables_checkpointing, tensors_in
 from shardfn.interop.structures import is_cache
 from shardfn.mesh.scope import mesh_of
@@ -44,7 +44,7 @@ def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], 
 def refuse_rebound(part: Part, there: Sequence[tuple[Slot, Any]]) -> None:
     """Raises RuntimeError if a module put another parameter into the place of one, unless it has the same numbers."""
     for slot, value in there:
-        now = slot.holder[slot.at]
+        now = left_in(part, slot)
         if now is not value and not keeps_numbers(now, value):
             raise RuntimeError(
                 f"{part.path} ({type(part.module).__name__}) puts something else in the place of its parameter "

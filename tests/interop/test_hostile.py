@@ -112,6 +112,22 @@ class Draws(nn.Module):
         return y * (self._mean + len(self.seen) * self.counts["calls"] + drawn)
 
 
+class Diary(nn.Module):
+    """What it computes depends on lists in lists, on one that a child has too, and on parameters in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.child, self.v = linear(), Draws("none"), nn.Parameter(torch.ones(WIDTH))
+        self.calls = self.child.seen
+        self.log: dict[str, Any] = {"rows": [[], []]}
+        self.weights = [self.v, self.w.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log["rows"][0].append(1)
+        y = self.child(self.w(x)) * self.v + sum(p.detach().sum() for p in self.weights)
+        return y * (len(self.calls) + len(self.log["rows"][0]))
+
+
 def shared(kind: str) -> nn.Module:
     """Parents that share a layer, which is a stage, or a part of two, or a stage and a part of another."""
     one = Layer()
@@ -120,6 +136,19 @@ def shared(kind: str) -> nn.Module:
     if kind == "a part":
         return Stack(nn.Sequential(linear(), one), nn.Sequential(one, linear()))
     return Stack(nn.Sequential(linear(), one), one, nn.Sequential(one, linear()), one)
+
+
+class Rearranged(nn.Module):
+    """Puts other modules around its layers when it is first called, as BigBird does for short texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: nn.Module = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.inner, Layer):
+            self.inner = nn.Sequential(nn.Identity(), self.inner.w, nn.Tanh(), self.inner.v)
+        return x + self.inner(x)
 
 
 class Mode(nn.Module):
@@ -149,6 +178,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "recursive": (lambda: Stack(Recursive(), Recursive()), {}),
     "counting": (lambda: Stack(Counts(), Counts()), {}),
     **{f"keeping {kind}": (functools.partial(drawing, kind), {}) for kind in KINDS},
+    "keeping lists in lists": (lambda: Stack(Diary(), Diary()), {}),
     "a shared stage": (lambda: shared("a stage"), {"stages": Layer}),
     "shared items": (lambda: shared("a stage"), {}),
     "a shared part": (lambda: shared("a part"), {}),
@@ -644,6 +674,23 @@ def in_place(module: nn.Module) -> nn.Module:
     return module
 
 
+class Marked(Tensor):
+    """Which computes as its class says."""
+
+
+def of_class(kind: Callable[[Tensor], Any]) -> nn.Module:
+    one = linear()
+    one.weight = kind(one.weight.data)
+    return Stack(one)
+
+
+class Own(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+        return found * 2 if func is F.linear else found
+
+
 SHARES = "that share memory"
 ELSEWHERE = "keeps a parameter in its attribute 'kept'"
 UNTOUCHED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -658,6 +705,8 @@ UNTOUCHED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a closure": (lambda: Paired(lambda w: lambda x: F.linear(x, w)), ELSEWHERE),
     "a partial": (lambda: Paired(lambda w: partial(F.linear, weight=w)), ELSEWHERE),
     "a dataclass": (lambda: Paired(lambda w: Held(w)), ELSEWHERE),
+    "a class of tensors": (lambda: of_class(lambda w: nn.Parameter(w.as_subclass(Marked))), "is of class Marked"),
+    "a class of parameters": (lambda: of_class(Own), "is of class Own"),
     "a hook": (lambda: hooked("register_hook"), "has a hook on its gradient"),
     "a later hook": (lambda: hooked("register_post_accumulate_grad_hook"), "has a hook on its gradient"),
     "sparse": (lambda: Stack(nn.Embedding(5, WIDTH, sparse=True)), "its gradient is sparse"),
@@ -686,6 +735,30 @@ def test_memory_side_by_side_is_not_shared() -> None:
     assert functional(Stack(*layers), small=0).stages == ("layers.0", "layers.1")
 
 
+class Said(nn.Module):
+    """Reads what somebody said of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = linear()
+        self.w.weight.width = 2.0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.w(x) * getattr(self.w.weight, "width", 1.0)
+        return found
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("options", [{"small": 0}, {"stages": nn.Linear, "small": 0}, {"small": 2**62}])
+def test_attributes_of_parameters_are_read_in_forward(options: dict[str, Any], remat: bool) -> None:
+    x, alone = torch.ones(2, WIDTH), seeded(Said).float()
+    whole = dict(alone.named_parameters())
+    want = torch.autograd.grad(alone(x).square().sum(), list(whole.values()))
+    model = functional(Stack(seeded(Said).float()), remat=remat, **options)
+    named = model.state_dict(sf.grad(lambda p: model(p, x).square().sum())(model.tree))
+    assert off({f"layers.0.{k}": g for k, g in zip(whole, want, strict=True)}, named) == 0
+
+
 # --- the shell afterwards ---
 
 
@@ -702,6 +775,19 @@ def test_a_shell_that_got_other_parameters_or_modules_says_so() -> None:
         change(model.module)
         with pytest.raises(RuntimeError, match="got other parameters or modules after functional"):
             model(model.tree, x)
+
+
+def test_a_module_may_put_others_around_its_layers() -> None:
+    x, alone = torch.ones(2, WIDTH, dtype=torch.float64), seeded(lambda: Stack(Rearranged(), Rearranged()))
+    model = functional(seeded(lambda: Stack(Rearranged(), Rearranged())), small=0, remat=True)
+    for _ in range(2):
+        alone.zero_grad()
+        alone(x).square().sum().backward()
+        named = model.state_dict(sf.grad(lambda p: model(p, x).square().sum())(model.tree))
+        for name, p in alone.named_parameters():
+            own = named[name.replace("inner.1", "inner.w").replace("inner.3", "inner.v")]
+            assert p.grad is not None
+            assert own.equal(p.grad)
 
 
 def test_two_threads_in_one_shell_are_refused() -> None:

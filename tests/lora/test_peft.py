@@ -267,3 +267,37 @@ def test_four_bits_and_adapters_train_as_bitsandbytes_and_peft_do(world: World, 
     for double in (False, True):
         for found in world.run(tuned_in_four_bits, double, str(tmp_path)):
             assert max(found) < 1e-5, found
+
+
+class Experts(torch.nn.Module):
+    """Of which peft adapts a parameter that is no layer's weight: it parametrises that in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (torch.nn.Parameter(torch.randn(3, 4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.einsum("bi,eio->ebo", x, self.up).tanh()
+        return torch.einsum("ebi,eio->bo", each, self.down) + x
+
+
+def adapted_experts() -> Any:
+    peft = library()
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["up", "down"], init_lora_weights=False)
+    return quiet(peft.get_peft_model, torch.nn.Sequential(Experts(), Experts()).double(), config).double()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("small", [0, 2**62])
+def test_a_module_in_which_peft_adapts_parameters_of_experts_is_what_it_is_alone(small: int, remat: bool) -> None:
+    x, alone = zoo.numbers(4), adapted_experts()
+    alone(x).square().sum().backward()
+    model = interop.functional(adapted_experts(), small=small, remat=remat)
+    mesh = sf.make_mesh(shard=1, device="cpu")
+    params = model.shard(mesh, sf.full_shard("shard"))
+    for _ in range(2):
+        named = model.state_dict(sf.grad(lambda p: model(p, x).square().sum())(params))
+        for name, p in alone.named_parameters():
+            assert not p.requires_grad or distance(named[name], p.grad) < 1e-12, name
+    assert not any("original" in name for name, _ in model.module.named_buffers())
