@@ -169,7 +169,7 @@ SPECS: dict[str, Row] = {
     "none": (lambda: mapped(step, (None,), T), (TypeError, ValueError), ["in_specs", "params", "P()"]),  # type: ignore[dict-item]
     "an array": (lambda: mapped(step, (P("a"),), T.numpy()), TypeError, ["params is", "ndarray", "torch.from_numpy"]),
     "a placement": (
-        lambda: mapped(step, (Shard(1),), T),  # type: ignore[arg-type]
+        lambda: mapped(step, (Shard(1),), T),
         TypeError,
         ["Shard(dim=1)", "write P(None, axis) for an axis", "dimension 1"],
     ),

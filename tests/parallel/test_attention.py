@@ -274,8 +274,8 @@ def goes_on_after(name: str, error: type[BaseException]) -> list[Any]:
     mesh, whole, inside = sf.make_mesh(context=-1, device="cpu"), drawn(HEADS), []
     kernel, size = getattr(attention, name), torch.distributed.get_world_size()
 
-    def run(*local: Tensor) -> Tensor:
-        return sf.psum(parallel.ring_attention(*local, "context").square().sum(), "context")
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sf.psum(parallel.ring_attention(q, k, v, "context").square().sum(), "context")
 
     def fails(*args: Any) -> Any:
         inside.append(name)
@@ -312,9 +312,9 @@ def test_inputs_of_other_dtypes_are_refused_before_anything_is_sent(world: World
         mesh = sf.make_mesh(context=-1, device="cpu")
         q, k, v = drawn(HEADS)
         with pytest.raises(TypeError) as caught:
-            sf.shard_map(lambda *xs: parallel.ring_attention(*xs, "context"), mesh=mesh, in_specs=..., out_specs=...)(
-                q, k.float(), v
-            )
+            sf.shard_map(
+                lambda q, k, v: parallel.ring_attention(q, k, v, "context"), mesh=mesh, in_specs=..., out_specs=...
+            )(q, k.float(), v)
         return str(caught.value)
 
     for said in world.run(run):

@@ -209,7 +209,8 @@ def first_and_second() -> list[int]:
     """The most bytes of one tensor that a stage makes, when it looks at its parameters, and when it does not."""
     mesh = sf.make_mesh(shard=-1, device="cpu")
     params = sf.shard({"w": torch.ones(1024, 1024, dtype=torch.bfloat16)}, mesh, sf.full_shard("shard"))
-    function, found = sf.stage(lambda p, x: x @ p["w"]), []
+    function = sf.stage(lambda p, x: x @ p["w"])
+    found: list[int] = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
