@@ -40,7 +40,8 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     """
     if axis.size == 1:
         return
-    what, line, failed = f"{op}({values})", positions.caller(), positions.failure(axis.group)
+    leaf = f"{attribution.leaf}: " if attribution.leaf else ""
+    what, line, failed = f"{op}({leaf}{values})", positions.caller(), positions.failure(axis.group)
     along = waiting.named(axis.group)
     text = f"{what}{f' over {along}' if along else ''}{_purpose(served, line)}, called at {line}{failed}"
     here = positions.place(axis.group, text)

@@ -30,8 +30,11 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.collectives import kernels, ops
+from shardfn.collectives.ledger import attribution
+from shardfn.debugging import debugging
 from shardfn.mesh.grid import Axis, AxisName, as_names
 from shardfn.mesh.scope import bound_axis, current_mesh, refuse_independent
+from shardfn.mesh.spec import dotted
 
 T = TypeVar("T")
 Call = tuple[Any, ...]  # an op and its arguments after the tensor
@@ -382,8 +385,20 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
             return op(tensor, *statics)
         return kernels.copy(tensor) if tensor is leaf else tensor
 
-    out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
-    return out
+    if isinstance(x, Tensor) or (recorder is None and not debugging.collectives):
+        out: Any = on(x) if isinstance(x, Tensor) else optree.tree_map(on, x)
+        return out
+    paths, leaves, tree = optree.tree_flatten_with_accessor(x)
+    return optree.tree_unflatten(tree, [_at(path, on, leaf) for path, leaf in zip(paths, leaves, strict=True)])
+
+
+def _at(path: Sequence[Any], on: Callable[[Any], Any], leaf: Any) -> Any:
+    """Runs on a leaf, which ranks that compare know by its path."""
+    attribution.leaf = dotted(path)
+    try:
+        return on(leaf)
+    finally:
+        attribution.leaf = ""
 
 
 def _tensor(leaf: Any, name: str) -> Tensor:

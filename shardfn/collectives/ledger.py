@@ -84,6 +84,7 @@ class _Attribution(threading.local):
     def __init__(self) -> None:
         self.open: list[Ledger] = []
         self.stage = ""
+        self.leaf = ""  # of the tree that a collective was given
         self.backward: bool | None = None
         self.scheduled = False
         self.silent = False

@@ -234,9 +234,10 @@ def test_what_differs_is_told_on_every_rank_which_lives_on() -> None:
             assert took < WITHIN
 
 
-def checked() -> tuple[str, str]:
+def checked(trees: bool = False) -> tuple[str, str]:
+    mine = {"ca"[not culprit()]: torch.ones(2), "b": torch.ones(2)} if trees else torch.ones(2 + culprit())
     try:
-        sf.shard_map(lambda: sf.psum(torch.ones(2 + culprit()), "shard"), mesh=mesh(), in_specs=..., out_specs=...)()
+        sf.shard_map(lambda: sf.psum(mine, "shard"), mesh=mesh(), in_specs=..., out_specs=...)()
     except sf.VaryingError as error:
         return error.findings[0].kind, str(error)
     return "", ""
@@ -246,6 +247,13 @@ def test_a_call_that_is_checked_compares_without_the_mode() -> None:
     for kind, said in world(SIZE).within(60).run(checked):
         assert kind == "collectives"
         assert re.search(rf": ranks 0, 2 have {PSUM}; rank 1 has psum\(torch\.float32 \[3\]\)", said)
+
+
+def test_trees_of_other_keys_are_not_added_up() -> None:
+    for kind, said in world(SIZE).within(60).run(checked, True):
+        assert kind == "collectives"
+        assert "ranks 0, 2 have psum(a: torch.float32 [2])" in said
+        assert "rank 1 has psum(b: torch.float32 [2])" in said
 
 
 # --- programs in which ranks would wait for a rank that does not come: their groups are not used again ---
