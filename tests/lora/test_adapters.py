@@ -487,7 +487,7 @@ def broken(folder: str, model: Any, mesh: Any) -> dict[str, str]:
     found["load, no folder"] = said_of(Path(folder) / "nowhere")
     changed("other kind", {"peft_type": "IA3"})
     changed("unknown", {"use_qalora": True})
-    changed("bias", {"bias": "all"})
+    changed("bias", {"bias": "some"})
     changed("pissa", {"init_lora_weights": "pissa"})
     changed("other rank", {"r": 3})
     changed("dora", {"use_dora": True})
@@ -580,7 +580,7 @@ SAID: dict[str, tuple[str, ...]] = {
     "load, no folder": ("CheckpointError", "adapter_config.json cannot be read"),
     "load, other kind": ("CheckpointError", "'IA3'"),
     "load, unknown": ("CheckpointError", "use_qalora=True", "not known here"),
-    "load, bias": ("CheckpointError", "bias='all'"),
+    "load, bias": ("CheckpointError", "bias='some'; it is one of 'none', 'all', 'lora_only'"),
     "load, pissa": ("CheckpointError", "init_lora_weights='pissa'"),
     "load, other rank": ("CheckpointError", "the rank is 3"),
     "load, dora": ("CheckpointError", "lora_magnitude_vector is missing"),
