@@ -27,10 +27,8 @@ BARE: tuple[Kind, ...] = ("parameter", "experts", "turned_experts")
 _EXPERTS: tuple[Kind, ...] = ("experts", "turned_experts")
 _TURNED: tuple[Kind, ...] = ("conv1d", "embedding", "turned_experts")
 PARTS: dict[str, tuple[str, ...]] = {
-    "linear": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"),
-    "conv1d": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"),
     "embedding": ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
-    **dict.fromkeys(BARE, ("lora_A.weight", "lora_B.weight")),
+    **dict.fromkeys(("linear", "conv1d", *BARE), ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")),
 }
 """What peft's files call the parameters of an adapter."""
 
@@ -124,13 +122,13 @@ class Adapter:
 
 
 def thin(kind: Kind, shape: Sequence[int], rank: int) -> list[tuple[int, ...]]:
-    """The shapes of what adapts a weight, in the order of `PARTS`; none, if there is no such weight of this kind."""
+    """The shapes of what can adapt a weight, in the order of `PARTS`; none, if there is no such weight of this kind."""
     if len(shape) != (3 if kind in _EXPERTS else 2):
         return []
     *experts, rows, columns = shape
     outputs, inputs = (columns, rows) if kind in _TURNED else (rows, columns)
     thickness = rank * math.prod(experts)
-    return [(thickness, inputs), (outputs, thickness), (outputs,)][: len(PARTS[kind])]
+    return [(thickness, inputs), (outputs, thickness), (outputs,)][: 2 if kind in BARE else 3]
 
 
 def parameter_of(path: str, kind: Kind) -> str:

@@ -112,7 +112,7 @@ def ours(config: Kind, model: Any) -> Any:
 def output(module: Any, batch: Any) -> Tensor:
     """Of a module, or of what `functional` made."""
     out = module(**batch)
-    return out if isinstance(out, Tensor) else out.logits
+    return out if isinstance(out, Tensor) else out[0]
 
 
 def meant(config: Kind, theirs: Any) -> Kind:
