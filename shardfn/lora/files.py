@@ -233,11 +233,10 @@ def _tensors(model: Functional, adapters: Any) -> dict[str, Tensor]:
     given = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
     kinds = {path: one.recipe.kind for path, one in given.items() if is_adapter(one)}
     names = in_files(model, kinds, given.keys() - kinds.keys())
-    leaves_of = optree.tree_flatten_with_accessor
     return {
         PREFIX + joined(names[path], dotted(accessor)): x.detach().cpu().contiguous()
         for path, one in given.items()
-        for accessor, x in zip(*leaves_of(one)[:2], strict=True)
+        for accessor, x in zip(*optree.tree_flatten_with_accessor(one)[:2], strict=True)
     }
 
 
@@ -326,6 +325,10 @@ def _understood(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: Functional
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     there = {path: m for path, m in model.module.named_modules() if path}
+
+    def unwrapped(name: str) -> str:
+        return name if name in there or name in model.names else re.sub(r"\.base_layer(?=\.)", "", name)
+
     saved = list(filter(named(config.get(SAVED) or (), SAVED).matching, there))
     bare = parameters(model, named(config.get(PARAMETERS) or (), PARAMETERS), (), saved)
     refuse_parts(bare, config.get("lora_dropout") or 0.0, bool(config.get("use_dora")))
@@ -337,9 +340,9 @@ def _understood(
         part = next((part for parts in PARTS.values() for part in parts if name.endswith(f".{part}")), None)
         if part is not None:
             path = name[: -len(part) - 1]
-            found.setdefault(paths.get(path, path), {})[part] = x
+            found.setdefault(paths.get(path) or unwrapped(path), {})[part] = x
         elif not any(name.startswith((f"{one}.modules_to_save.", f"{one}.original_module.")) for one in saved):
-            others[name if name in model.names else re.sub(r"(\.base_layer)+\.", ".", name)] = x
+            others[unwrapped(name)] = x
     lost = [name for name in others if name not in model.names] + [
         path for path in found if path not in there and path not in bare
     ]
@@ -361,8 +364,8 @@ def _understood(
         made.setdefault(stage, {})[name] = _adapter(config, path, kinds[path], weight, parts)
     for path, x in copies.items():
         stage, name = find(path)
-        own = there[path.rpartition(".")[0]]._parameters[path.rpartition(".")[2]]
-        if own is None or own.shape != x.shape:
+        own = model.module.get_parameter(path)
+        if own.shape != x.shape:
             raise CheckpointError(f"{path} has shape {list(x.shape)}, which the model's has not")
         made.setdefault(stage, {})[name] = x.to(torch.promote_types(own.dtype, torch.float32), copy=True)
     return made, {name: x for name, x in others.items() if name not in copies}

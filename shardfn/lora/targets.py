@@ -147,19 +147,21 @@ def parameters(model: Functional, said: Said, adapted: Iterable[str], saved: Ite
         for name, p in m.named_parameters(recurse=False):
             if not said.matching(full := joined(path, name)):
                 continue
-            if wrong := _unfit(path, p.shape, taken, own):
+            found[full] = kind = kind_of(m, name) or "parameter"
+            if wrong := _unfit(path, kind, p.shape, taken, own):
                 raise ValueError(f"lora: {PARAMETERS}: {full} {wrong}")
-            found[full] = kind_of(m, name) or "parameter"
     refuse_several_homes(model, {path.rpartition(".")[0] for path in found})
     return found
 
 
-def _unfit(holder: str, shape: Sequence[int], taken: set[str], saved: Iterable[str]) -> str:
+def _unfit(holder: str, kind: Kind, shape: Sequence[int], taken: set[str], saved: Iterable[str]) -> str:
     """Why a parameter of a module cannot be adapted by itself."""
     if not holder:
         return "belongs to the whole model, of which peft adapts no parameters"
     if len(shape) not in (2, 3):
         return f"has shape {list(shape)}; adapters are for matrices, and for one of each expert"
+    if kind == "turned_experts" and shape[0] == 1:
+        return f"has shape {list(shape)}: to one expert, with is_transposed, peft adds the product the wrong way round"
     if holder in taken:
         return "is of a layer that has an adapter: exclude= that, or leave this out"
     if inside(holder, saved):
@@ -202,8 +204,10 @@ def biases(model: Functional, bias: str, adapted: Iterable[str], saved: Iterable
         for name in every
         if not inside(holder := name.rpartition(".")[0], above) and (bias == "all" or holder in own)
     ]
+    several = Counter(model.names.values())
     for name in found:
-        if others := [one for one in model.names if one != name and model.names[one] == model.names[name]]:
+        if several[model.names[name]] > 1:
+            others = [one for one in model.names if one != name and model.names[one] == model.names[name]]
             raise ValueError(f"lora: bias={bias!r}: {name} is {listed(others)}, too, which would keep another copy")
     return found
 
@@ -219,19 +223,17 @@ def in_files(model: Functional, kinds: Mapping[str, Kind], copies: Iterable[str]
     There a parameter is adapted by a wrapper around its module, and the next one by a wrapper around that.
     """
     wrappers = Counter(holder_of(path, kind) for path, kind in kinds.items())
-    found = {path: path for path in kinds}
+
+    def wrapped(path: str) -> str:
+        holder, _, name = path.rpartition(".")
+        return joined(wrapped(holder), *["base_layer"] * wrappers[holder], name) if path else ""
+
+    found = {path: wrapped(path) for path in (*kinds, *copies)}
     for holder in wrappers:
         names = [joined(holder, name) for name in model.module.get_submodule(holder)._parameters]
         for depth, path in enumerate(reversed([name for name in names if kinds.get(name) in BARE])):
-            found[path] = _wrapped(holder, depth)
-    for path in copies:
-        holder, _, name = path.rpartition(".")
-        found[path] = joined(_wrapped(holder, wrappers[holder]), name)
+            found[path] = joined(wrapped(holder), *["base_layer"] * depth)
     return found
-
-
-def _wrapped(path: str, depth: int) -> str:
-    return joined(path, *["base_layer"] * depth)
 
 
 def saved_modules(model: Functional, saved: Names) -> list[str]:

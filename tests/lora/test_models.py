@@ -229,7 +229,7 @@ def test_merged_parameters_need_no_adapters(world: World, tmp_path: Path) -> Non
         ("linear", True, "full_shard"),
         ("dora", True, "full_shard"),
         ("saved", False, "hpz"),
-        ("experts", False, "full_shard"),
+        ("experts", True, "full_shard"),
         ("biases", True, "full_shard"),
     ):
         for found in world.run(merged, name, few_bits, strategy, str(tmp_path)):

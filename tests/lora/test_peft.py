@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardfn as sf
 import shardfn.optim as so
@@ -61,6 +61,9 @@ CONFIGS: dict[str, tuple[str, Kind]] = {
     ),
     "biases": ("gpt2", {"target_modules": ["c_attn", "wte"], "bias": "all", "modules_to_save": ["ln_f"]}),
     "biases of layers": ("bert", {"target_modules": ["query", "intermediate.dense"], "bias": "lora_only"}),
+    "parameters above layers": (
+        "banks", {"target_modules": ["inner"], "target_parameters": ["mixed", "first.up"], "bias": "all"}
+    ),
     "all biases": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": ["router.weight"], "bias": "all"}),
 }  # fmt: skip
 
@@ -75,7 +78,33 @@ def gpt_oss() -> Any:
     return tr.GptOssForCausalLM(config)
 
 
-FAMILIES = zoo.ZOO | {"gpt_oss": zoo.Case(gpt_oss, zoo.text, zoo.next_tokens)}
+class Bank(nn.Module):
+    """Parameters of its own, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.up, self.mixed = (nn.Parameter(torch.randn(*shape) / 4) for shape in ((8, 8), (3, 8, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.outer(torch.tanh(self.inner(x)) @ self.mixed.sum(0)) + x @ self.up.tanh()
+        return found
+
+
+class Banks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Bank(), Bank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x))
+        return found
+
+
+FAMILIES = zoo.ZOO | {
+    "gpt_oss": zoo.Case(gpt_oss, zoo.text, zoo.next_tokens),
+    "banks": zoo.Case(Banks, lambda: {"x": zoo.numbers(8)}, zoo.squared),
+}
 
 
 def build(kind: str) -> Any:
@@ -208,7 +237,7 @@ def test_adapters_go_to_peft_and_come_from_it(world: World, tmp_path: Path) -> N
 
 @pytest.mark.world(1, "processes")
 def test_parameters_and_biases_are_those_of_peft_on_one_rank(world: World, tmp_path: Path) -> None:
-    for name in ("experts", "turned experts", "parameters alone", "biases", "biases of layers", "all biases"):
+    for name in ("experts", "turned experts", "parameters alone", "parameters above layers", "biases"):
         (found,) = world.run(both_ways, name, str(tmp_path))
         assert {key: x for key, x in found.items() if not x < 1e-12} == {}, name
 
