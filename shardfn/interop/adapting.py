@@ -78,7 +78,7 @@ class Adapting:
                 elsewhere.append((slot, value))
                 continue
             name = joined(home.path, slot.at)
-            one = adapters.get(name)
+            one: Any = adapters.get(name)
             if isinstance(one, Tensor) or hasattr(one, "on"):
                 used.add(name)
                 plain.append((slot, one if isinstance(one, Tensor) else one.on(value, home.module.training)))
@@ -138,7 +138,7 @@ def _misfit(home: _Home, adapters: Mapping[str, Any]) -> tuple[str, str] | None:
     """The name of a parameter for which there is something else, and what is wrong with that."""
     for attribute, parameter in home.module._parameters.items():
         name = joined(home.path, attribute)
-        one = adapters.get(name)
+        one: Any = adapters.get(name)
         if parameter is not None and isinstance(one, Tensor) and one.shape != parameter.shape:
             return name, f"of shape {list(parameter.shape)}, and what replaces it {list(one.shape)}"
         if parameter is not None and hasattr(one, "misfit") and (how := one.misfit(home.module, attribute)):

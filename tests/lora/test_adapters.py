@@ -569,6 +569,16 @@ def broken(folder: str, model: Any, mesh: Any) -> dict[str, str]:
         (good / "adapter_model.safetensors").write_bytes(b"no tensors")
     torch.distributed.barrier()
     found["load, damaged"] = said_of(good)
+
+    good, model = Path(folder) / "experts", interop.functional(zoo.build("mixtral"), small=512)
+    adapters = lora.init(model, ["q_proj"], 2, target_parameters=["gate_up_proj", "down_proj"])
+    lora.save_pretrained(good, model, adapters)
+    changed("parameters, half", tensors=lambda x: {k: v for k, v in x.items() if ".base_layer." not in k})
+    changed("parameters, none", {"target_parameters": None})
+    changed("parameters, other", {"target_parameters": ["down_proj"]})
+    changed("parameters, no list", {"target_parameters": "down_proj"})
+    changed("parameters, dropout", {"lora_dropout": 0.1})
+    changed("parameters, rank", {"r": 4})
     return found
 
 
@@ -675,6 +685,12 @@ SAID: dict[str, tuple[str, ...]] = {
     "load, other name": ("CheckpointError", "has no", "query", "another model"),
     "load, other shape": ("CheckpointError", "shapes [2, 1] and [32, 2]"),
     "load, base": ("CheckpointError", "another model.embed_tokens.weight of the base"),
+    "load, parameters, half": ("CheckpointError", "experts.gate_up_proj", "which has no tensors"),
+    "load, parameters, none": ("CheckpointError", "MixtralForCausalLM has no model.layers.0.mlp.experts.base_layer"),
+    "load, parameters, other": ("CheckpointError", "has no model.layers.0.mlp.experts.base_layer"),
+    "load, parameters, no list": ("CheckpointError", "target_parameters='down_proj'; it is a list"),
+    "load, parameters, dropout": ("CheckpointError", "dropout=0.1 is of layers"),
+    "load, parameters, rank": ("CheckpointError", "gate_up_proj has", "[8, 32] and [48, 8]", "the rank is 4"),
     "save, to a file": ("ValueError", "there are no adapters"),
     "save, below a file": ("CheckpointError", "rank 0: NotADirectoryError"),
     "save, elsewhere": ("CheckpointError", "different paths"),
