@@ -24,9 +24,9 @@ class _Home(NamedTuple):
 class Adapting:
     """Puts parameters into the places of one part of a module, some of them adapted.
 
-    Adapters are by name, as the part's module calls things: a tensor under the name of a parameter replaces it, and
-    what stands under the path of a module is asked for what its weight becomes, `adapter.on(weight, training)`, and
-    before that for what is wrong with it, `adapter.misfit(module)`.
+    Adapters are by name, as the part's module calls things: a tensor under the name of a parameter replaces it. What
+    else stands there, or under the path of a module, is asked for what the parameter, or the module's weight, becomes,
+    `adapter.on(weight, training)`, and before that for what is wrong with it, `adapter.misfit(module, parameter)`.
     """
 
     def __init__(self, part: Part) -> None:
@@ -78,9 +78,10 @@ class Adapting:
                 elsewhere.append((slot, value))
                 continue
             name = joined(home.path, slot.at)
-            if name in adapters and isinstance(adapters[name], Tensor):
+            one: Any = adapters.get(name)
+            if isinstance(one, Tensor) or hasattr(one, "on"):
                 used.add(name)
-                plain.append((slot, adapters[name]))
+                plain.append((slot, one if isinstance(one, Tensor) else one.on(value, home.module.training)))
             elif slot.at == "weight" and home.path in adapters:
                 used.add(home.path)
                 instead[home.module] = adapters[home.path].on(value, home.module.training)
@@ -137,9 +138,11 @@ def _misfit(home: _Home, adapters: Mapping[str, Any]) -> tuple[str, str] | None:
     """The name of a parameter for which there is something else, and what is wrong with that."""
     for attribute, parameter in home.module._parameters.items():
         name = joined(home.path, attribute)
-        one = adapters.get(name)
+        one: Any = adapters.get(name)
         if parameter is not None and isinstance(one, Tensor) and one.shape != parameter.shape:
             return name, f"of shape {list(parameter.shape)}, and what replaces it {list(one.shape)}"
+        if parameter is not None and hasattr(one, "misfit") and (how := one.misfit(home.module, attribute)):
+            return name, how
     one = adapters.get(home.path)
     how = one.misfit(home.module) if one is not None and hasattr(one, "misfit") else ""
     return (home.path, how) if how else None

@@ -21,11 +21,14 @@ from shardfn.mesh.spec import joined
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import is_stage
 
-Kind = Literal["linear", "conv1d", "embedding"]
+Kind = Literal["linear", "conv1d", "embedding", "parameter", "experts", "turned_experts"]
+BARE: tuple[Kind, ...] = ("parameter", "experts", "turned_experts")
+"""Kinds of what is adapted as a parameter, by its own path, and not as the weight of a layer."""
+_EXPERTS: tuple[Kind, ...] = ("experts", "turned_experts")
+_TURNED: tuple[Kind, ...] = ("conv1d", "embedding", "turned_experts")
 PARTS: dict[str, tuple[str, ...]] = {
-    "linear": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"),
-    "conv1d": ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector"),
     "embedding": ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
+    **dict.fromkeys(("linear", "conv1d", *BARE), ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")),
 }
 """What peft's files call the parameters of an adapter."""
 
@@ -35,11 +38,13 @@ class Recipe:
     """What is known of an adapter besides its numbers.
 
     Attributes:
-        kind: of the weight: "linear", `[outputs, inputs]`; "conv1d" (of GPT-2) and "embedding", `[inputs, outputs]`.
-        rank: of the product.
+        kind: of the weight: "linear", `[outputs, inputs]`; "conv1d" (of GPT-2) and "embedding", `[inputs, outputs]`; of
+            a parameter by itself "parameter", `[outputs, inputs]`, "experts", `[experts, outputs, inputs]`, and
+            "turned_experts", `[experts, inputs, outputs]`.
+        rank: of the product, for each expert.
         alpha: over `rank`, what it is scaled by.
         rslora: whether over the square root of it instead (Kalajdzievski 2023).
-        dropout: of what goes through the adapter; an embedding has none.
+        dropout: of what goes through the adapter; an embedding, and a parameter by itself, has none.
     """
 
     kind: Kind
@@ -58,8 +63,8 @@ class Adapter:
     """The parameters that adapt one weight: a pytree node, whose leaves have the names of peft's files.
 
     Attributes:
-        a: `[rank, inputs]`.
-        b: `[outputs, rank]`.
+        a: `[rank, inputs]`; of experts `[experts * rank, inputs]`, one after another.
+        b: `[outputs, rank]`; of experts `[outputs, rank * experts]`, each rank of all of them together.
         magnitude: `[outputs]`, of DoRA (Liu et al. 2024); None without it.
         recipe: what they mean.
     """
@@ -69,39 +74,74 @@ class Adapter:
     def __init__(self, a: Any, b: Any, magnitude: Any, recipe: Recipe) -> None:
         self.a, self.b, self.magnitude, self.recipe = a, b, magnitude, recipe
 
-    def on(self, weight: Tensor, training: bool) -> Adapted:
-        """What stands in the place of a weight; dropout is applied while `training`."""
-        return Adapted(weight, self, training, self.recipe.kind == "linear")
+    def on(self, weight: Tensor, training: bool) -> Any:
+        """What stands in the place of a weight; dropout is applied while `training`.
 
-    def shape(self) -> tuple[int, int]:
+        An `Adapted`, but the sum itself of a parameter that is no layer's: what is done with it is not known.
+        """
+        if self.recipe.kind not in BARE:
+            return Adapted(weight, self, training, self.recipe.kind == "linear")
+        first, second = self.factors()
+        return (weight + (first * self.recipe.scale) @ second).to(weight.dtype)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """What is added to the weight, but for the scale: `[..., rows, rank]`, `[..., rank, columns]`."""
+        a, b, kind = self.a, self.b, self.recipe.kind
+        if kind in _EXPERTS:
+            a = a.unflatten(0, (-1, self.recipe.rank))
+            b = b.unflatten(1, (self.recipe.rank, -1)).movedim(2, 0)
+        return (a.mT, b.mT) if kind in _TURNED else (b, a)
+
+    def shape(self) -> tuple[int, ...]:
         """Of the weight."""
         sizes = (self.b.shape[0], self.a.shape[1])
-        return sizes if self.recipe.kind == "linear" else (sizes[1], sizes[0])
+        sizes = sizes[::-1] if self.recipe.kind in _TURNED else sizes
+        return (self.a.shape[0] // self.recipe.rank, *sizes) if self.recipe.kind in _EXPERTS else sizes
 
     def unlike(self, shape: Sequence[int]) -> str:
         """What is wrong with it for a weight of this shape; nothing, if it fits."""
-        rank, turned = self.recipe.rank, self.recipe.kind != "linear"
-        outputs, inputs = (*shape,)[::-1] if turned and len(shape) == 2 else shape if len(shape) == 2 else (-1, -1)
+        rank = self.recipe.rank
         found = [tuple(x.shape) for x in (self.a, self.b, self.magnitude) if x is not None]
-        if found == [(rank, inputs), (outputs, rank), (outputs,)][: len(found)]:
+        wanted = thin(self.recipe.kind, shape, rank)
+        if wanted and found == wanted[: len(found)]:
             return ""
         if len(found[0]) == len(found[1]) == 2 and self.shape() != tuple(shape):
             return f"of shape {list(shape)}, and its adapter for {list(self.shape())}"
         return f"of shape {list(shape)}, and its adapter, of rank {rank}, has parts of {', '.join(map(str, found))}"
 
-    def misfit(self, m: nn.Module) -> str:
-        """What is wrong with it for the weight of a module; nothing, if it fits."""
-        weight, kind = m._parameters.get("weight"), kind_of(m)
+    def misfit(self, m: nn.Module, parameter: str | None = None) -> str:
+        """What is wrong with it for the weight of a layer, or for a parameter by its own name; nothing, if it fits."""
+        weight, kind = m._parameters.get(parameter or "weight"), kind_of(m, parameter)
         if weight is not None and kind != self.recipe.kind:
-            return f"a {type(m).__name__}, and its adapter is for weights of kind {self.recipe.kind!r}"
+            there = f"a {type(m).__name__}" if parameter is None else f"a parameter of kind {kind!r}"
+            return f"{there}, and its adapter is for weights of kind {self.recipe.kind!r}"
         return "" if weight is None else self.unlike(weight.shape)
 
     def __repr__(self) -> str:
         return f"Adapter({self.recipe}{'' if self.magnitude is None else ', DoRA'})"
 
 
-def kind_of(m: nn.Module) -> Kind | None:
-    """What kind of weight a module has; None for those that have no adapters."""
+def thin(kind: Kind, shape: Sequence[int], rank: int) -> list[tuple[int, ...]]:
+    """The shapes of what can adapt a weight, in the order of `PARTS`; none, if there is no such weight of this kind."""
+    if len(shape) != (3 if kind in _EXPERTS else 2):
+        return []
+    *experts, rows, columns = shape
+    outputs, inputs = (columns, rows) if kind in _TURNED else (rows, columns)
+    thickness = rank * math.prod(experts)
+    return [(thickness, inputs), (outputs, thickness), (outputs,)][: 2 if kind in BARE else 3]
+
+
+def parameter_of(path: str, kind: Kind) -> str:
+    """The path of the parameter that an adapter's path means."""
+    return path if kind in BARE else joined(path, "weight")
+
+
+def kind_of(m: nn.Module, parameter: str | None = None) -> Kind | None:
+    """What kind of weight a layer has, or a parameter by its own name; None for layers that have no adapters."""
+    if parameter is not None:
+        p = m._parameters[parameter]
+        experts: Kind = "turned_experts" if getattr(m, "is_transposed", False) else "experts"
+        return experts if p is not None and p.ndim == 3 else "parameter"
     if isinstance(m, nn.Linear):
         return "linear"
     if isinstance(m, nn.Embedding):
@@ -370,7 +410,7 @@ def _adapted(base: Any, adapters: Any, training: bool, path: str) -> Any:
     raise ValueError(f"adapted: {path or 'the tree'} is {_kind(base)} with adapters of {_kind(adapters)}")
 
 
-def _on(base: Any, adapter: Adapter, training: bool, path: str) -> Adapted:
+def _on(base: Any, adapter: Adapter, training: bool, path: str) -> Any:
     if not isinstance(base, (Tensor, Packed)) or (wrong := adapter.unlike(base.shape)):
         wrong = wrong if isinstance(base, (Tensor, Packed)) else f"{_kind(base)}, with an adapter"
         raise ValueError(f"adapted: {path or 'it'} is {wrong}")

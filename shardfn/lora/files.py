@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardfn.checkpoint import folders
 from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop.functional import Functional, expect_functional
-from shardfn.lora.adapters import PARTS, Adapter, Kind, Recipe, is_adapter, kind_of
+from shardfn.lora.adapters import BARE, PARTS, Adapter, Kind, Recipe, is_adapter, kind_of, parameter_of, thin
 from shardfn.lora.init import described, values_of
-from shardfn.lora.targets import modules, named, other_names, patterned, refuse_several_homes, stage_of
+from shardfn.lora.targets import (
+    PARAMETERS,
+    SAVED,
+    Bias,
+    biases,
+    holder_of,
+    in_files,
+    inside,
+    modules,
+    named,
+    other_names,
+    parameters,
+    patterned,
+    refuse_parts,
+    refuse_several_homes,
+    stage_of,
+)
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of
 from shardfn.mesh.spec import dotted, joined
@@ -38,10 +55,11 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
 _INITS = (True, False, "gaussian", "eva", "orthogonal")  # others change the base
 _HARMLESS = {
-    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
-    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
-    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-    "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora", "eva_config", "loftq_config",
+    "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_alpha", "lora_dropout", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size",
+    "r", "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "use_dora",
+    "use_rslora",
 }  # fmt: skip
 
 
@@ -74,7 +92,7 @@ def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters:
         raise CheckpointError(f"{what}: ranks were given different paths or adapters")
     first = sorted(grids[0].ranks)[:1] if grids else None
     whole = unshard(adapters, ranks=first, to="cpu") if first else adapters
-    team.first(what, lambda: _write(path, _tensors(whole), text))
+    team.first(what, lambda: _write(path, _tensors(model, whole), text))
 
 
 def _config(model: Functional, adapters: Any) -> dict[str, Any]:
@@ -91,14 +109,22 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
     own: dict[str, Adapter] = {path: one for path, one in found.items() if is_adapter(one)}
     if not own:
         raise ValueError("lora.save_pretrained: there are no adapters")
-    _refuse_several_names(model, own)
     recipes = {path: one.recipe for path, one in own.items()}
+    kinds = {path: one.kind for path, one in recipes.items()}
+    adapted = set(itertools.starmap(holder_of, kinds.items()))
+    _refuse_several_names(model, adapted)
+    bare = {path for path, kind in kinds.items() if kind in BARE}
+    if bare and "conv1d" in kinds.values():
+        raise ValueError(
+            f"lora.save_pretrained: there are adapters of layers of the class Conv1D and of {min(bare)} by itself: "
+            f"peft has no configuration with both"
+        )
     rslora = _once("rslora", (one.rslora for one in recipes.values()))
     dora = _once("dora", (one.magnitude is not None for one in own.values()))
     dropout = _once("dropout", (one.dropout for one in recipes.values() if one.kind != "embedding"), 0.0)
     rank, ranks = _patterns({path: one.rank for path, one in recipes.items()})
     alpha, alphas = _patterns({path: _plain(one.alpha) for path, one in recipes.items()})
-    saved = sorted({path.rpartition(".")[0] for path in found if path not in own})
+    saved, bias = _copied(model, {path for path in found if path not in own}, adapted)
     module: Any = model.module
     return {
         "peft_type": "LORA",
@@ -111,13 +137,34 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
         "lora_dropout": dropout,
         "use_rslora": rslora,
         "use_dora": dora,
-        "target_modules": _targets(model, set(own), saved),
+        "target_modules": _targets(model, own.keys() - bare, saved),
+        "target_parameters": _bare_targets(model, bare),
         "modules_to_save": saved or None,
-        "fan_in_fan_out": any(one.kind == "conv1d" for one in recipes.values()),
-        "bias": "none",
+        "fan_in_fan_out": "conv1d" in kinds.values(),
+        "bias": bias,
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[list[str], Bias]:
+    """What `modules_to_save` and `bias` have to say of parameters that are replaced."""
+
+    def alone(path: str) -> bool:
+        holder, _, name = path.rpartition(".")
+        every = model.module.get_submodule(holder).named_parameters()
+        return name == "bias" and not copies.issuperset(joined(holder, one) for one, _ in every)
+
+    lone = set(filter(alone, copies))
+    saved = sorted({path.rpartition(".")[0] for path in copies - lone})
+    choices: tuple[Bias, ...] = ("none", "lora_only", "all")
+    for bias in choices:
+        if lone == set(biases(model, bias, adapted, saved)):
+            return saved, bias
+    raise ValueError(
+        f"lora.save_pretrained: there are copies of {listed(sorted(lone), 4)}: peft has none of the biases, those of "
+        f"adapted layers, or all"
+    )
 
 
 def _refuse_several_names(model: Functional, paths: Iterable[str]) -> None:
@@ -153,13 +200,24 @@ def _plain(x: float) -> float:
 
 def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[str] | str:
     """Names by which peft finds these modules, and no others: their last words if possible."""
-    every = [path for path, _ in model.module.named_modules() if path]
-    left = [path for path in every if not any(path == one or path.startswith(f"{one}.") for one in saved)]
+    if not paths:
+        return []
+    above = list(saved)
+    left = [path for path, _ in model.module.named_modules() if path and not inside(path, above)]
     for names in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
         said = named(names, "targets")
         if {path for path in left if said.matching(path)} == paths:
             return names
     return f"({'|'.join(re.escape(path) for path in sorted(paths))})"
+
+
+def _bare_targets(model: Functional, paths: set[str]) -> list[str] | None:
+    """Names by which peft finds these parameters, and no others."""
+    for names in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
+        said = named(names, PARAMETERS)
+        if {name for name in model.names if said.matching(name)} == paths:
+            return names or None
+    raise ValueError(f"lora.save_pretrained: peft has no names for {listed(sorted(paths), 4)} and no other parameters")
 
 
 def _task(name: str) -> str | None:
@@ -169,11 +227,16 @@ def _task(name: str) -> str | None:
     return "SEQ_2_SEQ_LM" if name.endswith("ForConditionalGeneration") else None
 
 
-def _tensors(adapters: Any) -> dict[str, Tensor]:
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(adapters)
+def _tensors(model: Functional, adapters: Any) -> dict[str, Tensor]:
+    """By their names in a file."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(adapters, is_leaf=is_adapter)
+    given = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
+    kinds = {path: one.recipe.kind for path, one in given.items() if is_adapter(one)}
+    names = in_files(model, kinds, given.keys() - kinds.keys())
     return {
-        PREFIX + dotted(accessor): leaf.detach().cpu().contiguous()
-        for accessor, leaf in zip(accessors, leaves, strict=True)
+        PREFIX + joined(names[path], dotted(accessor)): x.detach().cpu().contiguous()
+        for path, one in given.items()
+        for accessor, x in zip(*optree.tree_flatten_with_accessor(one)[:2], strict=True)
     }
 
 
@@ -252,44 +315,60 @@ def _read(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Te
     """Adapters, whole, and weights of the base that are in the file as well."""
     config = _configuration(folder / CONFIG)
     tensors = _stored(folder)
+    try:
+        return _understood(config, tensors, model)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _understood(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: Functional
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     there = {path: m for path, m in model.module.named_modules() if path}
+
+    def unwrapped(name: str) -> str:
+        return name if name in there or name in model.names else re.sub(r"\.base_layer(?=\.)", "", name)
+
+    saved = list(filter(named(config.get(SAVED) or (), SAVED).matching, there))
+    bare = parameters(model, named(config.get(PARAMETERS) or (), PARAMETERS), (), saved)
+    refuse_parts(bare, config.get("lora_dropout") or 0.0, bool(config.get("use_dora")))
+    paths = {name: path for path, name in in_files(model, bare).items()}
     found: dict[str, dict[str, Tensor]] = {}
-    copies: dict[str, Tensor] = {}
-    base: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
     for key, x in tensors.items():
         name = key.removeprefix(PREFIX)
         part = next((part for parts in PARTS.values() for part in parts if name.endswith(f".{part}")), None)
         if part is not None:
-            found.setdefault(name[: -len(part) - 1], {})[part] = x
-        elif name.endswith(".base_layer.weight"):
-            base[name.removesuffix(".base_layer.weight") + ".weight"] = x
-        else:
-            copies[name] = x
-    saved = named(config.get("modules_to_save") or (), "modules_to_save")
-    for name in [name for name in copies if not _inside(saved.matching, name)]:
-        base[name] = copies.pop(name)
-    lost = [name for name in (*copies, *base) if name not in model.names] + [
-        path for path in found if path not in there
+            path = name[: -len(part) - 1]
+            found.setdefault(paths.get(path) or unwrapped(path), {})[part] = x
+        elif not any(name.startswith((f"{one}.modules_to_save.", f"{one}.original_module.")) for one in saved):
+            others[unwrapped(name)] = x
+    lost = [name for name in others if name not in model.names] + [
+        path for path in found if path not in there and path not in bare
     ]
     if lost:
         raise CheckpointError(f"{type(model.module).__name__} has no {listed(lost, 4)}: it is of another model")
-    _check_complete(config, model, set(found))
-    try:
-        _refuse_several_names(model, found)
-        refuse_several_homes(model, [*found, *{path.rpartition(".")[0] for path in copies}])
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+    _check_complete(config, model, found.keys() - bare.keys(), saved)
+    kinds = {path: bare[path] if path in bare else _layer_kind(path, there[path]) for path in found}
+    adapted = set(itertools.starmap(holder_of, kinds.items()))
+    trained = biases(model, config.get("bias") or "none", adapted, saved)
+    if missing := [path for path in (*bare, *trained) if path not in found and path not in others]:
+        raise CheckpointError(f"its configuration names {listed(missing, 4)}, which has no tensors")
+    copies = {name: x for name, x in others.items() if name in trained or inside(name, saved)}
+    _refuse_several_names(model, adapted)
+    refuse_several_homes(model, [*adapted, *{path.rpartition(".")[0] for path in copies}])
     find, made = stage_of(model), dict[str, dict[str, Any]]()
     for path, parts in found.items():
         stage, name = find(path)
-        made.setdefault(stage, {})[name] = _adapter(config, path, there[path], parts)
+        weight = model.module.get_parameter(parameter_of(path, kinds[path]))
+        made.setdefault(stage, {})[name] = _adapter(config, path, kinds[path], weight, parts)
     for path, x in copies.items():
         stage, name = find(path)
-        own = there[path.rpartition(".")[0]]._parameters[path.rpartition(".")[2]]
-        if own is None or own.shape != x.shape:
+        own = model.module.get_parameter(path)
+        if own.shape != x.shape:
             raise CheckpointError(f"{path} has shape {list(x.shape)}, which the model's has not")
         made.setdefault(stage, {})[name] = x.to(torch.promote_types(own.dtype, torch.float32), copy=True)
-    return made, base
+    return made, {name: x for name, x in others.items() if name not in copies}
 
 
 def _configuration(file: Path) -> dict[str, Any]:
@@ -305,11 +384,7 @@ def _configuration(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from None
     if kind != "LORA":
         raise CheckpointError(f"{file} is of {kind!r}; there is LORA here")
-    strange = {
-        key: value
-        for key, value in config.items()
-        if key not in _HARMLESS and value and (key, value) != ("bias", "none")
-    }
+    strange = {key: value for key, value in config.items() if key not in _HARMLESS and value}
     if config.get("init_lora_weights", True) not in _INITS:
         strange["init_lora_weights"] = config["init_lora_weights"]
     if strange:
@@ -334,24 +409,18 @@ def _stored(folder: Path) -> dict[str, Tensor]:
     return reader.tensors
 
 
-def _inside(matching: Callable[[str], list[str]], name: str) -> bool:
-    """Whether a module above a parameter is among some."""
-    words = name.split(".")
-    return any(matching(".".join(words[:n])) for n in range(1, len(words)))
-
-
-def _check_complete(config: Mapping[str, Any], model: Functional, there: set[str]) -> None:
+def _check_complete(config: Mapping[str, Any], model: Functional, there: Set[str], saved: Iterable[str]) -> None:
     """Raises CheckpointError if there are no tensors for some of the modules that a configuration names."""
-    targets, every = config.get("target_modules"), [path for path, _ in model.module.named_modules() if path]
-    if not targets or config.get("layers_to_transform") is not None:
+    targets = config.get("target_modules") or ()
+    if not (targets or config.get(PARAMETERS)) or config.get("layers_to_transform") is not None:
         return
-    saved = named(config.get("modules_to_save") or (), "modules_to_save")
     without = named(config.get("exclude_modules") or (), "exclude_modules")
     if targets == "all-linear":
-        said = set(modules(model, targets, config.get("exclude_modules") or (), config.get("modules_to_save") or ()))
+        said = set(modules(model, targets, config.get("exclude_modules") or (), config.get(SAVED) or ()))
     else:
-        said = {path for path in every if named(targets, "target_modules").matching(path)}
-    said = {path for path in said if not without.matching(path) and not _inside(saved.matching, f"{path}.weight")}
+        every = (path for path, _ in model.module.named_modules() if path)
+        said = set(filter(named(targets, "target_modules").matching, every))
+    said = {path for path in said if not without.matching(path) and not inside(path, saved)}
     if said != there:
         lost, more = sorted(said - there), sorted(there - said)
         raise CheckpointError(
@@ -360,28 +429,28 @@ def _check_complete(config: Mapping[str, Any], model: Functional, there: set[str
         )
 
 
-def _adapter(config: Mapping[str, Any], path: str, m: Any, parts: Mapping[str, Tensor]) -> Adapter:
-    kind: Kind | None = kind_of(m)
+def _layer_kind(path: str, m: nn.Module) -> Kind:
+    kind = kind_of(m)
     if kind is None or m._parameters.get("weight") is None:
         raise CheckpointError(f"{path} is a {type(m).__name__}, which has no adapters here")
-    dora = bool(config.get("use_dora"))
-    wanted = PARTS[kind] if dora else PARTS[kind][:2]
+    return kind
+
+
+def _adapter(config: Mapping[str, Any], path: str, kind: Kind, weight: Tensor, parts: Mapping[str, Tensor]) -> Adapter:
+    wanted = PARTS[kind] if config.get("use_dora") else PARTS[kind][:2]
     if set(parts) != set(wanted):
         odd = sorted(set(parts) ^ set(wanted))[0]
         raise CheckpointError(f"{joined(path, odd)} is {'missing' if odd in wanted else 'there, and should not be'}")
     rank = patterned(config.get("rank_pattern") or {}, path, config["r"])
     alpha = patterned(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
     dropout = 0.0 if kind == "embedding" else config.get("lora_dropout") or 0.0
-    recipe = Recipe(kind, rank, alpha, bool(config.get("use_rslora")), dropout)
-    dtype = torch.promote_types(m.weight.dtype, torch.float32)
-    a, b, *magnitude = (parts[part].to(dtype, copy=True) for part in wanted)
-    made = Adapter(a, b, magnitude[0] if magnitude else None, recipe)
-    outputs = b.shape[0] if b.ndim == 2 else -1
-    if a.shape[:1] != (rank,) or b.shape[1:] != (rank,) or made.shape() != tuple(m.weight.shape):
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    values = [parts[part].to(dtype, copy=True) for part in wanted]
+    shapes = [tuple(x.shape) for x in values]
+    if shapes != thin(kind, weight.shape, rank)[: len(shapes)]:
         raise CheckpointError(
-            f"{path} has an adapter of shapes {list(a.shape)} and {list(b.shape)}; its weight has "
-            f"{list(m.weight.shape)}, and the rank is {rank}"
+            f"{path} has an adapter of shapes {' and '.join(str(list(shape)) for shape in shapes)}; its weight has "
+            f"{list(weight.shape)}, and the rank is {rank}"
         )
-    if magnitude and tuple(magnitude[0].shape) != (outputs,):
-        raise CheckpointError(f"{path} has {list(magnitude[0].shape)} magnitudes for {outputs} outputs")
-    return made
+    a, b, magnitude = (*values, None)[:3]
+    return Adapter(a, b, magnitude, Recipe(kind, rank, alpha, bool(config.get("use_rslora")), dropout))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -13,8 +14,22 @@ from torch import Tensor, nn
 
 from shardfn.interop.adapting import described as described_by
 from shardfn.interop.functional import Functional
-from shardfn.lora.adapters import Adapter, Kind, Recipe, norms
-from shardfn.lora.targets import ALL, Names, modules, named, patterned, saved_modules, stage_of
+from shardfn.lora.adapters import Adapter, Kind, Recipe, norms, parameter_of, thin
+from shardfn.lora.targets import (
+    ALL,
+    PARAMETERS,
+    Bias,
+    Names,
+    biases,
+    holder_of,
+    modules,
+    named,
+    parameters,
+    patterned,
+    refuse_parts,
+    saved_modules,
+    stage_of,
+)
 from shardfn.mesh.spec import dotted, joined
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import short_errors
@@ -37,6 +52,8 @@ def init(
     rank_pattern: Mapping[str, int] | None = None,
     alpha_pattern: Mapping[str, float] | None = None,
     modules_to_save: Names = (),
+    target_parameters: Iterable[str] = (),
+    bias: Bias = "none",
     fan_in_fan_out: bool | Names = False,
     params: Any = None,
     seed: int = 0,
@@ -62,10 +79,15 @@ def init(
         alpha_pattern: other alphas, likewise.
         modules_to_save: names of modules, or of parameters of your own functions, of which the adapters have trained
             copies that take their places. As peft does it takes any end of a path: "head" is "lm_head", too.
+        target_parameters: parameters of modules that are adapted by themselves, for each expert: ends of paths, such as
+            `["experts.gate_up_proj", "experts.down_proj"]`. With these, `targets` can be empty. They have no dropout
+            and no magnitudes, and take the sum in their places, which is as large as they are.
+        bias: of modules, whether the adapters have trained copies of biases: "none", "all" or, of modules with
+            adapters, "lora_only".
         fan_in_fan_out: of parameters of your own functions: which are `[inputs, outputs]`, as `x @ w` takes them; all,
             none, or names. Others are `[outputs, inputs]`, as `F.linear` takes them.
-        params: of `base`, where it is a model and their values are needed, by `dora` and `modules_to_save`; default:
-            `base.tree`.
+        params: of `base`, where it is a model and their values are needed, by `dora`, `modules_to_save` and `bias`;
+            default: `base.tree`.
         seed: any int; each adapter draws from a generator folded from it and the adapter's path.
 
     Returns:
@@ -89,7 +111,9 @@ def init(
     if isinstance(base, Functional):
         if fan_in_fan_out is not False:
             raise ValueError("lora.init: fan_in_fan_out= is for functions of your own: what modules are is known")
-        return _of_model(base, make, targets, exclude, modules_to_save, params)
+        return _of_model(base, make, targets, exclude, modules_to_save, target_parameters, bias, params)
+    if target_parameters or bias != "none":
+        raise ValueError("lora.init: target_parameters= and bias= are for modules: targets= names any parameters here")
     if params is not None:
         raise ValueError("lora.init: params= goes with a model; here the tree itself is the parameters")
     return _of_tree(base, make, targets, exclude, modules_to_save, fan_in_fan_out)
@@ -133,17 +157,16 @@ class _Make:
                 if not any(patterned({key: True}, path, False) for path in listed):
                     raise ValueError(f"lora: {argument}: nothing that gets an adapter matches {key!r}")
 
-    def adapter(self, path: str, kind: Kind, shape: Iterable[int], dtype: torch.dtype, value: Tensor | None) -> Adapter:
+    def adapter(self, path: str, kind: Kind, shape: Sequence[int], dtype: torch.dtype, value: Tensor | None) -> Adapter:
         """For the weight of a path."""
-        sizes = tuple(shape)
-        if len(sizes) != 2:
-            raise ValueError(f"lora: targets: {path} has shape {list(sizes)}; adapters are for matrices")
+        rank = patterned(self.ranks, path, self.rank)
+        if not (sizes := thin(kind, shape, rank)):
+            raise ValueError(f"lora: targets: {path} has shape {list(shape)}; adapters are for matrices")
         if not dtype.is_floating_point:
             raise ValueError(
                 f"lora: targets: {path} is {dtype}: adapters are for floating-point numbers, which "
                 f"quant.quantize keeps in few bits"
             )
-        rank = patterned(self.ranks, path, self.rank)
         recipe = Recipe(
             kind,
             rank,
@@ -151,14 +174,14 @@ class _Make:
             self.rslora,
             0.0 if kind == "embedding" else self.dropout,
         )
-        outputs, inputs = sizes if kind == "linear" else sizes[::-1]
         dtype = torch.promote_types(dtype, torch.float32)
         draw = torch.Generator("cpu").manual_seed(mixed(self.seed, path))
-        a, b = (torch.zeros(shape, dtype=dtype, device="cpu") for shape in ((rank, inputs), (outputs, rank)))
+        a, b = (torch.zeros(shape, dtype=dtype, device="cpu") for shape in sizes[:2])
         if kind == "embedding":
             b.normal_(generator=draw)
         else:
-            a.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=draw)
+            most = 1 / math.sqrt(a.shape[1])
+            a.uniform_(-most, most, generator=draw)
         if not self.dora or value is None:
             return Adapter(a, b, None, recipe)
         weight = value.detach().cpu()
@@ -169,19 +192,32 @@ class _Make:
 # --- of modules ---
 
 
-def _of_model(model: Functional, make: _Make, targets: Names, exclude: Names, saved: Names, params: Any) -> Any:
-    kinds = modules(model, targets, exclude, saved)
+def _of_model(
+    model: Functional,
+    make: _Make,
+    targets: Names,
+    exclude: Names,
+    saved: Names,
+    bare: Iterable[str],
+    bias: str,
+    params: Any,
+) -> Any:
+    said, own = named(bare, PARAMETERS), saved_modules(model, saved)
+    kinds = modules(model, targets, exclude, saved) if targets or not said.said else {}
+    alone = parameters(model, said, kinds, own)
+    said.check(model.names, "parameters")
+    refuse_parts(alone, make.dropout, make.dora)
+    kinds |= alone
     make.check(kinds)
-    copies = [
-        joined(path, name)
-        for path in saved_modules(model, saved)
-        for name, _ in model.module.get_submodule(path).named_parameters()
+    trained = biases(model, bias, itertools.starmap(holder_of, kinds.items()), own)
+    copies = trained + [
+        joined(path, name) for path in own for name, _ in model.module.get_submodule(path).named_parameters()
     ]
     wanted = [*copies, *(joined(path, "weight") for path in kinds if make.dora)]
     values = values_of(model, params, wanted)
     find, made = stage_of(model), dict[str, dict[str, Any]]()
     for path, kind in kinds.items():
-        weight: Any = model.module.get_submodule(path)._parameters["weight"]
+        weight = model.module.get_parameter(parameter_of(path, kind))
         stage, name = find(path)
         value = values.get(joined(path, "weight"))
         made.setdefault(stage, {})[name] = make.adapter(path, kind, weight.shape, weight.dtype, value)

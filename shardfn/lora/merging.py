@@ -13,10 +13,10 @@ from torch import Tensor
 
 from shardfn.compat import process_groups
 from shardfn.interop.functional import Functional, expect_functional
-from shardfn.lora.adapters import Adapter, is_adapter
+from shardfn.lora.adapters import BARE, Adapter, is_adapter, parameter_of
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of
-from shardfn.mesh.spec import dotted, joined
+from shardfn.mesh.spec import dotted
 from shardfn.quant.packed import dequantize, is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, Range, is_flat, is_stage, local_parameters, stage_shards
@@ -121,11 +121,13 @@ def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
     expect_functional("lora", model)
     made: dict[str, Any] = {}
     for path, one in found.items():
-        name = joined(path, "weight") if is_adapter(one) else path
+        name = parameter_of(path, one.recipe.kind) if is_adapter(one) else path
         if name not in model.names:
             raise ValueError(f"lora: there is no {name} in {type(model.module).__name__}, which an adapter could be of")
         canonical = model.names[name]
-        if is_adapter(one) and (wrong := one.misfit(model.module.get_submodule(path))):
+        holder, _, attribute = name.rpartition(".")
+        bare = attribute if is_adapter(one) and one.recipe.kind in BARE else None
+        if is_adapter(one) and (wrong := one.misfit(model.module.get_submodule(holder), bare)):
             raise ValueError(f"lora: {path} is {wrong}: are these adapters of another model?")
         holders = {
             id(model.module.get_submodule(alias.rpartition(".")[0])): alias for alias in _aliases(model, canonical)
@@ -214,11 +216,18 @@ def _changed(params: Any, given: Mapping[str, Any], change: Callable[[str, Range
 
 def _delta(adapter: Adapter, at: Range) -> Tensor:
     """Elements of the product, of which only the rows that have them are multiplied out."""
-    first, second = (adapter.b, adapter.a) if adapter.recipe.kind == "linear" else (adapter.a.mT, adapter.b.mT)
-    (top, left), (_, columns) = at.corner, at.shape
-    low, high = at.start // max(columns, 1), -(-at.stop // max(columns, 1))
-    rows = first[top + low : top + high] @ second[:, left : left + columns] * adapter.recipe.scale
-    return rows.reshape(-1)[at.start - low * columns : at.stop - low * columns]
+    if at.start >= at.stop:
+        return adapter.a.new_zeros(0)
+    first, second = (x if x.ndim == 3 else x[None] for x in adapter.factors())
+    few = 3 - len(at.shape)
+    (begin, top, left), (_, height, columns) = (0,) * few + (*at.corner,), (1,) * few + (*at.shape,)
+    low, high = at.start // columns, -(-at.stop // columns)
+    made = []
+    for i in range(low // height, -(-high // height)):
+        rows = slice(top + max(low - i * height, 0), top + min(high - i * height, height))
+        made.append(first[begin + i, rows] @ second[begin + i, :, left : left + columns])
+    found = torch.cat(made).reshape(-1) * adapter.recipe.scale
+    return found[at.start - low * columns : at.stop - low * columns]
 
 
 def _elements(whole: Tensor, at: Range) -> Tensor:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 from torch import nn
 
 from shardfn.interop.functional import Functional
-from shardfn.lora.adapters import Kind, kind_of
+from shardfn.lora.adapters import BARE, Kind, kind_of
+from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
 
 Names = str | Iterable[str]
 """A regular expression that matches a whole path, or ends of paths: `["q_proj", "mlp.down_proj"]`."""
-ALL, SAVED = "all-linear", "modules_to_save"
+ALL, SAVED, PARAMETERS = "all-linear", "modules_to_save", "target_parameters"
+Bias = Literal["none", "all", "lora_only"]
 
 
 class Said(NamedTuple):
@@ -103,9 +106,7 @@ def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> 
     own = tuple(saved_modules(model, saved))
 
     def left_out(path: str) -> bool:
-        return any(one.matching(path) for one in without) or any(
-            path == one or path.startswith(f"{one}.") for one in own
-        )
+        return any(one.matching(path) for one in without) or inside(path, own)
 
     if isinstance(targets, str) and targets.lower() == ALL:
         output = _output(model.module)
@@ -124,6 +125,115 @@ def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> 
         raise ValueError(f"lora: targets: {why}")
     refuse_several_homes(model, chosen)
     return {path: _kind(path, there[path]) for path in chosen}
+
+
+def parameters(model: Functional, said: Said, adapted: Iterable[str], saved: Iterable[str]) -> dict[str, Kind]:
+    """The parameters that are adapted by themselves, and their kinds.
+
+    Args:
+        model: whose parameters.
+        said: their names, as `target_parameters` of peft.
+        adapted: modules that have adapters.
+        saved: modules that are trained themselves.
+
+    Raises:
+        TypeError: a regular expression, which peft does not take here.
+        ValueError: parameters that peft cannot adapt, or that are adapted or trained otherwise.
+    """
+    if isinstance(said.said, str):
+        raise TypeError(f"lora: {PARAMETERS}={said.said!r}; it is a list of ends of paths, ['experts.down_proj'] say")
+    found, taken, own = dict[str, Kind](), set(adapted), list(saved)
+    for path, m in model.module.named_modules():
+        for name, p in m.named_parameters(recurse=False):
+            if not said.matching(full := joined(path, name)):
+                continue
+            found[full] = kind = kind_of(m, name) or "parameter"
+            if wrong := _unfit(path, kind, p.shape, taken, own):
+                raise ValueError(f"lora: {PARAMETERS}: {full} {wrong}")
+    refuse_several_homes(model, {path.rpartition(".")[0] for path in found})
+    return found
+
+
+def _unfit(holder: str, kind: Kind, shape: Sequence[int], taken: set[str], saved: Iterable[str]) -> str:
+    """Why a parameter of a module cannot be adapted by itself."""
+    if not holder:
+        return "belongs to the whole model, of which peft adapts no parameters"
+    if len(shape) not in (2, 3):
+        return f"has shape {list(shape)}; adapters are for matrices, and for one of each expert"
+    if kind == "turned_experts" and shape[0] == 1:
+        return f"has shape {list(shape)}: to one expert, with is_transposed, peft adds the product the wrong way round"
+    if holder in taken:
+        return "is of a layer that has an adapter: exclude= that, or leave this out"
+    if inside(holder, saved):
+        return "is of a module that is trained itself, by modules_to_save"
+    return ""
+
+
+def holder_of(path: str, kind: Kind) -> str:
+    """The module of which an adapter's path means a parameter."""
+    return path.rpartition(".")[0] if kind in BARE else path
+
+
+def refuse_parts(found: Iterable[str], dropout: float, dora: bool) -> None:
+    """Raises ValueError if there are parameters that are adapted by themselves, with what goes through layers alone."""
+    if (path := next(iter(found), None)) and (dropout or dora):
+        what = f"dropout={dropout}" if dropout else "dora=True"
+        raise ValueError(f"lora: {PARAMETERS}: {what} is of layers, and {path} is adapted by itself: it has none")
+
+
+def biases(model: Functional, bias: str, adapted: Iterable[str], saved: Iterable[str]) -> list[str]:
+    """The biases that are trained along.
+
+    Args:
+        model: whose parameters.
+        bias: all, those of modules with adapters, or none, as in peft.
+        adapted: modules with adapters.
+        saved: modules that are trained themselves.
+
+    Raises:
+        ValueError: another word; a bias that has several names.
+    """
+    if bias not in get_args(Bias):
+        raise ValueError(f"lora: bias={bias!r}; it is one of {', '.join(map(repr, get_args(Bias)))}")
+    if bias == "none":
+        return []
+    own, above = set(adapted), list(saved)
+    every = [name for name in model.names if name.rpartition(".")[2] == "bias"]
+    found = [
+        name
+        for name in every
+        if not inside(holder := name.rpartition(".")[0], above) and (bias == "all" or holder in own)
+    ]
+    several = Counter(model.names.values())
+    for name in found:
+        if several[model.names[name]] > 1:
+            others = [one for one in model.names if one != name and model.names[one] == model.names[name]]
+            raise ValueError(f"lora: bias={bias!r}: {name} is {listed(others)}, too, which would keep another copy")
+    return found
+
+
+def inside(path: str, modules: Iterable[str]) -> bool:
+    """Whether a path is that of one of some modules, or below it."""
+    return any(path == one or path.startswith(f"{one}.") for one in modules)
+
+
+def in_files(model: Functional, kinds: Mapping[str, Kind], copies: Iterable[str] = ()) -> dict[str, str]:
+    """What adapters, and parameters that are replaced, are called in peft's files, by their paths.
+
+    There a parameter is adapted by a wrapper around its module, and the next one by a wrapper around that.
+    """
+    wrappers = Counter(holder_of(path, kind) for path, kind in kinds.items())
+
+    def wrapped(path: str) -> str:
+        holder, _, name = path.rpartition(".")
+        return joined(wrapped(holder), *["base_layer"] * wrappers[holder], name) if path else ""
+
+    found = {path: wrapped(path) for path in (*kinds, *copies)}
+    for holder in wrappers:
+        names = [joined(holder, name) for name in model.module.get_submodule(holder)._parameters]
+        for depth, path in enumerate(reversed([name for name in names if kinds.get(name) in BARE])):
+            found[path] = joined(wrapped(holder), *["base_layer"] * depth)
+    return found
 
 
 def saved_modules(model: Functional, saved: Names) -> list[str]:

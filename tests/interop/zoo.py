@@ -295,6 +295,7 @@ def norms_in_float64() -> Iterator[None]:
 
     They stay so in this process, since modules run after the block: whoever compares enters it on all processes.
     """
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.mistral.modeling_mistral import MistralRMSNorm
     from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
@@ -310,7 +311,7 @@ def norms_in_float64() -> Iterator[None]:
         best, chosen = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
         return logits, best / best.sum(-1, keepdim=True), chosen
 
-    for kind in (LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, T5LayerNorm):
+    for kind in (GptOssRMSNorm, LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Qwen2RMSNorm, T5LayerNorm):
         kind.forward = forward  # type: ignore[method-assign]
     MixtralTopKRouter.forward = routed  # type: ignore[method-assign]
     yield

@@ -18,14 +18,19 @@ Named = dict[str, Tensor]
 
 
 def summed(weight: Tensor, adapter: lora.Adapter) -> Tensor:
-    """The whole matrix."""
+    """The whole matrix, or one for each expert."""
     recipe = adapter.recipe
-    own = weight if recipe.kind == "linear" else weight.T
     scale = recipe.alpha / (recipe.rank**0.5 if recipe.rslora else recipe.rank)
+    if recipe.kind in ("experts", "turned_experts"):
+        a = adapter.a.reshape(len(weight), -1, adapter.a.shape[1])
+        b = adapter.b.reshape(adapter.b.shape[0], -1, len(weight))
+        return weight + scale * torch.einsum(f"ore,eri->{'eoi' if recipe.kind == 'experts' else 'eio'}", b, a)
+    turned = recipe.kind in ("conv1d", "embedding")
+    own = weight.T if turned else weight
     found = own + scale * adapter.b @ adapter.a
     if adapter.magnitude is not None:
         found = found * (adapter.magnitude / torch.linalg.norm(found.detach(), dim=1))[:, None]
-    return found if recipe.kind == "linear" else found.T
+    return found.T if turned else found
 
 
 def weights(base: Named, names: dict[str, str], adapters: Any) -> Named:
@@ -34,10 +39,9 @@ def weights(base: Named, names: dict[str, str], adapters: Any) -> Named:
     for stage, part in adapters.items():
         for name, one in part.items():
             path = joined(stage, name)
-            if isinstance(one, lora.Adapter):
-                found[f"{path}.weight"] = summed(found[f"{path}.weight"], one)
-            else:
-                found[path] = one
+            adapted = isinstance(one, lora.Adapter)
+            path = f"{path}.weight" if adapted and path not in found else path
+            found[path] = summed(found[path], one) if adapted else one
     return found
 
 

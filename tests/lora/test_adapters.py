@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, lora, quant
 from shardfn.checkpoint.team import CheckpointError
-from shardfn.lora import files
-from shardfn.lora.adapters import PARTS
+from shardfn.lora import files, merging
+from shardfn.lora.adapters import BARE, PARTS, thin
+from shardfn.shards.layout import Range
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.lora import dense
@@ -84,6 +86,22 @@ def test_what_is_computed_is_that_of_the_sum(op: str, kind: Any, dora: bool) -> 
     got = torch.func.grad_and_value(run)(adapter, lambda w, a: a.on(w, training=True))
     want = torch.func.grad_and_value(run)(adapter, dense.summed)
     assert distance(got, want) < 1e-12, op
+
+
+@given(st.data(), st.sampled_from([*PARTS]))
+@settings(max_examples=120, deadline=None)
+def test_elements_of_a_product_are_those_of_the_whole(data: st.DataObject, kind: Any) -> None:
+    shape = (3, 5, 4) if "experts" in kind else (5, 4)
+    draw, (a, b, *_) = drawn(1), thin(kind, shape, 2)
+    adapter = lora.Adapter(draw(*a), draw(*b), None, lora.Recipe(kind, 2, 3.0))
+    assert adapter.unlike(shape) == ""
+    whole = dense.summed(torch.zeros(shape, dtype=torch.float64), adapter)
+    assert distance(adapter.on(torch.zeros_like(whole), True) if kind in BARE else whole, whole) < 1e-14
+    sizes = [data.draw(st.integers(1, n)) for n in shape]
+    corner = [data.draw(st.integers(0, n - size)) for n, size in zip(shape, sizes, strict=True)]
+    start = data.draw(st.integers(0, math.prod(sizes)))
+    at = Range("w", start, data.draw(st.integers(start, math.prod(sizes))), (*sizes,), (*corner,))
+    assert distance(merging._delta(adapter, at), merging._elements(whole, at)) < 1e-14
 
 
 def test_padding_has_no_gradient_in_the_table_of_an_adapter() -> None:
@@ -437,6 +455,7 @@ def refused(folder: str) -> dict[str, str]:
         heads.module.train(training)
         on = lora.init(heads, ["out_proj"], 2)
         found[f"heads, {training}"] = said(lambda on=on: heads(heads.tree, torch.ones(2, 3, 8), adapters=on))
+    found |= on_parameters(folder)
     meta = interop.functional(_meta(), small=512)
     found["no values"] = said(lambda: lora.init(meta, ["q_proj"], 2, dora=True))
     found["some with dora"] = said(
@@ -455,6 +474,48 @@ def refused(folder: str) -> dict[str, str]:
     both, whole = packed | {"b": torch.ones(3)}, {"w": torch.ones(16, 16), "b": torch.ones(3)}
     found["optimizer, some"] = said(lambda: opt.step(both, whole, opt.init(both)))
     return found | broken(folder, model, mesh)
+
+
+def on_parameters(folder: str) -> dict[str, str]:
+    """Parameters by themselves, and biases, that cannot be adapted, trained or kept."""
+    experts, gpt2, tied = (interop.functional(zoo.build(name), small=512) for name in ("mixtral", "gpt2", "bert_mlm"))
+    names, batch = ["gate_up_proj", "down_proj"], zoo.ZOO["mixtral"].batch()
+
+    def init(targets: Any = (), base: Any = experts, target_parameters: Any = names, **more: Any) -> Any:
+        return lora.init(base, targets, 2, target_parameters=target_parameters, **more)
+
+    found = {
+        "parameters, nothing": said(lambda: init(target_parameters=["up_proj"])),
+        "parameters, regex": said(lambda: init(target_parameters="gate_up_proj")),
+        "parameters, layer": said(lambda: init(["q_proj"], target_parameters=["q_proj.weight"])),
+        "parameters, vector": said(lambda: init(target_parameters=["norm.weight"])),
+        "parameters, root": said(lambda: init(target_parameters=["weight"], base=interop.functional(nn.Linear(2, 2)))),
+        "parameters, dropout": said(lambda: init(["q_proj"], dropout=0.1)),
+        "parameters, dora": said(lambda: init(dora=True)),
+        "parameters, saved": said(lambda: init(modules_to_save=["mlp.experts"])),
+        "parameters, tree": said(lambda: init(["w"], base={"w": torch.ones(2, 2)})),
+        "bias, tree": said(lambda: init(["w"], {"w": torch.ones(2, 2)}, (), bias="all")),
+        "bias, word": said(lambda: init(["c_attn"], gpt2, (), bias="some")),
+        "bias, tied": said(lambda: init(["query"], tied, (), bias="all")),
+    }
+    some = init(["c_attn"], gpt2, (), bias="all")
+    some["transformer.h.0"].pop("mlp.c_fc.bias")
+    found["bias, some"] = said(lambda: lora.save_pretrained(folder, gpt2, some))
+    both = init(["c_attn"], gpt2, ["wpe.weight"])
+    found["parameters, conv1d"] = said(lambda: lora.save_pretrained(folder, gpt2, both))
+    stage, part = next((stage, part) for stage, part in init(["q_proj"]).items() if stage.endswith("1"))
+    one, layer = part["mlp.experts.gate_up_proj"], part["self_attn.q_proj"]
+    for name, path, wrong in (
+        ("rank", "mlp.experts.gate_up_proj", lora.Adapter(one.a, one.b, None, lora.Recipe("experts", 4, 8))),
+        ("turned", "mlp.experts.gate_up_proj", lora.Adapter(one.a, one.b, None, lora.Recipe("turned_experts", 2, 8))),
+        ("magnitude", "mlp.experts.gate_up_proj", lora.Adapter(one.a, one.b, torch.ones(48), one.recipe)),
+        ("of a layer", "mlp.experts.gate_up_proj", layer),
+        ("on a layer", "self_attn.q_proj", one),
+    ):
+        each = {stage: {path: wrong}}
+        found[f"parameters, {name}"] = said(lambda each=each: experts(experts.tree, adapters=each, **batch))
+        found[f"parameters, merged, {name}"] = said(lambda each=each: lora.merge(experts.tree, each, experts))
+    return found
 
 
 def _meta() -> nn.Module:
@@ -487,7 +548,7 @@ def broken(folder: str, model: Any, mesh: Any) -> dict[str, str]:
     found["load, no folder"] = said_of(Path(folder) / "nowhere")
     changed("other kind", {"peft_type": "IA3"})
     changed("unknown", {"use_qalora": True})
-    changed("bias", {"bias": "all"})
+    changed("bias", {"bias": "some"})
     changed("pissa", {"init_lora_weights": "pissa"})
     changed("other rank", {"r": 3})
     changed("dora", {"use_dora": True})
@@ -508,6 +569,16 @@ def broken(folder: str, model: Any, mesh: Any) -> dict[str, str]:
         (good / "adapter_model.safetensors").write_bytes(b"no tensors")
     torch.distributed.barrier()
     found["load, damaged"] = said_of(good)
+
+    good, model = Path(folder) / "experts", interop.functional(zoo.build("mixtral"), small=512)
+    adapters = lora.init(model, ["q_proj"], 2, target_parameters=["gate_up_proj", "down_proj"])
+    lora.save_pretrained(good, model, adapters)
+    changed("parameters, half", tensors=lambda x: {k: v for k, v in x.items() if ".base_layer." not in k})
+    changed("parameters, none", {"target_parameters": None})
+    changed("parameters, other", {"target_parameters": ["down_proj"]})
+    changed("parameters, no list", {"target_parameters": "down_proj"})
+    changed("parameters, dropout", {"lora_dropout": 0.1})
+    changed("parameters, rank", {"r": 4})
     return found
 
 
@@ -572,6 +643,30 @@ SAID: dict[str, tuple[str, ...]] = {
     "tensor": ("ValueError", "cut by tensor=", "without tensor="),
     "heads, True": ("TypeError", "multi_head_attention_forward, which is not among what adapters know"),
     "heads, False": ("TypeError", "multi_head_attention_forward, which is not among what adapters know"),
+    "parameters, nothing": ("ValueError", "target_parameters: nothing matches 'up_proj'", "gate_up_proj"),
+    "parameters, regex": ("TypeError", "target_parameters='gate_up_proj'; it is a list"),
+    "parameters, layer": ("ValueError", "q_proj.weight is of a layer that has an adapter"),
+    "parameters, vector": ("ValueError", "norm.weight has shape [32]", "one of each expert"),
+    "parameters, root": ("ValueError", "weight belongs to the whole model"),
+    "parameters, dropout": ("ValueError", "dropout=0.1 is of layers", "gate_up_proj is adapted by itself"),
+    "parameters, dora": ("ValueError", "dora=True is of layers", "gate_up_proj is adapted by itself"),
+    "parameters, saved": ("ValueError", "gate_up_proj is of a module that is trained itself"),
+    "parameters, tree": ("ValueError", "target_parameters= and bias= are for modules"),
+    "parameters, conv1d": ("ValueError", "class Conv1D and of transformer.wpe.weight by itself", "peft"),
+    "parameters, rank": ("ValueError", "gate_up_proj is of shape [4, 48, 32], and its adapter for [2, 48, 32]"),
+    "parameters, turned": ("ValueError", "gate_up_proj is a parameter of kind 'experts'", "'turned_experts'"),
+    "parameters, magnitude": ("ValueError", "has parts of (8, 32), (48, 8), (48,)"),
+    "parameters, of a layer": ("ValueError", "gate_up_proj is a parameter of kind 'experts'", "'linear'"),
+    "parameters, on a layer": ("ValueError", "q_proj is a Linear, and its adapter is for weights of kind 'experts'"),
+    "parameters, merged, rank": ("ValueError", "is of shape [4, 48, 32], and its adapter for [2, 48, 32]"),
+    "parameters, merged, turned": ("ValueError", "gate_up_proj is a parameter of kind 'experts'", "'turned_experts'"),
+    "parameters, merged, magnitude": ("ValueError", "has parts of (8, 32), (48, 8), (48,)"),
+    "parameters, merged, of a layer": ("ValueError", "there is no model.layers.1.mlp.experts.gate_up_proj.weight in"),
+    "parameters, merged, on a layer": ("ValueError", "there is no model.layers.1.self_attn.q_proj in"),
+    "bias, tree": ("ValueError", "target_parameters= and bias= are for modules"),
+    "bias, word": ("ValueError", "bias='some'; it is one of 'none', 'all', 'lora_only'"),
+    "bias, tied": ("ValueError", "bias='all': cls.predictions.bias is cls.predictions.decoder.bias, too"),
+    "bias, some": ("ValueError", "there are copies of", "those of adapted layers, or all"),
     "no values": ("ValueError", "has no values yet", "params="),
     "some with dora": ("ValueError", "dora=False", "dora=True", "peft has one"),
     "optimizer, whole": ("ValueError", "nothing to train: w is in few bits", "lora.init"),
@@ -580,7 +675,7 @@ SAID: dict[str, tuple[str, ...]] = {
     "load, no folder": ("CheckpointError", "adapter_config.json cannot be read"),
     "load, other kind": ("CheckpointError", "'IA3'"),
     "load, unknown": ("CheckpointError", "use_qalora=True", "not known here"),
-    "load, bias": ("CheckpointError", "bias='all'"),
+    "load, bias": ("CheckpointError", "bias='some'; it is one of 'none', 'all', 'lora_only'"),
     "load, pissa": ("CheckpointError", "init_lora_weights='pissa'"),
     "load, other rank": ("CheckpointError", "the rank is 3"),
     "load, dora": ("CheckpointError", "lora_magnitude_vector is missing"),
@@ -590,6 +685,12 @@ SAID: dict[str, tuple[str, ...]] = {
     "load, other name": ("CheckpointError", "has no", "query", "another model"),
     "load, other shape": ("CheckpointError", "shapes [2, 1] and [32, 2]"),
     "load, base": ("CheckpointError", "another model.embed_tokens.weight of the base"),
+    "load, parameters, half": ("CheckpointError", "experts.gate_up_proj", "which has no tensors"),
+    "load, parameters, none": ("CheckpointError", "MixtralForCausalLM has no model.layers.0.mlp.experts.base_layer"),
+    "load, parameters, other": ("CheckpointError", "has no model.layers.0.mlp.experts.base_layer"),
+    "load, parameters, no list": ("CheckpointError", "target_parameters='down_proj'; it is a list"),
+    "load, parameters, dropout": ("CheckpointError", "dropout=0.1 is of layers"),
+    "load, parameters, rank": ("CheckpointError", "gate_up_proj has", "[8, 32] and [48, 8]", "the rank is 4"),
     "save, to a file": ("ValueError", "there are no adapters"),
     "save, below a file": ("CheckpointError", "rank 0: NotADirectoryError"),
     "save, elsewhere": ("CheckpointError", "different paths"),

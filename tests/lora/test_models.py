@@ -35,6 +35,12 @@ CASES: dict[str, tuple[str, Any, Kind]] = {
     "dora": ("gpt2", ["c_attn", "mlp.c_proj"], {"dora": True}),
     "torch": ("encoder", ["linear1", "linear2"], {}),
     "encoder": ("t5", ["q", "wo"], {"exclude": ["0.layer.0.SelfAttention.q"]}),
+    "experts": (
+        "mixtral",
+        ["q_proj"],
+        {"target_parameters": ["gate.weight", "gate_up_proj", "experts.down_proj"]},
+    ),
+    "biases": ("gpt2", ["c_attn"], {"bias": "all", "modules_to_save": ["1.ln_1"]}),
 }
 
 
@@ -207,10 +213,10 @@ def merged(name: str, few_bits: bool, strategy: str, folder: str) -> list[float]
     path = f"{folder}/{name}"
     interop.save_pretrained(path, case.model, made)
     kind: Any = type(case.module)
-    again = kind.from_pretrained(path, attn_implementation="eager").double().eval()
+    again = kind.from_pretrained(path, config=case.module.config).double().eval()
     total, count = zoo.ZOO[case.name].loss(again(**case.batch), case.batch)
     found.append(distance(total / count, case.reference(case.adapters, case.batch)))
-    if name == "linear":
+    if name in ("linear", "experts"):
         back = case.model.state_dict(lora.unmerge(made, adapters, case.model))
         found.append(distance(back, {alias: case.whole[key] for alias, key in case.model.names.items()}))
     return found
@@ -223,6 +229,8 @@ def test_merged_parameters_need_no_adapters(world: World, tmp_path: Path) -> Non
         ("linear", True, "full_shard"),
         ("dora", True, "full_shard"),
         ("saved", False, "hpz"),
+        ("experts", True, "full_shard"),
+        ("biases", True, "full_shard"),
     ):
         for found in world.run(merged, name, few_bits, strategy, str(tmp_path)):
             assert max(found) < 1e-12, name

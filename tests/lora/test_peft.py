@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import warnings
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, interop, lora, quant
+from shardfn.lora import files
 from shardfn.mesh.spec import joined
 from shardfn.quant import bitsandbytes
 from shardfn.testing import World
@@ -42,7 +44,73 @@ CONFIGS: dict[str, tuple[str, Kind]] = {
     "ends of names": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["layernorm", "head"]}),
     "tied": ("llama_tied", {"target_modules": ["embed_tokens", "v_proj"]}),
     "own": ("joint", {"target_modules": r"blocks\.\d\.0"}),
+    "experts": ("mixtral", {"target_modules": "all-linear"}),
+    "turned experts": (
+        "gpt_oss",
+        {
+            "target_modules": ["q_proj", "o_proj"], "target_parameters": ["experts.down_proj", "experts.gate_up_proj"],
+            "bias": "lora_only", "use_rslora": True, "rank_pattern": {"0.mlp.experts.gate_up_proj": 3},
+        },
+    ),
+    "parameters alone": (
+        "gpt_oss",
+        {
+            "target_modules": [], "target_parameters": ["1.mlp.experts.down_proj", "router.weight", "lm_head.weight"],
+            "bias": "lora_only", "alpha_pattern": {"lm_head.weight": 3},
+        },
+    ),
+    "biases": ("gpt2", {"target_modules": ["c_attn", "wte"], "bias": "all", "modules_to_save": ["ln_f"]}),
+    "biases of layers": ("bert", {"target_modules": ["query", "intermediate.dense"], "bias": "lora_only"}),
+    "parameters above layers": (
+        "banks", {"target_modules": ["inner"], "target_parameters": ["mixed", "first.up"], "bias": "all"}
+    ),
+    "all biases": ("gpt_oss", {"target_modules": ["q_proj"], "target_parameters": ["router.weight"], "bias": "all"}),
 }  # fmt: skip
+
+
+def gpt_oss() -> Any:
+    tr = zoo._transformers()
+    config = tr.GptOssConfig(
+        vocab_size=zoo.VOCABULARY, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, attn_implementation="eager",
+        use_cache=False, experts_implementation="eager", layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+    return tr.GptOssForCausalLM(config)
+
+
+class Bank(nn.Module):
+    """Parameters of its own, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.up, self.mixed = (nn.Parameter(torch.randn(*shape) / 4) for shape in ((8, 8), (3, 8, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.outer(torch.tanh(self.inner(x)) @ self.mixed.sum(0)) + x @ self.up.tanh()
+        return found
+
+
+class Banks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Bank(), Bank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(self.first(x))
+        return found
+
+
+FAMILIES = zoo.ZOO | {
+    "gpt_oss": zoo.Case(gpt_oss, zoo.text, zoo.next_tokens),
+    "banks": zoo.Case(Banks, lambda: {"x": zoo.numbers(8)}, zoo.squared),
+}
+
+
+def build(kind: str) -> Any:
+    torch.manual_seed(0)
+    with zoo.norms_in_float64():
+        return FAMILIES[kind].make().double()
 
 
 def library() -> Any:
@@ -65,47 +133,86 @@ def injected(module: Any, config: Kind, **more: Any) -> Any:
 def ours(config: Kind, model: Any) -> Any:
     names = {
         "use_dora": "dora", "use_rslora": "rslora", "lora_dropout": "dropout", "exclude_modules": "exclude",
-        "rank_pattern": "rank_pattern", "alpha_pattern": "alpha_pattern", "modules_to_save": "modules_to_save",
     }  # fmt: skip
-    more = {names[key]: x for key, x in config.items() if key != "target_modules"}
+    more = {names.get(key, key): x for key, x in config.items() if key != "target_modules"}
     return lora.init(model, config["target_modules"], 4, alpha=8, **more)
 
 
 def output(module: Any, batch: Any) -> Tensor:
     """Of a module, or of what `functional` made."""
     out = module(**batch)
-    return out if isinstance(out, Tensor) else out.logits
+    return out if isinstance(out, Tensor) else out[0]
+
+
+def meant(config: Kind, theirs: Any) -> Kind:
+    """A configuration in which peft said by itself which parameters of a mixture of experts it means."""
+    names = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
+    made = theirs.peft_config["default"]
+    return config if made.target_parameters is None else config | {name: getattr(made, name) for name in names}
 
 
 def both_ways(name: str, folder: str) -> dict[str, float]:
     """peft's files are read here, give what they give there, and come back as they were."""
     kind, config = CONFIGS[name]
-    path, mesh, rank = Path(folder) / name, mesh_of(shard=-1), dist.get_rank()
-    batch = zoo.ZOO[kind].batch()
-    theirs = injected(zoo.build(kind), config)
+    path, mesh, rank = Path(folder) / f"{name} {dist.get_world_size()}", mesh_of(shard=-1), dist.get_rank()
+    batch = FAMILIES[kind].batch()
+    theirs = injected(build(kind), config)
+    _moved(theirs)
     if rank == 0:
         quiet(theirs.save_pretrained, path / "theirs")
     dist.barrier()
-    model = interop.functional(zoo.build(kind), small=512)
+    model = interop.functional(build(kind), small=512)
     model.module.eval()
     params = sf.shard(model.tree, mesh, sf.full_shard("shard"), frozen=model.frozen)
     adapters = lora.load(path / "theirs", model, mesh, sf.ddp("shard"), params=params)
     want, found = output(theirs, batch), {}
-    found["read"] = distance(_out(model, params, adapters, batch), want)
-    new = ours(config, model)
+    found["read"] = distance(_out(model, params, adapters, batch), want.detach())
+    found["gradients"] = distance(*_gradients(kind, model, params, adapters, theirs), floor=1e-3)
+    new = ours(meant(config, theirs), model)
     assert {k: sorted(part) for k, part in sf.unshard(adapters).items()} == {k: sorted(part) for k, part in new.items()}
     assert _recipes(sf.unshard(adapters)) == _recipes(new)
 
     cut = sf.shard(optree.tree_map(lambda x: x * 1.5, sf.unshard(adapters)), mesh, sf.full_shard("shard"))
     lora.save_pretrained(path / "ours", model, cut)
-    again = quiet(library().PeftModel.from_pretrained, zoo.build(kind), path / "ours").double().eval()
+    again = quiet(library().PeftModel.from_pretrained, build(kind), path / "ours").double().eval()
     found["written"] = distance(_out(model, params, cut, batch), output(again, batch))
     back = lora.load(path / "ours", model, mesh, sf.ddp("shard"))
     found["read again"] = distance(sf.unshard(back), sf.unshard(cut))
     assert sorted(file.name for file in (path / "ours").iterdir()) == [
         "adapter_config.json", "adapter_model.safetensors",
     ]  # fmt: skip
+    written = [json.loads((path / one / "adapter_config.json").read_text()) for one in ("ours", "theirs")]
+    assert written[0]["bias"] == written[1]["bias"]
     return found
+
+
+def _moved(theirs: Any) -> None:
+    """What is trained has other numbers than the base."""
+    draw = torch.Generator().manual_seed(4)
+    for name, p in theirs.named_parameters():
+        if p.requires_grad and "lora_" not in name:
+            p.data += torch.randn(p.shape, generator=draw, dtype=p.dtype) / 4
+
+
+def _gradients(kind: str, model: Any, params: Any, adapters: Any, theirs: Any) -> tuple[Any, Any]:
+    """By their names in a file, here and there."""
+    batch, loss = FAMILIES[kind].batch(), FAMILIES[kind].loss
+
+    def mine(adapters: Any, batch: Any) -> Tensor:
+        total, count = loss(model(params, adapters=adapters, **batch), batch)
+        return sf.psum(total, "shard") / sf.psum(count, "shard")
+
+    step = sf.shard_map(sf.grad(mine), mesh=mesh_of(shard=-1), in_specs=(..., P("shard")), out_specs=...)
+    rows = {k: x.chunk(dist.get_world_size())[dist.get_rank()] for k, x in batch.items()}
+    found = files._tensors(model, sf.unshard(step(adapters, rows)))
+    total, count = loss(theirs(**batch), batch)
+    (total / count).backward()
+    want = {}
+    for name, p in theirs.named_parameters():
+        if p.requires_grad and ".original_module." not in name:
+            name = re.sub(r"\.modules_to_save\.default|\.default(\.weight$)?", lambda m: m[1] or "", name)
+            want[name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")] = p.grad
+    return found, want
 
 
 def _out(model: Any, params: Any, adapters: Any, batch: Any) -> Tensor:
@@ -126,6 +233,13 @@ def test_adapters_go_to_peft_and_come_from_it(world: World, tmp_path: Path) -> N
     for name in CONFIGS:
         for found in world.run(both_ways, name, str(tmp_path)):
             assert {key: x for key, x in found.items() if not x < 1e-12} == {}, name
+
+
+@pytest.mark.world(1, "processes")
+def test_parameters_and_biases_are_those_of_peft_on_one_rank(world: World, tmp_path: Path) -> None:
+    for name in ("experts", "turned experts", "parameters alone", "parameters above layers", "biases"):
+        (found,) = world.run(both_ways, name, str(tmp_path))
+        assert {key: x for key, x in found.items() if not x < 1e-12} == {}, name
 
 
 # --- a module that peft changed ---
