@@ -170,7 +170,7 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
             f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
             f"before, and let shardfn.shard cut the parameters"
         )
-    if not _is_plain(type(p)):
+    if not _is_plain(type(p)) and not isinstance(p, nn.parameter.UninitializedParameter):  # below
         raise TypeError(
             f"functional: {name} of {where} is of class {type(p).__name__}, whose operations are its own: what stages "
             f"compute with are plain tensors. Pass the module with plain parameters; what few bits mean here, "

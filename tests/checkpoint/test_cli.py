@@ -282,7 +282,7 @@ def test_verify_wants_parts_that_make_up_tensors(
     path = Path(shutil.copytree(made[4], tmp_path / "one"))
     manifest = read_manifest(path)
     first, second, *_ = manifest.chunks["model.table"]
-    manifest.chunks["model.table"][1] = Chunk(first.box, *list(vars(second).values())[1:])
+    manifest.chunks["model.table"][0] = Chunk(second.box, *list(vars(first).values())[1:])
     manifest.chunks["whole.scalar"] = []
     write_manifest(path, manifest)
     status, (found,) = told(capsys, "verify", path)

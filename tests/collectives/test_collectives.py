@@ -307,7 +307,7 @@ class TestWire:
         sent: list[int] = []
 
         def arrive(works: Any, what: Any, group: Any) -> None:
-            sent.append(len(works.result()))
+            sent.append(len(works.works.result()))
             kept(works, what, group)
 
         kept, messages._arrive = messages._arrive, arrive

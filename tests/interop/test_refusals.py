@@ -329,11 +329,11 @@ ONCE: dict[str, tuple[str, ...]] = {
     ),
     "a later layer": (
         "RuntimeError",
-        "blocks got other parameters or modules after functional()",
+        "blocks.0 got other parameters or modules after functional()",
         "before it is taken",
     ),
     "no later layer": ("nothing was said",),
-    "a layer after a call": ("RuntimeError", "blocks got other parameters or modules after functional()"),
+    "a layer after a call": ("RuntimeError", "blocks.0 got other parameters or modules after functional()"),
     "the function, copied": ("TypeError", "cannot be copied or pickled"),
     "no parameters": ("TypeError", "a dict of stages", "not of type Tensor", "model(params, ...)"),
     "for torch.optim": ("RuntimeError", "gets no gradient here", "sf.value_and_grad"),

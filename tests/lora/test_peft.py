@@ -408,8 +408,7 @@ def test_a_module_in_which_peft_adapts_parameters_of_experts_is_what_it_is_alone
     x, alone = zoo.numbers(4), adapted_experts()
     alone(x).square().sum().backward()
     model = interop.functional(adapted_experts(), small=small, remat=remat)
-    mesh = sf.make_mesh(shard=1, device="cpu")
-    params = model.shard(mesh, sf.full_shard("shard"))
+    params = model.tree
     for _ in range(2):
         named = model.state_dict(sf.grad(lambda p: model(p, x).square().sum())(params))
         for name, p in alone.named_parameters():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardfn as sf
-from shardfn.testing import World
+from shardfn.testing import World, world
 from tests.refusals import told
 from tests.run.toy import Rows, begin, block, mesh_here, step_of
 
@@ -144,12 +144,16 @@ def test_what_does_not_happen_again_is_said(tmp_path: Path) -> None:
     assert sf.checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
 
 
-def test_what_is_not_finite_is_said_also_where_its_batches_do_not_come_again(tmp_path: Path) -> None:
+def from_a_generator(folder: Path) -> str:
     def step(state: int, n: Tensor) -> Any:
         return state, {"loss": torch.nan if n == 3 else 1.0}
 
     loader = sf.run.checked((torch.tensor([n]) for n in range(9)), sf.make_mesh(device="cpu", data=1), ())
-    message = told(lambda: sf.run.loop(step, 0, loader, steps=9, save=tmp_path, every=2, report=[]))
+    return told(lambda: sf.run.loop(step, 0, loader, steps=9, save=folder, every=2, report=[]))
+
+
+def test_what_is_not_finite_is_said_also_where_its_batches_do_not_come_again(tmp_path: Path) -> None:
+    (message,) = world(1, "alone").run(from_a_generator, tmp_path)
     assert "FloatingPointError: sf.run.loop: not finite at step 4 (rank 0: loss is nan)" in message
     assert "with each stage watched: that failed, by ValueError: sf.run.checked: the loader is a generator" in message
 
