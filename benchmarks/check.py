@@ -131,13 +131,22 @@ def measured(crew: Crew, rounds: int, steps: int) -> tuple[dict[str, dict[str, f
     return medians, ratios
 
 
+def peaks_in_turn(crew: Crew, rounds: int) -> dict[str, float]:
+    """The median over the rounds of the most memory that a rank takes in a first call."""
+    found: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for number in range(rounds):
+        for mode in list(MODES)[:: 1 if number % 2 else -1]:
+            found[mode].append(max(crew.turn("peak", MODES[mode])))
+    return {mode: statistics.median(some) for mode, some in found.items()}
+
+
 def of_ranks(ranks: int, config: Config, rounds: int, steps: int) -> tuple[list[dict[str, Any]], list[Goal]]:
     """The rows and the goals for one number of ranks."""
     with Crew(ranks, built, config) as crew:
         medians, ratios = measured(crew, rounds, steps)
+        peaks = peaks_in_turn(crew, rounds)
         calls = {mode: max(crew.turn("calls", check)) for mode, check in MODES.items()}
-        differ = sum(crew.turn("apart"))
-        peaks = {mode: max(crew.turn("peak", check)) for mode, check in MODES.items()}
+        differ = sum(crew.turn("apart"))  # whose two models more stay in memory for a while
     more = peaks["check=True"] / peaks["check=False"]
     rows = [
         {
