@@ -46,7 +46,7 @@ class Returned:
         self.signature, self.plan, self.parameters, self.decoding = signature, plan, parameters, decoding
         self.at, self.held, self.looked = _at(parameters), held, looked
         self.twins = [p.detach() for ps in parameters for p in ps] if looked else []
-        self.before = sums_of(self.twins)
+        self.before = sums_of(self.twins) if looked else []
 
     def changed(self) -> bool:
         """Whether the function made something else of the tensors themselves."""
@@ -64,11 +64,12 @@ class Returned:
             for k, (p, original) in enumerate(zip(each, (q for qs in originals() for q in qs), strict=True)):
                 if not keeps_numbers(p, original):
                     raise RuntimeError(_assigned(self.signature, self.path(k), p, original))
-        if (written := first_written(self.twins, self.before)) is not None:
-            raise RuntimeError(_written(self.signature, self.path(written)))
-        for k in range(len(self.twins)):
-            if each[k].grad is not None:
-                raise RuntimeError(_given_gradient(self.signature, self.path(k)))
+        if self.looked is not None:
+            if (written := first_written(self.twins, self.before)) is not None:
+                raise RuntimeError(_written(self.signature, self.path(written)))
+            for k in range(len(self.twins)):
+                if each[k].grad is not None:
+                    raise RuntimeError(_given_gradient(self.signature, self.path(k)))
         if self.decoding is not None:
             self._check_decoded(self.decoding)
         if self.looked is not None:
