@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -116,11 +117,30 @@ def _mixed(some: Tensor) -> int | Tensor:
     if words.storage_offset() % 8:
         words = words.clone()
     words = words.view(torch.int64)
-    mixed = (words >> 29).bitwise_xor_(words).mul_(_odd(some.device)[: len(words)])  # in one piece of memory
-    total = mixed.sum()
+    mixed = torch.bitwise_right_shift(words, 29, out=_room(words))
+    total = mixed.bitwise_xor_(words).mul_(_odd(some.device)[: len(words)]).sum()
     rest = data[words.nbytes :].long()
     total = total + (rest * _odd(some.device)[-len(rest) :]).sum() if len(rest) else total
     return int(total) if some.device.type == "cpu" else total
+
+
+class _Room(threading.local):
+    """Memory to mix words in: made once on each thread, since what is freed between small tensors is split by them."""
+
+    words: Tensor | None = None
+
+
+_here = _Room()
+
+
+def _room(words: Tensor) -> Tensor:
+    """As large as these words; on a device new, as another stream may still read what was there."""
+    if words.device.type != "cpu":
+        return torch.empty_like(words)
+    if _here.words is None:
+        with torch.inference_mode(False):  # outside of which it will be used, too
+            _here.words = torch.empty(_ON_CPU, dtype=torch.int64)
+    return _here.words[: len(words)]
 
 
 def _joined(total: int | Tensor, more: int | Tensor) -> int | Tensor:
