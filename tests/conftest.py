@@ -1,9 +1,11 @@
 import gc
 import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from shardfn.testing.forkserver import preload
 
@@ -39,6 +41,15 @@ LONG = (
 def pytest_sessionstart(session: pytest.Session) -> None:
     # torch loads it at the first torch.func transform: worlds get from here what each of their ranks would load.
     importlib.import_module("torch._dynamo")
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    """A test that makes a world in pytest's own process would fail those after it; it fails itself."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group in pytest's own process: run it in a World, or alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

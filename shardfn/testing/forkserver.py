@@ -27,7 +27,7 @@ from importlib.util import find_spec
 _REQUEST = struct.Struct("ii")
 _NUMBER = struct.Struct("q")
 _PING, _PONG = (-1, -1), b"."
-_PATIENCE = 60.0
+_PATIENCE = 120.0  # where others keep all cores busy, imports take that long
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from shardfn.testing.forkserver import main; main(int(sys.argv[1]), sys.argv[3:])"
