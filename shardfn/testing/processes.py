@@ -58,8 +58,9 @@ class Processes:
         except BaseException:
             self._stop()
             raise
-        # Collectives may be left half done after a failure, so no later call could trust these ranks.
-        if groups > _MAX_GROUPS or any(isinstance(outcome, Failure) for outcome in outcomes):
+        # Collectives may be left half done after a failure, so no later call could trust these ranks; and one that is
+        # alone has no process group when a call begins.
+        if groups > (0 if self._alone else _MAX_GROUPS) or any(isinstance(outcome, Failure) for outcome in outcomes):
             self._stop()
         return outcomes
 
