@@ -53,7 +53,7 @@ class Command:
 
 
 COUNTED = [
-    Command("structure", 120),
+    Command("structure", 120, 0.005),  # a repair may need some lines
     Command("wire", 300),
     Command("launches", 300),
     Command("peak", 200),

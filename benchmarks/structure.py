@@ -1,4 +1,4 @@
-"""How the house is built: folders, who imports whom, and how long functions are, read from the source.
+"""How the house is built: folders, who imports whom, how much code there is, and how long functions are.
 
     python -m benchmarks.structure --picture docs/house.png
 
@@ -8,7 +8,10 @@ A room is a folder of `shardfn/`, or a module next to them. Imports under `TYPE_
 from __future__ import annotations
 
 import ast
+import io
 import statistics
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +23,7 @@ from benchmarks.report import Goal, parser, publish
 
 HOUSE = Path(__file__).resolve().parents[1] / "shardfn"
 ABOVE = ("__init__", "__main__")  # what only hands out, or starts, the rest
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
 @dataclass
@@ -29,12 +33,20 @@ class House:
     Attributes:
         imports: of each module, those of the package.
         lengths: of every function, in lines.
+        private: the same of those that no folder hands out.
+        used_once: the private functions that their file names once.
+        files: how many there are.
         lines: of all files.
+        code: of these, the lines that are not blank, and neither docstring nor comment.
     """
 
     imports: dict[str, set[str]] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
+    private: dict[str, int] = field(default_factory=dict)
+    used_once: list[str] = field(default_factory=list)
+    files: int = 0
     lines: int = 0
+    code: int = 0
 
     def rooms(self) -> dict[str, set[str]]:
         """What each room imports of others."""
@@ -52,19 +64,50 @@ def room(name: str) -> str:
 def house(root: Path = HOUSE) -> House:
     """Reads the package."""
     files = {_name(path, root): path for path in sorted(root.rglob("*.py"))}
-    found = House()
-    for name, path in files.items():
-        text = path.read_text()
-        tree = ast.parse(text)
+    trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
+    handed_out = {name for path, tree in trees.items() if files[path].name == "__init__.py" for name in _all(tree)}
+    found = House(files=len(files))
+    for name, tree in trees.items():
+        text = files[name].read_text()
         found.lines += text.count("\n")
-        found.lengths += [
-            node.end_lineno - node.lineno + 1
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef) and node.end_lineno
-        ]
+        found.code += code_lines(text)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        found.lengths += [_length(node) for node in functions]
+        found.private |= {f"{name}.{node.name}": _length(node) for node in functions if node.name not in handed_out}
+        found.used_once += [f"{name}.{function}" for function in _used_once(tree)]
         if name not in ABOVE:
             found.imports[name] = {other for other in _imported(tree, files) if other not in (name, *ABOVE)}
     return found
+
+
+def code_lines(text: str) -> int:
+    """How many lines of a file are code: neither blank, nor a comment, nor a docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in LAYOUT:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
+def _length(node: ast.FunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _all(tree: ast.Module) -> Iterator[str]:
+    """The names in a module's `__all__`."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            yield from ast.literal_eval(node.value)
+
+
+def _used_once(tree: ast.Module) -> list[str]:
+    """The private functions of a module that it names in one place."""
+    named = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("_")]
+    return [name for name in functions if named[name] == 1]
 
 
 def _name(path: Path, root: Path) -> str:
@@ -166,8 +209,12 @@ def main() -> None:
         Goal("circles of rooms or modules", len(circles(rooms)) + len(circles(found.imports)), 0),
         Goal("lines of a function, median", statistics.median(found.lengths), 10),
         Goal("lines of the longest function", max(found.lengths), 80),
+        Goal("lines of the longest function that no folder hands out", max(found.private.values()), 60),
+        Goal("private functions that are used once", len(found.used_once), 390),
+        Goal("files", found.files, 230),
+        Goal("lines of code", found.code, 27_500),
     ]
-    publish(f"shardfn: {len(found.imports)} modules, {found.lines} lines", rows, goals, args.json)
+    publish(f"shardfn: {found.files} files, {found.lines} lines, {found.code} of them code", rows, goals, args.json)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.structure import circles, floors, house
+from benchmarks.structure import circles, code_lines, floors, house
 
 # From below: each imports only what stands before it.
 ORDER = [
@@ -46,3 +46,31 @@ def test_a_circle_and_the_floors_are_found(tmp_path: Path) -> None:
     assert (circles(found.imports), floors(found.rooms())) == ([], [["low"], ["high"]])
     (package / "low/three.py").write_text("from shardfn import high\n")
     assert circles(house(package).imports) == [["high", "low.three", "low.two"]]
+
+
+CODE = '''"""A docstring
+of two lines.
+"""
+
+# a comment
+
+def _once(x):
+    """Another."""
+    return """text
+    that is code""" + x  # and a comment
+
+
+def twice():
+    return _once(1), (
+        2
+    )
+'''
+
+
+def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings(tmp_path: Path) -> None:
+    assert code_lines(CODE) == 7
+    (tmp_path / "one.py").write_text(CODE)
+    (tmp_path / "__init__.py").write_text('__all__ = ["twice"]\n')
+    found = house(tmp_path)
+    assert (found.files, found.code, found.private) == (2, 8, {"one._once": 4})
+    assert found.used_once == ["one._once"]
