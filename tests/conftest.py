@@ -45,11 +45,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def no_world_is_left() -> Iterator[None]:
-    """A test that makes a world in pytest's own process would fail those after it; it fails itself."""
+    """A run of one rank may start in pytest's own process; the tests after it find no process group there."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        pytest.fail("the test left a process group in pytest's own process: run it in a World, or alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
