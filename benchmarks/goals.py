@@ -67,7 +67,7 @@ TIMED = [
     Command("stage_overhead", 200, NOISE),
     Command("collectives", 300, NOISE),
     Command("collectives --gloo 2 --repeats 7", 300, NOISE),
-    Command("optimizer --rounds 9", 600, NOISE),
+    Command("optimizer", 600, NOISE),
     Command("muon --rounds 7", 300, NOISE),
     Command("strategies --rounds 3", 600, NOISE),
     Command("parallel --peers", 400, NOISE),

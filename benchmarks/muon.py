@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
 from benchmarks.crew import Crew, Usage
-from benchmarks.model import SEED, Params
+from benchmarks.model import ORTHOGONALISES, SEED, Params
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY
 from shardfn import optim
@@ -34,7 +34,7 @@ from shardfn.optim.muon import cost, orthogonalised
 from shardfn.optim.muon_plan import assigned
 from shardfn.shards.layout import is_flat
 
-RATE, MOMENTUM, DECAY, ITERATIONS, DTYPE = 0.02, 0.95, 0.1, 5, torch.bfloat16
+RATE, MOMENTUM, DECAY, ITERATIONS, DTYPE = 0.02, 0.95, 0.1, 5, ORTHOGONALISES
 LAYERS = 8
 Shapes = dict[str, tuple[int, int]]
 Step = Callable[[], Any]

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardfn as sf
 from benchmarks.crew import Crew, Usage
-from benchmarks.model import SEED, Config, Params, Stage, makers
+from benchmarks.model import ORTHOGONALISES, SEED, Config, Params, Stage, makers
 from benchmarks.report import Goal, parser, publish
 from benchmarks.train_step import KEEPS_MEMORY
 from shardfn import optim
@@ -56,7 +56,7 @@ def optimizers() -> dict[str, optim.Optimizer]:
         "adamw8bit": optim.adamw8bit(RATE),
         "lion8bit": optim.lion8bit(RATE, weight_decay=0.01),
         "adafactor": optim.adafactor(RATE),
-        "muon, adamw for the rest": optim.masked(optim.muon(RATE), is_hidden, optim.adamw(RATE)),
+        "muon, adamw for the rest": optim.masked(optim.muon(RATE, dtype=ORTHOGONALISES), is_hidden, optim.adamw(RATE)),
     }
 
 
