@@ -207,7 +207,8 @@ TRAINER: Table = {
 
 def translate(draft: Draft, strategy: Call | None, trainer: Mapping[str, Any]) -> None:
     """A strategy, and the arguments of a `Trainer` or `Fabric`, where there are any."""
-    late, given = {}, dict(strategy.arguments) if strategy else {}
+    late: dict[str, Any] = {}
+    given = dict(strategy.arguments) if strategy else {}
     if strategy is not None:
         late = {name: given.pop(name) for name in ("precision", *precision.ADAPTING) if name in given}
         for name, device in (("offload_optimizer", deepspeed.STATE), ("offload_parameters", deepspeed.PARAMS)):

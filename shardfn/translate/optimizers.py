@@ -24,7 +24,7 @@ TAKES = {
     "torch.optim.RAdam": "lr betas eps weight_decay decoupled_weight_decay",
     "torch.optim.Adamax": "lr betas eps weight_decay",
 }
-_READERS = {"betas": pair, **each("nesterov centered decoupled_weight_decay", on)}
+_READERS: dict[str, Any] = {"betas": pair, **each("nesterov centered decoupled_weight_decay", on)}
 # Arguments of theirs that are none here.
 _OTHERS: Table = {
     "torch_adam": always("one implementation on each tier"),
@@ -80,7 +80,8 @@ def unread(draft: Draft, key: str, kind: str, prefix: str, given: Mapping[str, A
 
 def arguments(draft: Draft, key: str, given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     """Reads the arguments of an optimizer, below a key; with its defaults they are a fact."""
-    takes, table = TAKES[kind.ours].split(), {} if "." in kind.ours else dict(_OTHERS)
+    takes = TAKES[kind.ours].split()
+    table: dict[str, Any] = {} if "." in kind.ours else dict(_OTHERS)
     for name in takes:
         text = f"b1= and b2= of so.{kind.ours}" if name == "betas" else f"{name}= of the optimizer"
         said = {f"optimizer.{name}": _READERS.get(name, number)}

@@ -101,7 +101,7 @@ def bits(made: str) -> Section:
         if made == "torch.float16":
             defaults(draft, prefix, given)
 
-    table = {**SIXTEEN, "enabled": Whole(enabled)}
+    table: Table = {**SIXTEEN, "enabled": Whole(enabled)}
     return Section(table, "DeepSpeed", "enabled", first="enabled", before=where_adapting, after=after)
 
 

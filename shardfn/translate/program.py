@@ -165,7 +165,9 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
         given["lr"] = Name("rate")
     if draft.get("decayed"):
         decay = f"    return {draft.get('decayed')} * (len(shape) > 1)"
-        yield f"\n\ndef decay(path, shape):  # not of biases and norms\n{decay}\n\n", ("decayed",)
+        if not scheduled:
+            yield "\n", ()
+        yield f"def decay(path, shape):  # not of biases and norms\n{decay}\n\n", ("decayed",)
     if make is None:
         rate = "; its learning rate is the function rate" if scheduled else ""
         draft.name("optimizer", f"{_ABOUT['optimizer']}{rate}")
@@ -196,11 +198,11 @@ def _code(value: Any) -> str:
 
 def _more(given: dict[str, Any]) -> str:
     """Arguments behind another one."""
-    made = {}
+    made: dict[str, str] = {}
     for name, value in given.items():
         if name == "betas":
-            ends = (f"{value}[0]", f"{value}[1]") if isinstance(value, Name) else map(_code, value)
-            made.update(zip(("b1", "b2"), ends, strict=True))
+            named = isinstance(value, Name)
+            made |= {f"b{i + 1}": f"{value}[{i}]" if named else _code(value[i]) for i in (0, 1)}
         else:
             made[name] = _code(value)
     return "".join(f", {name}={code}" for name, code in made.items())

@@ -90,8 +90,8 @@ TABLE: Table = {
     "max_steps": sets(
         "steps= of sf.run.loop, and of the rate", name="steps", about="of the whole run", steps=whole_or_all
     ),
-    **{key: sets("of the optimizer", name=key, about=key, **{fact: number}) for key, fact in _ADAM.items()},
-    **{key: sets(_RATE, name=key, about=key, **{key: number}) for key in ("warmup_steps", "warmup_ratio")},
+    **{key: sets("of the optimizer", name=key, about=key, **each(fact, number)) for key, fact in _ADAM.items()},
+    **{key: sets(_RATE, name=key, about=key, **each(key, number)) for key in ("warmup_steps", "warmup_ratio")},
     **each(
         "output_dir num_train_epochs logging_dir logging_strategy logging_steps logging_first_step log_on_each_node"
         " logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second log_level log_level_replica"
@@ -211,8 +211,8 @@ def _sharded(draft: Draft, given: dict[str, Any], linked: Callable[[str], dict[s
     if len(cuts) > 1 or set(options) - {*fsdp.CUTS, "OFFLOAD", "AUTO_WRAP", "TRUE"}:
         raise TranslateError(f"fsdp: {shown(said)} is not one strategy with offload and auto_wrap")
     kept = found.get("reshard_after_forward")
-    first = {"sharding_strategy", "backward_prefetch"} & set(found) or set(cuts) - {"FULL_SHARD", "SHARD_GRAD_OP"}
-    first = bool(first) and not isinstance(kept, bool)
+    old_names = {"sharding_strategy", "backward_prefetch"} & set(found) or set(cuts) - {"FULL_SHARD", "SHARD_GRAD_OP"}
+    first = old_names and not isinstance(kept, bool)
     version = whole("fsdp_config.version", found.pop("version", 1 if first else 2))
     draft.row("fsdp", said, "becomes", f"the strategy, of FSDP{version}")
     if cuts and kept is None:

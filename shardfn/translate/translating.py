@@ -61,12 +61,12 @@ def translate(path: str | os.PathLike[str]) -> Translation:
 
 def _called(draft: Draft, file: Path, found: list[Call], imported: set[str]) -> str:
     """Reads the call that says how the program is sharded, and says whose it is."""
-    strategies, torch, plugins, trainers, made, arguments = (
-        [one for one in found if one.name in names]
-        for names in (
-            lightning.STRATEGIES, fsdp.CALLS, accelerate.PLUGINS, _TRAINERS, {"Accelerator"}, transformers.ARGUMENTS
-        )
-    )  # fmt: skip
+    strategies = [one for one in found if one.name in lightning.STRATEGIES]
+    torch = [one for one in found if one.name in fsdp.CALLS]
+    plugins = [one for one in found if one.name in accelerate.PLUGINS]
+    trainers = [one for one in found if one.name in _TRAINERS]
+    made = [one for one in found if one.name == "Accelerator"]
+    arguments = [one for one in found if one.name in transformers.ARGUMENTS]
     _refuse_two(strategies, torch, plugins, trainers)
     trainer = trainers[0].arguments if trainers else {}
     if arguments or "args" in trainer or any(one.name in transformers.TRAINERS for one in trainers):

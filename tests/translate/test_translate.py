@@ -278,6 +278,46 @@ def test_values_become_lines(text: str, lines: list[str], tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("file", "text", "lines", "names"),
+    [
+        (
+            "a.json",
+            '{"max_duration": "20ba", "seed": 17, "device_train_microbatch_size": 4}',
+            ["sf.run.batches(rows, mesh, DATA, 4 * mesh.size(), seed=17)", "batches, steps=20, seed=17)"],
+            {"rows"},
+        ),
+        (
+            "a.json",
+            '{"train_batch_size": 32, "gradient_accumulation_steps": 2}',
+            ["sf.run.batches(rows, mesh, DATA, 32, seed=0)", "sf.accumulate(loss, batch, micro=micro_batches)(params)"],
+            {"rows", "steps"},
+        ),
+        ("a.py", "Trainer(strategy='fsdp', max_steps=5)", ["batches, steps=5)"], {"batches"}),
+        ("a.py", "Trainer(strategy='fsdp', max_steps=-1)", ["batches, steps=steps)"], {"batches", "steps"}),
+        (
+            "a.py",
+            "Trainer(strategy=FSDPStrategy(state_dict_type='sharded'), max_steps=n)",
+            ["batches, steps=steps, save=folder)"],
+            {"batches", "steps", "folder"},
+        ),
+        (
+            "a.yaml",
+            "max_duration: 1ba\nalgorithms: {gradient_clipping: {clipping_type: value, clipping_threshold: 0.5}}",
+            ["so.clip_by_value(0.5)", "batches, steps=1)"],
+            {"batches"},
+        ),
+    ],
+)
+def test_what_a_file_says_of_rows_and_steps_is_in_the_loop(
+    file: str, text: str, lines: list[str], names: set[str], tmp_path: Path
+):
+    (tmp_path / file).write_text(text)
+    found = translate(tmp_path / file)
+    assert [line for line in lines if line not in found.program] == []
+    assert {"rows", "batches", "steps", "folder"} & set(found.names) == names
+
+
+@pytest.mark.parametrize(
     ("scheduler", "rates"),
     [
         (
