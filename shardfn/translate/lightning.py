@@ -18,7 +18,8 @@ _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/loop.m
 def _low(draft: Draft, key: str, value: Any) -> None:
     """16 bits, which mean by the strategy what is moved, and are computed in unless they are "true"."""
     said, kind = str(value).lower(), draft.get("kind")
-    made, text = str(dtype(key, said)), []
+    made = str(dtype(key, said))
+    text: list[str] = []
     if kind == "deepspeed":
         draft.put("low", made)
         text.append(precision.of_stages(draft, made, key, kind))
