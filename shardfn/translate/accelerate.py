@@ -229,12 +229,16 @@ def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str,
 
 
 FILE = Section(CONFIG, "Accelerate", first="distributed_type fsdp_config deepspeed_config", before=_one_strategy)
+PLUGINS = {
+    "FullyShardedDataParallelPlugin": plugin(),
+    "DeepSpeedPlugin": Section(DEEPSPEED, "DeepSpeedPlugin", kind="deepspeed"),
+}
 ACCELERATOR: Table = {
     "mixed_precision": _PRECISION,
     "gradient_accumulation_steps": deepspeed.ACCUMULATE,
     "cpu": CPU,
-    "fsdp_plugin": plugin(),
-    "deepspeed_plugin": Section(DEEPSPEED, "DeepSpeedPlugin", kind="deepspeed"),
+    "fsdp_plugin": PLUGINS["FullyShardedDataParallelPlugin"],
+    "deepspeed_plugin": PLUGINS["DeepSpeedPlugin"],
     "deepspeed_plugins": missing("one strategy", "None"),
     **each(
         "device_placement split_batches dataloader_config log_with project_dir project_config"
@@ -247,8 +251,4 @@ ACCELERATOR: Table = {
     "torch_tp_plugin": missing("tensor= of functional", "None"),
     "parallelism_config": missing("axes of make_mesh", "None"),
     "gradient_accumulation_plugin": missing("sf.accumulate", "None"),
-}
-PLUGINS = {
-    "FullyShardedDataParallelPlugin": ACCELERATOR["fsdp_plugin"],
-    "DeepSpeedPlugin": ACCELERATOR["deepspeed_plugin"],
 }

@@ -161,7 +161,8 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
         if "lr" not in given and schedules.needs_lr(scheduled[1]):
             given["lr"] = draft.name("lr", "the learning rate")
         yield "\n", ()
-        yield schedules.code(*scheduled, given.get("lr")) + "\n\n", ("schedule",)
+        name, said = scheduled
+        yield schedules.code(name, said, given.get("lr")) + "\n\n", ("schedule",)
         given["lr"] = Name("rate")
     if draft.get("decayed"):
         decay = f"    return {draft.get('decayed')} * (len(shape) > 1)"
