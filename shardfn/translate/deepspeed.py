@@ -3,261 +3,277 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from shardfn.quoting import listed
-from shardfn.translate.deepspeed_bits import bits
-from shardfn.translate.deepspeed_optimizers import optimizer, scheduler
-from shardfn.translate.deepspeed_zero import DISK, OBSERVES, zero
+from shardfn.translate import optimizers, precision, schedules
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import TranslateError
-from shardfn.translate.meanings import (
-    By,
-    Section,
-    Table,
-    Whole,
-    always,
-    apply,
-    flag,
-    missing,
-    sets,
-    yours,
-)
-from shardfn.translate.values import dtype, is_open, number, on, shown, whole
+from shardfn.translate.optimizers import Kind
+from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
+from shardfn.translate.values import natural, number, on, path, positive, whole, whole_or_all, word, words
 
-ACCUMULATE = sets(
-    "as many micro-batches in sf.accumulate, and the loss divided by them",
-    name="micro_batches",
-    about="micro-batches of a step",
-    accumulate=whole,
-)
-_COMPRESSED = missing("the model is trained as it is: quant, and docs/few-bits.md", "None", "{}")
+STAGES = ("ddp", "zero1", "zero2", "full_shard")
+STAGE = By({str(i): sets(f"the strategy sf.{cut}", cut=cut) for i, cut in enumerate(STAGES)})
+_MANY = "as many micro-batches in sf.accumulate, and the loss divided by them"
+ACCUMULATE = sets(_MANY, name="micro_batches", about="micro-batches of a step", accumulate=whole)
+CLIP = sets("so.clip_by_global_norm", off="nothing is clipped", name="max_grad_norm", clip=positive)
+SCRATCH = sets("scratch= of make_mesh", scratch=path)
+OBSERVES = yours("it only looks on: what is printed or logged is yours")
+_AIO = "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds"
+_TIER = always("buffers follow from prefetch=, and sf.memory says what they take")
+_PINNED = always("memory of the host is pinned on CUDA")
+_BUFFER = always("a stage's gradients, and its parameters, of one dtype are one buffer")
+_OFF = "{'ENABLED': FALSE}"
+_AS_IT_IS = missing("the model is trained as it is: quant, and docs/few-bits.md", "None", "{}")
 
 
-def _clip(key: str, value: Any) -> float | None:
-    return number(key, value) or None
+def device(*kinds: str) -> By:
+    """Where what is cut goes: "none", "cpu" or "nvme"."""
+    choices = {"none": always("the device")}
+    for name, tier in (("cpu", "host"), ("nvme", "disk")):
+        said = ", ".join(f'{kind}="{tier}"' for kind in kinds)
+        choices[name] = sets(f".on({said}) of the strategy", **dict.fromkeys(kinds, tier))
+    return By(choices)
 
 
-CLIP = sets("so.clip_by_global_norm", name="max_grad_norm", about="gradient_clipping", clip=_clip)
+STATE, PARAMS = device("grads", "state"), device("params")
+_TIERS: Table = {
+    "nvme_path": SCRATCH,
+    "pin_memory": _PINNED,
+    "fast_init": always("state on disk is zeros that nobody writes"),
+    "ratio": missing("a strategy that is a function of path and shape says which parameters", "1.0", "1"),
+    "super_offload": missing("a step reads and writes a stretch ahead", "False"),
+    "cpuadam_cores_perc": always("of no effect without super_offload"),
+    **each("buffer_count buffer_size max_in_cpu pipeline pipeline_read pipeline_write", _TIER),
+}
 
 
-def _communication(draft: Draft, key: str, value: Any) -> None:
-    made = None if is_open(value) else dtype(key, value)
-    if is_open(value):
-        draft.row(key, value, "open", "its value is not in the file; reduce_dtype= of the stages")
-    elif made:
-        draft.facts["reduce_dtype"], draft.keys["reduce_dtype"] = made, (key,)
-        draft.row(key, value, "becomes", "reduce_dtype= of the stages")
+def _offload(where: By) -> Section:
+    def before(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+        if "nvme_path" in given and word(given.get("device", "none")) != "NVME":
+            draft.row(f"{prefix}nvme_path", given.pop("nvme_path"), "always", "of no effect without nvme")
+        return given
+
+    return Section({"device": where, **_TIERS}, "DeepSpeed", before=before)
+
+
+_FEWER = "parameters with fewer elements stay whole"
+_KEPT = "sf.uncut(strategy, below={value}): smaller parameters stay whole"
+_PERSISTENT: Table = {
+    "max_live_parameters": always("prefetch + 1 buffers, each as large as the largest stage"),
+    "max_reuse_distance": always("what is still in those buffers is not gathered again"),
+    "prefetch_bucket_size": always("gathers run one stage ahead: prefetch=, a number of stages, says how many"),
+    "param_persistence_threshold": sets(_KEPT, name="persistence_threshold", about=_FEWER, uncut=natural),
+    "model_persistence_threshold": missing("nothing bounds the sum of what stays whole: uncut(below=) alone"),
+    "gather_16bit_weights_on_model_save": yours("checkpoint.export(..., dtype=torch.bfloat16) when you want it"),
+    "module_granularity_threshold": always("stages= says what is gathered as a whole"),
+    "use_all_reduce_for_fetch_params": always("an all-gather; no number changes"),
+    "allgather_sequential": always("parameters of a stage are one buffer, gathered at once"),
+}
+_LEAVES: Table = {
+    "classes": sets("stages={...} of functional: the outermost match is one stage", stages=words),
+    **each("names name_suffixes", missing("stages=: regular expressions of whole paths", "[]")),
+}
+_GROUPS = "sf.hybrid_shard over groups of {value} ranks"
+ZERO: Table = {
+    "stage": STAGE,
+    "offload_optimizer": _offload(STATE),
+    "offload_param": _offload(PARAMS),
+    "cpu_offload": flag(STATE.choices["cpu"], always("the device")),
+    **each("cpu_offload_param cpu_offload_params", flag(PARAMS.choices["cpu"], always("the device"))),
+    "cpu_offload_use_pin_memory": _PINNED,
+    "overlap_comm": always("gathers run ahead and reductions behind, while stages compute"),
+    "contiguous_gradients": always("a stage's gradients are one flat buffer"),
+    "reduce_scatter": always("gradients are reduce-scattered where the strategy cuts them"),
+    "compute_grad_norm": always("a norm is computed where clipping asks for it"),
+    "ignore_unused_parameters": always("a parameter that the loss does not use has a gradient of zeros"),
+    "elastic_checkpoint": always("a checkpoint loads on any mesh"),
+    "load_from_fp32_weights": always("a checkpoint holds the parameters in the dtype of their shards"),
+    "legacy_stage1": always("there is one way"),
+    "round_robin_gradients": always("gradients are reduced as they come, stage by stage; no number changes"),
+    "parameter_alignment": always("shards are aligned"),
+    "memory_efficient_linear": always("backward keeps no copy of gathered parameters"),
+    "pipeline_loading_checkpoint": always("each rank reads its part"),
+    "override_module_apply": always("nothing is overridden"),
+    "log_trace_cache_warnings": OBSERVES,
+    "enable_sanity_checks": yours("SHARDFN_DEBUG=memory"),
+    "save_muon_momentum_buffer_in_memory": missing("the tier of all state is one: .on(state=...)", "False"),
+    **each("reduce_bucket_size allgather_bucket_size allgather_partitions sub_group_size", _BUFFER),
+    "use_multi_rank_bucket_allreduce": _BUFFER,
+    **_PERSISTENT,
+    **{f"stage3_{name}": meaning for name, meaning in _PERSISTENT.items()},
+    "stage3_gather_fp16_weights_on_model_save": yours("checkpoint.export(..., dtype=torch.float16) when you want it"),
+    "leaf_module": Section(_LEAVES),
+    "zero_hpz_partition_size": sets(
+        "sf.hpz: backward gathers over {value} ranks, from a copy",
+        off="no copy, as without it",
+        hpz=lambda key, value: whole(key, value, 0) if number(key, value) > 1 else None,
+    ),
+    "zero_quantized_weights": flag(sets("gather=quant.int8() of the stages", gather="quant.int8()"), always("full")),
+    "zero_quantized_gradients": flag(sets("reduce=quant.int4() of the stages", reduce="quant.int4()"), always("full")),
+    "zero_quantized_nontrainable_weights": missing("quant.quantize(model.tree, ...) before sf.shard", "False"),
+    "zeropp_loco_param": missing("gradients are rounded without feedback of the error", "None", "{}"),
+    "zenflow": missing("all gradients are used at each step", "None", "{}"),
+    "mics_shard_size": sets(_GROUPS, off="no groups, as without it", mics=whole_or_all),
+    "mics_hierarchical_params_gather": flag(sets("sf.mics: axis after axis", hierarchical=True), always("at once")),
+}
+
+
+def _within_stages(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+    """What some keys need of the stage."""
+    third = draft.get("cut") == "full_shard"
+    for fact, name in (("hpz", "zero_hpz_partition_size"), ("mics", "mics_shard_size"), ("params", "offload_param")):
+        if fact in draft.facts and not third:
+            raise TranslateError(f"{prefix}{name} is for stage 3, and stage is {STAGES.index(draft.get('cut'))}")
+    for fact in ("gather", "uncut"):
+        if fact in draft.facts and not third:
+            for i, row in enumerate(draft.rows):
+                if row.key in draft.of(fact):
+                    draft.rows[i] = replace(row, status="always", text="of no effect before stage 3")
+            draft.facts.pop(fact)
+    if draft.get("hpz") and draft.get("mics"):
+        raise TranslateError(f"{prefix}zero_hpz_partition_size and mics_shard_size: two strategies in one file")
+
+
+def _zero(draft: Draft, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        raise TranslateError(f"{key}: {value} is an old spelling, with another meaning in each version; write a stage")
+    meant(draft, key, value, Section(ZERO, "DeepSpeed's ZeRO", cut="ddp", first="stage", after=_within_stages))
+
+
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+OPTIMIZERS = {
+    "adam": Kind("adam", _ADAM),
+    "adamw": Kind("adamw", _ADAM),
+    "lion": Kind("lion", {"betas": (0.9, 0.99), "weight_decay": 0.0}),
+    "sgd": Kind("sgd", {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False}),
+    **{name.rpartition(".")[2].lower(): Kind(name) for name in optimizers.TAKES if "." in name},
+}
+
+
+def _typed(draft: Draft, key: str, value: Any, example: str) -> tuple[str, dict[str, Any]]:
+    """The type and the arguments of an optimizer or a scheduler."""
+    kind = optimizers.named(key, value, "type", example)
+    return kind, draft.settings(f"{key}.params", value.get("params")) or {}
+
+
+def _optimizer(draft: Draft, key: str, value: Any) -> None:
+    name, given = _typed(draft, key, value, "AdamW")
+    rest = {one: said for one, said in value.items() if one not in ("type", "params")}
+    read(draft, key, rest, Section({"legacy_fusion": always("one implementation")}, "an optimizer"))
+    kind, where = OPTIMIZERS.get(name.lower()), f"{key}.params."
+    if kind is None:
+        optimizers.unread(draft, f"{key}.type", name, where, given)
+        return
+    if name.lower() == "adam" and on(f"{where}adam_w_mode", given.get("adam_w_mode", True)):
+        kind = OPTIMIZERS["adamw"]
+        draft.row(f"{key}.type", name, "becomes", "so.adamw: adam_w_mode is on unless it is said")
     else:
-        draft.row(key, value, "always", "the default")
+        draft.row(f"{key}.type", name, "becomes", kind.text)
+    if on(f"{where}torch_adam", given.get("torch_adam", False)) and kind.ours == "adamw":
+        kind = Kind("adamw", {**kind.defaults, "weight_decay": 0.01})
+    draft.say("optimizer", kind.ours, f"{key}.type")
+    optimizers.arguments(draft, f"{key}.params", given, kind)
 
 
-_CHECKPOINTING: Table = {
-    "partition_activations": missing("sequence=1 of parallel.to_parallel cuts activations between layers", "False"),
-    "partitioned_activations": missing("sequence=1 of parallel.to_parallel cuts activations between layers", "False"),
+def _scheduler(draft: Draft, key: str, value: Any) -> None:
+    kind, given = _typed(draft, key, value, "WarmupLR")
+    for name, one in value.items():
+        if name not in ("type", "params"):
+            draft.row(f"{key}.{name}", one, "unknown", "no key of a scheduler that is known here")
+    schedules.of_deepspeed(draft, key, kind, given)
+
+
+_CUT = missing("sequence=1 of parallel.to_parallel cuts activations between layers", "False")
+CHECKPOINTING: Table = {
+    "partition_activations": _CUT,
+    "partitioned_activations": _CUT,
     "cpu_checkpointing": flag(sets('remat="offload"', remat='"offload"'), always("on the device")),
     "contiguous_memory_optimization": missing("no number changes; fragmentation may", "False"),
     "synchronize_checkpoint_boundary": always("nothing waits"),
     "number_checkpoints": always("of no effect here: there is no contiguous memory"),
     "profile": OBSERVES,
 }
-
-_BATCH = "of a product: ranks, micro-batches and rows of each"
-
+_CHECKPOINT: Table = {
+    "tag_validation": always("ranks that save under different paths are an error"),
+    "load_universal": always("a checkpoint loads on any mesh"),
+    "use_node_local_storage": missing("a checkpoint is one folder that all ranks see", "False"),
+    "parallel_write": always("each rank writes its part"),
+    "writer": yours("checkpoint.save_async writes behind"),
+}
+_AXIS = "the axis tensor of make_mesh, and tensor= of functional"
+_TENSOR: Table = {
+    "autotp_size": sets(_AXIS, tensor=lambda key, value: natural(key, value) or None),
+    "tp_size": sets(_AXIS, tensor=whole),
+    "tp_overlap_comm": missing("see docs/parallel.md", "False"),
+    "dtype": missing("gather_dtype= of the stages"),
+    "partition_config": missing("tensor=: a table of ends of paths", "None"),
+    "preset_model": missing('tensor="auto" or a table of interop', "None"),
+}
+_BATCH, _ROWS = "of a product: ranks, micro-batches and rows of each", "rows of a micro-batch on one rank"
+_SUM = sets("sf.psum in place of sf.pmean", mean=False)
+_DATA, _BEFORE = missing("the data are yours", "{}", _OFF), "the loss is divided before the sum: the same mean"
 CONFIG: Table = {
-    "zero_optimization": Whole(zero),
+    "zero_optimization": Whole(_zero),
     "train_batch_size": sets(_BATCH, name="train_batch_size", about="rows of a step, on all ranks", train_batch=whole),
-    "train_micro_batch_size_per_gpu": sets(
-        _BATCH, name="micro_batch_size", about="rows of a micro-batch on one rank", micro_batch=whole
-    ),
+    "train_micro_batch_size_per_gpu": sets(_BATCH, name="micro_batch_size", about=_ROWS, micro_batch=whole),
     "gradient_accumulation_steps": ACCUMULATE,
     "gradient_clipping": CLIP,
-    "bf16": bits("torch.bfloat16"),
-    "bfloat16": bits("torch.bfloat16"),
-    "fp16": bits("torch.float16"),
-    "torch_autocast": Whole(lambda draft, key, value: _autocast(draft, key, value)),
-    "amp": missing("bf16 or fp16", "None", "{}", "{'ENABLED': FALSE}"),
-    "communication_data_type": Whole(_communication),
+    **each("bf16 bfloat16", precision.bits("torch.bfloat16")),
+    "fp16": precision.bits("torch.float16"),
+    "torch_autocast": precision.AUTOCAST,
+    "amp": missing("bf16 or fp16", "None", "{}", _OFF),
+    "communication_data_type": precision.REDUCED,
+    "fp32_allreduce": flag(sets("reduce_dtype= of the stages", reduce_dtype="torch.float32"), always("the default")),
     "seq_parallel_communication_data_type": always("of no effect without sequence parallelism"),
-    "data_types": Section(
-        {
-            "grad_accum_dtype": Whole(lambda draft, key, value: _accumulated(draft, key, value)),
-        }
-    ),
-    "optimizer": Whole(optimizer),
-    "scheduler": Whole(scheduler),
-    "prescale_gradients": flag(
-        always("gradients are divided before the sum, since the loss is"),
-        always("the loss is divided before the sum, which is the same mean"),
-    ),
-    "gradient_predivide_factor": missing(
-        "the loss is divided before the sum: the same mean, but in 16 bits other roundings and overflows", "1.0", "1"
-    ),
-    "gradient_allreduce_op": By(
-        {
-            "MEAN": always("the loss is the mean over ranks"),
-            "SUM": sets("sf.psum in place of sf.pmean", mean=False),
-        }
-    ),
+    "data_types": Section({"grad_accum_dtype": precision.ACCUMULATED}),
+    "optimizer": Whole(_optimizer),
+    "scheduler": Whole(_scheduler),
+    "prescale_gradients": always("the loss is divided before the sum, which is the same mean"),
+    "gradient_predivide_factor": missing(f"{_BEFORE}, but in 16 bits other roundings and overflows", "1.0", "1"),
+    "gradient_allreduce_op": By({"mean": always("the loss is the mean over ranks"), "sum": _SUM}),
     "sparse_gradients": missing("gradients are dense: no number changes, memory may", "False"),
-    "fp32_allreduce": Whole(lambda draft, key, value: _communication(draft, key, "fp32" if on(key, value) else None)),
     "disable_allgather": always("parameters are gathered where the strategy cuts them"),
     "zero_allow_untested_optimizer": always("so.from_torch tries out whether one works on a shard"),
     "zero_force_ds_cpu_optimizer": always("one optimizer on each tier"),
-    "activation_checkpointing": Section(_CHECKPOINTING),
-    "aio": Section(
-        dict.fromkeys(
-            [
-                "block_size",
-                "queue_depth",
-                "thread_count",
-                "intra_op_parallelism",
-                "single_submit",
-                "overlap_events",
-                "use_gds",
-            ],
-            DISK,
-        )
-    ),
-    "checkpoint": Section(
-        {
-            "tag_validation": always("ranks that save under different paths are an error"),
-            "load_universal": always("a checkpoint loads on any mesh"),
-            "use_node_local_storage": missing("a checkpoint is one folder that all ranks see", "False"),
-            "parallel_write": always("each rank writes its part"),
-            "writer": yours("checkpoint.save_async writes behind"),
-        }
-    ),
+    "activation_checkpointing": Section(CHECKPOINTING),
+    "aio": Section(each(_AIO, always("four threads, which each ask for 4 MiB"))),
+    "checkpoint": Section(_CHECKPOINT),
     "compile": missing("compile= of functional", "None", "{}", "{'DEEPCOMPILE': FALSE}"),
-    "tensor_parallel": Section(
-        {
-            "autotp_size": sets(
-                "the axis tensor of make_mesh, and tensor= of functional", tensor=lambda k, v: whole(k, v, 0) or None
-            ),
-            "tp_size": sets("the axis tensor of make_mesh, and tensor= of functional", tensor=whole),
-            "tp_overlap_comm": missing("see docs/parallel.md", "False"),
-            "dtype": missing("gather_dtype= of the stages"),
-            "partition_config": missing("tensor=: a table of ends of paths", "None"),
-            "preset_model": missing('tensor="auto" or a table of interop', "None"),
-        }
-    ),
+    "tensor_parallel": Section(_TENSOR),
     "sequence_parallel_size": missing("for functions: parallel.ring_attention", "1"),
     "expert_parallel_size": missing("for functions: docs/parallel.md", "1"),
     "expert_parallel": missing("for functions: docs/parallel.md", "{}"),
     "use_data_before_expert_parallelism": always("the axes of a mesh are in the order of make_mesh"),
     "pipeline": missing("for functions: parallel.pipeline", "{}", "None"),
-    "elasticity": missing("torchrun's --max-restarts; the batch is yours", "{}", "{'ENABLED': FALSE}"),
-    "autotuning": missing("it trains with what it finds; write that", "{}", "{'ENABLED': FALSE}"),
-    "hybrid_engine": missing("for training alone", "{}", "{'ENABLED': FALSE}"),
-    "data_efficiency": missing("the data are yours", "{}", "{'ENABLED': FALSE}"),
-    "curriculum_learning": missing("the data are yours", "{}", "{'ENABLED': FALSE}"),
-    "progressive_layer_drop": missing("the model is yours", "{}", "{'ENABLED': FALSE}"),
-    "eigenvalue": missing("the model is trained as it is", "{}", "{'ENABLED': FALSE}"),
+    "elasticity": missing("torchrun's --max-restarts; the batch is yours", "{}", _OFF),
+    "autotuning": missing("it trains with what it finds; write that", "{}", _OFF),
+    "hybrid_engine": missing("for training alone", "{}", _OFF),
+    "data_efficiency": _DATA,
+    "curriculum_learning": _DATA,
+    "progressive_layer_drop": missing("the model is yours", "{}", _OFF),
+    "eigenvalue": missing("the model is trained as it is", "{}", _OFF),
     "sparse_attention": missing("the model is yours", "{}"),
-    "compression_training": _COMPRESSED,
-    "quantize_training": _COMPRESSED,
-    "weight_quantization": _COMPRESSED,
-    "nebula": missing("checkpoint.save_async", "{}", "{'ENABLED': FALSE}"),
+    **each("compression_training quantize_training weight_quantization", _AS_IT_IS),
+    "nebula": missing("checkpoint.save_async", "{}", _OFF),
     "dataloader_drop_last": yours('last="drop" of sf.run.batches'),
     "data_parallel_group": missing("the mesh's axes are the groups", "None"),
     "disable_python_gc": yours("gc.disable() where you want it"),
     "managed_gradient_accumulation": always("sf.accumulate is one call"),
     "graph_harvesting": missing("torch.compile around a stage", "False"),
     "use_fused_adam": always("torch's fused kernels where there are any"),
-    "timers": OBSERVES,
-    **dict.fromkeys(
-        [
-            "steps_per_print",
-            "wall_clock_breakdown",
-            "memory_breakdown",
-            "dump_state",
-            "flops_profiler",
-            "tensorboard",
-            "wandb",
-            "comet",
-            "csv_monitor",
-            "comms_logger",
-            "monitor_config",
-            "log_level",
-            "swap_debug_config",
-        ],
-        OBSERVES,
-    ),
+    **each("timers steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler", OBSERVES),
+    **each("tensorboard wandb comet csv_monitor comms_logger monitor_config log_level swap_debug_config", OBSERVES),
 }
 
 
-def _accumulated(draft: Draft, key: str, value: Any) -> None:
-    made = None if is_open(value) else dtype(key, value)
-    if made in (None, "torch.float32"):
-        draft.row(
-            key, value, "open" if is_open(value) else "always", "gradients are added up in the dtype of the shards"
-        )
-    else:
-        draft.row(key, value, "missing", "gradients are added up in the dtype of the shards, float32")
-
-
-def _autocast(draft: Draft, key: str, value: Any) -> None:
-    if not isinstance(value, Mapping):
-        raise TranslateError(f"{key}: {shown(value)} is not a mapping of keys")
-    enabled = on(f"{key}.enabled", value.get("enabled", False))
-    made = dtype(f"{key}.dtype", value.get("dtype", "bfloat16"))
-    for name, one in value.items():
-        if name not in ("enabled", "dtype", "lower_precision_safe_modules"):
-            draft.row(f"{key}.{name}", one, "unknown", "no key of torch_autocast that is known here")
-        elif name == "lower_precision_safe_modules" and enabled and one:
-            draft.row(f"{key}.{name}", one, "missing", "torch.autocast is around the whole model")
-        else:
-            said = enabled and name in ("enabled", "dtype")
-            text = "torch.autocast around the model" if enabled else "switched off"
-            draft.row(f"{key}.{name}", one, "becomes" if said else "always", text)
-    if enabled:
-        draft.say("autocast", made, f"{key}.enabled", *([f"{key}.dtype"] if "dtype" in value else []))
-
-
-def translate(draft: Draft, given: Mapping[str, Any], prefix: str = "") -> None:
-    """DeepSpeed's JSON.
-
-    Raises:
-        TranslateError: fp16 and bf16 at once; batch sizes whose product is another.
-    """
-    last = ("bf16", "bfloat16", "fp16")
-    ordered = {
-        **{key: given[key] for key in given if key not in last},
-        **{key: given[key] for key in last if key in given},
-    }
-    both = [key for key in last if isinstance(given.get(key), Mapping) and given[key].get("enabled") is True]
+def _one_of_16_bits(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+    found = {key: given[key] for key in ("bf16", "bfloat16", "fp16") if isinstance(given.get(key), Mapping)}
+    both = [key for key, one in found.items() if one.get("enabled") is True]
     if len(both) > 1:
         raise TranslateError(f"{both[0]} and {both[1]} are both enabled")
-    apply(draft, ordered, CONFIG, prefix, "DeepSpeed")
-    if draft.get("hpz"):
-        draft.facts["cut"], draft.facts["shard"] = "hpz", draft.get("hpz")
-        draft.keys["cut"], draft.keys["shard"] = draft.of("cut", "hpz"), draft.of("hpz")
-    if draft.get("mics"):
-        draft.facts["cut"] = "mics" if draft.get("hierarchical") else "hybrid_shard"
-        draft.facts["shard"], draft.keys["shard"] = draft.get("mics"), draft.of("mics")
-        draft.keys["cut"] = draft.of("cut", "mics", "hierarchical")
-    draft.facts.setdefault("cut", "ddp")
+    return given
 
 
-def batches(draft: Draft) -> None:
-    """The product rule: rows of a step = ranks x micro-batches x rows of one.
-
-    Raises:
-        TranslateError: all are said, and it does not hold.
-    """
-    total, micro = draft.get("train_batch"), draft.get("micro_batch")
-    count, ranks = draft.get("accumulate"), draft.get("ranks")
-    if not all(isinstance(one, (int, type(None))) for one in (total, micro, count)) or total is None:
-        return
-    ranks = ranks and ranks // draft.get("tensor", 1)
-    parts = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": count, "ranks": ranks}
-    known = {name: one for name, one in parts.items() if one}
-    product = 1
-    for one in known.values():
-        product *= one
-    if total % product or (len(known) == 3 and total != product):
-        said = listed(f"{name} {one}" for name, one in known.items())
-        raise TranslateError(f"train_batch_size: {total} is not the product of {said}, and of what is not said")
-
-
-__all__ = ["ACCUMULATE", "CLIP", "CONFIG", "batches", "translate"]
+FILE = Section(CONFIG, "DeepSpeed", last="bf16 bfloat16 fp16", cut="ddp", before=_one_of_16_bits)

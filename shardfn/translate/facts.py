@@ -55,14 +55,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of the program, or several that belong together, and the keys that it comes from."""
-
-    code: str
-    keys: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Translation:
     """What `translate` finds.
 

@@ -1,4 +1,4 @@
-"""The program that facts make: a mesh, a strategy, the model and its stages, an optimizer, the loss, a step, saving."""
+"""The program that facts make: a mesh, a strategy, the model and its stages, an optimizer, a step, and the loop."""
 
 from __future__ import annotations
 
@@ -7,291 +7,282 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from shardfn.translate import rates
+from shardfn.translate import schedules
 from shardfn.translate.draft import Draft, Name
-from shardfn.translate.facts import Line
 
 _WIDTH = 88
 _ABOUT = {
     "module": "your torch.nn.Module",
     "mean": "mean(model, params, *batch) is the mean loss of this rank's rows",
-    "optimizer": "such as so.adamw(1e-4)",
     "total": "total(model, params, *batch) is the sum over this rank's tokens, or rows",
     "count": "count(*batch) is how many of them there are",
+    "optimizer": "such as so.adamw(1e-4)",
+    "rows": "what is read: a data set, or a tree of tensors",
+    "batches": "this rank's batches, as sf.run.batches(rows, mesh, DATA, 64, seed=0) makes them",
+    "steps": "of the whole run",
+    "folder": "where checkpoints go",
 }
+_HYBRID, _LOCAL = ("hybrid_shard", "hybrid_shard_zero2", "hpz"), 'int(os.environ["LOCAL_WORLD_SIZE"])'
+_CAST = """\
+for part in module.modules():
+    if not isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+        for buffer in part.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to({dtype})"""
+_STEP = """\
+
+
+def step(held, batch):
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    value, grads = gradient(held["params"], batch{scale})
+    metrics = {{"loss": value{unscaled}}}
+    params, state = optimizer.step(held["params"], grads, held["state"])
+    return {{"params": params, "state": state}}, metrics
+
+"""
+# A line of the program, or several that belong together, and the facts that they come from.
+_Line = tuple[str, tuple[str, ...]]
 
 
 def program(draft: Draft) -> str:
     """The text of the program; adds the names that it needs to those of the draft."""
-    body = [*_mesh(draft), *_model(draft), *_optimizer(draft), *_step(draft), *_saving(draft)]
     loss = ("total", "count") if draft.get("tokens") else ("mean",)
     draft.names = {**{name: _ABOUT[name] for name in ("module", *loss)}, **draft.names}
-    text = "\n".join(_text(line) for line in body)
+    parts = (_mesh, _strategy, _model, _optimizer, _loss, _step, _loop)
+    text = "\n".join(_text(code, draft.of(*facts)) for part in parts for code, facts in part(draft))
     heads = [f"import {name}" for name in ("math", "os") if f"{name}." in text]
     also = [name for name in ("P", "checkpoint", "interop", "quant") if f"{name}." in text or f"{name}(" in text]
-    imports = [
-        *heads,
-        *([""] if heads else []),
-        "import torch",
-        "",
-        "import shardfn as sf",
-        "import shardfn.optim as so",
-    ]
+    heads += [""] if heads else []
+    imports = [*heads, "import torch", "", "import shardfn as sf"] + ["import shardfn.optim as so"] * ("so." in text)
     yours = [f"#   {name}: {about}" for name, about in draft.names.items()]
     return "\n".join([*imports, f"from shardfn import {', '.join(also)}", "", "# Yours:", *yours, "", text, ""])
 
 
-def _text(line: Line) -> str:
-    if not line.keys:
-        return line.code
-    said = ", ".join(line.keys)
-    if "\n" not in line.code and len(line.code) + len(said) + 4 <= _WIDTH:
-        return f"{line.code}  # {said}"
-    indent = line.code[: len(line.code) - len(line.code.lstrip(" "))]
+def _text(code: str, keys: tuple[str, ...]) -> str:
+    """Lines with the keys that they come from, behind them or above."""
+    said = ", ".join(keys)
+    if not keys:
+        return code
+    if "\n" not in code and len(code) + len(said) + 4 <= _WIDTH:
+        return f"{code}  # {said}"
+    indent = code[: len(code) - len(code.lstrip(" "))]
     comment = textwrap.wrap(said, _WIDTH - len(indent) - 2)
-    return "\n".join([*(f"{indent}# {one}" for one in comment), line.code])
+    return "\n".join([*(f"{indent}# {one}" for one in comment), code])
 
 
-def axes(draft: Draft) -> tuple[str, ...]:
+def _axes(cut: str) -> tuple[str, ...]:
     """Those over which a batch is cut."""
-    cut = draft.get("cut", "ddp")
     if cut == "mics":
         return ("replica", "node", "gpu")
-    if cut in ("hybrid_shard", "hybrid_shard_zero2", "hpz"):
+    if cut in _HYBRID:
         return ("replica", "shard")
     return ("data",) if cut in ("ddp", "zero1", "zero2") else ("shard",)
 
 
-def _mesh(draft: Draft) -> Iterator[Line]:
-    names, tensor, ranks = axes(draft), draft.get("tensor", 1), draft.get("ranks")
+def _mesh(draft: Draft) -> Iterator[_Line]:
+    names, tensor, ranks = _axes(draft.get("cut")), draft.get("tensor", 1), draft.get("ranks")
     here = ranks // tensor if ranks and ranks % tensor == 0 else None
-    sizes: dict[str, Any] = {}
-    if names == ("replica", "node", "gpu"):
-        yield Line('gpus = int(os.environ["LOCAL_WORLD_SIZE"])')
-        sizes = {"replica": -1, "node": f"{draft.get('shard')} // gpus", "gpu": "gpus"}
+    replica, shard = draft.get("replica"), draft.get("shard")
+    if len(names) == 3:
+        yield f"gpus = {_LOCAL}", ()
+        sizes: dict[str, Any] = {"replica": -1, "node": f"{shard} // gpus", "gpu": "gpus"}
     elif len(names) == 2:
-        replica, shard = draft.get("replica"), draft.get("shard")
         if replica is None:
             replica = here // shard if here and shard and here % shard == 0 else -1
         if shard is None:
-            local = 'int(os.environ["LOCAL_WORLD_SIZE"])'
-            shard = local if replica == -1 else here // replica if here and here % replica == 0 else -1
+            shard = _LOCAL if replica == -1 else here // replica if here and here % replica == 0 else -1
         sizes = {"replica": replica, "shard": shard}
     else:
-        sizes = {names[0]: here or draft.get("shard") or -1}
-    if tensor > 1:
-        sizes["tensor"] = tensor
+        sizes = {names[0]: here or shard or -1}
     arguments = [f"{name}={size}" for name, size in sizes.items()]
-    if draft.get("cpu"):
-        arguments.append('device="cpu"')
-    if draft.get("scratch"):
-        arguments.append(f"scratch={json.dumps(draft.get('scratch'))}")
-    keys = draft.of("replica", "shard", "dp_replicate", "dp_shard", "ranks", "machines", "tensor", "cpu", "scratch")
-    yield Line(f"mesh = sf.make_mesh({', '.join(arguments)})", keys)
+    arguments += [f"tensor={tensor}"] if tensor > 1 else []
+    arguments += ['device="cpu"'] if draft.get("cpu") else []
+    arguments += [f"scratch={json.dumps(draft.get('scratch'))}"] if draft.get("scratch") else []
+    facts = "replica shard dp_replicate dp_shard ranks machines tensor cpu scratch"
+    yield f"mesh = sf.make_mesh({', '.join(arguments)})", tuple(facts.split())
     every = ", ".join(f'"{name}"' for name in names)
-    yield Line(f"DATA = ({every})" if len(names) > 1 else f"DATA = {every}")
+    yield f"DATA = ({every})" if len(names) > 1 else f"DATA = {every}", ()
 
 
-def _strategy(draft: Draft) -> Iterator[Line]:
-    cut, names = draft.get("cut", "ddp"), axes(draft)
-    two = 'shard="shard", replica="replica"' if len(names) == 2 else '("gpu", "node"), replica="replica"'
-    yield Line(f"strategy = sf.{cut}({two if len(names) > 1 else 'DATA'})", draft.of("cut", "dp_replicate"))
-    tiers = {kind: draft.get(kind) for kind in ("params", "grads", "state") if draft.get(kind)}
+def _strategy(draft: Draft) -> Iterator[_Line]:
+    cut = draft.get("cut")
+    axes = {2: 'shard="shard", replica="replica"', 3: '("gpu", "node"), replica="replica"'}
+    yield f"strategy = sf.{cut}({axes.get(len(_axes(cut)), 'DATA')})", ("cut", "dp_replicate")
+    tiers = [kind for kind in ("params", "grads", "state") if draft.get(kind)]
     if tiers:
-        said = ", ".join(f'{kind}="{tier}"' for kind, tier in tiers.items())
-        yield Line(f"strategy = strategy.on({said})", draft.of(*tiers))
+        said = ", ".join(f'{kind}="{draft.get(kind)}"' for kind in tiers)
+        yield f"strategy = strategy.on({said})", tuple(tiers)
     if draft.get("uncut") is not None:
-        yield Line(f"strategy = sf.uncut(strategy, below={draft.get('uncut')})", draft.of("uncut"))
+        yield f"strategy = sf.uncut(strategy, below={draft.get('uncut')})", ("uncut",)
 
 
-def _model(draft: Draft) -> Iterator[Line]:
-    yield from _strategy(draft)
+def _model(draft: Draft) -> Iterator[_Line]:
     if draft.get("param_dtype"):
-        yield Line(f"module = module.to({draft.get('param_dtype')})", draft.of("param_dtype"))
+        yield f"module = module.to({draft.get('param_dtype')})", ("param_dtype",)
     if draft.get("buffer_dtype") is not None:
-        yield Line(
-            "for part in module.modules():\n"
-            "    if not isinstance(part, torch.nn.modules.batchnorm._BatchNorm):\n"
-            "        for buffer in part.buffers(recurse=False):\n"
-            "            if buffer.is_floating_point():\n"
-            f"                buffer.data = buffer.data.to({draft.get('buffer_dtype')})",
-            draft.of("buffer_dtype"),
-        )
+        yield _CAST.format(dtype=draft.get("buffer_dtype")), ("buffer_dtype",)
     options = list(_options(draft))
     if options:
-        yield Line("model = interop.functional(\n    module,")
-        for code, keys in options:
-            yield Line(f"    {code},", keys)
-        yield Line(")")
+        yield "model = interop.functional(\n    module,", ()
+        yield from ((f"    {code},", facts) for code, facts in options)
+        yield ")", ()
     else:
-        yield Line("model = interop.functional(module)")
-    yield Line("params = model.shard(mesh, strategy)")
+        yield "model = interop.functional(module)", ()
+    yield "params = model.shard(mesh, strategy)", ()
 
 
-def _options(draft: Draft) -> Iterator[tuple[str, tuple[str, ...]]]:
-    if draft.get("stages"):
-        classes = ", ".join(f'"{name}"' for name in draft.get("stages"))
-        yield f"stages={{{classes}}}", draft.of("stages")
-    if draft.get("min_num_params"):
-        yield f"min_num_params={draft.get('min_num_params')}", draft.of("min_num_params")
-    if draft.get("one_unit"):
-        yield "stages=lambda path, part: False, small=2**62", draft.of("one_unit")
-    if draft.get("tensor", 1) > 1:
-        yield 'tensor="auto"', draft.of("tensor")
-    if draft.get("sync_batch_norm"):
-        yield "sync_batch_norm=DATA", draft.of("sync_batch_norm")
-    if draft.get("compile"):
-        said = ", ".join(f'"{name}": {_code(value)}' for name, value in draft.get("compile").items())
-        yield f"compile={{{said}}}", draft.of("compile")
+def _options(draft: Draft) -> Iterator[_Line]:
+    get = draft.get
+    classes = ", ".join(f'"{name}"' for name in get("stages", ()))
+    said = {name: get(f"compile_{name}") for name in ("backend", "mode", "fullgraph", "dynamic")}
+    compiled = ", ".join(f'"{name}": {_code(value)}' for name, value in said.items() if value is not None)
+    made = {
+        "stages": f"stages={{{classes}}}",
+        "min_num_params": f"min_num_params={get('min_num_params')}",
+        "one_unit": "stages=lambda path, part: False, small=2**62",
+        "tensor": 'tensor="auto"',
+        "sync_batch_norm": "sync_batch_norm=DATA",
+    }
+    if compiled or get("compile"):
+        facts = ("compile", *(f"compile_{name}" for name in said))
+        yield f"compile={{{compiled}}}" if compiled else "compile=True", facts
     for name in ("remat", "prefetch", "gather_dtype", "reduce_dtype", "output_dtype", "gather", "reduce"):
-        if draft.get(name) is not None:
-            yield f"{name}={draft.get(name)}", draft.of(name)
-    low = draft.get("gather_dtype") or draft.get("param_dtype")
-    if draft.get("cast_inputs") and low:
-        yield f"input_dtype={low}", draft.of("cast_inputs", "gather_dtype", "param_dtype")
+        made[name] = f"{name}={get(name)}"
+    off = {"tensor": 1}
+    yield from ((code, (fact,)) for fact, code in made.items() if get(fact) not in (None, off.get(fact)))
+    low = get("gather_dtype") or get("param_dtype")
+    if get("cast_inputs") and low:
+        yield f"input_dtype={low}", ("cast_inputs", "gather_dtype", "param_dtype")
 
 
-def _optimizer(draft: Draft) -> Iterator[Line]:
-    make = draft.get("optimizer")
-    given = dict(draft.get("optimizer_params", {}))
-    keys = (*draft.of("optimizer"), *draft.get("optimizer_keys", ()))
-    if draft.get("schedule"):
-        kind, said = draft.get("schedule")
-        yield Line("\n")
-        yield Line(
-            "\n".join(rates.lines(kind, dict(said), given.get("lr", _lr(draft, said)))) + "\n\n", draft.of("schedule")
-        )
+def _optimizer(draft: Draft) -> Iterator[_Line]:
+    make, given, scheduled = draft.get("optimizer"), dict(draft.get("optimizer_params", {})), draft.get("schedule")
+    if scheduled:
+        if "lr" not in given and schedules.needs_lr(scheduled[1]):
+            given["lr"] = draft.name("lr", "the learning rate")
+        yield "\n", ()
+        name, said = scheduled
+        yield schedules.code(name, said, given.get("lr")) + "\n\n", ("schedule",)
         given["lr"] = Name("rate")
     if draft.get("decayed"):
-        rule = (
-            f"def decay(path, shape):  # not of biases and norms\n    return {draft.get('decayed')} * (len(shape) > 1)"
-        )
-        yield Line(f"\n\n{rule}\n\n", draft.of("decayed"))
+        decay = f"    return {draft.get('decayed')} * (len(shape) > 1)"
+        if not scheduled:
+            yield "\n", ()
+        yield f"def decay(path, shape):  # not of biases and norms\n{decay}\n\n", ("decayed",)
     if make is None:
-        about = f"{_ABOUT['optimizer']}" + ("; its learning rate is the function rate" if draft.get("schedule") else "")
-        draft.name("optimizer", about)
+        rate = "; its learning rate is the function rate" if scheduled else ""
+        draft.name("optimizer", f"{_ABOUT['optimizer']}{rate}")
     elif "." in make:
-        yield Line(f"optimizer = so.from_torch({make}, {_arguments(given)})", keys)
+        yield f"optimizer = so.from_torch({make}{_more(given)})", ("optimizer", "optimizer_params")
     else:
-        if draft.get("state_dtype"):
-            given["state_dtype"] = Name(draft.get("state_dtype"))
-        yield Line(f"optimizer = so.{make}({given.pop('lr')}{_more(given)})", keys + draft.of("state_dtype"))
-    for name, call in (("clip", "clip_by_global_norm"), ("clip_value", "clip_by_value")):
-        if draft.get(name) is not None:
-            yield Line(f"optimizer = so.chain(so.{call}({draft.get(name)}), optimizer)", draft.of(name))
+        state = {"state_dtype": Name(draft.get("state_dtype"))} if draft.get("state_dtype") else {}
+        made = f"optimizer = so.{make}({given.pop('lr')}{_more({**given, **state})})"
+        yield made, ("optimizer", "optimizer_params", "state_dtype")
+    for fact, call in (("clip", "clip_by_global_norm"), ("clip_value", "clip_by_value")):
+        if draft.get(fact) is not None:
+            yield f"optimizer = so.chain(so.{call}({draft.get(fact)}), optimizer)", (fact,)
     if draft.get("skip_nonfinite"):
-        yield Line("optimizer = so.skip_nonfinite(optimizer)", draft.of("skip_nonfinite"))
-    if draft.get("scaled") is not None:
-        yield Line(f"optimizer = so.loss_scaled(optimizer{_more(draft.get('scaled'))})", draft.of("scaled"))
-    yield Line("state = optimizer.init(params)")
+        yield "optimizer = so.skip_nonfinite(optimizer)", ("skip_nonfinite",)
+    if draft.get("scaled"):
+        fixed = {"scale": draft.get("fixed"), "growth": 1.0, "backoff": 1.0}
+        adapts = {name: draft.get(name) for name in ("every", "scale") if draft.get(name) is not None}
+        said = _more(fixed if draft.get("fixed") else adapts)
+        yield f"optimizer = so.loss_scaled(optimizer{said})", ("scaled", "fixed", "every", "scale")
+    yield "state = optimizer.init(params)", ()
 
 
 def _code(value: Any) -> str:
+    if isinstance(value, Name):
+        return value
     return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
-def _lr(draft: Draft, said: Any) -> Any:
-    """Of a schedule without an optimizer, which is a part of its peak."""
-    if dict(said).get("warmup_max_lr", 0) is None or "cos_min_ratio" in dict(said) or "alpha_f" in dict(said):
-        return draft.name("lr", "the learning rate")
-    return None
-
-
-def _arguments(given: dict[str, Any]) -> str:
-    made = []
-    for name, value in given.items():
-        if name == "betas" and not isinstance(value, Name):
-            made += [f"b1={value[0]}", f"b2={value[1]}"]
-        elif name == "betas":
-            made += [f"b1={value}[0]", f"b2={value}[1]"]
-        else:
-            made.append(f"{name}={value if isinstance(value, Name) else _code(value)}")
-    return ", ".join(made)
-
-
 def _more(given: dict[str, Any]) -> str:
-    return f", {_arguments(given)}" if given else ""
+    """Arguments behind another one."""
+    made: dict[str, str] = {}
+    for name, value in given.items():
+        if name == "betas":
+            named = isinstance(value, Name)
+            made |= {f"b{i + 1}": f"{value}[{i}]" if named else _code(value[i]) for i in (0, 1)}
+        else:
+            made[name] = _code(value)
+    return "".join(f", {name}={code}" for name, code in made.items())
 
 
-def _data_ranks(draft: Draft) -> str:
+def _ranks(draft: Draft) -> str:
+    """How many ranks have other rows."""
     return f"(mesh.size() // {draft.get('tensor')})" if draft.get("tensor", 1) > 1 else "mesh.size()"
 
 
-def _step(draft: Draft) -> Iterator[Line]:
-    count, ranks = draft.get("accumulate"), _data_ranks(draft)
-    total, micro = draft.get("train_batch"), draft.get("micro_batch")
-    if count is None and total and micro:
-        keys = draft.of("train_batch", "micro_batch")
-        count = f"{total} // ({micro} * {ranks})"
-    elif count is not None:
-        keys = draft.of("accumulate")
-    many = count is not None and count != 1
-    if many:
-        yield Line(f"micro_batches = {count}" if count != "micro_batches" else "", keys)
-    if total and micro:
-        product = f"{micro} * {'micro_batches * ' if many else ''}{ranks}"
-        said = '"train_batch_size is not what this mesh makes"'
-        yield Line(f"if {total} != {product}:\n    raise ValueError({said})", draft.of("train_batch", "micro_batch"))
-    elif total or micro:
-        about = "rows of a step, on all ranks" if total else "rows of a micro-batch on one rank"
-        yield Line(f"# {about}: {total or micro}", draft.of("train_batch", "micro_batch"))
-    scaled = draft.get("scaled") is not None
-    yield from _loss(draft, many, scaled)
-    yield Line("\n\n@sf.shard_map(mesh=mesh, in_specs=..., out_specs=(P(), ...))")
-    yield Line(
-        f"def gradient(params, batches{', scale' * scaled}):  # batches: as many as micro_batches"
-        if many
-        else f"def gradient(params, batch{', scale' * scaled}):"
-    )
-    whole = [name for name, yes in (("tokens", draft.get("tokens")), ("scale", scaled)) if yes]
-    if draft.get("tokens"):
-        own = "sum(count(*batch) for batch in batches)" if many else "count(*batch)"
-        yield Line(f"    tokens = {own if draft.get('tokens') == 'own' else f'sf.psum({own}, DATA)'}")
-    function = "loss"
-    if whole:
-        function = "whole"
-        yield Line(f"\n    def whole(params, *batch):\n        return loss(params, {', '.join(whole)}, *batch)\n")
-    if many:
-        yield Line(f"    return sf.accumulate({function}, batches)(params)")
-    else:
-        yield Line(f"    return sf.value_and_grad({function})(params, *batch)")
-    given = "batches" if many else "batch"
-    yield Line(f"\n\ndef train_step(params, state, {given}):")
-    if scaled:
-        yield Line(f'    value, grads = gradient(params, {given}, state["scale"])')
-        yield Line('    return value / state["scale"], *optimizer.step(params, grads, state)')
-    else:
-        yield Line(f"    value, grads = gradient(params, {given})")
-        yield Line("    return value, *optimizer.step(params, grads, state)")
+def _many(draft: Draft) -> bool:
+    """Whether a step has micro-batches."""
+    count = draft.get("accumulate")
+    return bool(draft.get("train_batch") and draft.get("micro_batch")) if count is None else count != 1
 
 
-def _loss(draft: Draft, many: bool, scaled: bool) -> Iterator[Line]:
+def _loss(draft: Draft) -> Iterator[_Line]:
     """Of a micro-batch: its part of the mean over ranks and micro-batches, or over all of their tokens."""
-    tokens, divide = draft.get("tokens"), draft.get("divide")
+    count, total, micro = draft.get("accumulate"), draft.get("train_batch"), draft.get("micro_batch")
+    product = f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks(draft)}"
+    if count is None and _many(draft):
+        yield f"micro_batches = {total} // ({micro} * {_ranks(draft)})", ("train_batch", "micro_batch")
+    elif _many(draft) and count != "micro_batches":
+        yield f"micro_batches = {count}", ("accumulate",)
+    if total and micro:
+        error = 'raise ValueError("train_batch_size is not what this mesh makes")'
+        yield f"if {total} != {product}:\n    {error}", ("train_batch", "micro_batch")
+    tokens, scaled, autocast = draft.get("tokens"), bool(draft.get("scaled")), draft.get("autocast")
     what = "each token counts once" if tokens == "all" else "the mean over ranks and micro-batches"
-    head = f"def loss(params, {'tokens, ' * bool(tokens)}{'scale, ' * scaled}*batch):"
-    yield Line(f"\n\n{head}  # {what}, as there")
-    inner = f"{'total' if tokens else 'mean'}(model, params, *batch)"
-    if draft.get("autocast"):
-        yield Line(f"    with torch.autocast(mesh.device_type, {draft.get('autocast')}):", draft.of("autocast"))
-        yield Line(f"        own = {inner}.float()")
-        inner = "own"
-    summed = tokens == "all" or divide or not draft.get("mean", True)
-    own = f"{inner} / tokens" if tokens == "own" else inner
-    reduced = f"sf.psum({own}, DATA)" if summed else f"sf.pmean({own}, DATA)"
-    parts = " / tokens" * (tokens == "all") if tokens else " / micro_batches" * many
-    over = f" / {divide}" if divide else ""
-    yield Line(f"    return {reduced}{parts}{over}{' * scale' * scaled}", draft.of("mean", "tokens", "divide"))
+    more = "".join(f"{name}, " for name, yes in (("tokens", tokens), ("scale", scaled)) if yes)
+    yield f"\n\ndef loss(params, {more}*batch):  # {what}, as there", ()
+    own = f"{'total' if tokens else 'mean'}(model, params, *batch)" + (".float()" if autocast or scaled else "")
+    if autocast:
+        yield f"    with torch.autocast(mesh.device_type, {autocast}):", ("autocast",)
+        yield f"        own = {own}", ()
+        own = "own"
+    summed = tokens == "all" or draft.get("divide") or not draft.get("mean", True)
+    own = f"{own} / tokens" if tokens == "own" else own
+    parts = " / tokens" if tokens == "all" else " / micro_batches" if _many(draft) and not tokens else ""
+    parts += f" / {draft.get('divide')}" if draft.get("divide") else ""
+    reduced = f"sf.{'psum' if summed else 'pmean'}({own}, DATA){parts}{' * scale' if scaled else ''}"
+    yield f"    return {reduced}", ("mean", "tokens", "divide")
 
 
-def _saving(draft: Draft) -> Iterator[Line]:
-    how = draft.get("save")
-    if how is None:
-        return
-    yield Line("\n\ndef save(folder, step):")
-    if how == "sharded":
-        keep = f", keep={draft.get('keep')}" if draft.get("keep") else ""
-        yield Line('    held = {"params": params, "state": state, "step": step}')
-        yield Line(f'    checkpoint.save(f"{{folder}}/step-{{step:08}}", held{keep})', draft.of("save", "keep"))
+def _step(draft: Draft) -> Iterator[_Line]:
+    tokens, scaled = draft.get("tokens"), bool(draft.get("scaled"))
+    whole = [name for name, yes in (("tokens", tokens), ("scale", scaled)) if yes]
+    yield "\n\n@sf.shard_map(mesh=mesh, in_specs=..., out_specs=(P(), ...))", ()
+    yield f"def gradient(params, batch{', scale' if scaled else ''}):", ()
+    if tokens:
+        yield f"    tokens = {'count(*batch)' if tokens == 'own' else 'sf.psum(count(*batch), DATA)'}", ()
+    if whole:
+        yield f"\n    def whole(params, *batch):\n        return loss(params, {', '.join(whole)}, *batch)\n", ()
+    function = "whole" if whole else "loss"
+    if _many(draft):
+        yield f"    return sf.accumulate({function}, batch, micro=micro_batches)(params)", ()
     else:
-        yield Line('    checkpoint.export(f"{folder}/step-{step:08}", params)', draft.of("save"))
+        yield f"    return sf.value_and_grad({function})(params, *batch)", ()
+    scale, unscaled = (', held["state"]["scale"]', ' / held["state"]["scale"]') if scaled else ("", "")
+    yield _STEP.format(scale=scale, unscaled=unscaled), ()
+
+
+def _loop(draft: Draft) -> Iterator[_Line]:
+    total, micro, save, seed = (draft.get(fact) for fact in ("train_batch", "micro_batch", "save", "seed"))
+    if total or micro:
+        draft.name("rows", _ABOUT["rows"])
+        size = total or f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks(draft)}"
+        made = f"batches = sf.run.batches(rows, mesh, DATA, {size}, seed={seed or 0})"
+        yield made, ("train_batch", "micro_batch", "seed")
+    else:
+        draft.name("batches", _ABOUT["batches"])
+    steps = draft.get("steps") or draft.name("steps", _ABOUT["steps"])
+    arguments = [f"steps={steps}"] + ([f"seed={seed}"] if seed else [])
+    if save == "sharded":
+        folder = draft.name("folder", _ABOUT["folder"])
+        arguments += [f"save={folder}", *([f"keep={draft.get('keep')}"] if draft.get("keep") else [])]
+    yield 'held = {"params": params, "state": state}', ()
+    facts = ("steps", "seed", *(("save", "keep") if save == "sharded" else ()))
+    yield f"held, run = sf.run.loop(step, held, batches, {', '.join(arguments)})", facts
+    if save == "full":
+        draft.name("folder", _ABOUT["folder"])
+        yield 'checkpoint.export(f"{folder}/whole", held["params"])', ("save",)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardfn.translate import accelerate, deepspeed, fsdp
+from shardfn.translate import accelerate, deepspeed, fsdp, schedules
 from shardfn.translate.draft import Draft, Name
 from shardfn.translate.facts import Call, TranslateError
-from shardfn.translate.meanings import Table, Whole, always, apply, flag, meant, missing, sets, yours
-from shardfn.translate.values import is_auto, is_open, number, on, shown, whole, word
+from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, missing, read, sets, yours
+from shardfn.translate.values import is_auto, is_open, natural, number, on, shown, whole, whole_or_all, word
 
 ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments", "SFTConfig"}
 TRAINERS = {"Seq2SeqTrainer", "SentenceTransformerTrainer", "SFTTrainer"}
@@ -20,88 +20,39 @@ DEFAULTS: dict[str, Any] = {
     "lr_scheduler_type": "linear", "warmup_steps": 0, "warmup_ratio": 0.0, "max_steps": -1,
     "bf16": False, "fp16": False, "average_tokens_across_devices": True,
 }  # fmt: skip
-_OF_TRL = {"learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True}
+# Those of some kinds that are others; losses of sentence-transformers are means over rows.
+_OWN: dict[str, dict[str, Any]] = {
+    "SFTConfig": {"learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True},
+    "SentenceTransformerTrainingArguments": {"average_tokens_across_devices": False},
+}
 _LOOP = yours("what sf.run.loop is given: docs/loop.md")
 _DATA = yours("what sf.run.batches is given: docs/data.md")
 _HUB = yours("interop.save_pretrained writes a folder that can be uploaded")
-_TPU = yours("there are no TPUs here, and of a run on GPUs it says nothing")
-_READ = sets("of the optimizer and its rate, with all their arguments")
+_RATE = "of the rate, a function of the step"
+_NO_OPTIMIZER = missing("not there: the program has the name optimizer for yours")
+_NO_SCHEDULE = missing("not there: a function of the step is yours")
+_ADAM = {
+    "learning_rate": "lr", "weight_decay": "decay", "adam_epsilon": "eps", "adam_beta1": "beta1", "adam_beta2": "beta2",
+}  # fmt: skip
 OPTIMIZERS = {
-    **dict.fromkeys(["adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"], "adamw"),
+    **each("adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused", "adamw"),
     "sgd": "sgd", "lion_32bit": "lion", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop",
 }  # fmt: skip
-SCHEDULES = {"linear", "cosine", "constant", "constant_with_warmup"}
 
 
 def _precision(draft: Draft, key: str, value: Any) -> None:
     if is_open(value) and word(value) not in ("TRUE", "FALSE"):
-        draft.row(key, value, "open", "its value is not in the file; if it is true, torch.autocast around the model")
+        draft.open(key, value, "if it is true, torch.autocast around the model")
     elif on(key, value):
-        accelerate.precision(draft, key, key)
+        accelerate.low(draft, key, value, key)
     else:
         draft.row(key, value, "always", "the default: all in the dtype of the parameters")
 
 
-def _compile(name: str) -> Whole:
-    def read(draft: Draft, key: str, value: Any) -> None:
-        if is_open(value):
-            draft.row(key, value, "open", "its value is not in the file; compile= of functional")
-            return
-        if not draft.get("compiles") or value is None:
-            draft.row(key, value, "always", "nothing is compiled" if not draft.get("compiles") else "the default")
-            return
-        if name:
-            draft.facts["compile"] = {**draft.get("compile", {}), name: str(value)}
-        draft.facts.setdefault("compile", {})
-        draft.keys["compile"] = (*draft.of("compile"), key)
-        draft.row(key, value, "becomes", "compile= of functional")
-
-    return Whole(read)
-
-
-def _clip(draft: Draft, key: str, value: Any) -> None:
-    if value is None or (not is_open(value) and not number(key, value)):
-        draft.row(key, value, "always", "nothing is clipped")
-    else:
-        meant(draft, key, value, deepspeed.CLIP)
-
-
-def _accumulate(draft: Draft, key: str, value: Any) -> None:
-    meant(draft, key, value, deepspeed.ACCUMULATE)
-
-
-_OF_LOOP = [
-    "output_dir", "num_train_epochs", "logging_dir", "logging_strategy", "logging_steps", "logging_first_step",
-    "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "include_tokens_per_second",
-    "log_level", "log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id",
-    "trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "evaluation_strategy", "eval_steps",
-    "eval_delay", "eval_on_start", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object",
-    "eval_accumulation_steps", "include_for_metrics", "include_inputs_for_metrics", "batch_eval_metrics",
-    "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit", "save_safetensors",
-    "enable_jit_checkpoint", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-    "ignore_data_skip", "restore_callback_states_from_checkpoint", "full_determinism", "seed", "debug",
-    "skip_memory_metrics", "do_train", "do_eval", "do_predict", "resume_from_checkpoint", "overwrite_output_dir",
-    "torch_empty_cache_steps", "bf16_full_eval", "fp16_full_eval", "per_device_eval_batch_size",
-    "predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config", "eval_packing",
-]  # fmt: skip
-_OF_DATA = [
-    "data_seed", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
-    "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
-    "dataloader_in_order", "remove_unused_columns", "label_names", "train_sampling_strategy", "length_column_name",
-    "group_by_length", "sortish_sampler", "batch_sampler", "multi_dataset_batch_sampler", "prompts",
-    "dataset_text_field", "dataset_kwargs", "dataset_num_proc", "eos_token", "pad_token", "max_length",
-    "max_seq_length", "packing", "packing_strategy", "padding_free", "pad_to_multiple_of", "completion_only_loss",
-    "assistant_only_loss", "chat_template_path", "shuffle_dataset", "truncation_mode",
-]  # fmt: skip
-_OF_HUB = [
-    "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
-    "push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token",
-]  # fmt: skip
 TABLE: Table = {
-    "bf16": Whole(_precision),
-    "fp16": Whole(_precision),
-    "max_grad_norm": Whole(_clip),
-    "gradient_accumulation_steps": Whole(_accumulate),
+    **each("bf16 fp16", Whole(_precision)),
+    "max_grad_norm": deepspeed.CLIP,
+    "gradient_accumulation_steps": deepspeed.ACCUMULATE,
     "per_device_train_batch_size": sets(
         "rows of a micro-batch on one rank", name="micro_batch_size", about="rows of one rank", micro_batch=whole
     ),
@@ -109,25 +60,20 @@ TABLE: Table = {
         sets("a loss of the tokens of all ranks and micro-batches, each of which counts once", tokens="all"),
         sets("a loss of the tokens of all micro-batches of a rank, and its mean over ranks", tokens="own"),
     ),
-    "gradient_checkpointing": fsdp.REMAT,
-    "activation_checkpointing": fsdp.REMAT,
-    **dict.fromkeys(
-        ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"], always("there is one implementation")
-    ),
-    "torch_compile": _compile(""),
-    "torch_compile_backend": _compile("backend"),
-    "torch_compile_mode": _compile("mode"),
-    "use_cpu": flag(sets('device="cpu" of make_mesh', cpu=True), always("make_mesh takes the accelerator")),
-    "no_cuda": flag(sets('device="cpu" of make_mesh', cpu=True), always("make_mesh takes the accelerator")),
+    **each("gradient_checkpointing activation_checkpointing", fsdp.REMAT),
+    "activation_offloading": fsdp.REMAT_AWAY,
+    **each("gradient_checkpointing_kwargs activation_checkpointing_kwargs", always("there is one implementation")),
+    "torch_compile": flag(sets("compile= of functional", compile=True), always("nothing is compiled")),
+    "torch_compile_backend": accelerate.BACKEND,
+    "torch_compile_mode": accelerate.MODE,
+    **each("use_cpu no_cuda", accelerate.CPU),
     "label_smoothing_factor": missing("of the loss, which is yours", "0.0", "0"),
     "neftune_noise_alpha": missing("noise on the embeddings, in your module", "None"),
     "optim_args": missing("arguments of the optimizer", "None"),
     "optim_target_modules": missing("sf.partition says what is trained", "None"),
     "lr_scheduler_kwargs": missing("a function of the step is yours", "None", "{}"),
     "learning_rate_mapping": missing("so.masked, or a rate by path", "None", "{}"),
-    "router_mapping": yours("the model is yours"),
     "parallelism_config": missing("axes of make_mesh", "None"),
-    "accelerator_config": _DATA,
     "sharded_ddp": missing("of FairScale: a strategy, such as sf.zero2", "''", "None", ""),
     "deepspeed_plugin": missing("deepspeed=", "None"),
     "ddp_find_unused_parameters": always("a parameter that the loss does not use has a gradient of zeros"),
@@ -139,19 +85,50 @@ TABLE: Table = {
     "auto_find_batch_size": flag(
         missing('sf.accumulate(loss, batch, micro="auto"), for a loss that is a sum: docs/fitting.md'), always("off")
     ),
-    **dict.fromkeys(["learning_rate", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"], _READ),
-    **dict.fromkeys(["lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_steps"], _READ),
-    **dict.fromkeys(_OF_LOOP, _LOOP),
-    **dict.fromkeys(_OF_DATA, _DATA),
-    **dict.fromkeys(_OF_HUB, _HUB),
-    **dict.fromkeys(["tpu_num_cores", "tpu_metrics_debug", "use_mps_device", "use_ipex"], _TPU),
+    "optim": By({name: sets("the optimizer", optim=make) for name, make in OPTIMIZERS.items()}, _NO_OPTIMIZER),
+    "lr_scheduler_type": By({kind: sets(_RATE, scheduler=kind) for kind in schedules.TRANSFORMERS}, _NO_SCHEDULE),
+    "max_steps": sets(
+        "steps= of sf.run.loop, and of the rate", name="steps", about="of the whole run", steps=whole_or_all
+    ),
+    **{key: sets("of the optimizer", name=key, about=key, **each(fact, number)) for key, fact in _ADAM.items()},
+    **{key: sets(_RATE, name=key, about=key, **each(key, number)) for key in ("warmup_steps", "warmup_ratio")},
+    **each(
+        "output_dir num_train_epochs logging_dir logging_strategy logging_steps logging_first_step log_on_each_node"
+        " logging_nan_inf_filter include_num_input_tokens_seen include_tokens_per_second log_level log_level_replica"
+        " disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id"
+        " eval_strategy evaluation_strategy eval_steps eval_delay eval_on_start prediction_loss_only"
+        " eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics"
+        " include_inputs_for_metrics batch_eval_metrics save_only_model save_strategy save_steps save_on_each_node"
+        " save_total_limit save_safetensors enable_jit_checkpoint load_best_model_at_end metric_for_best_model"
+        " greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism debug"
+        " skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint overwrite_output_dir"
+        " torch_empty_cache_steps bf16_full_eval fp16_full_eval per_device_eval_batch_size predict_with_generate"
+        " generation_max_length generation_num_beams generation_config eval_packing",
+        _LOOP,
+    ),
+    **each(
+        "accelerator_config data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory"
+        " dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context"
+        " dataloader_in_order remove_unused_columns label_names train_sampling_strategy length_column_name"
+        " group_by_length sortish_sampler batch_sampler multi_dataset_batch_sampler prompts dataset_text_field"
+        " dataset_kwargs dataset_num_proc eos_token pad_token max_length max_seq_length packing packing_strategy"
+        " padding_free pad_to_multiple_of completion_only_loss assistant_only_loss chat_template_path shuffle_dataset"
+        " truncation_mode",
+        _DATA,
+    ),
+    **each(
+        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
+        " push_to_hub_model_id push_to_hub_organization push_to_hub_token",
+        _HUB,
+    ),
+    **each("tpu_num_cores tpu_metrics_debug use_mps_device use_ipex", accelerate.TPU),
+    "seed": yours("seed= of sf.run.batches and sf.run.loop", seed=natural),
     "local_rank": yours("starting processes: torchrun"),
     "tf32": yours("torch.backends.cuda.matmul.allow_tf32"),
-    "use_liger_kernel": yours("kernels of the module, which is yours"),
-    "liger_kernel_config": yours("kernels of the module, which is yours"),
+    **each("use_liger_kernel liger_kernel_config", yours("kernels of the module, which is yours")),
     "use_cache": yours("of the module's own configuration"),
     "model_init_kwargs": yours("the module is yours"),
-    "activation_offloading": fsdp.REMAT_AWAY,
+    "router_mapping": yours("the model is yours"),
     "loss_type": missing("the loss is yours", "nll", "None"),
 }
 TRAINER: Table = {
@@ -162,93 +139,80 @@ TRAINER: Table = {
     "loss": yours("the loss is yours"),
     "peft_config": yours("sf.lora, or a module of peft: docs/adapters.md"),
     "formatting_func": _DATA,
-    **dict.fromkeys(
-        ["model", "model_init", "processing_class", "tokenizer", "data_collator", "train_dataset", "eval_dataset"],
+    **each(
+        "model model_init processing_class tokenizer data_collator train_dataset eval_dataset",
         yours("the data, the model and the tokenizer are yours"),
     ),
-    **dict.fromkeys(["compute_metrics", "callbacks", "preprocess_logits_for_metrics", "evaluator"], _LOOP),
+    **each("compute_metrics callbacks preprocess_logits_for_metrics evaluator", _LOOP),
 }
-# Of `fsdp_config`, beside the names that Accelerate has.
-_FSDP: Table = {
-    "cpu_offload": Whole(fsdp.offload),
+# Of `fsdp_config`, which has the names of Accelerate and these.
+FSDP: Table = {
+    **accelerate.PLUGIN,
     "xla": missing("there are no TPUs here", "False"),
-    "xla_fsdp_v2": always("of no effect without xla"),
-    "xla_fsdp_grad_ckpt": always("of no effect without xla"),
-    "xla_fsdp_settings": always("of no effect without xla"),
+    **each("xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings", always("of no effect without xla")),
 }
+# What is so by itself, and changes results; and the fact that says it.
+_SHOWN = {
+    "max_grad_norm": "clip", "average_tokens_across_devices": "tokens", "bf16": "gather_dtype",
+    "gradient_checkpointing": "remat", "per_device_train_batch_size": "micro_batch",
+}  # fmt: skip
 
 
 def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Callable[[str], dict[str, Any]]) -> None:
     """The arguments of a trainer; `linked` reads a file that they name."""
-    given, own = dict(call.arguments), DEFAULTS | (_OF_TRL if call.name == "SFTConfig" else {})
-    if call.name == "SentenceTransformerTrainingArguments":
-        own["average_tokens_across_devices"] = False  # its losses are means over rows
-        draft.facts["tokens"] = None
-    own |= given
-    draft.facts["compiles"] = any(one not in (None, False) and not is_open(one) for one in map(given.get, _COMPILE))
+    given, own = dict(call.arguments), {**DEFAULTS, **_OWN.get(call.name, {}), **call.arguments}
     config, sharded = given.pop("deepspeed", None), _sharded(draft, given, linked)
-    draft.facts["fsdp"], draft.facts["deepspeed"] = sharded is not None, config is not None
     if config is not None and sharded is not None:
         raise TranslateError("fsdp and deepspeed: two strategies in one file; leave one of them")
     if sharded is not None:
-        accelerate.plugin(draft, sharded, {**accelerate.PLUGIN, **_FSDP}, "fsdp_config.")
+        read(draft, "fsdp_config", sharded, accelerate.plugin(FSDP))
     if config is not None:
-        _deepspeed(draft, config, own, linked)
-    draft.facts.setdefault("cut", "ddp")
-    apply(draft, given, TABLE, "", call.name)
+        draft.put("kind", "deepspeed")
+        config = _file(draft, "deepspeed", config, linked)
+        read(draft, "deepspeed", _filled(draft, config, own, ""), deepspeed.FILE)
+    read(draft, "", given, Section(TABLE, call.name))
     for key, fact in _SHOWN.items():
         if key not in given and own.get(key) and fact not in draft.facts:
-            _default(draft, key, own[key])
+            before = len(draft.rows)
+            read(draft, "", {key: own[key]}, Section(TABLE))
+            draft.rows[before:] = [replace(row, value=f"{row.value}, the default") for row in draft.rows[before:]]
     if draft.get("optimizer") is None:
         _optimizer(draft, own, given)
     if draft.get("schedule") is None:
         _schedule(draft, own, given)
-    apply(draft, trainer, TRAINER, "", "Trainer")
+    read(draft, "", trainer, Section(TRAINER, "Trainer"))
 
 
-_COMPILE = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-# What is so by itself, and changes results; and the fact that says it.
-_SHOWN = {"max_grad_norm": "clip", "average_tokens_across_devices": "tokens", "bf16": "gather_dtype",
-          "gradient_checkpointing": "remat"}  # fmt: skip
-
-
-def _default(draft: Draft, key: str, value: Any) -> None:
-    before = len(draft.rows)
-    apply(draft, {key: value}, TABLE)
-    draft.rows[before:] = [replace(row, value=f"{row.value}, the default") for row in draft.rows[before:]]
+def _file(draft: Draft, key: str, value: Any, linked: Callable[[str], dict[str, Any]]) -> Mapping[str, Any]:
+    """A dict, or what is in the file that is named."""
+    if isinstance(value, str):
+        draft.row(key, value, "becomes", "its keys, below")
+        value = linked(value)
+    if value is not None and not isinstance(value, Mapping):
+        draft.open(key, value, "a file, or a dict of keys; translate that")
+    return value if isinstance(value, Mapping) else {}
 
 
 def _sharded(draft: Draft, given: dict[str, Any], linked: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
     """What `fsdp=` and `fsdp_config=` say together, by the names of `fsdp_config`; None where nothing is sharded."""
     said, config = given.pop("fsdp", None), given.pop("fsdp_config", None)
-    old = {key: given.pop(f"fsdp_{key}") for key in ("min_num_params", "transformer_layer_cls_to_wrap")
-           if given.get(f"fsdp_{key}") not in (None, 0)}  # fmt: skip
+    old = {key: given.pop(f"fsdp_{key}", None) for key in ("min_num_params", "transformer_layer_cls_to_wrap")}
     if is_open(said) and not isinstance(said, str):
-        draft.row("fsdp", said, "open", "its value is not in the file: the strategy")
+        draft.open("fsdp", said, "the strategy")
         return {}
     if said in (None, False, "", [], "False"):
         if config:
             draft.row("fsdp_config", config, "always", "of no effect without fsdp=")
         return None
-    if isinstance(config, str):
-        draft.row("fsdp_config", config, "becomes", "its keys, below")
-        config = linked(config)
-    if config is not None and not isinstance(config, Mapping):
-        draft.row("fsdp_config", config, "open", "its value is not in the file; a dict of keys")
-        config = {}
-    found = {str(key).removeprefix("fsdp_"): one for key, one in (config or {}).items()} | old
+    found = {key.removeprefix("fsdp_"): one for key, one in _file(draft, "fsdp_config", config, linked).items()}
+    found |= {key: one for key, one in old.items() if one not in (None, 0)}
     options = [word(one) for one in (said.split() if isinstance(said, str) else said if isinstance(said, list) else [])]
-    cuts = [one for one in options if one in fsdp.CUT]
-    unknown = [one for one in options if one not in (*fsdp.CUT, "OFFLOAD", "AUTO_WRAP", "TRUE")]
-    if unknown or len(cuts) > 1:
+    cuts = [one for one in options if one in fsdp.CUTS]
+    if len(cuts) > 1 or set(options) - {*fsdp.CUTS, "OFFLOAD", "AUTO_WRAP", "TRUE"}:
         raise TranslateError(f"fsdp: {shown(said)} is not one strategy with offload and auto_wrap")
     kept = found.get("reshard_after_forward")
-    first = {"sharding_strategy", "backward_prefetch"} & set(found) or cuts not in (
-        [],
-        ["FULL_SHARD"],
-        ["SHARD_GRAD_OP"],
-    )
-    first = bool(first) and not isinstance(kept, bool)
+    old_names = {"sharding_strategy", "backward_prefetch"} & set(found) or set(cuts) - {"FULL_SHARD", "SHARD_GRAD_OP"}
+    first = old_names and not isinstance(kept, bool)
     version = whole("fsdp_config.version", found.pop("version", 1 if first else 2))
     draft.row("fsdp", said, "becomes", f"the strategy, of FSDP{version}")
     if cuts and kept is None:
@@ -256,16 +220,6 @@ def _sharded(draft: Draft, given: dict[str, Any], linked: Callable[[str], dict[s
     if "OFFLOAD" in options:
         found.setdefault("cpu_offload", True)
     return {"version": version, **found}
-
-
-def _deepspeed(draft: Draft, config: Any, own: Mapping[str, Any], linked: Callable[[str], dict[str, Any]]) -> None:
-    if isinstance(config, str):
-        draft.row("deepspeed", config, "becomes", "its keys, below")
-        config = linked(config)
-    if not isinstance(config, Mapping):
-        draft.row("deepspeed", config, "open", "its value is not in the file: a file, or a dict; translate that")
-        return
-    deepspeed.translate(draft, _filled(draft, config, own, ""), "deepspeed.")
 
 
 def _auto(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -289,77 +243,54 @@ def _auto(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled(draft: Draft, config: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """A file in which every `"auto"` that an argument of the trainer stands for has its value.
-
-    Raises:
-        TranslateError: the two contradict each other.
-    """
+    """A file in which every `"auto"` that an argument of the trainer stands for has its value."""
     values, found = _auto(own), {}
     for key, one in config.items():
         path = f"{prefix}{key}"
         if isinstance(one, Mapping):
             found[key] = _filled(draft, one, own, f"{path}.")
         elif is_auto(one) and path == "train_batch_size":
-            draft.row(
-                "deepspeed.train_batch_size", one, "always", "the product of ranks, micro-batches and rows of each"
-            )
-        elif is_auto(one) and path in values:
-            found[key] = values[path]
+            text = "the product of ranks, micro-batches and rows of each"
+            draft.row("deepspeed.train_batch_size", one, "always", text)
         else:
-            found[key] = one
+            found[key] = values.get(path, one) if is_auto(one) else one
     return found
 
 
 def _optimizer(draft: Draft, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """The optimizer that Trainer makes, and its learning rate."""
-    kind = str(getattr(own["optim"], "text", own["optim"])).rpartition(".")[2].lower()
-    names = [key for key in ("optim", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
-             if key in given]  # fmt: skip
-    make = OPTIMIZERS.get(kind)
-    found: dict[str, Any] = {"lr": _number(draft, "learning_rate", own["learning_rate"])}
-    draft.facts["optimizer_params"] = found
+    """The optimizer that Trainer makes, by what the arguments say, or by their defaults."""
+    make = draft.get("optim", None if "optim" in given else "adamw")
+    lr, decay, eps, b1, b2 = (draft.get(fact, own[key]) for key, fact in _ADAM.items())
+    found: dict[str, Any] = {"lr": lr}
+    draft.put("optimizer_params", found, *draft.of(*_ADAM.values()))
     if make is None:
-        draft.row("optim", own["optim"], "missing", "not there: the program has the name optimizer for yours")
         return
-    draft.say("optimizer", make, *names)
+    draft.say("optimizer", make, *draft.of("optim"))
     if make in ("adamw", "lion"):
-        found["betas"] = tuple(_number(draft, key, own[key]) for key in ("adam_beta1", "adam_beta2"))
+        found["betas"] = (b1, b2)
     if make == "adamw":
-        found["eps"] = _number(draft, "adam_epsilon", own["adam_epsilon"])
-    decay = _number(draft, "weight_decay", own["weight_decay"])
-    if decay:  # not of biases and norms
-        found["weight_decay"] = decay if "." in make else Name("decay")
-        draft.say("decayed", None if "." in make else decay, "weight_decay")
-    elif make == "adamw":
-        found["weight_decay"] = 0.0
-
-
-def _number(draft: Draft, key: str, value: Any) -> Any:
-    if is_open(value):
-        draft.row(key, value, "open", f"its value is not in the file: the program has the name {key} for it")
-        return draft.name(key, "of the arguments")
-    return number(key, value)
+        found["eps"] = eps
+    if decay and "." not in make:  # not of biases and norms
+        draft.say("decayed", decay, "weight_decay")
+    if decay or make == "adamw":
+        found["weight_decay"] = Name("decay") if draft.get("decayed") else decay
 
 
 def _schedule(draft: Draft, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    kind = str(getattr(own["lr_scheduler_type"], "text", own["lr_scheduler_type"])).rpartition(".")[2].lower()
-    names = [key for key in ("lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_steps") if key in given]
-    if kind not in SCHEDULES:
-        draft.row("lr_scheduler_type", kind, "missing", "not there: a function of the step is yours")
-        return
+    kind = draft.get("scheduler", None if "lr_scheduler_type" in given else own["lr_scheduler_type"])
+    keys = draft.of("scheduler", "warmup_steps", "warmup_ratio", "steps")
     if kind == "constant":
-        draft.facts["optimizer_keys"] = (*draft.get("optimizer_keys", ()), *names)
+        draft.put("optimizer_params", draft.get("optimizer_params"), *keys)
+    if kind in (None, "constant"):
         return
-    total, ratio = own["max_steps"], own["warmup_ratio"]
-    if is_open(total) or number("max_steps", total, -1) <= 0:
+    if draft.get("steps") is None:
         said = given.get("max_steps", "not said")
-        draft.row("max_steps", said, "open", "the steps of the run: the program has the name total_steps")
-        total = draft.name("total_steps", "the steps of the whole run")
-    steps = own["warmup_steps"]
-    if not is_open(steps) and 0 < number("warmup_steps", steps) < 1:
-        ratio, steps = steps, 0
-    if not is_open(steps) and not steps and (is_open(ratio) or number("warmup_ratio", ratio)):
-        steps = Name(f"math.ceil({total} * {_number(draft, 'warmup_ratio', ratio)})")
-    elif is_open(steps):
-        steps = _number(draft, "warmup_steps", steps)
-    draft.say("schedule", ("transformers", (("name", kind), ("warmup", steps), ("steps", total))), *names)
+        draft.row("max_steps", said, "open", "the steps of the run: the program has the name steps")
+        draft.put("steps", draft.name("steps", "of the whole run"))
+    steps, ratio = draft.get("warmup_steps", 0.0), draft.get("warmup_ratio", 0.0)
+    if not isinstance(steps, Name) and 0 < steps < 1:
+        steps, ratio = 0, steps
+    if not steps and ratio:
+        steps = Name(f"math.ceil({draft.get('steps')} * {ratio})")
+    warmup = steps if isinstance(steps, Name) else int(steps)
+    draft.say("schedule", (kind, {"warmup": warmup, "steps": draft.get("steps")}), *keys)

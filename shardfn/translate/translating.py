@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from shardfn.quoting import listed
-from shardfn.translate import accelerate, composer, deepspeed, fsdp, lightning, reading, snippets, transformers
+from shardfn.translate import accelerate, composer, deepspeed, files, fsdp, lightning, transformers
+from shardfn.translate.calls import calls
 from shardfn.translate.draft import Draft
 from shardfn.translate.facts import Call, TranslateError, Translation
-from shardfn.translate.meanings import apply
 from shardfn.translate.program import program
+from shardfn.translate.schema import Section, read
+from shardfn.translate.settling import settle
 
 _TRAINERS = {"Trainer", "Fabric", *transformers.TRAINERS}
-_TORCH = {"FullyShardedDataParallel": "FSDP1", "FSDP": "FSDP1", "fully_shard": "FSDP2"}
-_PLUGINS = {"FullyShardedDataParallelPlugin", "DeepSpeedPlugin"}
+READ = {*lightning.STRATEGIES, *_TRAINERS, *transformers.ARGUMENTS, *fsdp.CALLS, *accelerate.PLUGINS, "Accelerator"}
+_READ_BEFORE = ("fsdp_plugin", "deepspeed_plugin")
+_FILES = {"Accelerate": accelerate.FILE, "DeepSpeed": deepspeed.FILE, "Composer": composer.FILE}
 
 
 def translate(path: str | os.PathLike[str]) -> Translation:
@@ -38,9 +41,15 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     """
     file, draft = Path(path), Draft()
     try:
-        system = _python(draft, file) if file.suffix == ".py" else _mapping(draft, file)
-        if "product" not in draft.facts:
-            deepspeed.batches(draft)
+        if file.suffix == ".py":
+            found, imported = calls(files.text_of(file), {*READ, *fsdp.BESIDE})
+            system = _called(draft, file, found, imported)
+            fsdp.beside(draft, found)
+        else:
+            given = files.mapping_of(file)
+            system = files.system_of(given, str(file), _FILES)
+            read(draft, "", files.linked(given, file) if system == "Accelerate" else given, _FILES[system])
+        settle(draft)
         text = program(draft)
     except RecursionError:
         raise TranslateError(f"{file}: nested too deeply") from None
@@ -50,62 +59,41 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     return Translation(str(file), system, tuple(draft.rows), text, dict(draft.names))
 
 
-def _mapping(draft: Draft, file: Path) -> str:
-    given = reading.mapping_of(file)
-    system = reading.system_of(given, str(file))
-    if system == "Accelerate":
-        accelerate.translate(draft, reading.linked(given, file))
-    else:
-        (deepspeed if system == "DeepSpeed" else composer).translate(draft, given)
-    return system
-
-
-def _python(draft: Draft, file: Path) -> str:
-    found, imported = snippets.calls(reading.text_of(file), fsdp.CALLS)
-    system = _called(draft, file, found, imported)
-    fsdp.beside(draft, found)
-    return system
-
-
 def _called(draft: Draft, file: Path, found: list[Call], imported: set[str]) -> str:
-    """Whose call says how the program is sharded, and what."""
+    """Reads the call that says how the program is sharded, and says whose it is."""
     strategies = [one for one in found if one.name in lightning.STRATEGIES]
-    torch = [one for one in found if one.name in _TORCH]
-    plugins = [one for one in found if one.name in _PLUGINS]
+    torch = [one for one in found if one.name in fsdp.CALLS]
+    plugins = [one for one in found if one.name in accelerate.PLUGINS]
     trainers = [one for one in found if one.name in _TRAINERS]
-    kinds = {_TORCH[one.name] for one in torch}
-    if len(strategies) + len(plugins) + len(kinds) > 1 or len(trainers) > 1 or _differ(torch):
-        lines = listed(f"{one.name} in line {one.line}" for one in [*strategies, *plugins, *torch, *trainers])
-        why = f", which differ in {listed(_differ(torch))}" if _differ(torch) else ""
-        raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
-    arguments = trainers[0].arguments if trainers else {}
-    of_transformers = [one for one in found if one.name in transformers.ARGUMENTS]
-    if of_transformers or "args" in arguments or any(one.name in transformers.TRAINERS for one in trainers):
-        return _transformers(draft, file, of_transformers, trainers)
-    if plugins or any(one.name == "Accelerator" for one in found):
-        return _plugin(draft, plugins, [one for one in found if one.name == "Accelerator"])
-    if trainers and not strategies and _is_composer(arguments, imported):
-        composer.translate(draft, arguments)
+    made = [one for one in found if one.name == "Accelerator"]
+    arguments = [one for one in found if one.name in transformers.ARGUMENTS]
+    _refuse_two(strategies, torch, plugins, trainers)
+    trainer = trainers[0].arguments if trainers else {}
+    if arguments or "args" in trainer or any(one.name in transformers.TRAINERS for one in trainers):
+        _transformers(draft, file, arguments, trainer)
+        return "Transformers"
+    if plugins or made:
+        _accelerate(draft, plugins, made)
+        return "Accelerate"
+    if trainers and not strategies and _is_composer(trainer, imported):
+        read(draft, "", trainer, composer.FILE)
         return "Composer"
     if strategies or trainers:
-        lightning.translate(draft, strategies[0] if strategies else None, arguments)
+        lightning.translate(draft, strategies[0] if strategies else None, trainer)
         return "Lightning"
     if torch:
-        return _plain(draft, torch)
-    raise TranslateError(f"no call that is read: {', '.join(sorted(snippets.READ))}")
+        fsdp.several(draft, torch)
+        return "torch"
+    raise TranslateError(f"no call that is read: {', '.join(sorted(READ))}")
 
 
-_KEPT = "reshard_after_forward"
-
-
-def _differ(torch: list[Call]) -> list[str]:
-    """In what calls for several modules differ, but for the module, and whether it is kept whole."""
-    found = set()
-    for call in torch:
-        for key in {*torch[0].arguments, *call.arguments} - {"module", _KEPT}:
-            if call.arguments.get(key) != torch[0].arguments.get(key):
-                found.add(key)
-    return sorted(found)
+def _refuse_two(strategies: list[Call], torch: list[Call], plugins: list[Call], trainers: list[Call]) -> None:
+    kinds = {fsdp.CALLS[one.name].owner for one in torch}
+    differ = fsdp.differ(torch)
+    if len(strategies) + len(plugins) + len(kinds) > 1 or len(trainers) > 1 or differ:
+        lines = listed(f"{one.name} in line {one.line}" for one in [*strategies, *plugins, *torch, *trainers])
+        why = f", which differ in {listed(differ)}" if differ else ""
+        raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
 
 
 def _is_composer(given: Mapping[str, Any], imported: set[str]) -> bool:
@@ -114,54 +102,17 @@ def _is_composer(given: Mapping[str, Any], imported: set[str]) -> bool:
     return bool({"parallelism_config", "fsdp_config", "max_duration", "device_train_microbatch_size"} & set(given))
 
 
-def _plugin(draft: Draft, plugins: list[Call], made: list[Call]) -> str:
-    arguments = {
-        key: one
-        for call in made
-        for key, one in call.arguments.items()
-        if key not in ("fsdp_plugin", "deepspeed_plugin")
-    }
-    draft.facts["fsdp"] = any(one.name == "FullyShardedDataParallelPlugin" for one in plugins)
-    draft.facts["deepspeed"] = any(one.name == "DeepSpeedPlugin" for one in plugins)
+def _accelerate(draft: Draft, plugins: list[Call], made: list[Call]) -> None:
     for one in plugins:
-        if draft.get("fsdp"):
-            accelerate.plugin(draft, one.arguments)
-        else:
-            apply(draft, one.arguments, accelerate.DEEPSPEED, "", "DeepSpeedPlugin")
-    accelerate.accelerator(draft, arguments)
-    draft.facts.setdefault("cut", "zero2" if draft.get("deepspeed") else "ddp")
-    return "Accelerate"
+        read(draft, "", one, accelerate.PLUGINS[one.name])
+    given = {key: one for call in made for key, one in call.arguments.items() if key not in _READ_BEFORE}
+    cut = "zero2" if draft.get("kind") == "deepspeed" else "ddp"
+    read(draft, "", given, Section(accelerate.ACCELERATOR, "Accelerator", cut=cut))
 
 
-def _transformers(draft: Draft, file: Path, arguments: list[Call], trainers: list[Call]) -> str:
+def _transformers(draft: Draft, file: Path, arguments: list[Call], trainer: Mapping[str, Any]) -> None:
     if len(arguments) != 1:
         lines = listed(f"{one.name} in line {one.line}" for one in arguments)
         told = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
         raise TranslateError(f"a Trainer of Transformers is told by one set of arguments, and there is {told}")
-    trainer = trainers[0].arguments if trainers else {}
-
-    def linked(name: str) -> dict[str, Any]:
-        near = file.parent / name
-        return reading.mapping_of(near if near.is_file() else Path(name))
-
-    transformers.translate(draft, arguments[0], trainer, linked)
-    return "Transformers"
-
-
-def _plain(draft: Draft, torch: list[Call]) -> str:
-    old = _TORCH[torch[0].name] == "FSDP1"
-    apply(draft, torch[0].arguments, fsdp.FSDP1 if old else fsdp.FSDP2, "", torch[0].name)
-    for call in torch:
-        kept = call.arguments.get(_KEPT)
-        if kept == torch[0].arguments.get(_KEPT):
-            continue
-        if call is torch[-1]:
-            text = "of the root alone: what the ring of buffers still holds is not gathered again; no number changes"
-            draft.row(f"{_KEPT} in line {call.line}", kept, "always", text)
-        else:
-            text = "one strategy for all stages: no number changes, memory may; reshard= of sf.stage is of one"
-            draft.row(f"{_KEPT} in line {call.line}", kept, "missing", text)
-    draft.facts.setdefault("cut", "full_shard")
-    if draft.get("hybrid") and not draft.get("cut").startswith(("hybrid", "hpz")):
-        draft.facts["cut"] = "hybrid_shard" if draft.get("cut") == "full_shard" else "hybrid_shard_zero2"
-    return "torch"
+    transformers.translate(draft, arguments[0], trainer, lambda name: files.mapping_of(files.near(file, name)))

@@ -31,7 +31,9 @@ def shown(value: Any) -> str:
 
 
 def word(value: Any) -> str:
-    """As one word in capitals: of `ShardingStrategy.FULL_SHARD` or `"full_shard"` it is FULL_SHARD."""
+    """As one word in capitals: of `Strategy.FULL_SHARD` or `"full_shard"` it is FULL_SHARD, and of 3.0 it is 3."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     if isinstance(value, Source) and value.text.replace(".", "").replace("_", "").isalnum():
         return value.text.rpartition(".")[2].upper()
     return value.text if isinstance(value, Source) else str(value).strip().upper()
@@ -49,12 +51,9 @@ def is_open(value: Any) -> bool:
 
 def on(key: str, value: Any) -> bool:
     """A switch."""
-    said = {"TRUE": True, "FALSE": False, "YES": True, "NO": False, "NONE": False, "1": True, "0": False}.get(
-        word(value)
-    )
-    if said is None:
+    if word(value) not in ("TRUE", "YES", "1", "FALSE", "NO", "NONE", "0"):
         raise TranslateError(f"{key}: {shown(value)} is neither true nor false")
-    return said
+    return word(value) in ("TRUE", "YES", "1")
 
 
 def whole(key: str, value: Any, least: int = 1) -> int:
@@ -78,9 +77,19 @@ def number(key: str, value: Any, least: float = 0.0) -> float:
     return found
 
 
+def positive(key: str, value: Any) -> float | None:
+    """A number above 0; None for 0, and where none is said."""
+    return (value and number(key, value)) or None
+
+
+def natural(key: str, value: Any) -> int | None:
+    """A whole number of 0 or more, where one is said."""
+    return None if value is None else whole(key, value, 0)
+
+
 def whole_or_all(key: str, value: Any) -> int | None:
-    """A whole number; None for -1, which means as many as there are."""
-    return None if number(key, value, -1) == -1 else whole(key, value)
+    """A whole number; None for -1, which means as many as there are, and where none is said."""
+    return None if value is None or number(key, value, -1) == -1 else whole(key, value)
 
 
 def pair(key: str, value: Any) -> tuple[float, float]:
@@ -88,6 +97,16 @@ def pair(key: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise TranslateError(f"{key}: {shown(value)} is not two numbers")
     return number(key, value[0]), number(key, value[1])
+
+
+def lower(key: str, value: Any) -> str | None:
+    """A word in small letters; None where none is said."""
+    return None if value is None else str(value).lower()
+
+
+def path(key: str, value: Any) -> str | None:
+    """A path; None where it is none."""
+    return None if str(value).lower() == "none" else str(value)
 
 
 def words(key: str, value: Any) -> tuple[str, ...]:

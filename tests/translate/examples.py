@@ -215,7 +215,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "foundry": Example(
         ".yaml",
-        "precision: amp_bf16\nmax_duration: 20ba\nglobal_train_batch_size: 32\n"
+        "precision: amp_bf16\nmax_duration: 6ba\nglobal_train_batch_size: 32\n"
         "device_train_microbatch_size: 4\nseed: 17\nmodel: {name: mpt}\n"
         "optimizer: {name: decoupled_adamw, lr: 1.0e-2, betas: [0.9, 0.95], eps: 1.0e-8, weight_decay: 1.0e-3}\n"
         "scheduler: {name: cosine_with_warmup, t_warmup: 2ba, alpha_f: 0.1}\n"
@@ -252,7 +252,7 @@ EXAMPLES: dict[str, Example] = {
 NAMES: dict[str, Any] = {
     "lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "max_grad_norm": 1.0, "micro_batches": 2,
     "persistence_threshold": 10, "total_num_steps": 100, "warmup_num_steps": 10, "warmup_max_lr": 1e-2,
-    "train_batch_size": 32, "micro_batch_size": 4,
+    "train_batch_size": 32, "micro_batch_size": 4, "steps": 3,
 }  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def written(name: str, folder: Path) -> Path:
     return file
 
 
-def several(names: list[str], folder: Path) -> dict[str, Any]:
+def several(names: list[str], folder: Path) -> dict[str, programs.Ran]:
     """Runs some in one world, and gives what each came to."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"  # as torchrun sets it
     found = {}

@@ -172,11 +172,12 @@ GUIDES: dict[str, Guide] = {
     }), 0, ('stages={"BertLayer"}',)),
     "transformers-deepspeed": Guide(".py", hf(deepspeed=AUTO, bf16=True, warmup_steps=10, **WHOLE), 0, (
         "sf.full_shard(", '.on(params="host", grads="host", state="host")', "2e-05", "micro_batches = 2",
+        "sf.run.batches(rows, mesh, DATA, 8 * micro_batches * mesh.size(), seed=0)", "steps=100",
     )),
     "transformers-fp16": Guide(".py", hf(fp16=True, weight_decay=0.1, lr_scheduler_type="cosine", **WHOLE), 0, (
         "sf.ddp(", "so.loss_scaled", "return 0.1 * (len(shape) > 1)", "math.cos",
     )),
-    "transformers-epochs": Guide(".py", hf(num_train_epochs=3), 1, ("total_steps",), ("max_steps",)),
+    "transformers-epochs": Guide(".py", hf(num_train_epochs=3), 1, ("steps=steps",), ("max_steps",)),
     "transformers-adafactor": Guide(".py", hf(optim="adafactor", max_steps=5), 1, (), ("optim",)),
     "transformers-seq2seq": Guide(".py", hf(
         "Seq2SeqTrainingArguments", predict_with_generate=True, label_smoothing_factor=0.1, **WHOLE
@@ -220,7 +221,7 @@ GUIDES: dict[str, Guide] = {
     )),
     "torch-old-factor": Guide(".py", TORCH.format(root="", calls="model.set_reduce_scatter_divide_factor(n)"), 1, (
         "/ divide_factor",
-    ), ("set_reduce_scatter_divide_factor",)),
+    ), ("set_reduce_scatter_divide_factor.factor",)),
     "torch-sync": Guide(".py", TORCH.format(root="", calls="model.set_requires_gradient_sync(False)"), 1, (),
                         ("set_requires_gradient_sync",)),
     "torch-1": Guide(".py", FSDP1, 1, ("sf.shard_grad_op(", '.on(params="host"', "clip_by_global_norm(0.5)"), (

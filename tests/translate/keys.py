@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shardfn.translate import composer, deepspeed, deepspeed_bits, deepspeed_zero, lightning
-from shardfn.translate.meanings import Table
+from shardfn.translate import composer, deepspeed, lightning, precision
+from shardfn.translate.schema import Table
 
 KEYS: dict[str, tuple[Table, str]] = {
     "zero": (
-        deepspeed_zero.ZERO,
+        deepspeed.ZERO,
         """
         stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
         allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
@@ -39,7 +39,7 @@ KEYS: dict[str, tuple[Table, str]] = {
         """,
     ),
     "sixteen bits": (
-        deepspeed_bits.SIXTEEN,
+        precision.SIXTEEN,
         """
         enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale
         auto_cast fp16_master_weights_and_grads immediate_grad_update check_grad_overflow

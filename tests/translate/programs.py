@@ -1,13 +1,16 @@
-"""Runs what was translated: a small model, three steps, and the same by hand on one process."""
+"""Runs what was translated: a small model, some steps, and the same by hand on one process."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+import shardfn as sf
 import shardfn.optim as so
 from shardfn.translate import translate
 
@@ -46,66 +49,84 @@ def module() -> Net:
     return Net()
 
 
-def rows(ranks: int, micro_batches: int) -> list[list[list[Tensor]]]:
-    """For each step and micro-batch, every rank's rows."""
-    draw = torch.Generator().manual_seed(1)
-    return [[[torch.randn(4, 8, generator=draw) for _ in range(ranks)] for _ in range(micro_batches)] for _ in range(3)]
+def draws(step: int, micro_batches: int) -> list[list[Tensor]]:
+    """For each micro-batch of a step the rows of four ranks."""
+    draw = torch.Generator().manual_seed(step)
+    return [[torch.randn(4, 8, generator=draw) for _ in range(4)] for _ in range(micro_batches)]
 
 
 def error(y: Tensor) -> Tensor:
     return (y.float() - 1).square().mean()
 
 
-def run(file: Path, folder: Path, names: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """The values of three steps, and the parameters after them."""
+class Ran(NamedTuple):
+    """What a program came to: the losses of its steps, the parameters after them, and the rows of all ranks."""
+
+    values: list[float]
+    params: dict[str, Tensor]
+    rows: list[Tensor]
+
+
+def run(file: Path, folder: Path, names: dict[str, Any]) -> Ran:
+    """Runs a program to its end."""
     found = translate(file)
-    given = {"module": module(), "mean": lambda model, params, x: error(model(params, x)), **names}
-    given |= {
+    space: dict[str, Any] = {}
+
+    def place() -> tuple[int, int]:
+        """This rank's place among those with other rows, and how many there are."""
+        mine, ranks = 0, 1
+        for axis in (space["DATA"],) if isinstance(space["DATA"], str) else space["DATA"]:
+            size = space["mesh"][axis].size()
+            mine, ranks = mine * size + space["mesh"].get_local_rank(axis), ranks * size
+        return mine, ranks
+
+    def many() -> int:
+        return int(space.get("micro_batches", 1))
+
+    def batches(start: int) -> Iterator[tuple[Tensor]]:
+        for step in itertools.count(start):
+            yield (torch.cat([micro[place()[0]] for micro in draws(step, many())]),)
+
+    given = {
+        **names,
+        "module": module(),
+        "mean": lambda model, params, x: error(model(params, x)),
         "total": lambda model, params, x: error(model(params, x)) * len(x),
         "count": lambda x: torch.tensor(len(x)),
+        "optimizer": so.adamw(1e-2),
+        "rows": torch.randn(96, 8, generator=torch.Generator().manual_seed(2)),
+        "batches": batches,
+        "folder": folder,
     }
-    if "optimizer" in found.names:
-        given.setdefault("optimizer", so.adamw(1e-2))
-    space: dict[str, Any] = {name: given[name] for name in found.names}
+    space.update({name: given[name] for name in found.names})
     exec(compile(found.program, "program", "exec"), space)
-    mesh, params, state = space["mesh"], space["params"], space["state"]
-    axes = (space["DATA"],) if isinstance(space["DATA"], str) else space["DATA"]
-    ranks, mine = 1, 0
-    for axis in axes:
-        size = mesh[axis].size()
-        ranks, mine = ranks * size, mine * size + mesh.get_local_rank(axis)
-    many, values = space.get("micro_batches", 1), []
-    for step in rows(ranks, many):
-        own = [(micro[mine],) for micro in step]
-        value, params, state = space["train_step"](params, state, own if "micro_batches" in space else own[0])
-        values.append(float(value))
-    if "save" in space:
-        space.update(params=params, state=state)
-        space["save"](folder, 3)
-    whole = space["model"].state_dict(params)
-    return values, {name: p.double() for name, p in whole.items() if name != "scale"}
+    values = [value for _, value in sorted(space["run"].metrics["loss"].items())]
+    if "rows" in found.names:
+        made = space["batches"].identity
+        every = sf.run.batches(space["rows"], space["mesh"], (), made["batch"], made["seed"])
+        rows = [batch for batch, _ in zip(every, values, strict=False)]
+    else:
+        rows = [torch.cat([x for micro in draws(n, many()) for x in micro[: place()[1]]]) for n in range(len(values))]
+    whole = space["model"].state_dict(space["held"]["params"])
+    return Ran(values, {name: p.double() for name, p in whole.items() if name != "scale"}, rows)
 
 
 def reference(
-    ranks: int, micro_batches: int, make: Any, clip: float | None = None, low: torch.dtype | None = None
+    rows: list[Tensor], make: Any, clip: float | None = None, low: torch.dtype | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The same in plain torch on one process: gradients are means over ranks and micro-batches."""
+    """The same in plain torch on one process: gradients are means over the rows of all ranks and micro-batches."""
     net = module()
     optimizer = make(net.parameters())
     values = []
-    for i, step in enumerate(rows(ranks, micro_batches)):
+    for i, x in enumerate(rows):
         for group in optimizer.param_groups:
             group["lr"] = group["rate"](i + 1) if "rate" in group else group["lr"]
         optimizer.zero_grad()
-        total = torch.zeros(())
-        for micro in step:
-            for x in micro:
-                with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
-                    one = error(net(x)) / ranks / micro_batches
-                one.backward()
-                total = total + one.detach()
+        with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
+            value = error(net(x))
+        value.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
-        values.append(float(total))
+        values.append(float(value.detach()))
     return values, {name: p.detach().double() for name, p in net.named_parameters()}

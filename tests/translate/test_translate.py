@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import shardfn.optim as so
 from shardfn.cli import main
 from shardfn.testing import World
 from shardfn.testing import world as make_world
-from shardfn.translate import Row, TranslateError, translate
+from shardfn.translate import Row, TranslateError, precision, translate
 from shardfn.translate import accelerate as of_accelerate
 from shardfn.translate import fsdp as of_fsdp
 from tests.translate import programs
@@ -44,8 +45,8 @@ def test_every_argument_of_fsdp_has_a_meaning():
     assert arguments(fsdp.FullyShardedDataParallel.__init__) - set(of_fsdp.FSDP1) == set()
     assert arguments(fsdp.fully_shard) - set(of_fsdp.FSDP2) == set()
     for kind in (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy):
-        assert fields(kind) - set(of_fsdp.PRECISION) == set()
-    assert {one.name for one in fsdp.ShardingStrategy} - set(of_fsdp.CUT) == set()
+        assert fields(kind) - set(precision.POLICY) == set()
+    assert {one.name for one in fsdp.ShardingStrategy} - set(of_fsdp.CUTS) == set()
     assert {one.name for one in fsdp.BackwardPrefetch} - set(of_fsdp.PREFETCH.choices) == set()
     assert {one.name for one in fsdp.StateDictType} - set(of_fsdp.STATES.choices) == set()
 
@@ -130,13 +131,10 @@ def trained_llama(file: Path) -> list[float]:
         "mean": lambda model, params, x: model(params, input_ids=x).logits.square().mean(),
         "optimizer": so.adamw(1e-2),
     }
+    x = torch.arange(32).view(4, 8).chunk(2)
+    space |= {"steps": 3, "batches": lambda start: [(x[space["mesh"].get_local_rank(space["DATA"])],)] * 3}
     exec(compile(translate(file).program, "program", "exec"), space)
-    x = torch.arange(32).view(4, 8).chunk(2)[space["mesh"].get_local_rank(space["DATA"])]
-    params, state, values = space["params"], space["state"], []
-    for _ in range(3):
-        value, params, state = space["train_step"](params, state, (x,))
-        values.append(float(value))
-    return values
+    return list(space["run"].metrics["loss"].values())
 
 
 def test_programs_with_a_tensor_axis_run(tmp_path: Path):
@@ -161,13 +159,13 @@ def check_run(world: World, ranks: int, folder: Path) -> None:
         written(name, folder)
     first, *others = world.within(240).run(several, names, folder)
     for name in names:
-        values, params = first[name]
+        values, params, rows = first[name]
         assert all(torch.isfinite(p).all() for p in params.values()), name
         for other in others:
-            assert other[name][0] == values, name
-            assert all(torch.equal(p, params[path]) for path, p in other[name][1].items()), name
+            assert other[name].values == values, name
+            assert all(torch.equal(p, params[path]) for path, p in other[name].params.items()), name
         if name in REFERENCES:
-            wanted, whole = programs.reference(ranks, *REFERENCES[name])
+            wanted, whole = programs.reference(rows, *REFERENCES[name])
             torch.testing.assert_close(values, wanted, rtol=CLOSE.get(name, 1e-4), atol=1e-5, msg=name)
             for path, p in params.items():
                 torch.testing.assert_close(
@@ -193,7 +191,11 @@ def of_adagrad(params: Any) -> torch.optim.Optimizer:
 
 
 def of_foundry(params: Any) -> torch.optim.Optimizer:
-    return adamw(params, 1e-3 / 1e-2, 0.95, rate=lambda step: 1e-2 * (step - 1) / 2)
+    def rate(step: int) -> float:  # two steps of warmup, and a cosine to a tenth at the sixth
+        done = step - 1
+        return 1e-2 * (done / 2 if done < 2 else 0.1 + 0.45 * (1 + math.cos(math.pi * (done - 2) / 4)))
+
+    return adamw(params, 1e-3 / 1e-2, 0.95, rate=rate)
 
 
 def of_transformers(params: Any) -> torch.optim.Optimizer:
@@ -203,26 +205,26 @@ def of_transformers(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
 
 
-# Micro-batches, the optimizer, the norm that is clipped at, and the dtype of autocast.
+# The optimizer, the norm that is clipped at, and the dtype of autocast.
 REFERENCES: dict[str, tuple[Any, ...]] = {
-    "accelerate-full": (1, adamw),
-    "accelerate-number": (1, adamw),
-    "accelerate-no-shard": (1, adamw),
-    "accelerate-hsdp": (1, adamw),
-    "accelerate-plugin": (3, adamw),
-    "accelerate-ddp": (1, adamw, None, torch.bfloat16),
-    "zero1": (2, of_json, 0.1),
-    "zero2": (2, of_sgd),
-    "zero3-disk": (1, of_json),
-    "mics": (1, adamw),
-    "mics-hierarchical": (1, adamw),
-    "cosine": (1, of_adagrad),
-    "lightning-name": (1, adamw),
-    "lightning-parallel": (1, adamw),
-    "composer-fsdp2": (1, adamw),
-    "foundry": (4, of_foundry, 1.0, torch.bfloat16),
-    "torch-hpz": (1, adamw),
-    "transformers": (2, of_transformers, 0.1),
+    "accelerate-full": (adamw,),
+    "accelerate-number": (adamw,),
+    "accelerate-no-shard": (adamw,),
+    "accelerate-hsdp": (adamw,),
+    "accelerate-plugin": (adamw,),
+    "accelerate-ddp": (adamw, None, torch.bfloat16),
+    "zero1": (of_json, 0.1),
+    "zero2": (of_sgd,),
+    "zero3-disk": (of_json,),
+    "mics": (adamw,),
+    "mics-hierarchical": (adamw,),
+    "cosine": (of_adagrad,),
+    "lightning-name": (adamw,),
+    "lightning-parallel": (adamw,),
+    "composer-fsdp2": (adamw,),
+    "foundry": (of_foundry, 1.0, torch.bfloat16),
+    "torch-hpz": (adamw,),
+    "transformers": (of_transformers, 0.1),
 }
 CLOSE = {"accelerate-ddp": 3e-2, "foundry": 3e-2}
 
@@ -273,6 +275,46 @@ def test_values_become_lines(text: str, lines: list[str], tmp_path: Path):
         assert "scaled" not in program
         assert "float16" not in program
         assert "quant" not in program
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "lines", "names"),
+    [
+        (
+            "a.json",
+            '{"max_duration": "20ba", "seed": 17, "device_train_microbatch_size": 4}',
+            ["sf.run.batches(rows, mesh, DATA, 4 * mesh.size(), seed=17)", "batches, steps=20, seed=17)"],
+            {"rows"},
+        ),
+        (
+            "a.json",
+            '{"train_batch_size": 32, "gradient_accumulation_steps": 2}',
+            ["sf.run.batches(rows, mesh, DATA, 32, seed=0)", "sf.accumulate(loss, batch, micro=micro_batches)(params)"],
+            {"rows", "steps"},
+        ),
+        ("a.py", "Trainer(strategy='fsdp', max_steps=5)", ["batches, steps=5)"], {"batches"}),
+        ("a.py", "Trainer(strategy='fsdp', max_steps=-1)", ["batches, steps=steps)"], {"batches", "steps"}),
+        (
+            "a.py",
+            "Trainer(strategy=FSDPStrategy(state_dict_type='sharded'), max_steps=n)",
+            ["batches, steps=steps, save=folder)"],
+            {"batches", "steps", "folder"},
+        ),
+        (
+            "a.yaml",
+            "max_duration: 1ba\nalgorithms: {gradient_clipping: {clipping_type: value, clipping_threshold: 0.5}}",
+            ["so.clip_by_value(0.5)", "batches, steps=1)"],
+            {"batches"},
+        ),
+    ],
+)
+def test_what_a_file_says_of_rows_and_steps_is_in_the_loop(
+    file: str, text: str, lines: list[str], names: set[str], tmp_path: Path
+):
+    (tmp_path / file).write_text(text)
+    found = translate(tmp_path / file)
+    assert [line for line in lines if line not in found.program] == []
+    assert {"rows", "batches", "steps", "folder"} & set(found.names) == names
 
 
 @pytest.mark.parametrize(
@@ -381,7 +423,7 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
         "train_batch_size: 9 is not the product",
     ),
     "stage 5": ("a.json", '{"zero_optimization": {"stage": 5}}', "5 is not one of 0, 1, 2, 3"),
-    "stage is a word": ("a.json", '{"zero_optimization": {"stage": "three"}}', "three is not a number"),
+    "stage is a word": ("a.json", '{"zero_optimization": {"stage": "three"}}', "three is not one of 0, 1, 2, 3"),
     "a boolean for a section": ("a.json", '{"zero_optimization": true}', "old spelling"),
     "a number for a section": ("a.json", '{"zero_optimization": 3}', "not a mapping of keys"),
     "both of 16 bits": ("a.json", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "both enabled"),
@@ -390,13 +432,13 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
     "a tape for a tier": (
         "a.json",
         '{"zero_optimization": {"offload_optimizer": {"device": "tape"}}}',
-        "none, cpu or nvme",
+        "tape is not one of none, cpu, nvme",
     ),
     "no type": ("a.json", '{"optimizer": {"params": {}}, "train_batch_size": 1}', "has no type"),
     "Accelerate's 6": (
         "a.yaml",
         "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 6}",
-        "not one of 1 to 5",
+        "6 is not one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, which are 1 to 5",
     ),
     "an unknown strategy": (
         "a.yaml",
@@ -438,7 +480,7 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
         "parallelism_config: {dp_replicate_size: 3, dp_shard_size: 2}",
         "make 6 ranks, and num_processes is 8",
     ),
-    "no precision": ("a.py", "Trainer(strategy='ddp', precision='17')", "is no precision"),
+    "no precision": ("a.py", "Trainer(strategy='ddp', precision='17')", "is not a precision"),
     "deep Python": ("a.py", f"x = {'-' * 100_000}1\nFSDPStrategy()", "nested too deeply"),
     "a word for a degree": ("a.yaml", "fsdp_config: {data_parallel_shard_degree: x}", "x is not a number"),
     "one beta": (
@@ -446,7 +488,7 @@ WRONG: dict[str, tuple[str, str | bytes | None, str]] = {
         "max_duration: 1ba\noptimizer: {name: adamw, lr: 1, betas: 3}",
         "3 is not two numbers",
     ),
-    "no strategy": ("a.py", "Trainer(strategy='tpu_spawn')", "no strategy that is read"),
+    "no strategy": ("a.py", "Trainer(strategy='tpu_spawn')", "is not a strategy that is read"),
 }
 
 
@@ -478,4 +520,5 @@ def test_a_folder_is_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_names_that_the_examples_give_are_asked_for(tmp_path: Path):
     asked = {name for example in EXAMPLES for name in translate(written(example, tmp_path)).names}
-    assert asked - {"module", "mean", "total", "count", "optimizer"} <= set(NAMES)
+    given = {"module", "mean", "total", "count", "optimizer", "rows", "batches", "folder"}
+    assert asked - given <= set(NAMES)

@@ -1,0 +1,177 @@
+"""Calls in a Python file, which is parsed and never run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardfn.translate.facts import Call, Source, TranslateError
+
+_WRAPPED = ("module", "process_group", "sharding_strategy")
+_POSITIONS = {
+    **dict.fromkeys(("FullyShardedDataParallel", "FSDP"), _WRAPPED),
+    "fully_shard": ("module",),
+    "CPUOffload": ("offload_params",),
+    "CPUOffloadPolicy": ("pin_memory",),
+    "MixedPrecision": ("param_dtype", "reduce_dtype", "buffer_dtype"),
+    "MixedPrecisionPolicy": ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"),
+    "ModuleWrapPolicy": ("module_classes",),
+    "init_device_mesh": ("device_type", "mesh_shape"),
+    "partial": ("func",),
+    "clip_grad_norm_": ("parameters", "max_norm", "norm_type"),
+    "clip_grad_value_": ("parameters", "clip_value"),
+    **dict.fromkeys(("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"), ("factor",)),
+    **dict.fromkeys(("Trainer", "Seq2SeqTrainer", "SentenceTransformerTrainer", "SFTTrainer"), ("model", "args")),
+    **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"), ("output_dir",)),
+    "SentenceTransformerTrainingArguments": ("output_dir",),
+}
+_SETTINGS = ("Strategy", "Plugin", "Arguments", "Config", "Accelerator")
+_DICTS = ("dict", "FSDPConfig", "FSDP2Config", "TPConfig", "ParallelismConfig")
+_CHANGING = re.compile("set_.*|update|setdefault|pop|popitem|clear|append|extend|insert|remove")
+_DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a file says of names.
+
+    Attributes:
+        known: those that are assigned once, and are what they were: nothing else binds them, or changes what they hold.
+        aliases: `from ... import FullyShardedDataParallel as FSDP`.
+        changes: names, and where what they hold is changed: `name.field = ...`, `name.update(...)`.
+        made: names that are given what a call in this line makes.
+        read: names of calls that are read.
+    """
+
+    known: Mapping[str, ast.expr]
+    aliases: Mapping[str, str]
+    changes: tuple[tuple[str, ast.expr], ...]
+    made: frozenset[tuple[int, str]]
+    read: Collection[str]
+
+
+def calls(text: str, read: Collection[str]) -> tuple[list[Call], set[str]]:
+    """The calls of a file by these names, in order; and the packages that it imports.
+
+    Raises:
+        TranslateError: not Python.
+    """
+    try:
+        tree = ast.parse(text)
+        nodes = list(ast.walk(tree))
+        program = _program(nodes, read)
+        every = [node for node in nodes if isinstance(node, ast.Call) and _called(node, program) in read]
+        found = [_read(node, program) for node in sorted(every, key=lambda one: (one.lineno, one.col_offset))]
+    except SyntaxError as error:
+        raise TranslateError(f"line {error.lineno}: not Python: {error.msg}") from None
+    except MemoryError:
+        raise TranslateError("nested too deeply") from None
+    except (ValueError, OverflowError) as error:
+        raise error if isinstance(error, TranslateError) else TranslateError(f"not Python: {error}") from None
+    imported = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+    imported += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return found, {name.partition(".")[0] for name in imported}
+
+
+def _program(nodes: list[ast.AST], read: Collection[str]) -> Program:
+    bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
+    bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
+    once: dict[str, ast.expr] = {}
+    made: set[tuple[int, str]] = set()
+    for node in nodes:
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            once.update(dict.fromkeys(names, node.value))
+            made |= {(node.value.lineno, name) for name in names if isinstance(node.value, ast.Call)}
+    changes = tuple(_changes(nodes))
+    changed = {name for name, _ in changes}
+    imports = [one for node in nodes if isinstance(node, ast.ImportFrom) for one in node.names]
+    return Program(
+        {name: value for name, value in once.items() if bound[name] == 1 and name not in changed},
+        {one.asname: one.name for one in imports if one.asname},
+        changes,
+        frozenset(made),
+        read,
+    )
+
+
+def _changes(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    for node in nodes:
+        if isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            root: ast.expr = node
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _CHANGING.match(node.func.attr):
+            root = node.func
+        else:
+            continue
+        while isinstance(root, (ast.Attribute, ast.Subscript)):
+            root = root.value
+        if isinstance(root, ast.Name):
+            yield root.id, node
+
+
+def _called(node: ast.Call, program: Program) -> str:
+    """Its name, or what it is a partial of."""
+    name = _last(node.func, program)
+    return _last(node.args[0], program) if name == "partial" and node.args else name
+
+
+def _last(node: ast.expr, program: Program) -> str:
+    """The last part of a name."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return program.aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+
+def _read(node: ast.Call, program: Program) -> Call:
+    """A call, with what the program changes later in what it has made: `args.max_grad_norm = 0.5`."""
+    call = _call(node, program, ())
+    if not call.name.endswith(_SETTINGS):
+        return call
+    own = {name for line, name in program.made if line == call.line}
+    late = {ast.unparse(place): Source(ast.unparse(place)) for name, place in program.changes if name in own}
+    return replace(call, arguments={**call.arguments, **late})
+
+
+def _call(node: ast.Call, program: Program, inside: tuple[str, ...]) -> Call:
+    name, given = _last(node.func, program), node.args
+    if name == "partial" and _called(node, program) in program.read:
+        name, given = _called(node, program), given[1:]
+    arguments: dict[str, Any] = {}
+    positions = _POSITIONS.get(name, ())
+    for i, one in enumerate(given):
+        arguments[positions[i] if i < len(positions) else f"argument {i + 1}"] = _value(one, program, inside)
+    for word in node.keywords:
+        value = _value(word.value, program, inside)
+        if word.arg is not None:
+            arguments[word.arg] = value
+        elif isinstance(value, Mapping):
+            arguments |= {str(key): one for key, one in value.items()}
+        else:
+            arguments[f"**{ast.unparse(word.value)}"] = Source(ast.unparse(word.value))
+    return Call(name, node.lineno, arguments)
+
+
+def _value(node: ast.expr, program: Program, inside: tuple[str, ...]) -> Any:
+    if isinstance(node, ast.Name) and node.id in program.known and node.id not in inside:
+        return _value(program.known[node.id], program, (*inside, node.id))
+    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        made = [_value(one, program, inside) for one in node.elts]
+        return tuple(made) if isinstance(node, ast.Tuple) else made
+    if isinstance(node, ast.Dict):
+        keys = [_value(key, program, inside) if key else None for key in node.keys]
+        if all(isinstance(key, str) for key in keys):
+            return {key: _value(one, program, inside) for key, one in zip(keys, node.values, strict=True)}
+    if isinstance(node, ast.Call):
+        called = _call(node, program, inside)
+        return dict(called.arguments) if called.name in _DICTS else called
+    if isinstance(node, ast.Attribute) and node.attr in _DTYPES:
+        return f"torch.{node.attr}"
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
+        return Source(ast.unparse(node))

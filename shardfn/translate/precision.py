@@ -1,0 +1,166 @@
+"""What precisions of other systems mean: which dtype is gathered, reduced, computed in and scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardfn.translate.draft import Draft
+from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, missing, sets
+from shardfn.translate.values import dtype, is_open, natural, positive, whole
+
+_FACTS = {
+    "fsdp1": ("gather_dtype", "reduce_dtype", "buffer_dtype"),
+    "fsdp2": ("gather_dtype", "reduce_dtype", "output_dtype"),
+}
+
+
+def of_stages(draft: Draft, made: str, key: str, kind: str) -> str:
+    """What a strategy moves in 16 bits, by its kind: "fsdp1", "fsdp2" or "deepspeed"; gives the text of a row."""
+    if kind == "deepspeed":  # a master in float32, and all that moves in the dtype of the model
+        draft.say("gather_dtype", made, key)
+        if "reduce_dtype" not in draft.facts:
+            draft.say("reduce_dtype", made, key)
+        if made == "torch.float16" and "scaled" not in draft.facts:
+            draft.say("scaled", True, key)
+    for fact in _FACTS.get(kind, ()):
+        draft.say(fact, made, key)
+    draft.say("cast_inputs", True, key)
+    scaled = ", and so.loss_scaled" if kind == "deepspeed" and made == "torch.float16" else ""
+    return f"gather_dtype=, reduce_dtype= and input_dtype= of the stages{scaled}"
+
+
+def of_autocast(draft: Draft, made: str, key: str) -> str:
+    """What is computed in 16 bits, by itself; gives the text of a row."""
+    draft.say("autocast", made, key)
+    if made != "torch.float16":
+        return "torch.autocast around the model"
+    draft.say("scaled", True, key)
+    return "torch.autocast around the model, and so.loss_scaled, whose defaults are those of GradScaler"
+
+
+_NOT_SCALED = {
+    "hysteresis": (missing("the scale shrinks at the first gradient that is not finite", "1"), 2),
+    "min_loss_scale": (missing("the scale has no least value", "0"), 1),
+}
+ADAPTING: Table = {
+    "loss_scale": sets(
+        "so.loss_scaled, with this scale always", off="so.loss_scaled, whose scale adapts", fixed=positive
+    ),
+    "initial_scale_power": sets("scale= of so.loss_scaled", scale=lambda key, value: 2.0 ** whole(key, value, 0)),
+    "loss_scale_window": sets("every= of so.loss_scaled", every=natural),
+}
+SCALING: Table = {
+    **ADAPTING,
+    **{name: meaning for name, (meaning, _) in _NOT_SCALED.items()},
+}
+
+
+def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Takes out what a fixed scale has no use for."""
+    scale = given.get("loss_scale", 0)
+    for name in ("initial_scale_power", "loss_scale_window"):
+        if name in given and not is_open(scale) and positive(f"{prefix}loss_scale", scale):
+            draft.row(f"{prefix}{name}", given.pop(name), "always", "of no effect with a fixed loss_scale")
+    return given
+
+
+def defaults(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+    """Adds DeepSpeed's defaults that are others than those of so.loss_scaled, where the scale adapts."""
+    if draft.get("scaled") is None or draft.get("fixed") or is_open(given.get("loss_scale")):
+        return
+    draft.facts.setdefault("every", 1000)
+    for name, (meaning, default) in _NOT_SCALED.items():
+        if name not in given:
+            draft.row(f"{prefix}{name}", f"{default}, the default", "missing", meaning.text)
+
+
+_CHECKED = flag(sets("so.skip_nonfinite", skip_nonfinite=True), always("no check unless one is asked for"))
+SIXTEEN: Table = {
+    **SCALING,
+    "enabled": sets("the lines for 16 bits"),
+    "consecutive_hysteresis": always("there is no hysteresis"),
+    "auto_cast": flag(always("input_dtype= casts what stages get"), always("input_dtype= casts what stages get")),
+    "fp16_master_weights_and_grads": missing("the master is the float32 shard", "False"),
+    "bf16_master_weights_and_grads": missing("module.to(torch.bfloat16) has no master in float32", "False"),
+    "bf16_optimizer_states": flag(
+        sets("state_dtype=torch.bfloat16 of the optimizer", state_dtype="torch.bfloat16"), always("float32")
+    ),
+    "immediate_grad_update": always("gradients are added up as they come"),
+    "check_grad_overflow": _CHECKED,
+    "check_overflow": _CHECKED,
+}
+
+
+def bits(made: str) -> Section:
+    """DeepSpeed's mapping `fp16`, or that of `bf16`, by its dtype."""
+
+    def enabled(draft: Draft, key: str, value: Any) -> None:
+        draft.row(key, value, "becomes", f"{of_stages(draft, made, key, 'deepspeed')}: {made}")
+
+    def after(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+        if made == "torch.float16":
+            defaults(draft, prefix, given)
+
+    table: Table = {**SIXTEEN, "enabled": Whole(enabled)}
+    return Section(table, "DeepSpeed", "enabled", first="enabled", before=where_adapting, after=after)
+
+
+def _autocast_by_default(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+    draft.say("autocast", draft.get("autocast", "torch.bfloat16"), f"{prefix}enabled")
+
+
+AUTOCAST = Section(
+    {
+        "enabled": sets("torch.autocast around the model"),
+        "dtype": sets("torch.autocast around the model", autocast=dtype),
+        "lower_precision_safe_modules": missing("torch.autocast is around the whole model", "None", "[]"),
+    },
+    "torch_autocast",
+    "enabled",
+    after=_autocast_by_default,
+)
+ACCUMULATED = By(
+    {
+        **each("fp32 float32 none", always("gradients are added up in the dtype of the shards")),
+        **each("bf16 fp16 bfloat16 float16", missing("gradients are added up in the dtype of the shards, float32")),
+    }
+)
+REDUCED = sets("reduce_dtype= of the stages", off="the default", reduce_dtype=dtype)
+
+# `MixedPrecision(...)`, `MixedPrecisionPolicy(...)`, or a dict of their arguments.
+_CASTS = flag(always("input_dtype= of the stages"), always("no input_dtype="))
+POLICY: Table = {
+    "param_dtype": sets("gather_dtype= of the stages, and reduce_dtype= unless it is said", gather_dtype=dtype),
+    "reduce_dtype": REDUCED,
+    "output_dtype": sets("output_dtype= of the stages: each layer's result", output_dtype=dtype),
+    "buffer_dtype": sets("a cast of the buffers, other than those of batch norms", buffer_dtype=dtype),
+    "keep_low_precision_grads": missing("a gradient has the dtype of its shard", "False"),
+    "cast_forward_inputs": flag(
+        always("input_dtype= of the stages"),
+        always("no input_dtype=, unless FSDP1 casts the arguments of the whole model"),
+    ),
+    "cast_root_forward_inputs": _CASTS,
+    "_module_classes_to_ignore": missing("batch norms keep their statistics in their own dtype; others are cast"),
+}
+
+
+def _policy(switch: str) -> Section:
+    """`switch` is the argument that says whether what the model is given is cast."""
+
+    def after(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
+        if draft.get("gather_dtype") and not draft.get("reduce_dtype"):
+            draft.say("reduce_dtype", draft.get("gather_dtype"), f"{prefix}param_dtype")
+        if "param_dtype" in given:
+            cast = "cast_root_forward_inputs" if "buffer_dtype" in given else switch
+            draft.put("cast_inputs", given.get(cast, True) is not False)
+
+    return Section(POLICY, "MixedPrecision", after=after)
+
+
+POLICIES = By(
+    {
+        "none": always("the default: all in the dtype of the parameters"),
+        "MixedPrecision()": _policy("cast_root_forward_inputs"),
+    },
+    _policy("cast_forward_inputs"),
+)

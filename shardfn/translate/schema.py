@@ -1,0 +1,231 @@
+"""What a key may mean, and how the settings of a file, or the arguments of a call, are read by a table of meanings.
+
+Each system has tables: dicts from the names of keys to meanings. `read` goes through one, and nothing else does. What
+depends on several keys is in the section that they are in: which are read first, and what is done before and after.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardfn.translate.draft import Draft
+from shardfn.translate.facts import Call, Source, Status, TranslateError
+from shardfn.translate.values import is_open, on, shown, word
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What one key means, whatever its value, or by its value.
+
+    Attributes:
+        status, text: of its row.
+        facts: what it says; a function is called with the key and the value, and says nothing by giving None.
+        harmless: values, as words, for which a `missing` key changes nothing.
+        off: text of the row where no fact is said, other than that it is as without it.
+        name: where the value is not in the file, the name that stands for it in the program; `"about"` says what it is.
+        lax: a value that is not in the file is the reader's to say, and the translation is whole without it.
+    """
+
+    status: Status
+    text: str
+    facts: Mapping[str, Any]
+    harmless: tuple[str, ...] = ()
+    off: str | None = None
+    name: str | None = None
+    about: str = ""
+    lax: bool = False
+
+
+@dataclass(frozen=True)
+class By:
+    """A meaning for each value, by words as that system spells them, and by the name of a call, as `CPUOffload()`.
+
+    Attributes:
+        choices: by these; others, and other calls, have the meaning `otherwise`.
+        said: what a message calls them, and what a value that is not in the file would be.
+    """
+
+    choices: Mapping[str, Meaning | Section | Whole]
+    otherwise: Meaning | Section | Whole | None = None
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A key that a function of the draft, the key and the value takes care of."""
+
+    read: Callable[[Draft, str, Any], None]
+
+
+Table = Mapping[str, "Meaning | By | Section | Whole"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Keys below a key, or the arguments of a call.
+
+    Attributes:
+        table: their meanings.
+        owner: whose keys they are, for a message.
+        switch: the key that turns the section on, if there is one.
+        itself: the meaning of a call, beside those of its arguments.
+        kind, cut: what of strategy it is, and how it cuts if no key says so.
+        first, last: names of those that are read before, or after, the others, with spaces between them.
+        before: is called with the draft, the prefix of keys and the settings, and gives those that are left to read.
+        after: is called with the same, when they have been read.
+    """
+
+    table: Table
+    owner: str = ""
+    switch: str | None = None
+    itself: Meaning | None = None
+    kind: str | None = None
+    cut: str | None = None
+    first: str = ""
+    last: str = ""
+    before: Callable[[Draft, str, dict[str, Any]], dict[str, Any]] | None = None
+    after: Callable[[Draft, str, dict[str, Any]], None] | None = None
+
+
+def always(text: str) -> Meaning:
+    """Nothing to set: it is so."""
+    return Meaning("always", text, {})
+
+
+def yours(text: str, **facts: Any) -> Meaning:
+    """Around the program, and no part of its results; what the file says of it becomes lines, by facts."""
+    return Meaning("becomes" if facts else "yours", text, facts, lax=True)
+
+
+def missing(text: str, *harmless: str) -> Meaning:
+    """No counterpart, unless the value is one of those that change nothing."""
+    return Meaning("missing", text, {}, tuple(one.upper() for one in harmless))
+
+
+def unsaid(text: str) -> Meaning:
+    """A value that leaves open what is meant."""
+    return Meaning("open", text, {})
+
+
+def sets(text: str, *, off: str | None = None, name: str | None = None, about: str = "", **facts: Any) -> Meaning:
+    """Becomes lines, by facts."""
+    return Meaning("becomes", text, facts, (), off, name, about)
+
+
+def flag(yes: Meaning | Section | Whole, no: Meaning | Section | Whole) -> By:
+    """By true and false."""
+    return By({**each("true yes 1", yes), **each("false no none 0", no)}, said="true or false")
+
+
+def each(names: str, meaning: Any) -> dict[str, Any]:
+    """The same meaning of several keys, or values, with spaces between them."""
+    return dict.fromkeys(names.split(), meaning)
+
+
+def read(draft: Draft, key: str, value: Any, section: Section) -> None:
+    """Looks up each setting of a section; its `key` is empty for a file or a call.
+
+    Raises:
+        TranslateError: a value that its key cannot have, or two that contradict each other.
+    """
+    given = draft.settings(key, {section.switch: value} if section.switch and isinstance(value, bool) else value)
+    if given is None:
+        return
+    prefix = f"{key}." if key else ""
+    if section.kind:
+        draft.put("kind", section.kind)
+    if section.itself and isinstance(value, Call):
+        meant(draft, key, value, section.itself)
+    if section.switch and not _on(draft, prefix, given, section.switch):
+        for name, one in given.items():
+            if name in section.table:
+                draft.row(f"{prefix}{name}", one, "always", "switched off, as without it")
+            else:
+                draft.row(f"{prefix}{name}", one, "unknown", _unknown(name, section))
+        return
+    left = section.before(draft, prefix, given) if section.before else given
+    first, last = section.first.split(), section.last.split()
+    for name in dict.fromkeys([*first, *(name for name in left if name not in last), *last]):
+        if name in left:
+            _setting(draft, f"{prefix}{name}", name, left[name], section)
+    if section.cut:
+        draft.facts.setdefault("cut", section.cut)
+    if section.after:
+        section.after(draft, prefix, given)
+
+
+def _on(draft: Draft, prefix: str, given: dict[str, Any], switch: str) -> bool:
+    """Whether a section is on; one whose switch is not in the file is not."""
+    if is_open(given.get(switch)):
+        draft.open(f"{prefix}{switch}", given.pop(switch), "the rest is as if it were off")
+        return False
+    return on(f"{prefix}{switch}", given.get(switch))
+
+
+def _setting(draft: Draft, key: str, name: str, value: Any, section: Section) -> None:
+    meaning = section.table.get(str(name))
+    if meaning is not None:
+        meant(draft, key, value, meaning)
+    elif isinstance(value, Source) and not str(name).isidentifier():
+        draft.row(key, value, "open", "what it says is not in the file, or not where it is read")
+    else:
+        draft.row(key, value, "unknown", _unknown(str(name), section))
+
+
+def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | Whole) -> None:
+    """Adds the row and the facts of one key, or of each that is below it."""
+    if isinstance(meaning, Section):
+        if value in (None, {}) or (isinstance(value, Call) and not value.arguments and not meaning.itself):
+            draft.row(key, value, "always", "it says nothing")
+        read(draft, key, value, meaning)
+    elif isinstance(meaning, Whole):
+        meaning.read(draft, key, value)
+    elif isinstance(meaning, By):
+        _by(draft, key, value, meaning)
+    elif meaning.status == "missing" and word(value) in meaning.harmless:
+        draft.row(key, value, "always", "so here as well")
+    elif meaning.status == "becomes" and is_open(value) and any(map(callable, meaning.facts.values())):
+        _open(draft, key, value, meaning)
+    else:
+        said = {fact: one(key, value) if callable(one) else one for fact, one in meaning.facts.items()}
+        for fact, one in said.items():
+            if one is not None:
+                draft.say(fact, one, key)
+        status, text = meaning.status, meaning.text.replace("{value}", shown(value))
+        if said and all(one is None for one in said.values()):
+            status, text = ("yours", text) if meaning.lax else ("always", meaning.off or "as without it")
+        draft.row(key, value, status, text)
+
+
+def _by(draft: Draft, key: str, value: Any, meaning: By) -> None:
+    spelled = {choice.upper(): found for choice, found in meaning.choices.items()}
+    found = spelled.get(f"{value.name.upper()}()" if isinstance(value, Call) else word(value))
+    said = meaning.said or f"one of {', '.join(meaning.choices)}"
+    if found is None and is_open(value) and (meaning.said or meaning.otherwise is None):
+        draft.open(key, value, f"it is {said}")
+        return
+    chosen = found or meaning.otherwise
+    if chosen is None:
+        raise TranslateError(f"{key}: {shown(value)} is not {said}")
+    meant(draft, key, value, chosen)
+
+
+def _open(draft: Draft, key: str, value: Any, meaning: Meaning) -> None:
+    text = meaning.text.replace("{value}", "...")
+    if meaning.lax:
+        draft.row(key, value, "yours", text)
+    elif meaning.name is None:
+        draft.open(key, value, f"with one it is {text}")
+    else:
+        name = draft.named(key, value, meaning.name, meaning.about or key, text)
+        for fact in meaning.facts:
+            draft.say(fact, name, key)
+
+
+def _unknown(name: str, section: Section) -> str:
+    near = difflib.get_close_matches(name, section.table, n=1, cutoff=0.5)
+    whose = f" of {section.owner}" if section.owner else ""
+    return f"no key{whose} that is known here" + (f"; the closest is {near[0]}" if near else "")
