@@ -14,7 +14,7 @@ from shardfn.translate.values import dtype, on, shown, whole, word
 _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _LAUNCH = yours("starting processes: torchrun")
 _TPU = yours("there are no TPUs here, and of a run on GPUs it says nothing")
-_ONE = missing("for functions: see docs/parallel.md; a module has no such axis", "1", "None")
+_ONE = missing("for functions: see docs/how-to/tensor-parallel.md; a module has no such axis", "1", "None")
 
 
 def _strategy(draft: Draft, key: str, value: Any) -> None:
@@ -297,7 +297,7 @@ CONFIG: Table = {
     "dynamo_config": Whole(_dynamo),
     "use_cpu": flag(sets('device="cpu" of make_mesh', cpu=True), always("make_mesh takes the accelerator")),
     "fp8_config": missing("products are of 16 bits or more", "None", "{}"),
-    "megatron_lm_config": missing("axes of the mesh: see docs/parallel.md", "None", "{}"),
+    "megatron_lm_config": missing("axes of the mesh: see docs/how-to/tensor-parallel.md", "None", "{}"),
     "mpirun_config": _LAUNCH,
     "compute_environment": _LAUNCH,
     "debug": yours("SHARDFN_DEBUG=collectives, of one run"),
@@ -403,11 +403,11 @@ ACCELERATOR: Table = {
             "rng_types",
             "kwargs_handlers",
         ],
-        yours("what sf.run.batches and sf.run.loop are given: docs/data.md, docs/loop.md"),
+        yours("what sf.run.batches and sf.run.loop are given: docs/how-to/feed-batches.md, docs/how-to/run-a-loop.md"),
     ),
     "dynamo_backend": missing("compile= of functional", "None", "no"),
     "dynamo_plugin": missing("compile= of functional", "None"),
-    "megatron_lm_plugin": missing("axes of the mesh: see docs/parallel.md", "None"),
+    "megatron_lm_plugin": missing("axes of the mesh: see docs/how-to/tensor-parallel.md", "None"),
     "torch_tp_plugin": missing("tensor= of functional", "None"),
     "parallelism_config": missing("axes of make_mesh", "None"),
     "gradient_accumulation_plugin": missing("sf.accumulate", "None"),

@@ -24,7 +24,7 @@ from shardfn.translate.meanings import (
 )
 from shardfn.translate.values import dtype, is_open, number, pair, shown, whole, whole_or_all, word
 
-_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/loop.md")
+_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
 _DATA = yours("the data, the model and the tokenizer are yours")
 
 
@@ -197,7 +197,7 @@ def _micro(draft: Draft, key: str, value: Any) -> None:
             key,
             value,
             "open",
-            'sf.accumulate(loss, batch, micro="auto") finds it, for a loss that is a sum: docs/fitting.md',
+            'sf.accumulate(loss, batch, micro="auto") finds it, for a loss that is a sum: docs/how-to/fit-batches.md',
         )
     else:
         meant(draft, key, value, sets("rows of a micro-batch on one rank", micro_batch=whole))

@@ -31,7 +31,7 @@ ACCUMULATE = sets(
     about="micro-batches of a step",
     accumulate=whole,
 )
-_COMPRESSED = missing("the model is trained as it is: quant, and docs/few-bits.md", "None", "{}")
+_COMPRESSED = missing("the model is trained as it is: quant, and docs/reference/few-bits.md", "None", "{}")
 
 
 def _clip(key: str, value: Any) -> float | None:
@@ -135,15 +135,15 @@ CONFIG: Table = {
                 "the axis tensor of make_mesh, and tensor= of functional", tensor=lambda k, v: whole(k, v, 0) or None
             ),
             "tp_size": sets("the axis tensor of make_mesh, and tensor= of functional", tensor=whole),
-            "tp_overlap_comm": missing("see docs/parallel.md", "False"),
+            "tp_overlap_comm": missing("see docs/how-to/tensor-parallel.md", "False"),
             "dtype": missing("gather_dtype= of the stages"),
             "partition_config": missing("tensor=: a table of ends of paths", "None"),
             "preset_model": missing('tensor="auto" or a table of interop', "None"),
         }
     ),
     "sequence_parallel_size": missing("for functions: parallel.ring_attention", "1"),
-    "expert_parallel_size": missing("for functions: docs/parallel.md", "1"),
-    "expert_parallel": missing("for functions: docs/parallel.md", "{}"),
+    "expert_parallel_size": missing("for functions: docs/how-to/tensor-parallel.md", "1"),
+    "expert_parallel": missing("for functions: docs/how-to/tensor-parallel.md", "{}"),
     "use_data_before_expert_parallelism": always("the axes of a mesh are in the order of make_mesh"),
     "pipeline": missing("for functions: parallel.pipeline", "{}", "None"),
     "elasticity": missing("torchrun's --max-restarts; the batch is yours", "{}", "{'ENABLED': FALSE}"),

@@ -49,7 +49,7 @@ SIZE = sets("min_num_params= of functional", min_num_params=lambda key, value: w
 ONE_UNIT = sets("one stage, which is gathered as a whole", one_unit=True)
 IGNORED = missing(
     "such parameters stay whole and trainable, and their gradients are not reduced: see Ignored is not frozen, in "
-    "docs/coming-from-fsdp.md; frozen ones are found by functional",
+    "docs/how-to/port-from-fsdp.md; frozen ones are found by functional",
     "None",
     "[]",
 )

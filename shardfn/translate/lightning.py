@@ -13,7 +13,7 @@ from shardfn.translate.meanings import By, Meaning, Table, Whole, always, apply,
 from shardfn.translate.values import dtype, is_open, number, shown, whole, word
 
 _START = yours("starting processes: torchrun")
-_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/loop.md")
+_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
 _PATIENCE = yours("timeout= of make_mesh")
 
 

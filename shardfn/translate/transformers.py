@@ -21,8 +21,8 @@ DEFAULTS: dict[str, Any] = {
     "bf16": False, "fp16": False, "average_tokens_across_devices": True,
 }  # fmt: skip
 _OF_TRL = {"learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True}
-_LOOP = yours("what sf.run.loop is given: docs/loop.md")
-_DATA = yours("what sf.run.batches is given: docs/data.md")
+_LOOP = yours("what sf.run.loop is given: docs/how-to/run-a-loop.md")
+_DATA = yours("what sf.run.batches is given: docs/how-to/feed-batches.md")
 _HUB = yours("interop.save_pretrained writes a folder that can be uploaded")
 _TPU = yours("there are no TPUs here, and of a run on GPUs it says nothing")
 _READ = sets("of the optimizer and its rate, with all their arguments")
@@ -137,7 +137,8 @@ TABLE: Table = {
     "ddp_backend": yours("make_mesh takes the device's own"),
     "ddp_timeout": yours("timeout= of make_mesh"),
     "auto_find_batch_size": flag(
-        missing('sf.accumulate(loss, batch, micro="auto"), for a loss that is a sum: docs/fitting.md'), always("off")
+        missing('sf.accumulate(loss, batch, micro="auto"), for a loss that is a sum: docs/how-to/fit-batches.md'),
+        always("off"),
     ),
     **dict.fromkeys(["learning_rate", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"], _READ),
     **dict.fromkeys(["lr_scheduler_type", "warmup_steps", "warmup_ratio", "max_steps"], _READ),
@@ -160,7 +161,7 @@ TRAINER: Table = {
     "optimizers": missing("the program has the optimizer that the arguments say", "(NONE, NONE)", "None"),
     "optimizer_cls_and_kwargs": missing("the program has the optimizer that the arguments say", "None"),
     "loss": yours("the loss is yours"),
-    "peft_config": yours("sf.lora, or a module of peft: docs/adapters.md"),
+    "peft_config": yours("sf.lora, or a module of peft: docs/how-to/train-adapters.md"),
     "formatting_func": _DATA,
     **dict.fromkeys(
         ["model", "model_init", "processing_class", "tokenizer", "data_collator", "train_dataset", "eval_dataset"],
