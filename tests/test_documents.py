@@ -85,7 +85,7 @@ def pages_before(page: Path) -> list[tuple[Path, list[Block]]]:
 Program = Sequence[tuple[Path, list[Block]]]
 
 
-def run_page(page: Path, blocks: list[Block], folder: Path, before: Program = ()) -> list[int]:
+def run_page(page: Path, blocks: list[Block], folder: Path, earlier: Program = ()) -> list[int]:
     """Run a page's blocks as one program on this rank, and say which lines they start at."""
     # In the main module cloudpickle sends the page's functions by value, and torch.compile finds their names.
     namespace = vars(sys.modules["__main__"])
@@ -93,9 +93,9 @@ def run_page(page: Path, blocks: list[Block], folder: Path, before: Program = ()
     executed = []
     try:
         with contextlib.chdir(folder):
-            for earlier, its_blocks in before:
+            for other, its_blocks in earlier:
                 for block in its_blocks:
-                    run_block(earlier, block, namespace)
+                    run_block(other, block, namespace)
             for block in blocks:
                 run_block(page, block, namespace)
                 executed.append(block.line)
@@ -224,15 +224,15 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path):
     text = text_of(page)
     blocks = list(python_blocks(text))
     ranks = ranks_of(text)
-    before = pages_before(page)
-    executed = world(ranks).within(180).run(run_page, page, blocks, tmp_path, before)  # importing transformers is slow
+    earlier = pages_before(page)
+    executed = world(ranks).within(180).run(run_page, page, blocks, tmp_path, earlier)  # importing transformers is slow
     assert executed == [[block.line for block in blocks]] * ranks
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page_before(page, text_of(page))], ids=str)
 def test_a_page_whose_code_goes_on_from_another_says_so(page: Path):
     before = page_before(page, text_of(page))
-    assert before in PAGES
+    assert before is not None and before in PAGES
     assert ranks_of(text_of(before)) == ranks_of(text_of(page))
     first = text_of(page).split("\n## ")[0]
     assert before in [Path(os.path.normpath(page.parent / link.partition("#")[0])) for link in links_of(first)]
