@@ -232,7 +232,8 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path):
 @pytest.mark.parametrize("page", [page for page in PAGES if page_before(page, text_of(page))], ids=str)
 def test_a_page_whose_code_goes_on_from_another_says_so(page: Path):
     before = page_before(page, text_of(page))
-    assert before is not None and before in PAGES
+    assert before is not None
+    assert before in PAGES
     assert ranks_of(text_of(before)) == ranks_of(text_of(page))
     first = text_of(page).split("\n## ")[0]
     assert before in [Path(os.path.normpath(page.parent / link.partition("#")[0])) for link in links_of(first)]
@@ -279,6 +280,13 @@ def test_relative_links_of_a_page_lead_to_files(page: Path):
     links = [urlsplit(link) for link in links_of(text_of(page))]
     paths = [unquote(link.path) for link in links if link.path and not link.scheme and not link.netloc]
     assert [path for path in paths if not (ROOT / page.parent / path).exists()] == []
+
+
+def test_pages_that_the_package_names_exist():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "shardfn").rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r"docs/[\w/-]+\.md", source)}
+    assert named
+    assert {name for name in named if Path(name) not in PAGES} == set()
 
 
 @pytest.mark.parametrize("name", shardfn.__all__)
