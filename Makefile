@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install -qq
 # The processes of one machine share its cores; without this each of them would start a thread for every core.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 TRAIN := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 -m examples.train_lm --mesh replica=2,shard=2
-PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md)
+PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md docs/*/*.md)
 
 # The pins hold for installs and for the isolated builds behind them; pip < 25.3 and later read different names.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt

@@ -3,7 +3,7 @@
     python -m benchmarks.wire
 
 A pretended world of 4 ranks, `replica=2, shard=2`, and the ledger of a step on stages of two matrices. The formulas
-are those of docs/strategies.md and docs/few-bits.md: a gather or scatter of B bytes along k ranks sends (k - 1) / k of
+are those of docs/reference/strategies.md and docs/reference/few-bits.md: a gather or scatter of B bytes along k ranks sends (k - 1) / k of
 them, an all-reduce twice that; a number in a format takes its bits and its part of a scale.
 """
 

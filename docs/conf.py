@@ -9,7 +9,7 @@ author = "The shardfn authors"
 copyright = author
 release = version = installed_version("shardfn")
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_parser", "sphinx_design"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "shardfn"

@@ -16,6 +16,8 @@ computed from hooks around it, on rank 0; the fastest of twenty steps.
 loop.png: a run of `sf.run.loop` on two ranks, of which one gets a signal.
 fitting.png: one step of two ranks with `accumulate(micro="auto")`, of which one runs out of memory, in time: when each
 micro-batch began and ended, by hooks around its forward and backward; the fastest of five steps.
+strategies.png: the time and the memory of every strategy, from the table in reference/strategies.md that
+`benchmarks.strategies` made, beside figures that others published.
 elastic.png: the steps of the run that `benchmarks.elastic` disturbs, and when it does so. It makes network namespaces,
 and takes a few minutes.
 """
@@ -725,6 +727,27 @@ def draw_fitting(path: Path) -> None:
     figure.savefig(path)
 
 
+# --- strategies ---
+
+
+def draw_strategies(path: Path) -> None:
+    sys.path.insert(0, str(HERE.parent))
+    from benchmarks import strategies
+
+    page = (HERE / "reference/strategies.md").read_text()
+    lines = page.split("| strategy | step ms | peak MB |")[1].split("\n\n")[0].splitlines()[2:]
+    figures = {}
+    for line in lines:
+        names, took, peak, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        figures[names.split(",")[0].strip("`")] = (float(took), float(peak))
+    time_of_ddp, memory_of_ddp = figures["ddp"]
+    rows = [
+        {"strategy": name, "time / ddp": took / time_of_ddp, "memory / ddp": peak / memory_of_ddp}
+        for name, (took, peak) in figures.items()
+    ]
+    strategies.draw(rows, path)
+
+
 DRAWN = {
     "checker": draw_checker,
     "data": draw_data,
@@ -737,6 +760,7 @@ DRAWN = {
     "modules": draw_modules,
     "schedule": draw_schedule,
     "show": draw_show,
+    "strategies": draw_strategies,
 }
 
 

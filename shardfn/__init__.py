@@ -2,7 +2,7 @@
 
 Models are pure functions over pytrees of parameters; sharding is a property of the parameter values, never of the
 model code. `shard_map` runs such a function on a mesh of processes, and collectives by axis name carry the
-gradient that calculus gives them, under every torch.func transform.
+gradient that calculus gives them, under the transforms of torch.func.
 """
 
 from shardfn import checkpoint, interop, lora, optim, parallel, quant, run, translate

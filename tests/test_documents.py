@@ -5,10 +5,12 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
+import os
 import re
 import sys
+import tomllib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from shardfn.testing import world
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 88  # what a page shows of a block without scrolling
-PAGES = [Path("README.md"), *(path.relative_to(ROOT) for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [Path("README.md"), *(path.relative_to(ROOT) for path in sorted((ROOT / "docs").rglob("*.md")))]
+PAGES = [page for page in PAGES if "_build" not in page.parts]
 each_page = pytest.mark.parametrize("page", PAGES, ids=str)
 
 
@@ -66,7 +69,23 @@ def ranks_of(text: str) -> int:
     return int(ranks[1]) if ranks else 1
 
 
-def run_page(page: Path, blocks: list[Block], folder: Path) -> list[int]:
+def page_before(page: Path, text: str) -> Path | None:
+    """The page from which the code of this one goes on, which `<!-- after: FILE -->` names."""
+    comments = "".join(token.content for token in tokens_of(text) if token.type == "html_block")
+    name = re.search(r"<!--\s*after:\s*(\S+)\s*-->", comments)
+    return Path(os.path.normpath(page.parent / name[1])) if name else None
+
+
+def pages_before(page: Path) -> list[tuple[Path, list[Block]]]:
+    """All of those, the first of them first, with their blocks."""
+    before = page_before(page, text_of(page))
+    return [*pages_before(before), (before, list(python_blocks(text_of(before))))] if before else []
+
+
+Program = Sequence[tuple[Path, list[Block]]]
+
+
+def run_page(page: Path, blocks: list[Block], folder: Path, earlier: Program = ()) -> list[int]:
     """Run a page's blocks as one program on this rank, and say which lines they start at."""
     # In the main module cloudpickle sends the page's functions by value, and torch.compile finds their names.
     namespace = vars(sys.modules["__main__"])
@@ -74,6 +93,9 @@ def run_page(page: Path, blocks: list[Block], folder: Path) -> list[int]:
     executed = []
     try:
         with contextlib.chdir(folder):
+            for other, its_blocks in earlier:
+                for block in its_blocks:
+                    run_block(other, block, namespace)
             for block in blocks:
                 run_block(page, block, namespace)
                 executed.append(block.line)
@@ -191,8 +213,9 @@ def test_what_a_page_names_exists(page: Path):
     assert found == []
 
 
-def test_every_knob_of_fsdp_and_the_trainer_is_on_the_page_for_their_users():
-    spans = " ".join(spans_of(text_of(Path("docs/coming-from-fsdp.md"))))
+def test_every_knob_of_fsdp_and_the_trainer_is_on_the_pages_for_their_users():
+    pages = ("from-fsdp", "from-accelerate")
+    spans = " ".join(span for name in pages for span in spans_of(text_of(Path(f"docs/reference/{name}.md"))))
     assert {name for name in knobs() if not re.search(rf"(?<![A-Za-z]){re.escape(name)}\b", spans)} == set()
 
 
@@ -201,8 +224,44 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path):
     text = text_of(page)
     blocks = list(python_blocks(text))
     ranks = ranks_of(text)
-    executed = world(ranks).within(180).run(run_page, page, blocks, tmp_path)  # importing transformers takes time
+    earlier = pages_before(page)
+    executed = world(ranks).within(180).run(run_page, page, blocks, tmp_path, earlier)  # importing transformers is slow
     assert executed == [[block.line for block in blocks]] * ranks
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page_before(page, text_of(page))], ids=str)
+def test_a_page_whose_code_goes_on_from_another_says_so(page: Path):
+    before = page_before(page, text_of(page))
+    assert before is not None
+    assert before in PAGES
+    assert ranks_of(text_of(before)) == ranks_of(text_of(page))
+    first = text_of(page).split("\n## ")[0]
+    assert before in [Path(os.path.normpath(page.parent / link.partition("#")[0])) for link in links_of(first)]
+
+
+def words_of(text: str) -> int:
+    """All words of a page but those of its tables."""
+    return len(" ".join(line for line in text.splitlines() if line[:1] != "|").split())
+
+
+@each_page
+def test_a_page_is_short(page: Path):
+    if page.name == "README.md":
+        assert len(text_of(page).split()) <= 900
+    assert words_of(text_of(page)) <= 1500
+
+
+@each_page
+def test_what_a_page_tells_to_install_is_there(page: Path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = re.findall(r"pip\s+install\s+'?(?:shardfn|\.)\[([\w,-]+)\]", text_of(page))
+    assert {name for names in asked for name in names.split(",")} <= {*project["optional-dependencies"]}
+
+
+def test_the_page_on_strategies_names_each_field_of_a_placement():
+    section = text_of(Path("docs/reference/strategies.md")).split("## Write your own")[1].split("\n## ")[0]
+    fields = [field.name for field in dataclasses.fields(shardfn.Placement)]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == fields
 
 
 @each_page
@@ -223,12 +282,19 @@ def test_relative_links_of_a_page_lead_to_files(page: Path):
     assert [path for path in paths if not (ROOT / page.parent / path).exists()] == []
 
 
+def test_pages_that_the_package_names_exist():
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "shardfn").rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r"docs/[\w/-]+\.md", source)}
+    assert named
+    assert {name for name in named if Path(name) not in PAGES} == set()
+
+
 @pytest.mark.parametrize("name", shardfn.__all__)
 def test_a_public_name_is_explained(name: str):
     value = getattr(shardfn, name)
     if callable(value) or inspect.ismodule(value):
         assert value.__doc__, f"shardfn.{name} has no docstring"
-    api = text_of(Path("docs/api.md"))
+    api = "\n".join(text_of(page) for page in PAGES if page.name.startswith("api"))
     directives = re.findall(r"\bauto\w+:: (\S+)", api)
     home = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
     mentioned = re.search(rf"\b{re.escape(name)}\b", " ".join(re.findall(r"`([^`\n]+)`", api)))
@@ -273,6 +339,12 @@ def test_blocks_are_found_wherever_they_stand():
 def test_a_page_says_how_many_ranks_it_needs():
     assert ranks_of(SAMPLE) == 4
     assert ranks_of("# Title") == 1
+
+
+def test_a_page_says_which_page_it_goes_on_from():
+    text = "<!-- ranks: 4 -->\n<!-- after: ../a/b.md -->\n# Title"
+    assert page_before(Path("docs/how-to/c.md"), text) == Path("docs/a/b.md")
+    assert page_before(Path("README.md"), SAMPLE) is None
 
 
 def test_links_are_found_in_markdown_and_in_html():

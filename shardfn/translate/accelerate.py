@@ -15,7 +15,7 @@ _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHA
 _LAUNCH = yours("starting processes: torchrun")
 TPU = yours("there are no TPUs here, and of a run on GPUs it says nothing")
 CPU = flag(sets('device="cpu" of make_mesh', cpu=True), always("make_mesh takes the accelerator"))
-_ONE = missing("for functions: see docs/parallel.md; a module has no such axis", "1", "None")
+_ONE = missing("for functions: see docs/how-to/tensor-parallel.md; a module has no such axis", "1", "None")
 # By its name, or a number from 1, which in a file of Accelerate's own has one meaning.
 STRATEGY = By(
     {**fsdp.STRATEGY.choices, **{str(i): fsdp.STRATEGY.choices[name] for i, name in enumerate(_ORDER, 1)}},
@@ -200,7 +200,7 @@ CONFIG: Table = {
     "dynamo_config": Section(_BOTH, "torch.compile", before=_where_on),
     "use_cpu": CPU,
     "fp8_config": missing("products are of 16 bits or more", "None", "{}"),
-    "megatron_lm_config": missing("axes of the mesh: see docs/parallel.md", "None", "{}"),
+    "megatron_lm_config": missing("axes of the mesh: see docs/how-to/tensor-parallel.md", "None", "{}"),
     "debug": yours("SHARDFN_DEBUG=collectives, of one run"),
     **each("mpirun_config compute_environment machine_rank gpu_ids main_process_ip main_process_port", _LAUNCH),
     **each("rdzv_backend same_network main_training_function enable_cpu_affinity command_file commands", _LAUNCH),
@@ -243,11 +243,11 @@ ACCELERATOR: Table = {
     **each(
         "device_placement split_batches dataloader_config log_with project_dir project_config"
         " step_scheduler_with_optimizer rng_types kwargs_handlers",
-        yours("what sf.run.batches and sf.run.loop are given: docs/data.md, docs/loop.md"),
+        yours("what sf.run.batches and sf.run.loop are given: docs/how-to/feed-batches.md, docs/how-to/run-a-loop.md"),
     ),
     "dynamo_backend": missing("compile= of functional", "None", "no"),
     "dynamo_plugin": missing("compile= of functional", "None"),
-    "megatron_lm_plugin": missing("axes of the mesh: see docs/parallel.md", "None"),
+    "megatron_lm_plugin": missing("axes of the mesh: see docs/how-to/tensor-parallel.md", "None"),
     "torch_tp_plugin": missing("tensor= of functional", "None"),
     "parallelism_config": missing("axes of make_mesh", "None"),
     "gradient_accumulation_plugin": missing("sf.accumulate", "None"),

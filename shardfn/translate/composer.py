@@ -13,7 +13,7 @@ from shardfn.translate.schedules import steps_of
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, sets, unsaid, yours
 from shardfn.translate.values import dtype, natural, number, whole, whole_or_all, word
 
-_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/loop.md")
+_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
 _DATA = yours("the data, the model and the tokenizer are yours")
 
 
@@ -168,7 +168,7 @@ def _algorithms(draft: Draft, key: str, value: Any) -> None:
         draft.row(key, value, "open", "of Python's: so.clip_by_global_norm for GradientClipping, so.ema for EMA")
 
 
-_FITS = 'sf.accumulate(loss, batch, micro="auto") finds it, for a loss that is a sum: docs/fitting.md'
+_FITS = 'sf.accumulate(loss, batch, micro="auto") finds it, for a loss that is a sum: docs/how-to/fit-batches.md'
 _EACH_ONCE = "a loss of sf.psum(total, DATA) / sf.psum(count, DATA), with the count of all micro-batches"
 CONFIG: Table = {
     "parallelism_config": Section(_PARTS, "fsdp, fsdp2 and tp", before=_one_of_two),

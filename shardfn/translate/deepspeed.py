@@ -25,7 +25,7 @@ _TIER = always("buffers follow from prefetch=, and sf.memory says what they take
 _PINNED = always("memory of the host is pinned on CUDA")
 _BUFFER = always("a stage's gradients, and its parameters, of one dtype are one buffer")
 _OFF = "{'ENABLED': FALSE}"
-_AS_IT_IS = missing("the model is trained as it is: quant, and docs/few-bits.md", "None", "{}")
+_AS_IT_IS = missing("the model is trained as it is: quant, and docs/reference/few-bits.md", "None", "{}")
 
 
 def device(*kinds: str) -> By:
@@ -206,7 +206,7 @@ _AXIS = "the axis tensor of make_mesh, and tensor= of functional"
 _TENSOR: Table = {
     "autotp_size": sets(_AXIS, tensor=lambda key, value: natural(key, value) or None),
     "tp_size": sets(_AXIS, tensor=whole),
-    "tp_overlap_comm": missing("see docs/parallel.md", "False"),
+    "tp_overlap_comm": missing("see docs/how-to/tensor-parallel.md", "False"),
     "dtype": missing("gather_dtype= of the stages"),
     "partition_config": missing("tensor=: a table of ends of paths", "None"),
     "preset_model": missing('tensor="auto" or a table of interop', "None"),
@@ -243,8 +243,8 @@ CONFIG: Table = {
     "compile": missing("compile= of functional", "None", "{}", "{'DEEPCOMPILE': FALSE}"),
     "tensor_parallel": Section(_TENSOR),
     "sequence_parallel_size": missing("for functions: parallel.ring_attention", "1"),
-    "expert_parallel_size": missing("for functions: docs/parallel.md", "1"),
-    "expert_parallel": missing("for functions: docs/parallel.md", "{}"),
+    "expert_parallel_size": missing("for functions: docs/how-to/tensor-parallel.md", "1"),
+    "expert_parallel": missing("for functions: docs/how-to/tensor-parallel.md", "{}"),
     "use_data_before_expert_parallelism": always("the axes of a mesh are in the order of make_mesh"),
     "pipeline": missing("for functions: parallel.pipeline", "{}", "None"),
     "elasticity": missing("torchrun's --max-restarts; the batch is yours", "{}", _OFF),

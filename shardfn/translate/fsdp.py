@@ -43,7 +43,7 @@ STATES = By(
 )
 _IGNORED = missing(
     "such parameters stay whole and trainable, and their gradients are not reduced: see Ignored is not frozen, in "
-    "docs/coming-from-fsdp.md; frozen ones are found by functional", "None", "[]"
+    "docs/how-to/port-from-fsdp.md; frozen ones are found by functional", "None", "[]"
 )  # fmt: skip
 # Of FSDP1 in all systems that have it.
 SHARED: Table = {

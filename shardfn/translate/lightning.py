@@ -12,7 +12,7 @@ from shardfn.translate.schema import By, Section, Table, Whole, always, each, fl
 from shardfn.translate.values import dtype, positive, whole, whole_or_all
 
 _START = yours("starting processes: torchrun")
-_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/loop.md")
+_LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
 
 
 def _low(draft: Draft, key: str, value: Any) -> None:

@@ -25,8 +25,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "SFTConfig": {"learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True},
     "SentenceTransformerTrainingArguments": {"average_tokens_across_devices": False},
 }
-_LOOP = yours("what sf.run.loop is given: docs/loop.md")
-_DATA = yours("what sf.run.batches is given: docs/data.md")
+_LOOP = yours("what sf.run.loop is given: docs/how-to/run-a-loop.md")
+_DATA = yours("what sf.run.batches is given: docs/how-to/feed-batches.md")
 _HUB = yours("interop.save_pretrained writes a folder that can be uploaded")
 _RATE = "of the rate, a function of the step"
 _NO_OPTIMIZER = missing("not there: the program has the name optimizer for yours")
@@ -83,7 +83,8 @@ TABLE: Table = {
     "ddp_backend": yours("make_mesh takes the device's own"),
     "ddp_timeout": yours("timeout= of make_mesh"),
     "auto_find_batch_size": flag(
-        missing('sf.accumulate(loss, batch, micro="auto"), for a loss that is a sum: docs/fitting.md'), always("off")
+        missing('sf.accumulate(loss, batch, micro="auto"), for a loss that is a sum: docs/how-to/fit-batches.md'),
+        always("off"),
     ),
     "optim": By({name: sets("the optimizer", optim=make) for name, make in OPTIMIZERS.items()}, _NO_OPTIMIZER),
     "lr_scheduler_type": By({kind: sets(_RATE, scheduler=kind) for kind in schedules.TRANSFORMERS}, _NO_SCHEDULE),
@@ -137,7 +138,7 @@ TRAINER: Table = {
     "optimizers": missing("the program has the optimizer that the arguments say", "(NONE, NONE)", "None"),
     "optimizer_cls_and_kwargs": missing("the program has the optimizer that the arguments say", "None"),
     "loss": yours("the loss is yours"),
-    "peft_config": yours("sf.lora, or a module of peft: docs/adapters.md"),
+    "peft_config": yours("sf.lora, or a module of peft: docs/how-to/train-adapters.md"),
     "formatting_func": _DATA,
     **each(
         "model model_init processing_class tokenizer data_collator train_dataset eval_dataset",

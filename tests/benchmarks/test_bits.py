@@ -16,7 +16,7 @@ from benchmarks import bits
 from benchmarks.few_bits_training import FORMATS, RECIPES
 from shardfn.testing import World
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "few-bits.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "few-bits.md"
 
 
 def table(title: str) -> dict[str, list[str]]:

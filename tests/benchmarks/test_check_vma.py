@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def page() -> tuple[str, list[list[str]]]:
     """The section, and the rows of its table."""
-    text = (ROOT / "docs" / "coming-from-jax.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "check-vma.md").read_text()
     section = text.split("## What check_vma finds, and what the checker finds")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line[:1] == "|"]
     return section, [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

@@ -35,7 +35,7 @@ from tests.models import (
 from tests.reference import worst
 
 WIDTH = 6
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "strategies.md"
 
 NAMED: dict[str, sf.Placement] = {"ddp": sf.ddp(DATA), "zero1": sf.zero1(DATA), "zero2": sf.zero2(DATA)} | STRATEGIES
 OWN: dict[str, sf.Placement] = {

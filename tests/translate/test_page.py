@@ -1,4 +1,4 @@
-"""The page on translating shows what the command prints."""
+"""The pages on translating show what the command prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from shardfn.translate import translate
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/translate.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs/how-to"
+PAGE = "\n".join((DOCS / f"translate-{name}.md").read_text() for name in ("configurations", "programs"))
 
 
 def test_the_page_shows_what_is_printed(tmp_path: Path):
