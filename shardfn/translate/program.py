@@ -18,7 +18,7 @@ _ABOUT = {
     "count": "count(*batch) is how many of them there are",
     "optimizer": "such as so.adamw(1e-4)",
     "rows": "what is read: a data set, or a tree of tensors",
-    "batches": "this rank's batches, as sf.run.batches(rows, mesh, DATA, 64, seed=0) makes them",
+    "batches": "as sf.run.batches(rows, mesh, DATA, 64, seed=0) makes them",
     "steps": "of the whole run",
     "folder": "where checkpoints go",
 }
