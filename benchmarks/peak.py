@@ -4,7 +4,8 @@
 
 A pretended world of 4 ranks, `replica=2, shard=2`. A storage that an operation makes counts until nobody holds it;
 what an operation needs inside does not. The unit is the bytes of all parameters, whole. A limit is what
-docs/reference/strategies.md says that a rank holds of gradients and copies, and as much as three stages for what is under way.
+docs/reference/strategies.md says that a rank holds of gradients and copies, and as much as three stages for what is
+under way.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.wire
 
 A pretended world of 4 ranks, `replica=2, shard=2`, and the ledger of a step on stages of two matrices. The formulas
-are those of docs/reference/strategies.md and docs/reference/few-bits.md: a gather or scatter of B bytes along k ranks sends (k - 1) / k of
-them, an all-reduce twice that; a number in a format takes its bits and its part of a scale.
+are those of docs/reference/strategies.md and docs/reference/few-bits.md: a gather or scatter of B bytes along k ranks
+sends (k - 1) / k of them, an all-reduce twice that; a number in a format takes its bits and its part of a scale.
 """
 
 from __future__ import annotations
