@@ -34,6 +34,7 @@ from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
 from shardfn.plan.figures import Memory
 from shardfn.plan.memory import memory
+from shardfn.plan.showing import show
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters
 from shardfn.shards.partition import combine, partition, pruned
@@ -58,7 +59,6 @@ from shardfn.shards.putting import put
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
 from shardfn.shards.sharding import shard, shard_named, unshard
-from shardfn.shards.showing import show
 from shardfn.stages.offloading import offload
 from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage

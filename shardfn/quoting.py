@@ -62,6 +62,16 @@ def bounded(text: str) -> str:
     return f"{text[: room - room // 3]}{between}{text[-(room // 3) :]}"
 
 
+def byte_count(n: int) -> str:
+    """Bytes, in the largest unit of which there is at least one, to four digits."""
+    value, unit = float(n), "B"
+    for bigger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, bigger
+    return f"{value:.4g} {unit}"
+
+
 def short_errors(f: F) -> F:
     """A function of the package whose own errors are no longer than `MOST`; their types and causes stay."""
 

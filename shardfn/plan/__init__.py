@@ -1,4 +1,4 @@
-"""What a step will take, said before anything of it is there.
+"""What a step will take, before anything of it is there, and what the ranks of a mesh hold.
 
 It imports `stages`, `optim`, `tiers`, `shards`, `quant`, `mesh` and `compat`.
 """

@@ -20,6 +20,7 @@ from shardfn.compat import process_groups, pytrees
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.spec import P
 from shardfn.quant.packed import Packed, is_packed
+from shardfn.quoting import byte_count
 from shardfn.shards.buffer import Buffer, Entry, aligned
 from shardfn.shards.placement import Placement, Tier
 from shardfn.tiers import copying
@@ -228,7 +229,7 @@ class Layout(Buffer):
         )
         return (
             f"{self.stage or 'all'}: {str(self.dtype).removeprefix('torch.')}{'' if self.trainable else ', frozen'}, "
-            f"{spread}{more}, {_bytes(here)} a rank{' ' * (params != 'device')}{_WHERE[params]}{kept}"
+            f"{spread}{more}, {byte_count(here)} a rank{' ' * (params != 'device')}{_WHERE[params]}{kept}"
         )
 
 
@@ -285,7 +286,7 @@ class FlatShard:
             return f"FlatShard({self.values!r}, {self.layout})"
         lines = [f"  {entry.path or '(itself)'} {list(entry.shape)}" for entry in self.layout.entries]
         cast = self.values.dtype != self.layout.dtype
-        now = [f"{str(self.values.dtype).removeprefix('torch.')}, {_bytes(self.values.nbytes)}"] * cast
+        now = [f"{str(self.values.dtype).removeprefix('torch.')}, {byte_count(self.values.nbytes)}"] * cast
         if self.values.numel() and on_disk(self.values) is not (self.layout.placement.tiers.params == "disk"):
             now.append("on disk" if on_disk(self.values) else "in memory")
         here = f"now {', '.join(now)}; " if now else ""
@@ -395,15 +396,6 @@ def assemble(layouts: Sequence[Layout], views: Sequence[Sequence[Any]]) -> Any:
 
 def _layout(stage: str, example: Any, *rest: Any) -> Layout:
     return Layout(stage, optree.tree_structure(example), *rest)
-
-
-def _bytes(n: int) -> str:
-    value, unit = float(n), "B"
-    for bigger in ("kB", "MB", "GB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, bigger
-    return f"{value:.4g} {unit}"
 
 
 def _flatten(flat: FlatShard) -> tuple[tuple[Any], Layout, tuple[str]]:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from shardfn.compat import process_groups
 from shardfn.mesh.grid import Grid
-from shardfn.shards.colors import colors, over
-from shardfn.shards.holdings import Flat, Held, Plain, Section, Stage, along, lives, owners, pieces_of, word
+from shardfn.plan.colors import colors, over
+from shardfn.plan.holdings import Flat, Held, Plain, Section, Stage, along, lives, owners, pieces_of, word
+from shardfn.quoting import byte_count
 from shardfn.shards.layout import Layout, Range
 from shardfn.shards.placement import Reshard
 
@@ -82,63 +83,58 @@ class Page:
     def stages(self, run: Sequence[Stage]) -> Iterator[Line]:
         """Stages that differ only in their names."""
         first = run[0]
-        name = first.name or ("at the top" if any(one.path for one in first.plain) else "(the tree itself)")
+        name = first.name or ("at the top" if any(tensor.path for tensor in first.plain) else "(the tree itself)")
         if len(run) > 1:
             name += f" … {run[-1].name} ({len(run)} alike)"
         for flat in first.flats:
             yield from self._filled(f"{name}: ", described(flat))
-            yield from self._flat(flat)
+            if flat.piece:
+                yield from self._flat(flat)
         if first.plain:
-            nbytes = size(first.most)
-            where = "" if self.section.grid is None else ", the same on every rank unless it was made otherwise"
-            yield from self._filled(f"{name}: ", f"{'plain tensors' if len(first.plain) > 1 else 'a plain tensor'}, "
-                                                 f"{nbytes}{' a rank' if where else ''}{where}")  # fmt: skip
-            yield from self._table([_plain(one) for one in first.plain])
+            kind = "plain tensors" if len(first.plain) > 1 else "a plain tensor"
+            where = " a rank, the same on every rank unless it was made otherwise" if self.section.grid else ""
+            nbytes = byte_count(sum(tensor.nbytes for tensor in first.plain))
+            yield from self._filled(f"{name}: ", f"{kind}, {nbytes}{where}")
+            names = _column([tensor.path or "(itself)" for tensor in first.plain], self.width)
+            shapes = _column([str(list(tensor.shape)) for tensor in first.plain], self.width)
+            for tensor, path, shape in zip(first.plain, names, shapes, strict=True):
+                yield [(f"  {path}  ", ""), (f"{shape}  ", "dim"), (_plain(tensor), "")]
 
     def _filled(self, name: str, text: str) -> Iterator[Line]:
         head, *more = textwrap.wrap(name.replace(" ", KEPT) + text, self.width, subsequent_indent="    ")
         yield [(head[: len(name)].replace(KEPT, " "), "bold"), (head[len(name) :].replace(KEPT, " "), "")]
         yield from ([(line.replace(KEPT, " "), "")] for line in more)
 
-    def _table(self, rows: Sequence[tuple[str, str, str]]) -> Iterator[Line]:
-        names, shapes = (max(len(row[i]) for row in rows) for i in (0, 1))
-        yield from ([(f"  {name:<{names}}  {shape:<{shapes}}  {note}".rstrip(), "")] for name, shape, note in rows)
-
     def _flat(self, flat: Flat) -> Iterator[Line]:
         layout = flat.layout
-        if not flat.piece:
-            return
         every = range(len(layout.entries))
         names = _column([flat.name(i) or "(itself)" for i in every], self.width // 4)
         shapes = _column([shape_of(layout, i) for i in every], self.width // 3)
         left = 2 + len(names[0]) + 2 + len(shapes[0]) + 2
         bar = max(BAR[0], min(BAR[1], (self.width - left) // 2))
         room = max(self.width - left - bar - 3, 24)
-        shades = {piece: self.color[rank] for piece, rank in first_holders(self.section, layout).items()}
-        yield [(" " * left, ""), *self._pieces(layout, shades, bar)]
-        known = owners(layout) if len(layout.grid.ranks) <= NAMED else None
+        held = holders(self.section, layout)
+        shades = {piece: self.color[some[0]] for piece, some in held.items()}
+        yield [(" " * left, ""), *self._pieces(layout, held, shades, bar)]
+        parts_of = owners(layout) if len(layout.grid.ranks) <= NAMED else None
         for i, name, shape in zip(every, names, shapes, strict=True):
-            told = held_by(layout, i, None if known is None else known[layout.entries[i].path])
+            told = held_by(layout, i, None if parts_of is None else parts_of[layout.entries[i].path])
             who, *more = _broken(told, room)
             yield [(f"  {name}  ", ""), (f"{shape}  ", "dim"), *_stretch(layout, i, shades, bar), (f"  {who}", "")]
             yield from ([(" " * (left + bar + 3) + text, "")] for text in more)
 
-    def _pieces(self, layout: Layout, shades: dict[int, str], bar: int) -> Line:
+    def _pieces(self, layout: Layout, held: dict[int, list[int]], shades: dict[int, str], bar: int) -> Line:
         """The buffer, cut into its pieces, each with the names of those that hold it."""
         if layout.size * 2 > bar:
             return [(f"│{f'{layout.size} pieces':^{bar - 1}}│", "dim")]
         line: Line = []
         for piece in range(layout.size):
             start, stop = (bar * k // layout.size for k in (piece, piece + 1))
-            who = _cut(self._who(layout, piece), stop - start - 1)
+            few = len(layout.grid.ranks) <= NAMED
+            who = ranks(held[piece], layout.grid) if few else str(piece) if layout.size > 1 else "every rank"
+            who = _cut(who, stop - start - 1)
             line.append((f"│{who:<{stop - start - 1}}", f"{over(shades[piece])} on {shades[piece]}"))
         return [*line, ("│", "dim")]
-
-    def _who(self, layout: Layout, piece: int) -> str:
-        if len(layout.grid.ranks) > NAMED:
-            return str(piece) if layout.size > 1 else "every rank"
-        holders = [rank for rank in sorted(layout.grid.ranks) if layout.here(rank) and layout.index(rank) == piece]
-        return ranks(holders, layout.grid)
 
     # --- sums ---
 
@@ -149,24 +145,25 @@ class Page:
         for rank, held in section.held.items():
             kinds.setdefault(held, []).append(rank)
         for held, holders in itertools.islice(kinds.items(), PARTS):
-            some = [f"{size(n)} {kind}" for kind, n in held._asdict().items() if n]
+            some = [f"{byte_count(n)} {kind}" for kind, n in held._asdict().items() if n]
             kind = f" ({', '.join(some)})" if len(some) > 1 else ""
-            yield [(f"{_holders(holders, section)}: ", "bold"), (f"{size(sum(held))}{kind}", "")]
+            yield [(f"{_holders(holders, section)}: ", "bold"), (f"{byte_count(sum(held))}{kind}", "")]
         if len(kinds) > PARTS:
             least, most = min(map(sum, kinds)), max(map(sum, kinds))
-            yield [(f"{len(kinds) - PARTS} more kinds of ranks: ", "bold"), (f"{size(least)} to {size(most)} each", "")]
+            yield [(f"{len(kinds) - PARTS} more kinds of ranks: ", "bold"),
+                   (f"{byte_count(least)} to {byte_count(most)} each", "")]  # fmt: skip
         whole, count, numel = _whole(section)
         yield [("the whole: ", "bold"),
-               (f"{size(whole)}, {numel:,} numbers in {count} parameter{'s' * (count != 1)}", "")]  # fmt: skip
+               (f"{byte_count(whole)}, {numel:,} numbers in {count} parameter{'s' * (count != 1)}", "")]  # fmt: skip
 
 
 def _whole(section: Section) -> tuple[int, int, int]:
     flats = [flat for flat in section.flats if not flat.shared]
-    plain = [one for stage in section.stages for one in stage.plain if not one.note.startswith("the same as")]
+    plain = [tensor for stage in section.stages for tensor in stage.plain if not tensor.note.startswith("the same as")]
     return (
         sum(stage.whole for stage in section.stages),
         sum(len(flat.layout.entries) for flat in flats) + len(plain),
-        sum(flat.numbers for flat in flats) + sum(one.numel for one in plain),
+        sum(flat.numbers for flat in flats) + sum(tensor.numel for tensor in plain),
     )
 
 
@@ -211,8 +208,8 @@ def described(flat: Flat) -> str:
         return ", ".join([*words, f"the same tensor as {flat.shared}"])
     if not flat.itemsize:
         return ", ".join([*words, "no numbers"])
-    of = f" of {size(flat.whole)}" if flat.layout.size > 1 else ""
-    return ", ".join([*words, f"{size(flat.piece)} a rank{of}".replace(" ", KEPT)])
+    of = f" of {byte_count(flat.whole)}" if flat.layout.size > 1 else ""
+    return ", ".join([*words, f"{byte_count(flat.piece)} a rank{of}".replace(" ", KEPT)])
 
 
 def copied_over(layout: Layout) -> tuple[str, ...]:
@@ -261,12 +258,12 @@ def held_by(layout: Layout, number: int, parts: dict[Range, list[int]] | None) -
     axes = " x ".join(name for name in layout.placement.axes if layout.grid.size(name) > 1) or "every rank"
     if len(pieces) > PARTS:
         return [f"{axes} {pieces[0]} to {pieces[-1]}: up to {layout.piece:,} {unit} each"]
-    entry, found = layout.entries[number], []
+    entry, told = layout.entries[number], []
     for piece in pieces:
         start, stop, _ = layout.within(number, piece)
         part = Range(entry.path, start, stop, entry.shape, (0,) * len(entry.shape))
-        found.append(f"{f'{axes} {piece}' if layout.size > 1 else axes}: {region(part, entry.shape, unit)}")
-    return found
+        told.append(f"{f'{axes} {piece}' if layout.size > 1 else axes}: {region(part, entry.shape, unit)}")
+    return told
 
 
 def region(part: Range, whole: Sequence[int], unit: str = "elements") -> str:
@@ -303,13 +300,13 @@ def ranks(some: Sequence[int], grid: Grid) -> str:
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs)
 
 
-def first_holders(section: Section, layout: Layout) -> dict[int, int]:
-    """The first rank that holds each piece."""
-    found: dict[int, int] = {}
-    for rank, where in section.places.items():
+def holders(section: Section, layout: Layout) -> dict[int, list[int]]:
+    """The ranks that hold each piece."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, where in sorted(section.places.items()):
         if lives(layout, where):
-            found.setdefault(along(layout.grid, where, layout.placement.axes), rank)
-    return found
+            ranks_of.setdefault(along(layout.grid, where, layout.placement.axes), []).append(rank)
+    return ranks_of
 
 
 def _stretch(layout: Layout, number: int, shades: dict[int, str], bar: int) -> Line:
@@ -325,19 +322,8 @@ def _stretch(layout: Layout, number: int, shades: dict[int, str], bar: int) -> L
     return [(" " * start, ""), *line, (" " * (bar - stop + 1), "")]
 
 
-def _plain(one: Plain) -> tuple[str, str, str]:
-    note = f"{one.dtype}, {size(one.nbytes)}" if one.nbytes else one.dtype
-    return one.path or "(itself)", str(list(one.shape)), f"{note}, {one.note}" if one.note else note
-
-
-def size(n: int) -> str:
-    """Bytes, in a unit that suits them."""
-    value, unit = float(n), "B"
-    for bigger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, bigger
-    return f"{value:.4g} {unit}"
+def _plain(tensor: Plain) -> str:
+    return ", ".join(filter(None, (tensor.dtype, byte_count(tensor.nbytes) if tensor.nbytes else "", tensor.note)))
 
 
 def some_of(count: int, room: int) -> list[int | None]:
@@ -356,10 +342,10 @@ def _cut(text: str, most: int) -> str:
 
 def _broken(parts: Iterable[str], room: int) -> list[str]:
     """Parts in lines, none of which is broken within."""
-    found: list[str] = []
+    lines: list[str] = []
     for part in parts:
-        if found and len(found[-1]) + 3 + len(part) <= room:
-            found[-1] += f"   {part}"
+        if lines and len(lines[-1]) + 3 + len(part) <= room:
+            lines[-1] += f"   {part}"
         else:
-            found.append(part)
-    return found or [""]
+            lines.append(part)
+    return lines or [""]

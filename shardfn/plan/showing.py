@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardfn.shards import holdings, listing
+from shardfn.plan import holdings, page
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,14 +59,14 @@ class Shown:
     def nbytes(self, rank: int) -> int:
         """What a rank holds, padding included; a plain tensor counts as it does here."""
         held = [section.held for section in self.sections]
-        if not any(rank in one for one in held):
+        if not any(rank in section for section in held):
             raise ValueError(f"show: rank {rank} is on none of the meshes")
-        return sum(sum(one[rank]) for one in held if rank in one)
+        return sum(sum(section[rank]) for section in held if rank in section)
 
     def text(self, width: int | None = None) -> str:
         """Lines of at most so many columns, where words allow it. Default: those of the terminal."""
-        found = listing.lines(self.sections, width or _columns())
-        return "\n".join("".join(word for word, _ in line).rstrip() for line in found)
+        lines = page.lines(self.sections, width or _columns())
+        return "\n".join("".join(word for word, _ in line).rstrip() for line in lines)
 
     def __str__(self) -> str:
         return self.text()
@@ -87,7 +87,7 @@ class Shown:
     def _styled(self, width: int) -> Any:
         from rich.text import Text
 
-        lines = (Text.assemble(*line) for line in listing.lines(self.sections, width))
+        lines = (Text.assemble(*line) for line in page.lines(self.sections, width))
         return Text("\n", no_wrap=True, overflow="ignore").join(lines)
 
     def _repr_html_(self) -> str:
@@ -110,9 +110,7 @@ class Shown:
                 "show: pictures need matplotlib, which is in the extra examples: pip install 'shardfn[examples]'",
                 name="matplotlib",
             )
-        from shardfn.shards.drawing import draw
-
-        return draw(self.sections)
+        return _drawn(list(page.lines(self.sections, WIDE)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the picture, in the format that the name's ending says: `.svg`, `.png`, `.pdf`.
@@ -133,5 +131,33 @@ WIDE = 120  # columns, of what no terminal shows
 MONO = "white-space:pre;overflow-x:auto;line-height:1.25;font-family:Menlo,'DejaVu Sans Mono',consolas,monospace"
 
 
+COLUMN, LINE = 0.08, 0.18  # inches, of what is drawn: whole pixels, to which glyphs are rounded
+INK = {"": "#1c2733", "bold": "#1c2733", "dim": "#66727f"}  # of words without a color
+
+
 def _columns() -> int:
     return shutil.get_terminal_size((WIDE, 24)).columns
+
+
+def _drawn(lines: list[page.Line]) -> Figure:
+    """Lines as a picture, in which each word stands in the columns that it has on a terminal."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    columns = max(sum(len(word) for word, _ in line) for line in lines)
+    figure = Figure(figsize=((columns + 4) * COLUMN, (len(lines) + 2) * LINE), dpi=100, facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(-2, columns + 2), ylim=(len(lines) + 1, -1))
+    axes.set_axis_off()
+    how: dict[str, Any] = {"family": "monospace", "fontsize": 72 * COLUMN / 0.602, "parse_math": False}
+    for y, line in enumerate(lines):
+        x = 0
+        for word, style in line:
+            color, _, ground = style.removesuffix(" underline").partition(" on ")
+            if ground:
+                axes.add_patch(Rectangle((x, y), len(word), 1, facecolor=ground, linewidth=0))
+            begin, weight = x + len(word) - len(word.lstrip()), "bold" if style == "bold" else "normal"
+            if word.strip():
+                axes.text(begin, y + 0.75, word.strip(), color=INK.get(color, color), weight=weight, **how)
+            x += len(word)
+    return figure

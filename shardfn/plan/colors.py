@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from shardfn.mesh.grid import Grid
-from shardfn.shards.holdings import Section, along, places
+from shardfn.plan.holdings import Section, along, places
 
 FEW = ("#38618c", "#e08e45", "#4f9d69", "#c0504d", "#7b5ea7", "#3d9db3", "#b08a2e", "#c2679b")
 MANY = ("#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#f2d13c")
@@ -21,11 +21,11 @@ def colors(section: Section) -> dict[int, str]:
     names = main_axes(section, grid)
     rest = [name for name, _ in grid.sizes if name not in names]
     count, copies = grid.size(names), grid.size(tuple(rest))
-    found = {}
+    color_of = {}
     for rank, where in places(grid).items():
         paler = 0.45 * along(grid, where, rest) / max(copies - 1, 1)
-        found[rank] = mixed(hue(along(grid, where, names), count), "#ffffff", paler)
-    return found
+        color_of[rank] = mixed(hue(along(grid, where, names), count), "#ffffff", paler)
+    return color_of
 
 
 def main_axes(section: Section, grid: Grid) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,8 +74,8 @@ class Flat:
         layout = self.layout
         entries = [(self.name(i), e.leaves, e.shape, e.spec, e.offset) for i, e in enumerate(layout.entries)]
         packed = [str(layout.packed_at(i)) for i in range(len(entries))]
-        known = layout.dtype, layout.trainable, layout.placement, layout.grid, layout.room
-        return entries, packed, known, self.dtype, self.itemsize, bool(self.shared)
+        facts = layout.dtype, layout.trainable, layout.placement, layout.grid, layout.room
+        return entries, packed, facts, self.dtype, self.itemsize, bool(self.shared)
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,7 @@ class Stage:
     @property
     def whole(self) -> int:
         """Bytes of the whole, each parameter once."""
-        return sum(flat.whole for flat in self.flats) + sum(one.whole for one in self.plain)
-
-    @property
-    def most(self) -> int:
-        """Bytes of a rank that holds all of what a rank may hold."""
-        return sum(flat.piece for flat in self.flats) + sum(one.nbytes for one in self.plain)
+        return sum(flat.whole for flat in self.flats) + sum(tensor.whole for tensor in self.plain)
 
 
 class Held(NamedTuple):
@@ -152,16 +148,19 @@ class Section:
     @cached_property
     def held(self) -> dict[int, Held]:
         """By rank."""
-        by_place: dict[tuple[tuple[str, int], ...], tuple[Layout, list[int]]] = {}
+        pieces: Counter[tuple[Layout, bool]] = Counter()  # of all that lives at the same places, by one of its layouts
+        first: dict[Any, Layout] = {}
         for flat in self.flats:
-            _, sums = by_place.setdefault(flat.layout.placement.only_at, (flat.layout, [0, 0]))
-            sums[not flat.layout.trainable] += flat.piece
-        plain = sum(one.nbytes for stage in self.stages for one in stage.plain)
-        found = {}
+            layout = first.setdefault(flat.layout.placement.only_at, flat.layout)
+            pieces[layout, flat.layout.trainable] += flat.piece
+        plain = sum(tensor.nbytes for stage in self.stages for tensor in stage.plain)
+        held = {}
         for rank, where in self.places.items():
-            here = [sums for layout, sums in by_place.values() if lives(layout, where)]
-            found[rank] = Held(sum(trained for trained, _ in here), sum(frozen for _, frozen in here), plain)
-        return found
+            here = {True: 0, False: 0}
+            for (layout, trained), nbytes in pieces.items():
+                here[trained] += nbytes * lives(layout, where)
+            held[rank] = Held(here[True], here[False], plain)
+        return held
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
@@ -191,11 +190,11 @@ def lives(layout: Layout, where: dict[str, int]) -> bool:
 
 def owners(layout: Layout) -> dict[str, dict[Range, list[int]]]:
     """Of each parameter its parts, and the ranks that hold each."""
-    found: dict[str, dict[Range, list[int]]] = {entry.path: {} for entry in layout.entries}
+    ranks_of: dict[str, dict[Range, list[int]]] = {entry.path: {} for entry in layout.entries}
     for rank in sorted(layout.grid.ranks):
         for part in layout.ranges(rank):
-            found[part.path].setdefault(part, []).append(rank)
-    return found
+            ranks_of[part.path].setdefault(part, []).append(rank)
+    return ranks_of
 
 
 def pieces_of(layout: Layout, number: int) -> range:
@@ -219,26 +218,26 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[Section, ...]:
             "show: a module is no tree of parameters: shardfn.interop.functional(module).tree is one; pass that, what "
             "shard(...) makes of it, or dict(module.named_parameters())"
         )
-    found = list(_stages(tree))
-    if not found:
+    stages = list(_stages(tree))
+    if not stages:
         raise ValueError(f"show: there is nothing to show, {_instead(tree)}")
-    grids = list({flat.layout.grid: None for stage in found for flat in stage.flats})
-    given = _given(mesh, grids, found)
-    own = tuple(stage for stage in found if not stage.flats)
+    grids = list({flat.layout.grid: None for stage in stages for flat in stage.flats})
+    given = _given(mesh, grids, stages)
+    own = tuple(stage for stage in stages if not stage.flats)
     if given is not None or len(grids) == 1:
-        return (Section(given or grids[0], tuple(found)),)
-    on = [Section(grid, tuple(s for s in found if s.flats and s.flats[0].layout.grid == grid)) for grid in grids]
+        return (Section(given or grids[0], tuple(stages)),)
+    on = [Section(grid, tuple(s for s in stages if s.flats and s.flats[0].layout.grid == grid)) for grid in grids]
     return (*on, Section(None, own)) if own else tuple(on)
 
 
-def _given(mesh: DeviceMesh | None, grids: list[Grid], found: list[Stage]) -> Grid | None:
+def _given(mesh: DeviceMesh | None, grids: list[Grid], stages: list[Stage]) -> Grid | None:
     """The grid of the mesh that was passed, or of the one in scope where nothing else says which."""
     if mesh is None:
         mesh = None if grids else current_mesh()
     grid = None if mesh is None else grid_of(mesh)
-    other = [stage.name for stage in found for flat in stage.flats if grid is not None and flat.layout.grid != grid]
+    other = [stage.name for stage in stages for flat in stage.flats if grid is not None and flat.layout.grid != grid]
     if other:
-        where = next(one for one in grids if one != grid)
+        where = next(grid_of_stage for grid_of_stage in grids if grid_of_stage != grid)
         raise ValueError(
             f"show: mesh=({grid}), but {other[0] or 'the tree'} is on a mesh ({where}): leave mesh= out, and each mesh "
             f"is shown with what it has"
@@ -261,7 +260,7 @@ def _ends(node: Any) -> bool:
 
 def _stages(tree: Any) -> Iterator[Stage]:
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=_ends)
-    known: dict[int, str] = {}
+    first_at: dict[int, str] = {}
     waiting: list[Plain] = []
     name = ""
     for accessor, leaf in zip(accessors, leaves, strict=True):
@@ -271,9 +270,9 @@ def _stages(tree: Any) -> Iterator[Stage]:
             waiting = []
         name = at
         if is_stage(leaf):
-            flats = tuple(_flat(flat, path, known) for flat in stage_shards(leaf))
+            flats = tuple(_flat(flat, path, first_at) for flat in stage_shards(leaf))
             yield Stage(path or flats[0].layout.stage, flats)
-        elif (plain := _plain(leaf, path, name, known)) is not None:
+        elif (plain := _plain(leaf, path, name, first_at)) is not None:
             waiting.append(plain)
     if waiting:
         yield Stage(name, plain=tuple(waiting))
@@ -285,32 +284,29 @@ def _stage_of(accessor: Any) -> str:
     return dotted(accessor[:depth]) if len(accessor) > 1 else ""
 
 
-def _flat(flat: FlatShard, path: str, known: dict[int, str]) -> Flat:
+def _flat(flat: FlatShard, path: str, first_at: dict[int, str]) -> Flat:
     x, layout = flat.values, flat.layout
     if not isinstance(x, Tensor):
         return Flat(layout, layout.dtype, 0, "")
-    before = known.setdefault(id(x), path)
+    before = first_at.setdefault(id(x), path)
     return Flat(layout, x.dtype, x.dtype.itemsize * math.prod(x.shape[:-1]), "" if before == path else before)
 
 
-def _plain(leaf: Any, path: str, stage: str, known: dict[int, str]) -> Plain | None:
+def _plain(leaf: Any, path: str, stage: str, first_at: dict[int, str]) -> Plain | None:
     """A tensor, or what of a flat shard an optimizer has apart; None of what is neither."""
     values: Any = leaf if isinstance(leaf, Tensor) else getattr(leaf, "values", None)
     if not isinstance(values, Tensor):
         return None
     name = path.removeprefix(stage).removeprefix(".")
-    before = known.setdefault(id(values), path)
+    before = first_at.setdefault(id(values), path)
     if is_packed(leaf):
-        one = Plain(name, leaf.shape, str(leaf.format), values.nbytes, values.nbytes, leaf.numel)
+        plain = Plain(name, leaf.shape, str(leaf.format), values.nbytes, values.nbytes, leaf.numel)
     else:
-        one = Plain(name, tuple(values.shape), word(values.dtype), values.nbytes, values.nbytes, values.numel())
+        plain = Plain(name, tuple(values.shape), word(values.dtype), values.nbytes, values.nbytes, values.numel())
     if before != path:
-        return replace(one, nbytes=0, whole=0, numel=0, note=f"the same as {before}")
-    return replace(one, nbytes=_here(values), note=_note(leaf))
-
-
-def _here(values: Any) -> int:
-    return values.to_local().nbytes if is_dtensor(values) else values.nbytes
+        return replace(plain, nbytes=0, whole=0, numel=0, note=f"the same as {before}")
+    here: int = values.to_local().nbytes if is_dtensor(values) else values.nbytes
+    return replace(plain, nbytes=here, note=_note(leaf))
 
 
 def _note(leaf: Any) -> str:
