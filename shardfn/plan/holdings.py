@@ -305,7 +305,7 @@ def _plain(leaf: Any, path: str, stage: str, first_at: dict[int, str]) -> Plain 
         plain = Plain(name, tuple(values.shape), word(values.dtype), values.nbytes, values.nbytes, values.numel())
     if before != path:
         return replace(plain, nbytes=0, whole=0, numel=0, note=f"the same as {before}")
-    here: int = values.to_local().nbytes if is_dtensor(values) else values.nbytes
+    here = values.to_local().nbytes if is_dtensor(values) else values.nbytes  # type: ignore[attr-defined]
     return replace(plain, nbytes=here, note=_note(leaf))
 
 
