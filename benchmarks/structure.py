@@ -65,7 +65,7 @@ def house(root: Path = HOUSE) -> House:
     """Reads the package."""
     files = {_name(path, root): path for path in sorted(root.rglob("*.py"))}
     trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
-    handed_out = {name for path, tree in trees.items() if files[path].name == "__init__.py" for name in _all(tree)}
+    handed_out = {name for module, tree in trees.items() if files[module].name == "__init__.py" for name in _all(tree)}
     found = House(files=len(files))
     for name, tree in trees.items():
         text = files[name].read_text()
