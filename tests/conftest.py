@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from shardfn.testing.forkserver import preload
+from shardfn.testing.world import close_worlds
 
 # Lent memory is full of nan when nobody should read it, in every test and in every process that one starts.
 os.environ.setdefault("SHARDFN_DEBUG", "memory")
@@ -49,6 +50,13 @@ def no_world_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_world_waits() -> Iterator[None]:
+    """A world costs processor time while nobody uses it, and a new one is there at once."""
+    yield
+    close_worlds()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
