@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq
 # The processes of one machine share its cores; without this each of them would start a thread for every core.
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 TRAIN := $(RUN) -m torch.distributed.run --standalone --nproc-per-node 4 -m examples.train_lm --mesh replica=2,shard=2
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md $(wildcard docs/*.md docs/*/*.md)
 
@@ -22,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ifndef SIDE_BY_SIDE
 .NOTPARALLEL:
 endif
-.PHONY: help setup train test checks lint format fix types unit docs wheel smoke goals test-deep clean
+.PHONY: help setup train test test-fast checks lint format fix types unit docs wheel smoke goals test-deep clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,7 +66,10 @@ types: $(VENV)/.dev ## check the types
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev ## run the tests, and with them the code in README.md and docs/
-	$(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --tier=change $(ARGS)
+
+test-fast: $(VENV)/.dev ## the tests that take little, and those of the folders that were edited since the last commit
+	$(PYTEST) --tier=fast $(ARGS)
 
 docs: $(VENV)/.dev ## build the documentation; a warning is an error
 	$(BIN)/sphinx-build -q -E -W --keep-going docs docs/_build/html
@@ -79,7 +83,8 @@ smoke: $(VENV)/.examples ## a short sharded training run
 goals: $(VENV)/.dev ## every figure that is promised beside its goal and its record; ARGS=--timed for all of them
 	$(RUN) -m benchmarks.goals $(ARGS)
 
-test-deep: $(VENV)/.dev ## what takes too long for every change: mutants, random programs, kills (an hour)
+test-deep: $(VENV)/.dev ## what takes too long for every change: all other tests, mutants, random programs, kills (hours)
+	$(PYTEST) --tier=deep
 	$(RUN) -m tests.mutants --workers 2
 	$(RUN) -m tests.random_programs --minutes 10
 	$(RUN) -m tests.killed_runs --kills 40

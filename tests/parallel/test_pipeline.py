@@ -440,7 +440,7 @@ def failures() -> Any:
 
 @either
 def test_what_fails_after_a_good_call_is_an_error_on_all_and_leaves_nothing_behind(world: World) -> None:
-    for good, bad in world.within(60).run(failures):
+    for good, bad in world.within(240).run(failures):
         assert not bad
         assert good == 2 * 2 * len(WRONG) - 2 - 2 * (3 + 1)
 

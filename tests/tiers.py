@@ -1,0 +1,137 @@
+"""Which tests run when, by the seconds that they took when these were last recorded.
+
+    pytest                        all that is named
+    pytest --tier=fast            make test-fast: what takes little, the quickest test of every file, and those of the
+                                  next tier for the folders of shardfn that git sees edited
+    pytest --tier=change          make test: of tests that take long, every value of every parameter, not every pair
+    pytest --tier=deep            part of make test-deep: what the tier before leaves out
+    pytest --record-durations     writes durations.json, from a run of everything
+
+A test that is marked `deep` is of the last tier only: launchers, machines that come and go, training to an end.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = Path(__file__).with_name("durations.json")
+LONG = 4.0  # seconds for all cases of a test, from which on it is thinned
+QUICK = 1.0  # seconds for a case, up to which it is part of the fast tier
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Two options."""
+    parser.addoption("--tier", choices=("fast", "change", "deep"), help="the tests of make test-fast, test, test-deep")
+    parser.addoption("--record-durations", action="store_true", help="write what each test takes to durations.json")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record, where that is asked for and tests are reported: not in a worker."""
+    config.addinivalue_line("markers", "deep: takes too long for every change; only make test-deep runs it")
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
+
+
+class Recorder:
+    """Adds up what the cases of each test take."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.cases: dict[str, set[str]] = defaultdict(set)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Set-up and end count, too."""
+        self.seconds[test := name(report.nodeid)] += report.duration
+        self.cases[test].add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write what takes a second or more: by test, seconds and cases."""
+        tests = {key: [round(s, 1), len(self.cases[key])] for key, s in sorted(self.seconds.items()) if s >= 1}
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in tests.items())
+        RECORD.write_text(f"{{\n{lines}\n}}\n")
+
+
+def name(nodeid: str) -> str:
+    """The test without its parameters."""
+    return nodeid.split("[", 1)[0]
+
+
+def recorded() -> dict[str, tuple[float, int]]:
+    """By test, the seconds and the number of its cases."""
+    return {key: (seconds, cases) for key, (seconds, cases) in json.loads(RECORD.read_text()).items()}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not of the tier; several workers begin with the files that take longest."""
+    record = recorded()
+
+    def seconds(item: pytest.Item) -> float:
+        total, cases = record.get(name(item.nodeid), (0.0, 1))
+        return total / cases
+
+    if tier := config.getoption("--tier"):
+        change = {item for cases in by_test(items).values() for item in thinned(cases, record)}
+        if tier == "deep":
+            kept = set(items) - change
+        elif tier == "change":
+            kept = change
+        else:
+            edited = edited_folders()
+            kept = {item for item in change if seconds(item) <= QUICK or item.path.parent.name in edited}
+            quickest: dict[Path, pytest.Item] = {}
+            for item in sorted(change, key=seconds, reverse=True):
+                quickest[item.path] = item
+            kept |= set(quickest.values())
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    if hasattr(config, "workerinput"):  # workers take file after file
+        total: Counter[Path] = Counter()
+        for item in items:
+            total[item.path] += round(1000 * seconds(item))
+        items.sort(key=lambda item: -total[item.path])
+
+
+def edited_folders() -> set[str]:
+    """The folders of shardfn in which something differs from the last commit."""
+    command = ["git", "status", "--porcelain", "--no-renames", "--", "shardfn"]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    return {Path(line[3:]).parent.name for line in lines}
+
+
+def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases of each test."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[name(item.nodeid)].append(item)
+    return tests
+
+
+def thinned(cases: list[pytest.Item], record: dict[str, tuple[float, int]]) -> list[pytest.Item]:
+    """None of a deep test, all cases of one that takes little, few of others."""
+    if cases[0].get_closest_marker("deep"):
+        return []
+    total, number = record.get(name(cases[0].nodeid), (0.0, 1))
+    return cover(cases) if len(cases) * total / number > LONG else cases
+
+
+def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases in which every value of every parameter occurs: the next has most new values, and rare ones of the old."""
+    specs = {case: getattr(case, "callspec", None) for case in cases}
+    values = {case: frozenset(spec.indices.items()) for case, spec in specs.items() if spec}
+    missing = {value for pairs in values.values() for value in pairs}
+    times: Counter[tuple[str, int]] = Counter()
+    chosen = [case for case in cases if case not in values]
+    while missing:
+        case = max(values, key=lambda case: (len(values[case] & missing), -sum(times[value] for value in values[case])))
+        chosen.append(case)
+        missing -= values[case]
+        times.update(values.pop(case))
+    return chosen
