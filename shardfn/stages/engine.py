@@ -28,23 +28,29 @@ from shardfn.mesh.lanes import in_lane, lane
 from shardfn.mesh.scope import independent_axes, refuse_independent
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
-from shardfn.stages import following, nonfinite
-from shardfn.stages.agreement import agreed, alone, compare
-from shardfn.stages.away import Away
-from shardfn.stages.call import Call, Residuals, differentiated, evaluate, leaving
+from shardfn.stages import nonfinite
+from shardfn.stages.activation_offload import Away, offloading
+from shardfn.stages.call import Call, Residuals, detached, differentiated, evaluate
+from shardfn.stages.consistency import alone, compare, lane_state
 from shardfn.stages.decoding import Decoding, Memories
-from shardfn.stages.offloading import Offload
-from shardfn.stages.parameters import Loan, whole_parameters
+from shardfn.stages.options import Offload
+from shardfn.stages.parameters import (
+    Loan,
+    Reads,
+    record_gradients,
+    record_parameters,
+    record_sum,
+    whole_parameters,
+)
 from shardfn.stages.prefetch import Prefetch
-from shardfn.stages.reads import Reads
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
 from shardfn.stages.refusals import refuse_closure, refuse_opaque, refuse_returned, writes
 from shardfn.stages.residency import Residency
 from shardfn.stages.returned import Returned, held
-from shardfn.stages.saved_tensors import argument_hooks, offloading, saved_tensor_hooks
+from shardfn.stages.saved_tensors import argument_hooks, saved_tensor_hooks
 from shardfn.stages.signature import Gather, GatherPlan, Signature, plan_of
 from shardfn.stages.tape import LONGEST, Identities, StageRun, Tape, identities, key_of
-from shardfn.tiers.leaving import Leaving
+from shardfn.tiers.grad_offload import GradOffload
 from shardfn.transforms.step import Step
 
 if TYPE_CHECKING:
@@ -57,8 +63,8 @@ class Engine:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
         self.device, self.lane = _device(mesh), lane()
-        self.agreed = agreed()
-        self.alone = alone(mesh, self.agreed)
+        self.lane_state = lane_state()
+        self.alone = alone(mesh, self.lane_state)
         self.met: set[tuple[GatherPlan, str]] = set()
         self.tape = Tape(None)
         self.residency = Residency(self.device, self.communicator)
@@ -66,7 +72,7 @@ class Engine:
         self.memories = Memories(self.device)
         self.away = Away(self.device)
         self.reads = Reads(mesh, lambda: self.mesh)
-        self.reductions = Reductions(self.device, Leaving(lambda: self.mesh))
+        self.reductions = Reductions(self.device, GradOffload(lambda: self.mesh))
         self._held: dict[Any, list[Any]] = {}  # the form of the parameters of these
         self.looked: set[Any] = set()  # the kinds of runs whose parameters were compared byte by byte
         self.touching: set[Any] = set()  # the kinds of calls that put something on their parameters
@@ -105,7 +111,7 @@ class Engine:
                 run.slot.give_back()
             if call.tape is not None and isinstance(call.signature.keep, tuple) and (run.reads or not keeps):
                 self.residency.leave(run)
-            left: tuple[Tensor, ...] = leaving(made.outputs, storages, inputs, call.transformed)
+            left: tuple[Tensor, ...] = detached(made.outputs, storages, inputs, call.transformed)
             if records and (debugging.memory or not call.signature.compared):
                 call.remember(left)
                 call.signature.compared = keeps  # that may never run again
@@ -190,7 +196,7 @@ class Engine:
                     self.residency.gather(run)
                 self.prefetch.behind(tape, run)
                 if debugging.nan and run.trains:
-                    nonfinite.nothing(self.mesh, run)
+                    nonfinite.compare(self.mesh, run, "")
                 nothing: list[list[Tensor | None]] = [[None] * len(gather.layout.entries) for gather in run.plan.each]
                 self._reduced(run, tape.step, [x is not None for x in run.collected], nothing, True)
                 self._done(tape, run)
@@ -272,7 +278,7 @@ class Engine:
             here = tuple(one for one in layouts if one.here(process_groups.global_rank()))
             like = plan_of(signature.options, here, tuple(one.dtype for one in here))
             self.residency.ring.reserve(like.nbytes)
-        compare(self.mesh, signature, plan, self.agreed)
+        compare(self.mesh, signature, plan, self.lane_state)
         self.met.add((plan, signature.summed))
 
     # --- the function, and its gradients ---
@@ -301,7 +307,7 @@ class Engine:
             own.add(decoding.storage)
         if (recorder := recording.current()) is not None:
             for gather, shard, some in zip(run.plan.each, run.shards, parameters, strict=False):
-                following.parameters(recorder, gather.layout, shard, some)
+                record_parameters(recorder, gather.layout, shard, some)
         given = [x for x in (*run.shards, *inputs) if not x.is_inference()]
         given += [] if slot is None else [slot.buffer]
         given += [] if decoding is None else [decoding.memory.buffer]
@@ -378,7 +384,7 @@ class Engine:
             if not needs[k]:
                 continue
             if recorder is not None:
-                following.gradients(recorder, gather.layout, of_parameters[k])
+                record_gradients(recorder, gather.layout, of_parameters[k])
             variable = run.collected[k] if collect else None
             summed = run.signature.options.sum_dtype(shard.dtype)
             reduction = self._reduction(run.signature, gather, (k, turn), summed, shard.dtype, variable is not None)
@@ -390,7 +396,7 @@ class Engine:
         if recorder is not None:
             for gather, shard, gradient in zip(run.plan.each, run.shards, arrived, strict=False):
                 if gradient is not None:
-                    following.summed(recorder, gather.layout, shard, gradient)
+                    record_sum(recorder, gather.layout, shard, gradient)
         return arrived
 
     def _reduction(

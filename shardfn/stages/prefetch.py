@@ -88,7 +88,7 @@ class Prefetch:
         """Starts to read what is going to be gathered after what is gathered now."""
         for layout, shard in zip(layouts, shards, strict=True):
             if layout.placement.tiers.params == "disk":
-                self.residency.ahead.announce(shard)
+                self.residency.disk.announce(shard)
 
     def behind(self, tape: Tape | None, run: StageRun) -> None:
         """Starts the gathers for the calls whose backward comes next."""

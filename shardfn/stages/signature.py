@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import optree
 import torch
@@ -23,27 +23,8 @@ from shardfn.quant.packed import Packed, is_packed
 from shardfn.shards.buffer import ALIGNMENT
 from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
-from shardfn.stages.offloading import Offload
-from shardfn.stages.wires import Wire
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `stage` was asked for; see there."""
-
-    remat: Any = False
-    reshard: bool | Literal["step"] | None = None
-    prefetch: int = 1
-    gather_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    gather: Format | None = None
-    reduce: Format | None = None
-    input_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of shards of a dtype are summed in."""
-        return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
+from shardfn.stages.compressed import Wire
+from shardfn.stages.options import Offload, Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,6 +106,9 @@ class Signature:
     writable: bool = False
     computes: bool = True
     compared: bool = False
+
+    def __str__(self) -> str:
+        return f"stage {self.name} ({self.stage!r})"
 
     @functools.cached_property
     def stage(self) -> str:
@@ -221,8 +205,8 @@ class Signature:
             same = False
         if not same:
             raise RuntimeError(
-                f"stage {self.name} ({self.stage!r}): its function writes into a list or a dict among its arguments. "
-                f"It has a copy, since it may run again in backward, and what it writes would be lost: return it"
+                f"{self}: its function writes into a list or a dict among its arguments. It has a copy, since it may "
+                f"run again in backward, and what it writes would be lost: return it"
             )
 
     def closed_over(self) -> list[Any]:
@@ -279,8 +263,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
                 f"stage {name}: its parameters are on different meshes: {layouts[0].stage!r} on ({layouts[0].grid}), "
                 f"{layout.stage!r} on ({layout.grid})"
             )
-        together = [one for one in layouts if one.stage == layout.stage and one.tree == layout.tree]
-        if sum(len(entry.leaves) for one in together for entry in one.entries) % layout.tree.num_leaves:
+        buffers = [one for one in layouts if one.stage == layout.stage and one.tree == layout.tree]
+        if sum(len(entry.leaves) for one in buffers for entry in one.entries) % layout.tree.num_leaves:
             raise ValueError(
                 f"stage {name}: {layout.stage!r} has parameters in several buffers, of which {layout} came alone: "
                 f"pass all that shard() put in its place"
@@ -359,3 +343,8 @@ def decoded(tree: Any, decode: Callable[[Packed], Tensor]) -> Any:
 def cast(x: Any, dtype: torch.dtype | None) -> Any:
     """Floating tensors in another dtype, other things as they are."""
     return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def cast_all(tree: Any, dtype: torch.dtype) -> Any:
+    """The same for each leaf of a result."""
+    return optree.tree_map(lambda x: cast(x, dtype), tree)

@@ -27,16 +27,11 @@ def arrivals(every: Iterable[Tensor]) -> Iterator[Tensor]:
     Raises:
         RuntimeError: something cannot be read.
     """
-    rest = iter(every)
-    coming: deque[tuple[Tensor, Reading | None]] = deque()
-
-    def start() -> None:
-        coming.extend((x, reading(x, ROOM)) for x in islice(rest, 1))
-
-    start()
+    rest = ((x, reading(x, ROOM)) for x in every)  # which starts to read it when it is its turn
+    coming = deque(islice(rest, 1))
     try:
         while coming:
-            start()
+            coming.extend(islice(rest, 1))
             x, under_way = coming[0]
             if under_way is not None:
                 under_way.wait()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.tiers.lanes import lanes_of
+from shardfn.tiers.copy_streams import copy_streams
 from shardfn.tiers.tensors import place_of
 from shardfn.tiers.transfers import Reading, Transfer, reading, writing
 
@@ -87,11 +87,11 @@ class _Passage:
         elif device.type == "cpu":  # gradients that an accelerator still has
             window.change([x.to(device) for x in here])
         else:
-            lanes = lanes_of(device)
-            moved = lanes.bring(here)
+            beside = copy_streams(device)
+            moved = beside.bring(here)
             window.change(moved)
             each = zip(here, moved, window.kept, strict=True)
-            self.out = lanes.take_out([(x, new) for x, new, kept in each if kept and new is not x])
+            self.out = beside.take_out([(x, new) for x, new, kept in each if kept and new is not x])
         for x, one, kept in zip(window.columns, self.readings, window.kept, strict=True):
             if one is not None and kept:
                 self.writings.append(writing(x, one.values, after=self.out))

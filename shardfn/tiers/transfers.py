@@ -144,18 +144,17 @@ _starting = threading.Lock()
 
 def _pool() -> queue.SimpleQueue[_Task]:
     """What the threads of this process do; they do not live on in a fork."""
-    found = _pools.get(os.getpid())
-    if found is None:
-        with _starting:
-            found = _pools.get(os.getpid())
-            if found is None:
-                found = queue.SimpleQueue()
-                for number in range(THREADS):
-                    # One that a disk never answers must not keep the process from ending.
-                    name = f"shardfn-disk-{number}"
-                    threading.Thread(target=_serve, args=(found,), name=name, daemon=True).start()
-                _pools[os.getpid()] = found
-    return found
+    tasks = _pools.get(os.getpid())
+    if tasks is not None:  # without the lock, which a fork could find taken for ever
+        return tasks
+    with _starting:  # two that ask first would start twice as many
+        tasks = _pools.get(os.getpid())
+        if tasks is None:
+            tasks = _pools[os.getpid()] = queue.SimpleQueue()
+            for number in range(THREADS):
+                # One that a disk never answers must not keep the process from ending.
+                threading.Thread(target=_serve, args=(tasks,), name=f"shardfn-disk-{number}", daemon=True).start()
+        return tasks
 
 
 def _serve(tasks: queue.SimpleQueue[_Task]) -> None:

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardfn.tiers.lanes import Arrival, Lanes, lanes_of
+from shardfn.tiers.copy_streams import Arrival, CopyStreams, copy_streams
 from shardfn.tiers.tensors import place_of
 from shardfn.tiers.transfers import Reading, reading
 
 
-class Ahead:
+class DiskPrefetch:
     """What one schedule reads: by where it is, the tensor, which it keeps, and which numbers that held."""
 
     def __init__(self) -> None:
         self._each: dict[tuple[int, int], tuple[Tensor, int, Reading]] = {}
-        self._lanes: Lanes | None = None  # by which something came since the last step
+        self._streams: CopyStreams | None = None  # by which something came since the last step
         self._copies: list[Arrival] = []
 
     def announce(self, x: Tensor) -> None:
@@ -53,31 +53,22 @@ class Ahead:
     @contextlib.contextmanager
     def arriving(self, tier: str, x: Tensor, device: torch.device) -> Iterator[Tensor]:
         """A shard's numbers in memory, for a block that starts to copy them to a device."""
-        if tier == "device":
-            yield x
-            return
         one = self.take(x) if tier == "disk" else None
-        copies = len(self._copies)
+        arrival: Arrival | None = None
         try:
             if one is not None:
                 one.wait()
                 x = one.values
-            with self._beside(x, device):
+            if x.device == device:
                 yield x
+            else:  # copies go beside what the accelerator computes, and so do the collectives that send them
+                self._streams = copy_streams(device)
+                with self._streams.bringing() as arrival:
+                    self._copies.append(arrival)
+                    yield x
         finally:
             if one is not None:
-                one.give_back(self._copies[-1].event if len(self._copies) > copies else None)
-
-    @contextlib.contextmanager
-    def _beside(self, x: Tensor, device: torch.device) -> Iterator[None]:
-        """Copies inside go beside what an accelerator computes, and so do the collectives that send them."""
-        if x.device == device:
-            yield
-            return
-        self._lanes = lanes_of(device)
-        with self._lanes.bringing() as arrival:
-            self._copies.append(arrival)
-            yield
+                one.give_back(None if arrival is None else arrival.event)
 
     def copies(self) -> list[Arrival]:
         """What was started to be copied since it was asked the last time."""
@@ -89,9 +80,9 @@ class Ahead:
         each, self._each = self._each, {}
         for _, _, one in each.values():
             one.give_up()
-        lanes, self._lanes = self._lanes, None
-        if lanes is not None:
-            lanes.settle()
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            streams.settle()
 
 
 def _key(x: Tensor) -> tuple[int, int]:
