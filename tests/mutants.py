@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "a step leaves state on disk as it was",
         "tiers/streaming.py",
-        "if one is not None and kept:",
+        "if coming is not None and kept:",
         "if False:",
         "tests/optim/test_away.py::test_steps_are_the_same_wherever_things_are_kept[adamw]",
     ),

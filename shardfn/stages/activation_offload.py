@@ -70,9 +70,9 @@ class View:
         """
         memory = self.away.bring(self.activation)
         at = (int(memory.storage_offset()) + self.start) // self.dtype.itemsize
-        made = torch.empty(0, dtype=self.dtype, device=memory.device)
-        made.set_(memory.untyped_storage(), at, self.shape, self.strides)
-        return made.conj() if self.conj else made
+        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+        tensor.set_(memory.untyped_storage(), at, self.shape, self.strides)
+        return tensor.conj() if self.conj else tensor
 
 
 @dataclass(eq=False)
@@ -127,10 +127,10 @@ class Away:
             file: on disk, where they go; None for the host.
         """
         self._settle()
-        found = _stretch(x)
-        if found is None or found[1] - found[0] < max(above, 1):
+        span = _stretch(x)
+        if span is None or span[1] - span[0] < max(above, 1):
             return None
-        start, stop = found
+        start, stop = span
         key = autograd.storage_of(x), x._version, start, stop
         activation = self._known.get(key)
         if activation is None:

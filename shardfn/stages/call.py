@@ -239,27 +239,27 @@ def _run(
 
 
 def differentiated(
-    made: Residuals, needs: Sequence[bool], cotangents: Sequence[Tensor | None]
+    residuals: Residuals, needs: Sequence[bool], cotangents: Sequence[Tensor | None]
 ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
     """Gradients with respect to each shard's parameters, and to the inputs, where needed."""
-    n = len(made.parameters)
-    found: list[Tensor | None]
-    wanted = [p for ps, need in zip(made.parameters, needs[:n], strict=True) if need for p in ps]
-    wanted += [x for x, need in zip(made.inputs, needs[n:], strict=True) if need]
-    ends = [y if not isinstance(y, Tensor) or y.requires_grad else None for y in made.outputs]
+    n = len(residuals.parameters)
+    gradients: list[Tensor | None]
+    wanted = [p for ps, need in zip(residuals.parameters, needs[:n], strict=True) if need for p in ps]
+    wanted += [x for x, need in zip(residuals.inputs, needs[n:], strict=True) if need]
+    ends = [y if not isinstance(y, Tensor) or y.requires_grad else None for y in residuals.outputs]
     pairs = [(y, ct) for y, ct in zip(ends, cotangents, strict=True) if ct is not None and y is not None]
     asked = [x for x in wanted if x.requires_grad]  # the function may have said that it needs none of some
-    found = [None] * len(asked)
+    gradients = [None] * len(asked)
     if pairs and asked:
         ys, cts = zip(*pairs, strict=True)
         with unscheduled():
-            found = list(autograd.gradients(ys, asked, cts))
+            gradients = list(autograd.gradients(ys, asked, cts))
     if len(asked) < len(wanted):
-        rest = iter(found)
-        found = [next(rest) if x.requires_grad else None for x in wanted]
-    rest = iter(found)
+        rest = iter(gradients)
+        gradients = [next(rest) if x.requires_grad else None for x in wanted]
+    rest = iter(gradients)
     of_parameters = [
-        list(islice(rest, len(ps) if need else 0)) for ps, need in zip(made.parameters, needs, strict=False)
+        list(islice(rest, len(ps) if need else 0)) for ps, need in zip(residuals.parameters, needs, strict=False)
     ]
     return of_parameters, [next(rest) if need else None for need in needs[n:]]
 
@@ -278,12 +278,12 @@ def detached(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Te
         return tuple([y.detach() for y in outputs])
     if transformed:
         raise SharedMemory
-    found = []
+    outside = []
     for y, storage in zip(outputs, storages, strict=True):
         if storage not in taken and storages.count(storage) == 1:
-            found.append(y.detach())
+            outside.append(y.detach())
             continue
         base = taken.setdefault(storage, y.detach())
         same = base.dtype == y.dtype
-        found.append(base.as_strided(y.shape, y.stride(), y.storage_offset()) if same else y.detach().clone())
-    return tuple(found)
+        outside.append(base.as_strided(y.shape, y.stride(), y.storage_offset()) if same else y.detach().clone())
+    return tuple(outside)

@@ -100,13 +100,13 @@ class Decoding:
         if self.memory.holds is self._mark:
             return
         self.memory.holds = None  # until all of them are there
-        for one in self.each:
-            self.memory.put(one.at, one.packed.decoded(self._dtype))
+        for decoded in self.each:
+            self.memory.put(decoded.at, decoded.packed.decoded(self._dtype))
         self.memory.holds = self._mark
 
     def intact(self) -> bool:
         """Whether what was lent still has the numbers that the bytes stand for."""
-        pairs = ((one.twin, one.packed.decoded(self._dtype)) for one in self.each)
+        pairs = ((decoded.twin, decoded.packed.decoded(self._dtype)) for decoded in self.each)
         return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)  # nan and signs of zero too
 
     @property

@@ -27,11 +27,15 @@ if TYPE_CHECKING:
 
 
 def after_forward(
-    mesh: DeviceMesh, run: StageRun, parameters: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], made: Residuals
+    mesh: DeviceMesh,
+    run: StageRun,
+    parameters: Sequence[Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    residuals: Residuals,
 ) -> None:
     """Raises FloatingPointError on all ranks that run the stage, if its outputs are not all finite on one of them."""
-    outputs = [y for y in made.outputs if isinstance(y, Tensor)]
-    found = ""
+    outputs = [y for y in residuals.outputs if isinstance(y, Tensor)]
+    text = ""
     if wrong := not_finite(outputs):
         entries = [entry for gather in run.plan.each for entry in gather.layout.entries]
         given = [p for some in parameters for p in some]
@@ -42,8 +46,8 @@ def after_forward(
         elif came := not_finite(inputs):
             before = "what is before the stage, outside of any other, made them"
             of = f"inputs that were not finite ({kinds(came)}): {before}"
-        found = f"the forward made {kinds(wrong)}, of {of}"
-    compare(mesh, run, found)
+        text = f"the forward made {kinds(wrong)}, of {of}"
+    compare(mesh, run, text)
 
 
 def after_backward(
@@ -60,7 +64,7 @@ def after_backward(
         for entry, x in zip(gather.layout.entries, some, strict=False)  # none, for a shard that needs no gradient
         if x is not None and not_finite([x])
     ]
-    found = ""
+    text = ""
     further = not_finite(x for x in gradients[1] if x is not None)
     if wrong or further:
         of = [f"gradients of {listed(wrong, 6)}"] if wrong else []
@@ -70,8 +74,8 @@ def after_backward(
             given = "a gradient that was not finite when it came in: what follows the stage, outside of any, made it"
         elif came := not_finite(inputs):
             given = f"a finite gradient and inputs that were not ({kinds(came)}): what is before the stage made them"
-        found = f"the backward made {' and '.join(of)} that are not finite, of {given}"
-    compare(mesh, run, found)
+        text = f"the backward made {' and '.join(of)} that are not finite, of {given}"
+    compare(mesh, run, text)
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -327,20 +327,20 @@ class Reductions:
         layout, dtype = reduction.layout, reduction.dtypes.sum
         if total.whole is None:
             total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
-        known = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
-        if known:
-            torch._foreach_add_([view for view, _ in known], [g.to(dtype) for _, g in known])
+        pairs = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [g.to(dtype) for _, g in pairs])
 
     def _scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        known = self.lengths.get((name, numel, dtype))
-        if known is not None:
-            return known
+        view = self.lengths.get((name, numel, dtype))
+        if view is not None:
+            return view
         nbytes = numel * dtype.itemsize
         if name not in self.memories or self.memories[name].numel() < nbytes:
             self.memories[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self.lengths = {key: view for key, view in self.lengths.items() if key[0] != name}
-        found = self.lengths[(name, numel, dtype)] = self.memories[name][:nbytes].view(dtype)
-        return found
+        view = self.lengths[(name, numel, dtype)] = self.memories[name][:nbytes].view(dtype)
+        return view
 
     def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients one after another, as their parameters lie in the layout."""
@@ -349,10 +349,10 @@ class Reductions:
             flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
         else:
             buffer = self._scratch(("gradient", memory), layout.padded, dtype)
-            known = self.spread.get((memory, layout, dtype))
-            if known is None or known[0] is not buffer:
-                known = self.spread[(memory, layout, dtype)] = _spread(buffer, layout)
-            flat, views, gaps, tail = known
+            spread = self.spread.get((memory, layout, dtype))
+            if spread is None or spread[0] is not buffer:
+                spread = self.spread[(memory, layout, dtype)] = _spread(buffer, layout)
+            flat, views, gaps, tail = spread
         given = [g for g in gradients if g is not None]
         if len(given) < len(gradients):
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
@@ -469,7 +469,7 @@ class Reductions:
 
     def settle(self, step: Step) -> None:
         """Does what the step put off."""
-        for total in [one for one in step.sums.values() if one.reductions is self]:
+        for total in [total for total in step.sums.values() if total.reductions is self]:
             reduction: Reduction = total.reduction
             with attributed_to(reduction.layout.stage, backward=True):
                 if step.defer == "everything" and total.whole is not None:

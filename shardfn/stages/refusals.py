@@ -168,18 +168,18 @@ def _hides_tensors(value: Any) -> bool:
     """Whether a value leads to a tensor: by an attribute, a closure, a generator's frame, an array's memory."""
     left, seen = [value], {id(value)}
     while left and len(seen) < _MOST_LOOKED_AT:
-        one = left.pop()
-        if isinstance(one, Tensor):
+        reached = left.pop()
+        if isinstance(reached, Tensor):
             return True
-        if isinstance(one, types.FunctionType):  # not all that its module has
-            found = [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
-        elif isinstance(one, types.GeneratorType):
-            found = list(inspect.getgeneratorlocals(one).values())
-        elif type(one).__module__ == "numpy":
-            found = [getattr(one, "base", None)]
+        if isinstance(reached, types.FunctionType):  # not all that its module has
+            referred = [reached.__closure__, reached.__defaults__, reached.__kwdefaults__, reached.__dict__]
+        elif isinstance(reached, types.GeneratorType):
+            referred = list(inspect.getgeneratorlocals(reached).values())
+        elif type(reached).__module__ == "numpy":
+            referred = [getattr(reached, "base", None)]
         else:
-            found = [] if isinstance(one, (type, types.ModuleType)) else gc.get_referents(one)
-        for other in found:
+            referred = [] if isinstance(reached, (type, types.ModuleType)) else gc.get_referents(reached)
+        for other in referred:
             if id(other) not in seen and not isinstance(other, (type, types.ModuleType)):
                 seen.add(id(other))
                 left.append(other)

@@ -37,7 +37,7 @@ class RngAndAutocast:
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = device
-        self.generators = [(one, one.get_state()) for one in generators]
+        self.generators = [(generator, generator.get_state()) for generator in generators]
         self.numbers = torch.get_rng_state()
         self.more = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
@@ -50,7 +50,7 @@ class RngAndAutocast:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The same random numbers and the same autocast as then."""
-        now = RngAndAutocast(self.device, [one for one, _ in self.generators])
+        now = RngAndAutocast(self.device, [generator for generator, _ in self.generators])
         contexts = []
         for kind in dict.fromkeys([*self.autocast, *now.autocast]):
             on, dtype = kind in self.autocast, self.autocast.get(kind)
@@ -64,8 +64,8 @@ class RngAndAutocast:
 
     def _restore(self) -> None:
         torch.set_rng_state(self.numbers)
-        for one, state in self.generators:
-            one.set_state(state)
+        for generator, state in self.generators:
+            generator.set_state(state)
         if self.more is not None:
             torch.get_device_module(self.device).set_rng_state(self.more, self.device)
 
@@ -197,8 +197,8 @@ def _apart(now: Tensor, then: Tensor) -> float:
     wide = torch.complex128 if now.is_complex() else torch.float64
     now, then = now.to(wide), then.to(wide)
     same = (now == then) | (now.isnan() & then.isnan())
-    found = torch.where(same, 0, now - then).norm() / torch.maximum(_norm(now), _norm(then))
-    return 0.0 if bool(same.all()) else math.inf if bool(found.isnan()) else float(found)
+    apart = torch.where(same, 0, now - then).norm() / torch.maximum(_norm(now), _norm(then))
+    return 0.0 if bool(same.all()) else math.inf if bool(apart.isnan()) else float(apart)
 
 
 def _norm(x: Tensor) -> Tensor:

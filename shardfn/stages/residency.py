@@ -80,7 +80,7 @@ class Residency:
         """Starts to gather a run's parameters into its slot."""
         assert run.slot is not None, "a run that moves bytes has a slot"
         if recording():
-            held = {id(piece): piece.nbytes for one in self.secondary.values() for piece in one.shards}
+            held = {id(piece): piece.nbytes for secondary in self.secondary.values() for piece in secondary.shards}
             record_buffers(self.ring.nbytes() + sum(held.values()))
         with attributed_to(run.plan.stage):
             if run.secondary is None:

@@ -75,9 +75,11 @@ class Returned:
                         f"to it for one run: it would be lost. Return it, or let the loss depend on what it is the "
                         f"gradient of"
                     )
-        for one in self.decoding.each if self.decoding is not None else ():
-            if not keeps_numbers(one.parameter, one.twin):
-                raise RuntimeError(_assigned(self.signature, "a parameter in few bits", one.parameter, one.twin))
+        for decoded in self.decoding.each if self.decoding is not None else ():
+            if not keeps_numbers(decoded.parameter, decoded.twin):
+                raise RuntimeError(
+                    _assigned(self.signature, "a parameter in few bits", decoded.parameter, decoded.twin)
+                )
         if self.looked is not None and self.decoding is not None and not self.decoding.intact():
             raise RuntimeError(_written(self.signature, "a parameter in few bits"))
         if self.looked is not None:

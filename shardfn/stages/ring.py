@@ -96,10 +96,10 @@ class Slot:
 
     def save(self) -> Saved:
         """Somebody will read what it holds now."""
-        made = Saved()
+        saved = Saved()
         self.readers = weakref.WeakSet() if self.readers is None else self.readers
-        self.readers.add(made)
-        return made
+        self.readers.add(saved)
+        return saved
 
     @contextlib.contextmanager
     def showing(self, saved: Saved) -> Iterator[None]:
@@ -191,11 +191,11 @@ class Slot:
 
     def part(self, gather: Gather) -> SlotPart:
         """The part of it that one gather fills."""
-        found = self.parts.get(gather)
-        if found is None:
+        part = self.parts.get(gather)
+        if part is None:
             with ordinary_tensors():
-                found = self.parts[gather] = _slot_part(self.write, gather)
-        return found
+                part = self.parts[gather] = _slot_part(self.write, gather)
+        return part
 
     def settle(self) -> None:
         """Waits for what is under way."""

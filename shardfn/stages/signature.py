@@ -162,10 +162,10 @@ class Signature:
     def plan(self, shards: Sequence[Tensor]) -> GatherPlan:
         """How these shards travel."""
         dtypes = tuple([shard.dtype for shard in shards])
-        found = self.known.get(dtypes)
-        if found is None:
-            found = self.known[dtypes] = plan_of(self.options, self.layouts, dtypes)
-        return found
+        plan = self.known.get(dtypes)
+        if plan is None:
+            plan = self.known[dtypes] = plan_of(self.options, self.layouts, dtypes)
+        return plan
 
     @functools.cached_property
     def packed(self) -> list[Packed]:
@@ -181,8 +181,8 @@ class Signature:
         for source in self.sources:
             if source[0] in self.shards:
                 n = len(source)
-                made = assemble(self.layouts[at : at + n], views[at : at + n])
-                outer.append(decoded(made, decode or self.decode) if self.packed else made)
+                parameters = assemble(self.layouts[at : at + n], views[at : at + n])
+                outer.append(decoded(parameters, decode or self.decode) if self.packed else parameters)
                 at += n
             else:
                 x, whole = leaves[source[0]], self.wholes.get(source[0])
@@ -211,11 +211,11 @@ class Signature:
 
     def closed_over(self) -> list[Any]:
         """What the function closes over itself."""
-        found = []
+        contents = []
         for cell in self._cells:
             with contextlib.suppress(ValueError):  # an empty one
-                found.append(cell.cell_contents)
-        return found
+                contents.append(cell.cell_contents)
+        return contents
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Tensors that the function's code names and does not get: what it closes over, and globals; for messages."""
@@ -263,8 +263,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
                 f"stage {name}: its parameters are on different meshes: {layouts[0].stage!r} on ({layouts[0].grid}), "
                 f"{layout.stage!r} on ({layout.grid})"
             )
-        buffers = [one for one in layouts if one.stage == layout.stage and one.tree == layout.tree]
-        if sum(len(entry.leaves) for one in buffers for entry in one.entries) % layout.tree.num_leaves:
+        buffers = [other for other in layouts if other.stage == layout.stage and other.tree == layout.tree]
+        if sum(len(entry.leaves) for other in buffers for entry in other.entries) % layout.tree.num_leaves:
             raise ValueError(
                 f"stage {name}: {layout.stage!r} has parameters in several buffers, of which {layout} came alone: "
                 f"pass all that shard() put in its place"
@@ -272,8 +272,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     values = (args, tuple(kwargs.values()))
     containers = optree.tree_leaves(values, is_leaf=lambda x: is_stage(x) or isinstance(x, (list, dict, deque)))
     writable = any(isinstance(x, (list, dict, deque)) and not is_stage(x) for x in containers)
-    known = outer, tuple(sources), tuple(shards), tuple(layouts), wholes
-    return Signature(name, function, options, *known, writable=writable)
+    structure = outer, tuple(sources), tuple(shards), tuple(layouts), wholes
+    return Signature(name, function, options, *structure, writable=writable)
 
 
 def plan_of(options: Options, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> GatherPlan:
@@ -292,7 +292,7 @@ def _plan_of(
     layouts: tuple[Layout, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> GatherPlan:
-    made, at = [], 0
+    gathers, at = [], 0
     for layout, own in zip(layouts, dtypes, strict=True):
         dtype = gather_dtype if gather_dtype and own.is_floating_point else own
         moves = layout.size > 1 or dtype != own or layout.placement.tiers.params != "device"
@@ -302,9 +302,9 @@ def _plan_of(
         whole = layout.secondary is not None or layout.placement.hierarchical
         tag = _tag(layout, dtype if wire is None else wire, min(tail, ALIGNMENT) if wire is None else ALIGNMENT)
         encoded = up(stop)
-        made.append(Gather(layout, dtype, at, stop, moves, tag, whole, wire, encoded))
+        gathers.append(Gather(layout, dtype, at, stop, moves, tag, whole, wire, encoded))
         at = encoded if wire is None else up(encoded + layout.size * wire.length)
-    return GatherPlan(tuple(made), at)
+    return GatherPlan(tuple(gathers), at)
 
 
 def up(nbytes: int) -> int:

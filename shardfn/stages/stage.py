@@ -171,7 +171,7 @@ class Layers(Sequence[T]):
         self._items = list(items)
         groups: dict[Grid, list[Group]] = {}
         for item in self._items:
-            flats = [item] if type(item) is FlatShard else _flats(item)
+            flats: list[Any] = [item] if type(item) is FlatShard else _flats(item)
             if flats:
                 group = tuple([flat.layout for flat in flats]), tuple([flat.values for flat in flats])
                 groups.setdefault(flats[0].layout.grid, []).append(group)

@@ -33,12 +33,12 @@ class CopyStreams:
         """Copies on the accelerator of what is in locked memory; what is there already, itself."""
         current = self.module.current_stream(self.device)
         with self.module.stream(self._in):
-            found = [x if x.device == self.device else x.to(self.device, non_blocking=True) for x in columns]
+            moved = [x if x.device == self.device else x.to(self.device, non_blocking=True) for x in columns]
         current.wait_stream(self._in)
-        for x, own in zip(found, columns, strict=True):
+        for x, own in zip(moved, columns, strict=True):
             if x is not own:
                 x.record_stream(current)  # else its memory would be another's while this one still reads it
-        return found
+        return moved
 
     @contextlib.contextmanager
     def bringing(self) -> Iterator[Arrival]:

@@ -33,12 +33,12 @@ class GradOffload:
         if tier == "host":
             return self._to_host(known, out)
         if known is None:
-            made = tensors.empty(tuple(out.shape), out.dtype, placing.file_of(self.mesh(), "grads"))
+            gradient = tensors.empty(tuple(out.shape), out.dtype, placing.file_of(self.mesh(), "grads"))
             if out.numel():
-                self._going.append((made, _to_disk(made, out)))
+                self._going.append((gradient, _to_disk(gradient, out)))
             while len(self._going) > BEHIND:
                 self._end()
-            return made
+            return gradient
         self.settle()
         streaming.add_(known, out.cpu())
         return known
@@ -46,12 +46,12 @@ class GradOffload:
     def _to_host(self, known: Tensor | None, out: Tensor) -> Tensor:
         if out.device.type == "cpu":
             return out if known is None else known.add_(out)
-        made = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        self._copied = copy_streams(out.device).take_out([(made, out)])
+        gradient = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        self._copied = copy_streams(out.device).take_out([(gradient, out)])
         if known is None:
-            return made
+            return gradient
         self.settle()
-        return known.add_(made)
+        return known.add_(gradient)
 
     def _end(self) -> None:
         _, transfer = self._going.popleft()

@@ -25,8 +25,8 @@ class DiskPrefetch:
         """A tensor is going to be read: starts that, if it is on disk, and anybody counts its changes."""
         if place_of(x) is None or x.is_inference():
             return
-        found = self._each.get(_key(x))
-        if found is not None and found[1] == x._version:
+        known = self._each.get(_key(x))
+        if known is not None and known[1] == x._version:
             return
         self._drop(x)
         started = reading(x.detach())
@@ -53,12 +53,12 @@ class DiskPrefetch:
     @contextlib.contextmanager
     def arriving(self, tier: str, x: Tensor, device: torch.device) -> Iterator[Tensor]:
         """A shard's numbers in memory, for a block that starts to copy them to a device."""
-        one = self.take(x) if tier == "disk" else None
+        coming = self.take(x) if tier == "disk" else None
         arrival: Arrival | None = None
         try:
-            if one is not None:
-                one.wait()
-                x = one.values
+            if coming is not None:
+                coming.wait()
+                x = coming.values
             if x.device == device:
                 yield x
             else:  # copies go beside what the accelerator computes, and so do the collectives that send them
@@ -67,19 +67,19 @@ class DiskPrefetch:
                     self._copies.append(arrival)
                     yield x
         finally:
-            if one is not None:
-                one.give_back(None if arrival is None else arrival.event)
+            if coming is not None:
+                coming.give_back(None if arrival is None else arrival.event)
 
     def copies(self) -> list[Arrival]:
         """What was started to be copied since it was asked the last time."""
-        found, self._copies = self._copies, []
-        return found
+        copies, self._copies = self._copies, []
+        return copies
 
     def give_up(self) -> None:
         """Nobody waits any more for what was announced; nor does a copy still read what may be overwritten now."""
         each, self._each = self._each, {}
-        for _, _, one in each.values():
-            one.give_up()
+        for _, _, coming in each.values():
+            coming.give_up()
         streams, self._streams = self._streams, None
         if streams is not None:
             streams.settle()
