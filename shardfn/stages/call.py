@@ -243,13 +243,12 @@ def differentiated(
 ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
     """Gradients with respect to each shard's parameters, and to the inputs, where needed."""
     n = len(residuals.parameters)
-    gradients: list[Tensor | None]
     wanted = [p for ps, need in zip(residuals.parameters, needs[:n], strict=True) if need for p in ps]
     wanted += [x for x, need in zip(residuals.inputs, needs[n:], strict=True) if need]
     ends = [y if not isinstance(y, Tensor) or y.requires_grad else None for y in residuals.outputs]
     pairs = [(y, ct) for y, ct in zip(ends, cotangents, strict=True) if ct is not None and y is not None]
     asked = [x for x in wanted if x.requires_grad]  # the function may have said that it needs none of some
-    gradients = [None] * len(asked)
+    gradients: list[Tensor | None] = [None] * len(asked)
     if pairs and asked:
         ys, cts = zip(*pairs, strict=True)
         with unscheduled():
