@@ -59,9 +59,8 @@ from shardfn.shards.putting import put
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
 from shardfn.shards.sharding import shard, shard_named, unshard
-from shardfn.stages.offloading import offload
-from shardfn.stages.skip import skip
-from shardfn.stages.stage import layers, stage
+from shardfn.stages.options import offload
+from shardfn.stages.stage import layers, skip, stage
 from shardfn.transforms.accumulate import accumulate
 from shardfn.transforms.autodiff import grad, value_and_grad
 from shardfn.transforms.jacobian import hessian, jacfwd, jacrev

@@ -66,13 +66,13 @@ MUTANTS = [
     Mutant(
         "a step leaves state on disk as it was",
         "tiers/streaming.py",
-        "if one is not None and kept:",
+        "if coming is not None and kept:",
         "if False:",
         "tests/optim/test_away.py::test_steps_are_the_same_wherever_things_are_kept[adamw]",
     ),
     Mutant(
         "what was read before it changed is taken",
-        "tiers/ahead.py",
+        "tiers/prefetch.py",
         "if found is not None and not x.is_inference() and found[1] == x._version:",
         "if found is not None:",
         f"{TRANSFERS}::test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken",
@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant(
         "no wait for gradients that leave",
         "stages/reduction.py",
-        "        self.leaving.settle()\n",
+        "        self.grad_offload.settle()\n",
         "",
         "tests/tiers/test_simulated_tiers.py::test_the_host_waits_for_what_it_reads_and_for_nothing_else[grads]",
     ),
@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "gathers ahead into the slot in use",
         "stages/ring.py",
-        "return None if lane.slot.alternates(spared) else lane",
-        "return lane",
+        "return None if position.slot.alternates(spared) else position",
+        "return position",
         f"{OWN}::test_layers_that_look_ahead_by_counts_of_their_own",
     ),
     Mutant(
@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         "a slot is filled before what comes has come",
         "stages/ring.py",
-        "        self.give_back()\n        lane =",
-        "        lane =",
+        "        self.give_back()\n        position =",
+        "        position =",
         TWO,
     ),
     Mutant(
@@ -137,8 +137,8 @@ MUTANTS = [
     Mutant(
         "an outgrown slot is dropped",
         "stages/ring.py",
-        "            slot.settle()\n            slot.lane",
-        "            slot.lane",
+        "            slot.settle()\n            slot.position",
+        "            slot.position",
         f"{OWN}::test_what_comes_into_a_slot_that_is_outgrown_is_waited_for",
     ),
     Mutant(
@@ -157,7 +157,7 @@ MUTANTS = [
     ),
     Mutant(
         "new stages are not compared",
-        "stages/agreement.py",
+        "stages/consistency.py",
         '        agree(described, mesh, "stage", subject=_STAGES, axes=callers(mesh, signature))',
         "        pass",
         f"{REFUSALS}::test_stages_that_are_new_are_compared_before_anything_moves",
@@ -252,14 +252,14 @@ MUTANTS = [
     ),
     Mutant(
         "each rank decides what backward gathers",
-        "stages/reads.py",
+        "stages/parameters.py",
         "functional.psum(flags, callers(mesh, signature)).tolist()",
         "flags.tolist()",
         f"{RANKS}::test_a_function_that_reads_its_parameters_at_times",
     ),
     Mutant(
         "what nobody has computed is known",
-        "stages/reads.py",
+        "stages/parameters.py",
         "if computing:",
         "if True:",
         "tests/stages/test_skip.py::test_what_all_ranks_skip_at_first_is_gathered_as_ever_later",
@@ -316,8 +316,8 @@ MUTANTS = [
     Mutant(
         "autocast remembers parameters",
         "stages/replay.py",
-        "torch.autocast(kind, dtype, cache_enabled=False))\n            yield",
-        "torch.autocast(kind, dtype, cache_enabled=True))\n            yield",
+        "torch.autocast(kind, dtype, cache_enabled=False) for kind",
+        "torch.autocast(kind, dtype, cache_enabled=True) for kind",
         f"{DTYPES}::test_autocast_around_steps_remembers_no_parameters",
     ),
     # gradients
@@ -458,7 +458,7 @@ MUTANTS = [
     ),
     Mutant(
         "threads run stages at once",
-        "stages/agreement.py",
+        "stages/consistency.py",
         "if other is not None and other is not self:",
         "if False:",
         "tests/mesh/test_scope.py::test_threads_that_ranks_cannot_tell_apart_do_not_run_stages_at_once",

@@ -51,9 +51,9 @@ _OPS = tuple(
 _ENGINE = tuple(
     os.path.join(*place.split("/"))
     for place in (
-        "stages/ring.py", "stages/residency.py", "stages/reduction.py", "stages/prefetch.py", "stages/wires.py",
-        "stages/away.py", "collectives/into_buffers.py", "collectives/messages.py", "collectives/launching.py",
-        "collectives/agree.py", "collectives/comparing.py",
+        "stages/ring.py", "stages/residency.py", "stages/reduction.py", "stages/prefetch.py", "stages/compressed.py",
+        "stages/activation_offload.py", "collectives/into_buffers.py", "collectives/messages.py",
+        "collectives/launching.py", "collectives/agree.py", "collectives/comparing.py",
     )
 )  # fmt: skip
 """Which fill and empty memory that belongs to no value of the user's."""

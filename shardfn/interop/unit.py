@@ -29,8 +29,7 @@ from shardfn.interop.refused_calls import (
 from shardfn.interop.structures import Forms
 from shardfn.interop.tensor_parallel import Region
 from shardfn.stages.signature import cast
-from shardfn.stages.skip import skip
-from shardfn.stages.stage import stage
+from shardfn.stages.stage import skip, stage
 
 
 class Run:

@@ -13,9 +13,10 @@ from shardfn.quant.packed import Packed
 from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
 from shardfn.shards.placement import Tiers
 from shardfn.stages.decoding import room
+from shardfn.stages.options import Options
 from shardfn.stages.reduction import Reductions
-from shardfn.stages.signature import GatherPlan, Options, Signature
-from shardfn.tiers import copying, leaving, streaming
+from shardfn.stages.signature import GatherPlan, Signature
+from shardfn.tiers import copying, grad_offload, streaming
 from shardfn.tiers.files import ALIGNMENT
 from shardfn.tiers.transfers import UNIT
 
@@ -152,7 +153,7 @@ def _params_on_disk(flat: FlatShard) -> bool:
 def _written(stages: list[Planned]) -> int:
     """Gradients on their way to disk."""
     nbytes = [n + 2 * ALIGNMENT for one in stages for flat in one.flats if (n := _gradient_on_disk(flat))]
-    return _most([_sizes([n]) for n in nbytes], leaving.BEHIND + 1)
+    return _most([_sizes([n]) for n in nbytes], grad_offload.BEHIND + 1)
 
 
 def _gradient_on_disk(flat: FlatShard) -> int:

@@ -24,7 +24,7 @@ from shardfn.shards.layout import FlatShard, Layout, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Specs
-from shardfn.stages.signature import Options
+from shardfn.stages.options import Options
 from shardfn.stages.stage import stage
 from shardfn.tiers import placing
 from shardfn.tiers.files import ALIGNMENT

@@ -6,10 +6,10 @@ for when the call's turn comes in backward; or it is made then, by running the f
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -22,8 +22,8 @@ from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_mesh, scope
 from shardfn.stages.decoding import Decoding
 from shardfn.stages.refusals import RefuseWrapped, enter, other_numbers, other_result, refuse_mixed, running, writes
-from shardfn.stages.replay import RngAndAutocast, Sample
-from shardfn.stages.signature import Signature, cast
+from shardfn.stages.replay import TENSOR, Form, RngAndAutocast, Sample, entered, form_of
+from shardfn.stages.signature import Signature, cast, cast_all
 from shardfn.stages.tape import StageRun, Tape
 from shardfn.transforms.owned import owned
 from shardfn.transforms.step import current_step
@@ -31,64 +31,7 @@ from shardfn.transforms.step import current_step
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardfn.stages.saved_tensors import Offloading
-
-_TENSOR: Any = object()
-_DISCRETE = (bool, int, str, bytes, torch.dtype, torch.device)
-
-
-class Form(NamedTuple):
-    """What a function returned, but for the numbers.
-
-    Attributes:
-        tree: the structure.
-        leaves: what is not a tensor in it.
-        kinds: of the tensors, dtype and shape.
-        order: of the tensors: the number of an output, or `~number` of an input handed through.
-    """
-
-    tree: optree.PyTreeSpec
-    leaves: list[Any]
-    kinds: list[tuple[torch.dtype, torch.Size]]
-    order: list[int]
-
-    def same(self, other: Form, transformed: bool) -> bool:
-        """Whether a later run returned the same. A number that it measured, a time say, may be another."""
-        return (
-            self.kinds == other.kinds
-            and (_follows(self.order, other.order) if transformed else self.order == other.order)
-            and self.tree == other.tree
-            and all(map(_alike, self.leaves, other.leaves))
-        )
-
-    def __str__(self) -> str:
-        kinds = iter(self.kinds)
-        words = [_kind(*next(kinds)) if leaf is _TENSOR else _brief(repr(leaf), 40) for leaf in self.leaves]
-        parts = str(self.tree).removeprefix("PyTreeSpec(").removesuffix(")").split("*")
-        if len(parts) == len(words) + 1:
-            text = "".join(part + word for part, word in zip(parts, [*words, ""], strict=True))
-        else:  # a key has a star, too
-            text = ", ".join(words)
-        through = [i for i, k in enumerate(self.order) if k < 0]
-        return _brief(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
-
-
-def _follows(first: Sequence[int], then: Sequence[int]) -> bool:
-    """Whether what is one tensor inside a transform was one before; an `x.to(x.dtype)` may be another one there."""
-    known: dict[int, int] = {}
-    return all((b >= 0 or a == b) and known.setdefault(b, a) == a for a, b in zip(first, then, strict=True))
-
-
-def _alike(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a is _TENSOR) is (b is _TENSOR) and (not isinstance(a, _DISCRETE) or a == b)
-
-
-def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def _brief(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+    from shardfn.stages.activation_offload import Offloading
 
 
 @dataclass
@@ -182,7 +125,7 @@ class Call:
         """The function's result with these tensors."""
         tree, leaves, _, order = self._known()
         tensors = iter([outputs[k] if k >= 0 else inputs[~k] for k in order])
-        return optree.tree_unflatten(tree, [next(tensors) if leaf is _TENSOR else leaf for leaf in leaves])
+        return optree.tree_unflatten(tree, [next(tensors) if leaf is TENSOR else leaf for leaf in leaves])
 
     def outputs(self, result: Any, inputs: Sequence[Tensor], transformed: bool = False) -> list[Tensor]:
         """What the call itself gives of the tensors in its result: each once, and none that came in as it is.
@@ -195,10 +138,7 @@ class Call:
         Raises:
             RuntimeError: an earlier run returned something else.
         """
-        found, tree = optree.tree_flatten(result)
-        tensors = [y for y in found if isinstance(y, Tensor)]
-        leaves = [_TENSOR if isinstance(y, Tensor) else y for y in found]
-        form = Form(tree, leaves, [(y.dtype, y.shape) for y in tensors], _order(tensors, inputs))
+        form, tensors = form_of(result, inputs)
         if self.form is None:
             self.form = form
         elif not self.form.same(form, transformed):
@@ -254,7 +194,10 @@ def evaluate(
     begins = arguments
     if away is not None and not call.transformed:
         light = [away.lets_go(x) for x in arguments]
-        begins = [_stand_in(x) if yes else x for x, yes in zip(arguments, light, strict=True)]
+        begins = [  # tensors of one number in the place of those
+            torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device) if yes else x
+            for x, yes in zip(arguments, light, strict=True)
+        ]
     begins = [owned(x, records and need, name, checked) for x, need in zip(begins, given, strict=True)]
     leaves = list(call.leaves)
     around = [scope(mesh, known_axes(mesh))] if current_mesh() is not mesh else []
@@ -267,7 +210,7 @@ def evaluate(
     if saving:
         around.append(saving)
     # Gradients are on already where no argument needs one: an output that does shows what was closed over.
-    with _all(around), torch.set_grad_enabled(records or torch.is_grad_enabled()):
+    with entered(around), torch.set_grad_enabled(records or torch.is_grad_enabled()):
         for k, i in enumerate(call.at):
             if light[k] and given[k]:
                 arguments[k] = _Argument.apply(begins[k], arguments[k])  # type: ignore[no-untyped-call]
@@ -275,37 +218,6 @@ def evaluate(
             leaves[i] = cast(x, options.input_dtype)
         result = _run(signature, leaves, parameters, decoding)
     return Residuals(parameters, begins, call.outputs(result, arguments), decoding)
-
-
-def _all(contexts: Sequence[Any]) -> Any:
-    """A context: all of these, entered in turn."""
-    return contextlib.nullcontext() if not contexts else contexts[0] if len(contexts) == 1 else _several(contexts)
-
-
-@contextlib.contextmanager
-def _several(contexts: Sequence[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for one in contexts:
-            stack.enter_context(one)
-        yield
-
-
-def _stand_in(x: Tensor) -> Tensor:
-    """A tensor of one number that looks like another one."""
-    return torch.empty_strided(x.shape, (0,) * x.ndim, dtype=x.dtype, device=x.device)
-
-
-def _order(tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[int]:
-    """By what number each tensor of a result is known, see `Form`."""
-    known = {id(x): ~j for j, x in enumerate(arguments)}
-    order, outputs = [], 0
-    for y in tensors:
-        k = known.get(id(y))
-        if k is None:
-            k = known[id(y)] = outputs
-            outputs += 1
-        order.append(k)
-    return order
 
 
 def _run(
@@ -323,35 +235,31 @@ def _run(
     finally:
         running.stage = None
     dtype = signature.options.output_dtype
-    return result if dtype is None else optree.tree_map(lambda y: cast(y, dtype), result)
+    return result if dtype is None else cast_all(result, dtype)
 
 
 def differentiated(
-    made: Residuals, needs: Sequence[bool], cotangents: Sequence[Tensor | None]
+    residuals: Residuals, needs: Sequence[bool], cotangents: Sequence[Tensor | None]
 ) -> tuple[list[list[Tensor | None]], list[Tensor | None]]:
     """Gradients with respect to each shard's parameters, and to the inputs, where needed."""
-    n = len(made.parameters)
-    found: list[Tensor | None]
-    wanted = [p for ps, need in zip(made.parameters, needs[:n], strict=True) if need for p in ps]
-    wanted += [x for x, need in zip(made.inputs, needs[n:], strict=True) if need]
-    ends = [y if not isinstance(y, Tensor) or y.requires_grad else None for y in made.outputs]
+    n = len(residuals.parameters)
+    wanted = [p for ps, need in zip(residuals.parameters, needs[:n], strict=True) if need for p in ps]
+    wanted += [x for x, need in zip(residuals.inputs, needs[n:], strict=True) if need]
+    ends = [y if not isinstance(y, Tensor) or y.requires_grad else None for y in residuals.outputs]
     pairs = [(y, ct) for y, ct in zip(ends, cotangents, strict=True) if ct is not None and y is not None]
     asked = [x for x in wanted if x.requires_grad]  # the function may have said that it needs none of some
-    found = [None] * len(asked)
+    gradients: list[Tensor | None] = [None] * len(asked)
     if pairs and asked:
         ys, cts = zip(*pairs, strict=True)
         with unscheduled():
-            found = list(autograd.gradients(ys, asked, cts))
+            gradients = list(autograd.gradients(ys, asked, cts))
     if len(asked) < len(wanted):
-        rest = iter(found)
-        found = [next(rest) if x.requires_grad else None for x in wanted]
-    of_parameters: list[list[Tensor | None]] = []
-    at = 0
-    for ps, need in zip(made.parameters, needs[:n], strict=True):
-        stop = at + len(ps) if need else at
-        of_parameters.append(found[at:stop])
-        at = stop
-    rest = iter(found[at:])
+        rest = iter(gradients)
+        gradients = [next(rest) if x.requires_grad else None for x in wanted]
+    rest = iter(gradients)
+    of_parameters = [
+        list(islice(rest, len(ps) if need else 0)) for ps, need in zip(residuals.parameters, needs, strict=False)
+    ]
     return of_parameters, [next(rest) if need else None for need in needs[n:]]
 
 
@@ -359,7 +267,7 @@ class SharedMemory(Exception):
     """Outputs of a stage share memory with each other, or with inputs, of which a transform cannot know."""
 
 
-def leaving(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Tensor], transformed: bool) -> Any:
+def detached(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Tensor], transformed: bool) -> Any:
     """The outputs as they leave a call, without its graph.
 
     Those that share memory do so outside too, as views by which autograd refuses a write that it could not follow.
@@ -369,12 +277,12 @@ def leaving(outputs: Sequence[Tensor], storages: list[int], inputs: Sequence[Ten
         return tuple([y.detach() for y in outputs])
     if transformed:
         raise SharedMemory
-    found = []
+    outside = []
     for y, storage in zip(outputs, storages, strict=True):
         if storage not in taken and storages.count(storage) == 1:
-            found.append(y.detach())
+            outside.append(y.detach())
             continue
         base = taken.setdefault(storage, y.detach())
         same = base.dtype == y.dtype
-        found.append(base.as_strided(y.shape, y.stride(), y.storage_offset()) if same else y.detach().clone())
-    return tuple(found)
+        outside.append(base.as_strided(y.shape, y.stride(), y.storage_offset()) if same else y.detach().clone())
+    return tuple(outside)

@@ -63,9 +63,11 @@ class Memory:
             return self.buffer[at : at + x.nbytes].view(x.dtype).view(x.shape).detach()
 
 
-class Lent(NamedTuple):
-    """A decoded parameter, and the same memory by a tensor that nobody else has."""
+class Decoded(NamedTuple):
+    """A parameter, where in the memory it is, and the same memory by a tensor that nobody else has."""
 
+    packed: Packed
+    at: int
     parameter: Tensor
     twin: Tensor
 
@@ -75,23 +77,21 @@ class Decoding:
 
     Attributes:
         memory: where they are.
-        lent: what the function was given.
+        each: what the function was given.
     """
 
-    __slots__ = ("_at", "_dtype", "_known", "_mark", "lent", "memory")
+    __slots__ = ("_at", "_dtype", "_mark", "each", "memory")
 
     def __init__(self, memory: Memory, dtype: torch.dtype | None) -> None:
         self.memory, self._dtype, self._at = memory, dtype, 0
-        self._known: list[tuple[int, Packed]] = []
-        self.lent: list[Lent] = []
+        self.each: list[Decoded] = []
         self._mark = object()  # the memory outlives runs, and must not keep their bytes
 
     def __call__(self, packed: Packed) -> Tensor:
         """The parameter."""
         self.memory.holds = self._mark
         x = self.memory.put(self._at, packed.decoded(self._dtype))
-        self._known.append((self._at, packed))
-        self.lent.append(Lent(x, x.detach()))
+        self.each.append(Decoded(packed, self._at, x, x.detach()))
         self._at += room(x.nbytes)
         return x
 
@@ -100,14 +100,14 @@ class Decoding:
         if self.memory.holds is self._mark:
             return
         self.memory.holds = None  # until all of them are there
-        for at, packed in self._known:
-            self.memory.put(at, packed.decoded(self._dtype))
+        for decoded in self.each:
+            self.memory.put(decoded.at, decoded.packed.decoded(self._dtype))
         self.memory.holds = self._mark
 
     def intact(self) -> bool:
         """Whether what was lent still has the numbers that the bytes stand for."""
-        pairs = zip(self.lent, self._known, strict=True)
-        return all(same_bytes(lent.twin, packed.decoded(self._dtype)) for lent, (_, packed) in pairs)
+        pairs = ((decoded.twin, decoded.packed.decoded(self._dtype)) for decoded in self.each)
+        return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)  # nan and signs of zero too
 
     @property
     def storage(self) -> int:
@@ -138,9 +138,8 @@ class Memories:
         return Decoding(memory, dtype)
 
 
-def same_bytes(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are the same, nan and signs of zero too."""
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
 
 
 def room(nbytes: int) -> int:

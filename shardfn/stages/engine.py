@@ -28,23 +28,29 @@ from shardfn.mesh.lanes import in_lane, lane
 from shardfn.mesh.scope import independent_axes, refuse_independent
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Keep
-from shardfn.stages import following, nonfinite
-from shardfn.stages.agreement import agreed, alone, compare
-from shardfn.stages.away import Away
-from shardfn.stages.call import Call, Residuals, differentiated, evaluate, leaving
+from shardfn.stages import nonfinite
+from shardfn.stages.activation_offload import Away, offloading
+from shardfn.stages.call import Call, Residuals, detached, differentiated, evaluate
+from shardfn.stages.consistency import alone, compare, lane_state
 from shardfn.stages.decoding import Decoding, Memories
-from shardfn.stages.offloading import Offload
-from shardfn.stages.parameters import Loan, whole_parameters
+from shardfn.stages.options import Offload
+from shardfn.stages.parameters import (
+    Loan,
+    Reads,
+    record_gradients,
+    record_parameters,
+    record_sum,
+    whole_parameters,
+)
 from shardfn.stages.prefetch import Prefetch
-from shardfn.stages.reads import Reads
 from shardfn.stages.reduction import Dtypes, Level, Reduction, Reductions, Route
 from shardfn.stages.refusals import refuse_closure, refuse_opaque, refuse_returned, writes
 from shardfn.stages.residency import Residency
 from shardfn.stages.returned import Returned, held
-from shardfn.stages.saved_tensors import argument_hooks, offloading, saved_tensor_hooks
+from shardfn.stages.saved_tensors import argument_hooks, saved_tensor_hooks
 from shardfn.stages.signature import Gather, GatherPlan, Signature, plan_of
 from shardfn.stages.tape import LONGEST, Identities, StageRun, Tape, identities, key_of
-from shardfn.tiers.leaving import Leaving
+from shardfn.tiers.grad_offload import GradOffload
 from shardfn.transforms.step import Step
 
 if TYPE_CHECKING:
@@ -57,8 +63,8 @@ class Engine:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = weakref.ref(mesh)
         self.device, self.lane = _device(mesh), lane()
-        self.agreed = agreed()
-        self.alone = alone(mesh, self.agreed)
+        self.lane_state = lane_state()
+        self.alone = alone(mesh, self.lane_state)
         self.met: set[tuple[GatherPlan, str]] = set()
         self.tape = Tape(None)
         self.residency = Residency(self.device, self.communicator)
@@ -66,7 +72,7 @@ class Engine:
         self.memories = Memories(self.device)
         self.away = Away(self.device)
         self.reads = Reads(mesh, lambda: self.mesh)
-        self.reductions = Reductions(self.device, Leaving(lambda: self.mesh))
+        self.reductions = Reductions(self.device, GradOffload(lambda: self.mesh))
         self._held: dict[Any, list[Any]] = {}  # the form of the parameters of these
         self.looked: set[Any] = set()  # the kinds of runs whose parameters were compared byte by byte
         self.touching: set[Any] = set()  # the kinds of calls that put something on their parameters
@@ -97,20 +103,20 @@ class Engine:
             self.prefetch.ahead(call.tape, call.step, run)
             records = any(call.needs)
             keeps = records and call.signature.keeps_graph
-            made, storages = self._run(call, run, inputs, records, again=False)
+            residuals, storages = self._run(call, run, inputs, records, again=False)
             if keeps:
-                call.residuals = made
-            call.differentiable = [y.requires_grad for y in made.outputs]
+                call.residuals = residuals
+            call.differentiable = [y.requires_grad for y in residuals.outputs]
             if not records and run.slot is not None and not run.keep:
                 run.slot.give_back()
             if call.tape is not None and isinstance(call.signature.keep, tuple) and (run.reads or not keeps):
                 self.residency.leave(run)
-            left: tuple[Tensor, ...] = leaving(made.outputs, storages, inputs, call.transformed)
+            left: tuple[Tensor, ...] = detached(residuals.outputs, storages, inputs, call.transformed)
             if records and (debugging.memory or not call.signature.compared):
                 call.remember(left)
                 call.signature.compared = keeps  # that may never run again
             if keeps and isinstance(call.signature.options.remat, Offload):
-                made.let_go()
+                residuals.let_go()
             return left
 
     def saving_arguments(self, call: Call, shards: Sequence[Tensor]) -> Any:
@@ -146,26 +152,26 @@ class Engine:
         assert run is not None, "a call runs forward before backward"
         if tape is not None:
             tape.closed = True
-        made, call.residuals = call.residuals, None
+        residuals, call.residuals = call.residuals, None
         with in_lane(self.lane), self.alone, attributed_to(call.signature.stage, backward=True):
             self._reclaim()
             self.away.ahead(tape, run)
-            if made is None or run.reads:
+            if residuals is None or run.reads:
                 if run.slot is None and run.plan.nbytes:  # it gave its own back, and runs backward again
                     self.residency.take(None, run, call.signature.options.prefetch + 1)
                 self.residency.gather(run)
             self.prefetch.behind(tape, run)
-            if made is None:
+            if residuals is None:
                 with call.surroundings.again():
-                    made, _ = self._run(call, run, inputs, True, again=True)
-                call.refuse_constant(made.outputs)
+                    residuals, _ = self._run(call, run, inputs, True, again=True)
+                call.refuse_constant(residuals.outputs)
                 call.signature.compared = True
-            with _in_use(run, made.decoding):
-                if made.decoding is not None:
-                    made.decoding.again()
+            with _in_use(run, residuals.decoding):
+                if residuals.decoding is not None:
+                    residuals.decoding.again()
                 new = run.reads and (debugging.memory or (*run.kind, "backward") not in self.looked)
-                returned = self._lends(run, made.parameters, None, ("backward",)) if new else None
-                gradients = differentiated(made, needs, cotangents)
+                returned = self._lends(run, residuals.parameters, None, ("backward",)) if new else None
+                gradients = differentiated(residuals, needs, cotangents)
                 if returned is not None:
                     returned.check_hooks()
             self.away.done()
@@ -190,7 +196,7 @@ class Engine:
                     self.residency.gather(run)
                 self.prefetch.behind(tape, run)
                 if debugging.nan and run.trains:
-                    nonfinite.nothing(self.mesh, run)
+                    nonfinite.compare(self.mesh, run, "")
                 nothing: list[list[Tensor | None]] = [[None] * len(gather.layout.entries) for gather in run.plan.each]
                 self._reduced(run, tape.step, [x is not None for x in run.collected], nothing, True)
                 self._done(tape, run)
@@ -269,10 +275,10 @@ class Engine:
         """What runs here for the first time is compared between ranks, and the ring made large enough for its like."""
         expected = per_mesh(self.mesh, "stages", dict[str, list[Layout]])
         for layouts in expected.values():
-            here = tuple(one for one in layouts if one.here(process_groups.global_rank()))
-            like = plan_of(signature.options, here, tuple(one.dtype for one in here))
+            here = tuple(layout for layout in layouts if layout.here(process_groups.global_rank()))
+            like = plan_of(signature.options, here, tuple(layout.dtype for layout in here))
             self.residency.ring.reserve(like.nbytes)
-        compare(self.mesh, signature, plan, self.agreed)
+        compare(self.mesh, signature, plan, self.lane_state)
         self.met.add((plan, signature.summed))
 
     # --- the function, and its gradients ---
@@ -301,7 +307,7 @@ class Engine:
             own.add(decoding.storage)
         if (recorder := recording.current()) is not None:
             for gather, shard, some in zip(run.plan.each, run.shards, parameters, strict=False):
-                following.parameters(recorder, gather.layout, shard, some)
+                record_parameters(recorder, gather.layout, shard, some)
         given = [x for x in (*run.shards, *inputs) if not x.is_inference()]
         given += [] if slot is None else [slot.buffer]
         given += [] if decoding is None else [decoding.memory.buffer]
@@ -311,7 +317,7 @@ class Engine:
         changed = False
         with _in_use(run, decoding):
             try:
-                made = evaluate(call, call.mesh, parameters, inputs, records, saving, decoding, away)
+                residuals = evaluate(call, call.mesh, parameters, inputs, records, saving, decoding, away)
             finally:
                 written = _versions(given, lent) != versions
                 changed = returned is not None and returned.changed()
@@ -325,15 +331,15 @@ class Engine:
                 if changed:
                     self._touches(call, run, returned)
                 returned.check(changed, lambda: whole_parameters(slot, run.plan, run.shards, call.needs, anew=True))
-        storages = refuse_returned(signature, made.outputs, own)
+        storages = refuse_returned(signature, residuals.outputs, own)
         refuse_opaque(signature, call.leaves_returned())
-        if not again and (records or any(y.requires_grad for y in made.outputs)):
-            refuse_closure(signature, (*made.parameters, made.inputs), made.outputs)
+        if not again and (records or any(y.requires_grad for y in residuals.outputs)):
+            refuse_closure(signature, (*residuals.parameters, residuals.inputs), residuals.outputs)
         if lent is not None:
             self.reads.saw(run, lent.kept())
         if debugging.nan and not again:
-            nonfinite.after_forward(call.mesh, run, parameters, inputs, made)
-        return made, storages
+            nonfinite.after_forward(call.mesh, run, parameters, inputs, residuals)
+        return residuals, storages
 
     def _lends(
         self, run: StageRun, parameters: list[list[Tensor]], decoding: Decoding | None, when: tuple[Any, ...]
@@ -343,10 +349,10 @@ class Engine:
             return None
         kind = (*run.kind, *when)
         looked = None if kind in self.looked and not debugging.memory else partial(self.looked.add, kind)
-        known = self._held.get(kind)
-        if known is None or when == ("backward",):  # they were lent before
-            known = self._held[kind] = held(parameters)
-        return Returned(run.signature, run.plan, parameters, known, decoding, looked)
+        form = self._held.get(kind)
+        if form is None or when == ("backward",):  # they were lent before
+            form = self._held[kind] = held(parameters)
+        return Returned(run.signature, run.plan, parameters, form, decoding, looked)
 
     def _touches(self, call: Call, run: StageRun, returned: Returned) -> None:
         """Calls of this kind get tensors of their own from now on; those before may have had the same as this one.
@@ -354,10 +360,12 @@ class Engine:
         Raises:
             RuntimeError: what it did to them would be done to the gradient of an earlier call, too.
         """
-        known = run.kind in self.touching
+        touches = run.kind in self.touching
         self.touching.add(run.kind)
-        runs = [] if known or call.tape is None else call.tape.runs
-        if any(one.plan is run.plan and one.slot is run.slot and not (one is run or one.done) for one in runs):
+        runs = [] if touches or call.tape is None else call.tape.runs
+        if any(
+            other.plan is run.plan and other.slot is run.slot and not (other is run or other.done) for other in runs
+        ):
             returned.refuse_shared()
 
     def _reduced(
@@ -369,7 +377,7 @@ class Engine:
         collect: bool,
     ) -> list[Tensor | None]:
         """The gradients of the parameters become those of the shards."""
-        found: list[Any] = [None] * len(run.shards)
+        pendings: list[Any] = [None] * len(run.shards)
         # Two memories in turn. By what all ranks send alike, and not by a place on the tape, which may differ between
         # them: when a memory is free again decides the order of hops.
         turn = self.reductions.turn() if any(needs[: len(run.shards)]) else 0
@@ -378,19 +386,19 @@ class Engine:
             if not needs[k]:
                 continue
             if recorder is not None:
-                following.gradients(recorder, gather.layout, of_parameters[k])
+                record_gradients(recorder, gather.layout, of_parameters[k])
             variable = run.collected[k] if collect else None
             summed = run.signature.options.sum_dtype(shard.dtype)
             reduction = self._reduction(run.signature, gather, (k, turn), summed, shard.dtype, variable is not None)
             total = step.sum_of(variable, reduction, self.reductions) if step and variable is not None else None
             defer = step.defer if step and total else "nothing"
             pending = self.reductions.start(reduction, of_parameters[k], total, defer)
-            found[k] = pending if total is None else None
-        arrived = [None if pending is None else self.reductions.wait(pending) for pending in found]
+            pendings[k] = pending if total is None else None
+        arrived = [None if pending is None else self.reductions.wait(pending) for pending in pendings]
         if recorder is not None:
             for gather, shard, gradient in zip(run.plan.each, run.shards, arrived, strict=False):
                 if gradient is not None:
-                    following.summed(recorder, gather.layout, shard, gradient)
+                    record_sum(recorder, gather.layout, shard, gradient)
         return arrived
 
     def _reduction(
@@ -405,8 +413,8 @@ class Engine:
         """How a buffer's gradient travels; `divides`: to where the optimizer state of its shard is."""
         format = (signature.options.reduce or gather.layout.placement.reduce) if dtype.is_floating_point else None
         key = (gather, memory, summed, dtype, divides, format)
-        known = self._known_reductions.get(key)
-        if known is None:
+        reduction = self._known_reductions.get(key)
+        if reduction is None:
             layout = gather.layout
             fine = layout.state_layout if divides else layout
             first = fine if layout.size == 1 else layout  # one that is whole is scattered once, over all
@@ -415,20 +423,20 @@ class Engine:
             split, replica = map(self.communicator, (fine.placement.axes[len(done) :], left))
             route = Route(self.communicator(done), split, replica, levels)
             dtypes = Dtypes(gather.dtype, summed, dtype)
-            known = self._known_reductions[key] = Reduction(first, route, dtypes, memory, format)
-        return known
+            reduction = self._known_reductions[key] = Reduction(first, route, dtypes, memory, format)
+        return reduction
 
     def _levels(self, axes: tuple[str, ...]) -> tuple[Level, ...]:
         """A scatter axis by axis, the last of the mesh first: its links are the fastest, and leave that much less."""
         of = sizes(self.mesh)
-        left, found = [name for name in axes if of[name] > 1], []
+        left, levels = [name for name in axes if of[name] > 1], []
         for name in sorted(left, key=list(of).index, reverse=True):
             along = self.communicator((name,))
             assert along is not None, "there are several ranks along it"
             at = left.index(name)
-            found.append(Level(along, math.prod(of[other] for other in left[:at])))
+            levels.append(Level(along, math.prod(of[other] for other in left[:at])))
             left.remove(name)
-        return tuple(found)
+        return tuple(levels)
 
 
 def engine_of(mesh: DeviceMesh) -> Engine:
@@ -452,12 +460,12 @@ class _in_use:
     def __enter__(self) -> None:
         if self.slot is not None:
             self.before, self.slot.busy = self.slot.busy, True
-        for one in self.around:
-            one.__enter__()
+        for context in self.around:
+            context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for one in reversed(self.around):
-            one.__exit__(*error)
+        for context in reversed(self.around):
+            context.__exit__(*error)
         if self.slot is not None:
             self.slot.busy = self.before
 

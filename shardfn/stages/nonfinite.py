@@ -16,7 +16,8 @@ from shardfn.collectives.agree import gathered
 from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import process_groups
 from shardfn.quoting import listed
-from shardfn.stages.agreement import callers
+from shardfn.stages.consistency import callers
+from shardfn.stages.replay import kind_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,14 +27,27 @@ if TYPE_CHECKING:
 
 
 def after_forward(
-    mesh: DeviceMesh, run: StageRun, parameters: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], made: Residuals
+    mesh: DeviceMesh,
+    run: StageRun,
+    parameters: Sequence[Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    residuals: Residuals,
 ) -> None:
     """Raises FloatingPointError on all ranks that run the stage, if its outputs are not all finite on one of them."""
-    outputs = [y for y in made.outputs if isinstance(y, Tensor)]
-    found = ""
+    outputs = [y for y in residuals.outputs if isinstance(y, Tensor)]
+    text = ""
     if wrong := not_finite(outputs):
-        found = f"the forward made {kinds(wrong)}, of {_given(run, parameters, inputs)}"
-    _compare(mesh, run, found)
+        entries = [entry for gather in run.plan.each for entry in gather.layout.entries]
+        given = [p for some in parameters for p in some]
+        updated = [entry.path for entry, p in zip(entries, given, strict=True) if not_finite([p])]
+        of = "finite inputs and parameters"
+        if updated:
+            of = f"parameters that were not finite before it ran: {listed(updated, 6)}: the last update made them"
+        elif came := not_finite(inputs):
+            before = "what is before the stage, outside of any other, made them"
+            of = f"inputs that were not finite ({kinds(came)}): {before}"
+        text = f"the forward made {kinds(wrong)}, of {of}"
+    compare(mesh, run, text)
 
 
 def after_backward(
@@ -50,7 +64,7 @@ def after_backward(
         for entry, x in zip(gather.layout.entries, some, strict=False)  # none, for a shard that needs no gradient
         if x is not None and not_finite([x])
     ]
-    found = ""
+    text = ""
     further = not_finite(x for x in gradients[1] if x is not None)
     if wrong or further:
         of = [f"gradients of {listed(wrong, 6)}"] if wrong else []
@@ -60,13 +74,8 @@ def after_backward(
             given = "a gradient that was not finite when it came in: what follows the stage, outside of any, made it"
         elif came := not_finite(inputs):
             given = f"a finite gradient and inputs that were not ({kinds(came)}): what is before the stage made them"
-        found = f"the backward made {' and '.join(of)} that are not finite, of {given}"
-    _compare(mesh, run, found)
-
-
-def nothing(mesh: DeviceMesh, run: StageRun) -> None:
-    """This rank's part in the backward of a stage whose outputs its own loss does not use."""
-    _compare(mesh, run, "")
+        text = f"the backward made {' and '.join(of)} that are not finite, of {given}"
+    compare(mesh, run, text)
 
 
 def not_finite(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -82,41 +91,27 @@ def _wide(x: Tensor) -> Tensor:
 def kinds(tensors: Sequence[Tensor]) -> str:
     """What is wrong with tensors: `"nan in float32[2, 8]"`."""
     return ", ".join(
-        f"{'nan' if bool(torch.isnan(_wide(x)).any()) else 'inf'} in {str(x.dtype).removeprefix('torch.')}"
-        f"{list(x.shape)}"
-        for x in tensors
+        f"{'nan' if bool(torch.isnan(_wide(x)).any()) else 'inf'} in {kind_of(x.dtype, x.shape)}" for x in tensors
     )
 
 
-def _given(run: StageRun, parameters: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor]) -> str:
-    wrong = [
-        entry.path
-        for gather, some in zip(run.plan.each, parameters, strict=True)
-        for entry, x in zip(gather.layout.entries, some, strict=True)
-        if not_finite([x])
-    ]
-    came = not_finite(inputs)
-    if wrong:
-        return f"parameters that were not finite before it ran: {listed(wrong, 6)}: the last update made them"
-    if came:
-        return f"inputs that were not finite ({kinds(came)}): what is before the stage, outside of any other, made them"
-    return "finite inputs and parameters"
+def compare(mesh: DeviceMesh, run: StageRun, found: str) -> None:
+    """Raises FloatingPointError on all ranks that run a stage, if one of them has found something.
 
-
-def _compare(mesh: DeviceMesh, run: StageRun, found: str) -> None:
+    One whose own loss does not use the outputs takes part with an empty text.
+    """
     signature, text = run.signature, found.encode()[:2000]
-    what = f"stage {signature.name} ({signature.stage!r})"
     axes = callers(mesh, signature)
     with unscheduled():
         row = torch.tensor([len(text), process_groups.global_rank()])
-        lengths, ranks = gathered(row, mesh, axes, "comparing whether numbers are finite", what).T.tolist()
+        lengths, ranks = gathered(row, mesh, axes, "comparing whether numbers are finite", str(signature)).T.tolist()
         if not any(lengths):
             return
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        rows = gathered(padded, mesh, axes, "comparing what is not finite", what)
+        rows = gathered(padded, mesh, axes, "comparing what is not finite", str(signature))
     texts = [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
     where = [rank for rank, text in zip(ranks, texts, strict=True) if text]
     first = next(text for text in texts if text)
     more = f" (and something like it on {len(where) - 1} more)" if len(where) > 1 else ""
-    raise FloatingPointError(f"{what}, on rank {where[0]}{more}: {first}")
+    raise FloatingPointError(f"{signature}, on rank {where[0]}{more}: {first}")

@@ -8,17 +8,31 @@ is counted before and after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from shardfn.check.recording import Recorder
+from shardfn.collectives import functional
+from shardfn.collectives.ledger import unscheduled
 from shardfn.compat import autograd
+from shardfn.mesh.axes import per_mesh
+from shardfn.mesh.lanes import lane
+from shardfn.mesh.scope import scope
 from shardfn.shards.layout import Layout
+from shardfn.stages.consistency import callers
 from shardfn.stages.ring import Slot, ordinary_tensors
 from shardfn.stages.signature import Gather, GatherPlan
+from shardfn.stages.tape import StageRun
 from shardfn.transforms.owned import owned
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardfn.stages.call import Call
 
 
 def whole_parameters(
@@ -31,12 +45,12 @@ def whole_parameters(
     if anew and slot is not None:
         slot.views.clear()
     return [
-        _of_slot(slot, gather, values, need) if slot and gather.moves else leaves(gather.layout, values, need)
+        _of_slot(slot, gather, values, need) if slot and gather.moves else _leaves(gather.layout, values, need)
         for gather, values, need in zip(plan.each, shards, needs, strict=False)
     ]
 
 
-def leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
+def _leaves(layout: Layout, whole: Tensor, need: bool) -> list[Tensor]:
     """The parameters in a whole buffer, as leaves of autograd."""
     with ordinary_tensors():
         return [owned(view.detach(), need, layout.stage) for view in layout.views(whole.detach())]
@@ -60,25 +74,32 @@ class Known(NamedTuple):
 def _of_slot(slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
     known: Known | None = slot.views.get((gather, need))
     if known is None or not known.untouched(need):
-        with ordinary_tensors():
-            buffer = slot.buffer[gather.start : gather.stop].view(gather.dtype)
-        made = leaves(gather.layout, buffer, need)
-        known = slot.views[(gather, need)] = Known(made, [p.data_ptr() for p in made])
-    own = own_parameters(slot, gather, values, need)
-    return [own.get(k, p) for k, p in enumerate(known.parameters)] if own else known.parameters
+        views = _views(slot.buffer, gather, need)
+        known = slot.views[(gather, need)] = Known(views, [p.data_ptr() for p in views])
+    return _with_own(known.parameters, slot, gather, values, need)
 
 
-def own_parameters(slot: Slot, gather: Gather, values: Tensor, need: bool) -> dict[int, Tensor]:
-    """Those that this rank's piece holds whole, and that have stayed there, by number."""
+def _views(buffer: Tensor, gather: Gather, need: bool) -> list[Tensor]:
+    """The parameters where one gather puts them in a slot's bytes."""
+    with ordinary_tensors():
+        whole = buffer[gather.start : gather.stop].view(gather.dtype)
+    return _leaves(gather.layout, whole, need)
+
+
+def _with_own(views: list[Tensor], slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
+    """The same, but views of the shard for those that this rank's piece holds whole, and that have stayed there."""
     part = slot.part(gather)
     if not part.in_pieces:
-        return {}
+        return views
+    views = list(views)
     with ordinary_tensors():
         own = values.detach()
-        return {
-            number: owned(own[at : at + length].view(shape), need, gather.layout.stage)
-            for number, at, length, shape in part.inner
-        }
+        for number, at, length, shape in part.inner:
+            views[number] = owned(own[at : at + length].view(shape), need, gather.layout.stage)
+    return views
+
+
+# --- who keeps them ---
 
 
 class Loan:
@@ -96,7 +117,12 @@ class Loan:
     ) -> None:
         self._base, self.storage = base, autograd.storage_of(base)
         pairs = zip(plan.each, shards, needs, strict=False)
-        self.parameters = [_parameters(base, slot, gather, values, need) for gather, values, need in pairs]
+        self.parameters = [
+            _with_own(_views(base, gather, need), slot, gather, values, need)
+            if gather.moves
+            else _leaves(gather.layout, values, need)
+            for gather, values, need in pairs
+        ]
         self._lent = [p for ps in self.parameters for p in ps if autograd.storage_of(p) == self.storage]
         # Autograd refers to a leaf once it is used: here that has happened already.
         self._edges = [get_gradient_edge(p) for p in self._lent if p.requires_grad]
@@ -115,18 +141,77 @@ class Loan:
         return autograd.storage_references(self._base), [autograd.references(p) for p in self._lent]
 
 
-def loan(slot: Slot, plan: GatherPlan, shards: Sequence[Tensor], needs: Sequence[bool]) -> Loan | None:
-    """Lends what is in a slot; None where references cannot be counted, as those of fake tensors."""
-    if not autograd.COUNTS_REFERENCES:
-        return None
-    with ordinary_tensors():
-        base = autograd.second_storage(slot.write)
-    return None if base is None else Loan(base, slot, plan, shards, needs)
+class Reads:
+    """Whether a stage's backward reads its parameters: one that does not is never gathered for it.
+
+    This is what the ranks of one engine have seen and agreed on.
+
+    Attributes:
+        known: by the kind of a call, whether backward of such a call was seen to read parameters.
+    """
+
+    def __init__(self, mesh: DeviceMesh, mesh_of: Callable[[], DeviceMesh]) -> None:
+        self.known = per_mesh(mesh, ("reads", lane()), dict[Any, bool])
+        self.mesh_of = mesh_of
+
+    def watch(self, call: Call, run: StageRun) -> Loan | None:
+        """A loan by which it is seen whether backward reads parameters; none where that is known, or makes no odds.
+
+        A call like one that did not is watched again, since gathering for its backward is left out.
+        """
+        known = self.known.get(run.kind)
+        if run.slot is None or run.keep or known or (known is None and call.transformed):
+            return None
+        if not any(call.needs[: len(run.shards)]):  # of a frozen stage, ranks differ in whether there is a backward
+            return None
+        base = None
+        if autograd.COUNTS_REFERENCES:
+            with ordinary_tensors():
+                base = autograd.second_storage(run.slot.write)
+        if base is None:  # references cannot be counted, as those of fake tensors
+            self.saw(run, True)
+            return None
+        return Loan(base, run.slot, run.plan, run.shards, call.needs)
+
+    def saw(self, run: StageRun, reads: bool) -> None:
+        """Whether a call's backward will gather, which all ranks must do or none: they agree once.
+
+        Not on what none of them has computed, which says nothing of later calls.
+        """
+        kind = run.kind
+        if kind not in self.known:
+            mesh, signature = self.mesh_of(), run.signature
+            with unscheduled(), scope(mesh), torch.no_grad():
+                flags = torch.tensor([float(reads), float(signature.computes)], device=run.shards[0].device)
+                reading, computing = functional.psum(flags, callers(mesh, signature)).tolist()
+            if computing:
+                self.known[kind] = bool(reading)
+        run.reads = self.known.get(kind, False)
+        if reads and not run.reads and run.slot is not None:
+            run.saved = run.slot.save()
 
 
-def _parameters(base: Tensor, slot: Slot, gather: Gather, values: Tensor, need: bool) -> list[Tensor]:
-    if not gather.moves:
-        return leaves(gather.layout, values, need)
-    own = own_parameters(slot, gather, values, need)
-    lent = leaves(gather.layout, base[gather.start : gather.stop].view(gather.dtype), need)
-    return [own.get(k, p) for k, p in enumerate(lent)]
+# --- what a checked call learns of them, whose memory no op writes to ---
+
+
+def record_parameters(recorder: Recorder, layout: Layout, shard: Tensor, given: Sequence[Tensor]) -> None:
+    """A stage's function is about to get these, gathered from a shard; their gradients will be summed over ranks."""
+    mask = recorder.trace.mask
+    summed = mask((*layout.placement.axes, *layout.placement.replicas))
+    allowed = [summed | mask(layout.cut_axes(number)) for number in range(len(layout.entries))]
+    recorder.parameters(layout, [entry.path for entry in layout.entries], shard, given, allowed)
+
+
+def record_gradients(recorder: Recorder, layout: Layout, found: Sequence[Tensor | None]) -> None:
+    """A stage's gradients, before they are summed over the ranks that hold other rows."""
+    recorder.summed(recorder.trace.mask((*layout.placement.axes, *layout.placement.replicas)))
+    for number, gradient in enumerate(found):
+        if gradient is not None:
+            recorder.part(layout, number, gradient)
+
+
+def record_sum(recorder: Recorder, layout: Layout, shard: Tensor, gradient: Tensor) -> None:
+    """The gradient of a flat shard has arrived."""
+    fine = layout.state_layout if gradient.shape != shard.shape else layout
+    cut = {name for number in range(len(fine.entries)) for name in fine.cut_axes(number)}
+    recorder.declared(gradient, recorder.trace.mask((*fine.placement.axes, *cut)), [shard], "gradient of a stage")

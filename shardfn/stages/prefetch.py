@@ -68,15 +68,15 @@ class Prefetch:
         """Starts the gathers of the layers that come next in forward."""
         signature = run.signature
         self.last_gathers[signature.layouts] = LastGather(run.plan, tape is not None, run.keep, signature)
-        count, found = signature.options.prefetch, None
-        for one in reversed(self.orders):
-            order = one()
-            found = None if order is None else order.after(run.shards[0], 2 * count)
-            if found is not None:
+        count, groups = signature.options.prefetch, None
+        for reference in reversed(self.orders):
+            order = reference()
+            groups = None if order is None else order.after(run.shards[0], 2 * count)
+            if groups is not None:
                 break
-        for layouts, shards in (found or ())[count:]:
+        for layouts, shards in (groups or ())[count:]:
             self._announce(layouts, shards)
-        for layouts, shards in (found or ())[:count]:
+        for layouts, shards in (groups or ())[:count]:
             last = self.last_gathers.get(layouts)
             if last is not None and last.plan.nbytes and last.taped == (tape is not None):
                 key = key_of(tape, step, last.keep, last.plan, identities(shards))
@@ -88,7 +88,7 @@ class Prefetch:
         """Starts to read what is going to be gathered after what is gathered now."""
         for layout, shard in zip(layouts, shards, strict=True):
             if layout.placement.tiers.params == "disk":
-                self.residency.ahead.announce(shard)
+                self.residency.disk.announce(shard)
 
     def behind(self, tape: Tape | None, run: StageRun) -> None:
         """Starts the gathers for the calls whose backward comes next."""

@@ -33,9 +33,9 @@ from shardfn.quant.formats import Format
 from shardfn.shards.buffer import ALIGNMENT
 from shardfn.shards.layout import Layout
 from shardfn.shards.placement import Tier
-from shardfn.stages import wires
+from shardfn.stages import compressed
 from shardfn.tiers import placing
-from shardfn.tiers.leaving import Leaving
+from shardfn.tiers.grad_offload import GradOffload
 from shardfn.transforms.step import Defer, GradientSum, Step
 
 Memory = tuple[int, int]  # which of a stage's buffers, and which of the two scratch memories for it
@@ -191,12 +191,12 @@ class PendingReduction:
 
         with attributed_to(layout.stage, backward=True):
             if op == "all_reduce":
-                self.under_way = wires.all_reduce(out, along, format, tag, room)
+                self.under_way = compressed.all_reduce(out, along, format, tag, room)
             else:
                 self.levels = self.levels[1:]
                 out = self.levels[0].ordered(out) if self.levels else out
                 self.into = out.new_empty(len(out) // along.axis.size)
-                self.under_way = wires.reduce_scatter(out, self.into, along, format, tag, room)
+                self.under_way = compressed.reduce_scatter(out, self.into, along, format, tag, room)
         return self
 
     def advance(self) -> None:
@@ -289,11 +289,11 @@ class Reductions:
         lengths: views of it, by what they are asked for as.
         spread: the same for gradients, as a layout divides it.
         turns: reductions since all had arrived, of a stage's buffers at once.
-        leaving: gradients that are kept elsewhere than on the device.
+        grad_offload: gradients that are kept elsewhere than on the device.
     """
 
-    def __init__(self, device: torch.device, leaving: Leaving) -> None:
-        self.device, self.leaving = device, leaving
+    def __init__(self, device: torch.device, grad_offload: GradOffload) -> None:
+        self.device, self.grad_offload = device, grad_offload
         self.in_flight: list[PendingReduction] = []
         self.for_elsewhere: list[PendingReduction] = []
         self.moving: dict[Memory, list[PendingReduction]] = {}
@@ -327,20 +327,20 @@ class Reductions:
         layout, dtype = reduction.layout, reduction.dtypes.sum
         if total.whole is None:
             total.whole = torch.zeros(layout.padded, dtype=dtype, device=self.device)
-        known = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
-        if known:
-            torch._foreach_add_([view for view, _ in known], [g.to(dtype) for _, g in known])
+        pairs = [(view, g) for view, g in zip(layout.views(total.whole), gradients, strict=True) if g is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [g.to(dtype) for _, g in pairs])
 
     def _scratch(self, name: Any, numel: int, dtype: torch.dtype) -> Tensor:
-        known = self.lengths.get((name, numel, dtype))
-        if known is not None:
-            return known
+        view = self.lengths.get((name, numel, dtype))
+        if view is not None:
+            return view
         nbytes = numel * dtype.itemsize
         if name not in self.memories or self.memories[name].numel() < nbytes:
             self.memories[name] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             self.lengths = {key: view for key, view in self.lengths.items() if key[0] != name}
-        found = self.lengths[(name, numel, dtype)] = self.memories[name][:nbytes].view(dtype)
-        return found
+        view = self.lengths[(name, numel, dtype)] = self.memories[name][:nbytes].view(dtype)
+        return view
 
     def _flat(self, reduction: Reduction, gradients: Sequence[Tensor | None]) -> Tensor:
         """The gradients one after another, as their parameters lie in the layout."""
@@ -349,10 +349,10 @@ class Reductions:
             flat, views, gaps, tail = _spread(torch.empty(layout.padded, dtype=dtype, device=self.device), layout)
         else:
             buffer = self._scratch(("gradient", memory), layout.padded, dtype)
-            known = self.spread.get((memory, layout, dtype))
-            if known is None or known[0] is not buffer:
-                known = self.spread[(memory, layout, dtype)] = _spread(buffer, layout)
-            flat, views, gaps, tail = known
+            spread = self.spread.get((memory, layout, dtype))
+            if spread is None or spread[0] is not buffer:
+                spread = self.spread[(memory, layout, dtype)] = _spread(buffer, layout)
+            flat, views, gaps, tail = spread
         given = [g for g in gradients if g is not None]
         if len(given) < len(gradients):
             gaps = [*gaps, *(view for view, g in zip(views, gradients, strict=True) if g is None)]
@@ -384,7 +384,7 @@ class Reductions:
             out = torch.empty(len(flat) // shard.axis.size, dtype=dtype, device=self.device)
             tag = _tag(layout, reduction.format, flat.device)
             with attributed_to(layout.stage, backward=True):
-                handle = wires.reduce_scatter(
+                handle = compressed.reduce_scatter(
                     flat, out, shard, reduction.format, tag, lambda n: self._scratch(name, n, torch.uint8)
                 )
         return self._sent(PendingReduction(reduction, out, total, deferred).scattering(handle, shard, marks))
@@ -453,14 +453,14 @@ class Reductions:
             self._advance(pending)
         for pending in in_flight:
             pending.wait()
-        self.leaving.settle()
+        self.grad_offload.settle()
 
     def added(self, reduction: Reduction, known: Tensor | None, out: Tensor) -> Tensor:
         """What arrived of a gradient so far, with `out`, where its placement keeps it."""
         tier = reduction.tier
         if tier == "device":
             return out if known is None else known.add_(out)
-        return self.leaving.add(known, out, tier)
+        return self.grad_offload.add(known, out, tier)
 
     def _let_leave(self) -> None:
         """Those that are to be kept elsewhere go there, but for the last of them, which are under way."""
@@ -469,7 +469,7 @@ class Reductions:
 
     def settle(self, step: Step) -> None:
         """Does what the step put off."""
-        for total in [one for one in step.sums.values() if one.reductions is self]:
+        for total in [total for total in step.sums.values() if total.reductions is self]:
             reduction: Reduction = total.reduction
             with attributed_to(reduction.layout.stage, backward=True):
                 if step.defer == "everything" and total.whole is not None:
@@ -480,7 +480,7 @@ class Reductions:
                     self._free(reduction.memory)
                     self._send(reduction, whole, total, False)
                 elif step.defer == "replicas" and total.out is not None:
-                    out, total.out = placing.brought(total.out, self.leaving.mesh()), None
+                    out, total.out = placing.brought(total.out, self.grad_offload.mesh()), None
                     self._let_leave()
                     self._sent(PendingReduction(reduction, out, total, False, scattered=True).begin())
         self.drain()

@@ -23,7 +23,7 @@ from shardfn.stages.signature import Signature
 
 
 class _Running(threading.local):
-    stage: str | None = None
+    stage: Signature | None = None
 
 
 running = _Running()
@@ -32,15 +32,15 @@ running = _Running()
 def enter(signature: Signature) -> None:
     """The function of a stage begins on this thread; one inside another is refused."""
     refuse_inside(signature)
-    running.stage = f"{signature.name} ({signature.stage!r})"
+    running.stage = signature
 
 
 def refuse_inside(signature: Signature) -> None:
     """Raises RuntimeError inside the function of a stage."""
     if running.stage is not None:
         raise RuntimeError(
-            f"stage {signature.name} ({signature.stage!r}) is called inside stage {running.stage}: what one stage "
-            f"gathers it hands back before the next, so call them one after another"
+            f"{signature} is called inside {running.stage}: what one stage gathers it hands back before the "
+            f"next, so call them one after another"
         )
 
 
@@ -50,9 +50,8 @@ def refuse_reentrant(signature: Signature, differentiated: Sequence[bool]) -> No
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise RuntimeError(
-                f"stage {signature.name} ({signature.stage!r}) is called inside torch.utils.checkpoint with "
-                f"use_reentrant=True, through which torch brings no gradient to value_and_grad: write "
-                f"use_reentrant=False, or make the stage with remat=True"
+                f"{signature} is called inside torch.utils.checkpoint with use_reentrant=True, through which torch "
+                f"brings no gradient to value_and_grad: write use_reentrant=False, or make the stage with remat=True"
             )
         frame = frame.f_back
 
@@ -96,16 +95,16 @@ def refuse_returned(signature: Signature, outputs: Sequence[Tensor], own: set[in
     for i, y in enumerate(outputs):
         if y.layout is not torch.strided:
             raise TypeError(
-                f"stage {signature.name} ({signature.stage!r}) returns a sparse tensor ({y.layout}) as output {i}: "
-                f"return y.to_dense(), or its indices and values"
+                f"{signature} returns a sparse tensor ({y.layout}) as output {i}: return y.to_dense(), or its indices "
+                f"and values"
             )
     storages = [autograd.storage_of(y) for y in outputs]
     if not own.isdisjoint(storages):
         i = next(i for i, storage in enumerate(storages) if storage in own)
         raise RuntimeError(
-            f"stage {signature.name} ({signature.stage!r}) returns a parameter, or a view of one, as output "
-            f"{i}, of shape {tuple(outputs[i].shape)}: its memory is lent to the stage and gets other numbers "
-            f"afterwards. Return a clone, or compute with it inside the stage"
+            f"{signature} returns a parameter, or a view of one, as output {i}, of shape {tuple(outputs[i].shape)}: "
+            f"its memory is lent to the stage and gets other numbers afterwards. Return a clone, or compute with it "
+            f"inside the stage"
         )
     return storages
 
@@ -155,9 +154,9 @@ def refuse_opaque(signature: Signature, leaves: Sequence[Any]) -> None:
         if type(leaf) not in _PLAIN and _hides_tensors(leaf):
             kind = type(leaf).__name__
             raise TypeError(
-                f"stage {signature.name} ({signature.stage!r}) returns a {kind}, which is not a pytree node, with "
-                f"tensors in it: their gradients would be lost, and parameters among them get other numbers later. "
-                f"Return a tuple or dict of tensors, or register {kind} with optree"
+                f"{signature} returns a {kind}, which is not a pytree node, with tensors in it: their gradients would "
+                f"be lost, and parameters among them get other numbers later. Return a tuple or dict of tensors, or "
+                f"register {kind} with optree"
             )
 
 
@@ -169,18 +168,18 @@ def _hides_tensors(value: Any) -> bool:
     """Whether a value leads to a tensor: by an attribute, a closure, a generator's frame, an array's memory."""
     left, seen = [value], {id(value)}
     while left and len(seen) < _MOST_LOOKED_AT:
-        one = left.pop()
-        if isinstance(one, Tensor):
+        reached = left.pop()
+        if isinstance(reached, Tensor):
             return True
-        if isinstance(one, types.FunctionType):  # not all that its module has
-            found = [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
-        elif isinstance(one, types.GeneratorType):
-            found = list(inspect.getgeneratorlocals(one).values())
-        elif type(one).__module__ == "numpy":
-            found = [getattr(one, "base", None)]
+        if isinstance(reached, types.FunctionType):  # not all that its module has
+            referred = [reached.__closure__, reached.__defaults__, reached.__kwdefaults__, reached.__dict__]
+        elif isinstance(reached, types.GeneratorType):
+            referred = list(inspect.getgeneratorlocals(reached).values())
+        elif type(reached).__module__ == "numpy":
+            referred = [getattr(reached, "base", None)]
         else:
-            found = [] if isinstance(one, (type, types.ModuleType)) else gc.get_referents(one)
-        for other in found:
+            referred = [] if isinstance(reached, (type, types.ModuleType)) else gc.get_referents(reached)
+        for other in referred:
             if id(other) not in seen and not isinstance(other, (type, types.ModuleType)):
                 seen.add(id(other))
                 left.append(other)
@@ -205,47 +204,46 @@ def refuse_mixed(signature: Signature, error: RuntimeError, parameters: Any, arg
     )
     first, second = (listed(sorted(map(str, some))) for some in (own, others))
     raise RuntimeError(
-        f"stage {signature.name} ({signature.stage!r}): its function gets parameters of {first} and other arguments of "
-        f"{second}, which it mixes ({error}). With {asked_for}: gather_dtype is the dtype in which it gets parameters, "
-        f"input_dtype that of its other arguments; give both the same, or cast inside the function"
+        f"{signature}: its function gets parameters of {first} and other arguments of {second}, which it mixes "
+        f"({error}). With {asked_for}: gather_dtype is the dtype in which it gets parameters, input_dtype that of its "
+        f"other arguments; give both the same, or cast inside the function"
     ) from error
 
 
 def writes(signature: Signature) -> str:
     """What is wrong with writing into parameters."""
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function writes into its parameters, or into another "
-        f"tensor that it was given. Parameters are lent to it, a gathered copy or the shard itself, and it may run "
-        f"again in backward: compute a new tensor, and update parameters outside of stages"
+        f"{signature}: its function writes into its parameters, or into another tensor that it was given. Parameters "
+        f"are lent to it, a gathered copy or the shard itself, and it may run again in backward: compute a new tensor, "
+        f"and update parameters outside of stages"
     )
 
 
 def other_result(signature: Signature, first: str, then: str) -> str:
     """What is wrong with a function that returns something else when it runs again."""
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function ran again for its gradient and returned something "
-        f"else: first {first}, then {then}. The gradient would be that of another function. It depends on more than "
-        f"its arguments: a counter, a cache or a switch such as module.train() has changed since the first run. Pass "
-        f"that in as an argument, and return what is to be kept"
+        f"{signature}: its function ran again for its gradient and returned something else: first {first}, then "
+        f"{then}. The gradient would be that of another function. It depends on more than its arguments: a counter, a "
+        f"cache or a switch such as module.train() has changed since the first run. Pass that in as an argument, and "
+        f"return what is to be kept"
     )
 
 
 def other_numbers(signature: Signature, off: Off) -> str:
     """What is wrong with a function that returns other numbers when it runs again."""
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function ran again for its gradient and returned other "
-        f"numbers: tensor {off.number} of its result, {off.kind}, differs by {off.part:.1e} of its norm. The gradient "
-        f"would be that of another function. It depends on more than its arguments: on what its first run left in a "
-        f"dict, a list, an attribute or a global, on random numbers that are not torch's, or on an object that has "
-        f"changed since. Pass that in as an argument and return what is to be kept, or use remat=False"
+        f"{signature}: its function ran again for its gradient and returned other numbers: tensor {off.number} of its "
+        f"result, {off.kind}, differs by {off.part:.1e} of its norm. The gradient would be that of another function. "
+        f"It depends on more than its arguments: on what its first run left in a dict, a list, an attribute or a "
+        f"global, on random numbers that are not torch's, or on an object that has changed since. Pass that in as an "
+        f"argument and return what is to be kept, or use remat=False"
     )
 
 
 def _closes_over(signature: Signature, found: Sequence[str]) -> str:
     several = len(found) > 1
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function uses {listed(found, 3, separator=' and ')} that "
-        f"{'need' if several else 'needs'} a gradient and {'are' if several else 'is'} not among its arguments: the "
-        f"gradient would be lost. Pass {'them as arguments' if several else 'it as an argument'}, or use x.detach() of "
-        f"what should have none"
+        f"{signature}: its function uses {listed(found, 3, separator=' and ')} that {'need' if several else 'needs'} a "
+        f"gradient and {'are' if several else 'is'} not among its arguments: the gradient would be lost. Pass "
+        f"{'them as arguments' if several else 'it as an argument'}, or use x.detach() of what should have none"
     )

@@ -1,4 +1,4 @@
-"""Running a function again in backward: with the same random numbers, under the same autocast."""
+"""Running a function again in backward: with the same random numbers and autocast, and whether it returns the same."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -16,6 +17,19 @@ from shardfn.compat import functorch
 SAMPLE = 2**16  # numbers of one tensor
 
 
+def entered(contexts: Sequence[Any]) -> Any:
+    """A context: all of these, entered in turn."""
+    return contextlib.nullcontext() if not contexts else contexts[0] if len(contexts) == 1 else _several(contexts)
+
+
+@contextlib.contextmanager
+def _several(contexts: Sequence[Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 class RngAndAutocast:
     """The state that a function may depend on in addition to its arguments, for running it again."""
 
@@ -23,41 +37,112 @@ class RngAndAutocast:
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = device
-        self.generators = [(one, one.get_state()) for one in generators]
+        self.generators = [(generator, generator.get_state()) for generator in generators]
         self.numbers = torch.get_rng_state()
-        self.more = None if device.type == "cpu" else _module(device).get_rng_state(device)
+        self.more = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
-    @contextlib.contextmanager
-    def uncached(self) -> Iterator[None]:
+    def uncached(self) -> Any:
         """Autocast as it is, without its cache: that goes by tensors, which in a slot get other numbers."""
-        with contextlib.ExitStack() as stack:
-            for kind, dtype in self.autocast.items():
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-            yield
+        return entered([torch.autocast(kind, dtype, cache_enabled=False) for kind, dtype in self.autocast.items()])
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The same random numbers and the same autocast as then."""
-        now = RngAndAutocast(self.device, [one for one, _ in self.generators])
-        kinds = dict.fromkeys([*self.autocast, *now.autocast])
+        now = RngAndAutocast(self.device, [generator for generator, _ in self.generators])
+        contexts = []
+        for kind in dict.fromkeys([*self.autocast, *now.autocast]):
+            on, dtype = kind in self.autocast, self.autocast.get(kind)
+            contexts.append(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
         self._restore()
         try:
-            with contextlib.ExitStack() as stack:
-                for kind in kinds:
-                    on, dtype = kind in self.autocast, self.autocast.get(kind)
-                    stack.enter_context(torch.autocast(kind, dtype, enabled=on, cache_enabled=False))
+            with entered(contexts):
                 yield
         finally:
             now._restore()
 
     def _restore(self) -> None:
         torch.set_rng_state(self.numbers)
-        for one, state in self.generators:
-            one.set_state(state)
+        for generator, state in self.generators:
+            generator.set_state(state)
         if self.more is not None:
-            _module(self.device).set_rng_state(self.more, self.device)
+            torch.get_device_module(self.device).set_rng_state(self.more, self.device)
+
+
+TENSOR: Any = object()
+_DISCRETE = (bool, int, str, bytes, torch.dtype, torch.device)
+
+
+class Form(NamedTuple):
+    """What a function returned, but for the numbers.
+
+    Attributes:
+        tree: the structure.
+        leaves: what is not a tensor in it.
+        kinds: of the tensors, dtype and shape.
+        order: of the tensors: the number of an output, or `~number` of an input handed through.
+    """
+
+    tree: optree.PyTreeSpec
+    leaves: list[Any]
+    kinds: list[tuple[torch.dtype, torch.Size]]
+    order: list[int]
+
+    def same(self, other: Form, transformed: bool) -> bool:
+        """Whether a later run returned the same. A number that it measured, a time say, may be another."""
+        return (
+            self.kinds == other.kinds
+            and (_follows(self.order, other.order) if transformed else self.order == other.order)
+            and self.tree == other.tree
+            and all(map(_alike, self.leaves, other.leaves))
+        )
+
+    def __str__(self) -> str:
+        kinds = iter([kind_of(*kind) for kind in self.kinds])
+        words = [next(kinds) if leaf is TENSOR else _brief(repr(leaf), 40) for leaf in self.leaves]
+        parts = str(self.tree).removeprefix("PyTreeSpec(").removesuffix(")").split("*")
+        if len(parts) == len(words) + 1:
+            text = "".join(part + word for part, word in zip(parts, [*words, ""], strict=True))
+        else:  # a key has a star, too
+            text = ", ".join(words)
+        through = [i for i, k in enumerate(self.order) if k < 0]
+        return _brief(text, 200) + (f" (arguments are handed through as tensors {through})" if through else "")
+
+
+def _follows(first: Sequence[int], then: Sequence[int]) -> bool:
+    """Whether what is one tensor inside a transform was one before; an `x.to(x.dtype)` may be another one there."""
+    known: dict[int, int] = {}
+    return all((b >= 0 or a == b) and known.setdefault(b, a) == a for a, b in zip(first, then, strict=True))
+
+
+def _alike(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (a is TENSOR) is (b is TENSOR) and (not isinstance(a, _DISCRETE) or a == b)
+
+
+def _brief(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def form_of(result: Any, arguments: Sequence[Tensor]) -> tuple[Form, list[Tensor]]:
+    """What a function that got these tensors returned, and the tensors in it."""
+    leaves, tree = optree.tree_flatten(result)
+    tensors = [y for y in leaves if isinstance(y, Tensor)]
+    known = {id(x): ~j for j, x in enumerate(arguments)}
+    order, outputs = [], 0
+    for y in tensors:
+        k = known.get(id(y))
+        if k is None:
+            k = known[id(y)] = outputs
+            outputs += 1
+        order.append(k)
+    rest = [TENSOR if isinstance(y, Tensor) else y for y in leaves]
+    return Form(tree, rest, [(y.dtype, y.shape) for y in tensors], order), tensors
+
+
+def kind_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    """What is said of a tensor: `"float32[2, 8]"`."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 class Off(NamedTuple):
@@ -89,7 +174,7 @@ class Sample:
             if (some := _spread(now)).shape == part.shape:
                 apart = _apart(some, part)
                 if not apart <= rounding(part):
-                    return Off(number, f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}", apart)
+                    return Off(number, kind_of(x.dtype, x.shape), apart)
         return None
 
 
@@ -112,13 +197,9 @@ def _apart(now: Tensor, then: Tensor) -> float:
     wide = torch.complex128 if now.is_complex() else torch.float64
     now, then = now.to(wide), then.to(wide)
     same = (now == then) | (now.isnan() & then.isnan())
-    found = torch.where(same, 0, now - then).norm() / torch.maximum(_norm(now), _norm(then))
-    return 0.0 if bool(same.all()) else math.inf if bool(found.isnan()) else float(found)
+    apart = torch.where(same, 0, now - then).norm() / torch.maximum(_norm(now), _norm(then))
+    return 0.0 if bool(same.all()) else math.inf if bool(apart.isnan()) else float(apart)
 
 
 def _norm(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0).norm()
-
-
-def _module(device: torch.device) -> Any:
-    return getattr(torch, device.type)

@@ -11,7 +11,7 @@ from shardfn.collectives.ledger import attributed_to, record_buffers, recording
 from shardfn.mesh import waiting
 from shardfn.stages.ring import CommunicatorOf, Key, Ring, Slot
 from shardfn.stages.tape import Claim, Secondary, StageRun, Tape
-from shardfn.tiers.ahead import Ahead
+from shardfn.tiers.prefetch import DiskPrefetch
 
 
 class Residency:
@@ -25,7 +25,7 @@ class Residency:
             the middle of anything, where nothing may be waited for or written.
         secondary: pieces that forward left for backward to gather from.
         count: of slots taken from the ring by calls that no backward follows.
-        ahead: what is read from disk.
+        disk: what is read from there.
     """
 
     def __init__(self, device: torch.device, communicator_of: CommunicatorOf) -> None:
@@ -35,7 +35,7 @@ class Residency:
         self.dropped: deque[Claim] = deque()
         self.secondary: weakref.WeakValueDictionary[Key, Secondary] = weakref.WeakValueDictionary()
         self.count = 0
-        self.ahead = Ahead()
+        self.disk = DiskPrefetch()
 
     def take(self, tape: Tape | None, run: StageRun, slots: int, busy: Slot | None = None) -> bool:
         """Finds the slot that holds what a run needs, or else fills one; False if that one is busy."""
@@ -43,7 +43,7 @@ class Residency:
             store = self.until_backward if run.keep is True else self.until_step_end
             run.slot = store.get(run.key)
             if run.slot is None:
-                run.slot = store[run.key] = self.ring.keep(run.plan.nbytes)
+                run.slot = store[run.key] = self.ring.outside(run.plan.nbytes)
                 self.fill(run)
             return True
         run.slot = self.ring.find(run.key)
@@ -80,13 +80,13 @@ class Residency:
         """Starts to gather a run's parameters into its slot."""
         assert run.slot is not None, "a run that moves bytes has a slot"
         if recording():
-            held = {id(piece): piece.nbytes for one in self.secondary.values() for piece in one.shards}
+            held = {id(piece): piece.nbytes for secondary in self.secondary.values() for piece in secondary.shards}
             record_buffers(self.ring.nbytes() + sum(held.values()))
         with attributed_to(run.plan.stage):
             if run.secondary is None:
-                run.slot.fill(run.key, run.plan, run.shards, self.communicator_of, self.ahead)
+                run.slot.fill(run.key, run.plan, run.shards, self.communicator_of, self.disk)
             else:
-                run.slot.fill(run.key, run.secondary.plan, run.secondary.shards, self.communicator_of, self.ahead)
+                run.slot.fill(run.key, run.secondary.plan, run.secondary.shards, self.communicator_of, self.disk)
                 run.slot.sources = run.shards
 
     def leave(self, run: StageRun) -> None:
@@ -129,7 +129,7 @@ class Residency:
 
     def end(self) -> None:
         """A step is over: nothing that it gathered is used again."""
-        self.ahead.give_up()
+        self.disk.give_up()
         self.reclaim(None)
         for slot in self.until_step_end.values():
             self.ring.give_back(slot)

@@ -16,6 +16,7 @@ from shardfn.check.bits import bits, whole
 from shardfn.check.here import quietly
 from shardfn.compat import functorch
 from shardfn.stages.decoding import Decoding
+from shardfn.stages.replay import kind_of
 from shardfn.stages.signature import GatherPlan, Signature
 
 Parameters = Sequence[Sequence[Tensor]]
@@ -69,9 +70,18 @@ class Returned:
                 raise RuntimeError(_written(self.signature, self.path(written)))
             for k in range(len(self.twins)):
                 if each[k].grad is not None:
-                    raise RuntimeError(_given_gradient(self.signature, self.path(k)))
-        if self.decoding is not None:
-            self._check_decoded(self.decoding)
+                    raise RuntimeError(
+                        f"{self.signature}: its function leaves a gradient in .grad of {self.path(k)}, which is lent "
+                        f"to it for one run: it would be lost. Return it, or let the loss depend on what it is the "
+                        f"gradient of"
+                    )
+        for decoded in self.decoding.each if self.decoding is not None else ():
+            if not keeps_numbers(decoded.parameter, decoded.twin):
+                raise RuntimeError(
+                    _assigned(self.signature, "a parameter in few bits", decoded.parameter, decoded.twin)
+                )
+        if self.looked is not None and self.decoding is not None and not self.decoding.intact():
+            raise RuntimeError(_written(self.signature, "a parameter in few bits"))
         if self.looked is not None:
             self.looked()
         self.twins.clear()  # who else refers to that memory is counted
@@ -82,18 +92,17 @@ class Returned:
         self.check(self.changed(), lambda: [[next(each) for _ in ps] for ps in self.parameters])
 
     def refuse_shared(self) -> None:
-        """Raises RuntimeError where it says of a parameter that it needs no gradient, or has a hook, and did not."""
+        """Raises RuntimeError where it says of a parameter what an earlier call would hear, too.
+
+        That is that it needs no gradient, or has a hook, and did not.
+        """
         for k, (now, before) in enumerate(zip(held(self.parameters), self.held, strict=True)):
             if now[-2:] != before[-2:]:
-                raise RuntimeError(_shared(self.signature, self.path(k)))
-
-    def _check_decoded(self, decoding: Decoding) -> None:
-        for lent in decoding.lent:
-            if not keeps_numbers(lent.parameter, lent.twin):
-                what = "a parameter in few bits"
-                raise RuntimeError(_assigned(self.signature, what, lent.parameter, lent.twin))
-        if self.looked is not None and not decoding.intact():
-            raise RuntimeError(_written(self.signature, "a parameter in few bits"))
+                raise RuntimeError(
+                    f"{self.signature}: its function calls requires_grad_() on a parameter, or puts a hook on it "
+                    f"({self.path(k)}), in this call and not in an earlier one whose gradient is still to come. Both "
+                    f"were lent the same tensor: do so in every call, or use p.detach() in this one"
+                )
 
     def path(self, number: int) -> str:
         """What a parameter is called in the whole tree."""
@@ -136,40 +145,19 @@ def first_written(tensors: Sequence[Tensor], before: Sequence[Any]) -> int | Non
     return next((k for k, (now, then) in enumerate(pairs) if now != then), None)
 
 
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-
-
 def _assigned(signature: Signature, path: str, now: Tensor, before: Tensor) -> str:
-    kinds = "other numbers" if _kind(now) == _kind(before) else f"{_kind(before)} before, {_kind(now)} now"
+    was, is_now = (kind_of(x.dtype, x.shape) for x in (before, now))
+    kinds = "other numbers" if was == is_now else f"{was} before, {is_now} now"
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function puts something else into .data of {path} "
-        f"({kinds}). Parameters are lent to it for one run, after which that would be lost. It may assign the same "
-        f"numbers in another dtype or memory format. Let it compute a new tensor, and change parameters outside of "
-        f"stages"
+        f"{signature}: its function puts something else into .data of {path} ({kinds}). Parameters are lent to it for "
+        f"one run, after which that would be lost. It may assign the same numbers in another dtype or memory format. "
+        f"Let it compute a new tensor, and change parameters outside of stages"
     )
 
 
 def _written(signature: Signature, path: str) -> str:
     return (
-        f"stage {signature.name} ({signature.stage!r}): its function writes into {path} past autograd, through .data, "
-        f"numpy, an in-place collective or a kernel of its own. Parameters are lent to it, a gathered copy or the "
-        f"shard itself, and what it writes would be lost, or not, by the strategy: let it compute a new tensor, and "
-        f"change parameters outside of stages"
-    )
-
-
-def _given_gradient(signature: Signature, path: str) -> str:
-    return (
-        f"stage {signature.name} ({signature.stage!r}): its function leaves a gradient in .grad of {path}, which is "
-        f"lent to it for one run: it would be lost. Return it, or let the loss depend on what it is the gradient of"
-    )
-
-
-def _shared(signature: Signature, path: str) -> str:
-    """What is wrong with saying of a parameter what an earlier call would hear, too."""
-    return (
-        f"stage {signature.name} ({signature.stage!r}): its function calls requires_grad_() on a parameter, or puts a "
-        f"hook on it ({path}), in this call and not in an earlier one whose gradient is still to come. Both were lent "
-        f"the same tensor: do so in every call, or use p.detach() in this one"
+        f"{signature}: its function writes into {path} past autograd, through .data, numpy, an in-place collective or "
+        f"a kernel of its own. Parameters are lent to it, a gathered copy or the shard itself, and what it writes "
+        f"would be lost, or not, by the strategy: let it compute a new tensor, and change parameters outside of stages"
     )

@@ -30,8 +30,7 @@ from shardfn.collectives.into_buffers import (
 from shardfn.compat import dispatch, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.stages.signature import Gather, GatherPlan
-from shardfn.stages.wires import Wire
-from shardfn.tiers.ahead import Ahead
+from shardfn.tiers.prefetch import DiskPrefetch
 
 Key = tuple[Any, ...]
 CommunicatorOf = Callable[[tuple[str, ...]], Communicator | None]
@@ -64,14 +63,26 @@ class Slot:
         parts: what each gather fills of it.
         users: calls that keep it.
         readers: of what it holds now, where that is not gathered again.
-        lane: the place in its ring that it takes turns in; None outside of the ring.
+        position: in its ring, where it takes turns; None outside of the ring.
         busy: whether a function is running on what it holds, forward or backward.
     """
 
-    __slots__ = ("buffer", "busy", "holds", "lane", "parts", "readers", "sources", "users", "views", "works", "write")
+    __slots__ = (
+        "buffer",
+        "busy",
+        "holds",
+        "parts",
+        "position",
+        "readers",
+        "sources",
+        "users",
+        "views",
+        "works",
+        "write",
+    )
 
-    def __init__(self, nbytes: int, device: torch.device, lane: weakref.ref[Lane] | None = None) -> None:
-        self.lane, self.busy = lane, False
+    def __init__(self, nbytes: int, device: torch.device, position: weakref.ref[Position] | None = None) -> None:
+        self.position, self.busy = position, False
         with ordinary_tensors():
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
             self.write = self.buffer.data
@@ -85,10 +96,10 @@ class Slot:
 
     def save(self) -> Saved:
         """Somebody will read what it holds now."""
-        made = Saved()
+        saved = Saved()
         self.readers = weakref.WeakSet() if self.readers is None else self.readers
-        self.readers.add(made)
-        return made
+        self.readers.add(saved)
+        return saved
 
     @contextlib.contextmanager
     def showing(self, saved: Saved) -> Iterator[None]:
@@ -106,25 +117,30 @@ class Slot:
                 self.write.copy_(now)
 
     def fill(
-        self, holds: Key, plan: GatherPlan, shards: tuple[Tensor, ...], communicator_of: CommunicatorOf, ahead: Ahead
+        self,
+        holds: Key,
+        plan: GatherPlan,
+        shards: tuple[Tensor, ...],
+        communicator_of: CommunicatorOf,
+        disk: DiskPrefetch,
     ) -> None:
         """Starts to gather shards into it, once what is under way has arrived."""
         self.give_back()
-        lane = self.lane() if self.lane is not None else None
-        if lane is not None and lane.slot is not self:
-            lane.slot.give_back()
-            lane.slot = self
-        together: dict[tuple[str, ...], list[tuple[Gather, Tensor]]] = {}
+        position = self.position() if self.position is not None else None
+        if position is not None and position.slot is not self:
+            position.slot.give_back()
+            position.slot = self
+        batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]] = {}
         for gather, values in zip(plan.each, shards, strict=True):
             if not gather.moves:
                 continue
             tier = gather.layout.placement.tiers.params
             if tier == "device":
-                self._start(gather, values.detach(), communicator_of, together)
+                self._start(gather, values.detach(), communicator_of, batches)
                 continue
-            with ahead.arriving(tier, values.detach(), self.buffer.device) as own:
-                self._start(gather, own, communicator_of, together)
-        for axes, gathers in together.items():
+            with disk.arriving(tier, values.detach(), self.buffer.device) as own:
+                self._start(gather, own, communicator_of, batches)
+        for axes, gathers in batches.items():
             axis = communicator_of(axes)
             assert axis is not None, "pieces go to other ranks"
             parts = [(self.part(gather), gather, values) for gather, values in gathers]
@@ -133,7 +149,7 @@ class Slot:
             ]
             work = gather_pieces(buffers, axis)
             self.works += [_Arrival(work, axis, part, gather) for part, gather, _ in parts]
-        self.works += ahead.copies()
+        self.works += disk.copies()
         self.holds, self.sources = holds, shards
 
     def _start(
@@ -141,53 +157,45 @@ class Slot:
         gather: Gather,
         values: Tensor,
         communicator_of: CommunicatorOf,
-        together: dict[tuple[str, ...], list[tuple[Gather, Tensor]]],
+        batches: dict[tuple[str, ...], list[tuple[Gather, Tensor]]],
     ) -> None:
-        """Starts one gather, or leaves it to those that start together."""
-        part, placement = self.part(gather), gather.layout.placement
+        """Starts one gather, or leaves it to those that start batches."""
+        part, placement, wire = self.part(gather), gather.layout.placement, gather.wire
         axis = communicator_of(placement.axes)
-        if gather.wire is not None:
-            self._start_encoded(gather, gather.wire, values, axis, communicator_of)
-            return
-        here = not gather.whole and placement.tiers.params == "device"
-        one = here and values.dtype == gather.dtype and values.is_contiguous()
-        part.in_pieces = bool(axis and one and sends_pieces(axis, "all_gather"))
-        if axis is None:
-            part.own.copy_(values, non_blocking=True)
-            return
-        if part.in_pieces:
-            together.setdefault(placement.axes, []).append((gather, values))
-            for start, stop in part.shared:
-                part.own[start:stop].copy_(values[start:stop])
-            return
-        part.own.copy_(values, non_blocking=True)
-        if axis.axis.index == axis.axis.size - 1:
-            part.tail.copy_(part.tag)
-        self.works.append(_Arrival(_moved(gather, part, axis, gather.dtype, communicator_of), axis, part, gather))
-
-    def _start_encoded(
-        self, gather: Gather, wire: Wire, values: Tensor, axis: Communicator | None, communicator_of: CommunicatorOf
-    ) -> None:
-        """The same in few bits; values are encoded already where an earlier gather left them."""
-        part = self.part(gather)
-        if values.dtype == torch.uint8:
+        if wire is None:
+            here = not gather.whole and placement.tiers.params == "device"
+            as_it_is = here and values.dtype == gather.dtype and values.is_contiguous()
+            part.in_pieces = bool(axis and as_it_is and sends_pieces(axis, "all_gather"))
+            if part.in_pieces:
+                batches.setdefault(placement.axes, []).append((gather, values))
+                for start, stop in part.shared:
+                    part.own[start:stop].copy_(values[start:stop])
+                return
+        if wire is None or values.dtype == torch.uint8:  # an earlier gather has left them encoded
             part.own.copy_(values, non_blocking=True)
         else:
             wire.write(values.to(part.own.device, non_blocking=True), part.own)
         if axis is None:
-            part.decode(gather)
+            if wire is not None:
+                part.decode(gather)
             return
         if axis.axis.index == axis.axis.size - 1:
             part.tail.copy_(part.tag)
-        self.works.append(_Arrival(_moved(gather, part, axis, torch.uint8, communicator_of), axis, part, gather))
+        dtype = gather.dtype if wire is None else torch.uint8
+        if placement.hierarchical:
+            hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
+            work = gather_by_hops(part.region, axis.axis.index, hops, dtype)
+        else:
+            work = all_gather(part.region, axis, dtype, part.sent)
+        self.works.append(_Arrival(work, axis, part, gather))
 
     def part(self, gather: Gather) -> SlotPart:
         """The part of it that one gather fills."""
-        found = self.parts.get(gather)
-        if found is None:
+        part = self.parts.get(gather)
+        if part is None:
             with ordinary_tensors():
-                found = self.parts[gather] = _slot_part(self.write, gather)
-        return found
+                part = self.parts[gather] = _slot_part(self.write, gather)
+        return part
 
     def settle(self) -> None:
         """Waits for what is under way."""
@@ -218,7 +226,7 @@ class Slot:
 
     def alternates(self, other: Slot | None) -> bool:
         """Whether the two cannot hold something at the same time."""
-        return other is not None and (other is self or (self.lane is not None and self.lane is other.lane))
+        return other is not None and (other is self or (self.position is not None and self.position is other.position))
 
 
 @dataclass
@@ -255,35 +263,25 @@ class SlotPart:
             into.copy_(gather.wire.read(piece, gather.dtype))
 
 
-def _moved(
-    gather: Gather, part: SlotPart, axis: Communicator, dtype: torch.dtype, communicator_of: CommunicatorOf
-) -> Handle:
-    """A gather under way; this rank's piece is in its place."""
-    placement = gather.layout.placement
-    if not placement.hierarchical:
-        return all_gather(part.region, axis, dtype, part.sent)
-    hops = [hop for name in reversed(placement.axes) if (hop := communicator_of((name,))) is not None]
-    return gather_by_hops(part.region, axis.axis.index, hops, dtype)
-
-
 def _slot_part(buffer: Tensor, gather: Gather) -> SlotPart:
     layout, wire = gather.layout, gather.wire
     index = layout.index(process_groups.global_rank())
-    numbers = buffer[gather.start : gather.stop].view(gather.dtype)
-    tag = _tag(gather, buffer.device)
+    region, decoded = buffer[gather.start : gather.stop], None
+    numbers = region.view(gather.dtype)
     if wire is not None:
         decoded = numbers.view(-1, wire.numel)
         region = buffer[gather.encoded : gather.encoded + len(decoded) * wire.length]
-        own = region.view(layout.size, -1)[index]
-        return SlotPart(region, own, own, region[len(region) - len(tag) :], tag, [], [], decoded=decoded)
-    region = buffer[gather.start : gather.stop]
-    own = numbers.view(layout.size, -1)[index]
-    cuts = layout.cuts[index]
-    whole = [(k, at, stop - start) for k, start, stop, at in cuts if stop - start == layout.entries[k].numel]
-    shared = [(at, at + stop - start) for k, start, stop, at in cuts if stop - start < layout.entries[k].numel]
-    inner = [(k, at, length, layout.entries[k].shape) for k, at, length in whole]
     sent = region.view(layout.size, -1)[index]
-    return SlotPart(region, own, sent, region[len(region) - len(tag) :], tag, shared, inner)
+    own = numbers.view(layout.size, -1)[index] if wire is None else sent
+    shared, inner = [], []
+    for k, start, stop, at in layout.cuts[index] if wire is None else ():
+        entry = layout.entries[k]
+        if stop - start == entry.numel:
+            inner.append((k, at, entry.numel, entry.shape))
+        else:
+            shared.append((at, at + stop - start))
+    tag = _tag(gather, buffer.device)
+    return SlotPart(region, own, sent, region[len(region) - len(tag) :], tag, shared, inner, decoded=decoded)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -303,25 +301,21 @@ class _Arrival:
     def wait(self) -> None:
         arrived(self.work, "all_gather", self.group, self.gather.layout.stage)
         if self.checks:
-            self._compare()
+            tail, tag, layout = self.part.tail, self.part.tag, self.gather.layout
+            if tail.device.type != "cpu":
+                dispatch.assert_on_device((tail == tag).all(), "ranks run different stages")
+            elif not torch.equal(tail, tag):
+                meant, came = (bytes(x[8:].tolist()).decode(errors="replace").strip() for x in (tag, tail))
+                raise RuntimeError(
+                    f"it gathers for {meant}, but the last rank along {' x '.join(layout.placement.axes)} for "
+                    f"{came or 'another stage'}: ranks run different stages. A branch around a stage goes the same way "
+                    f"on every rank, and one that has no use for it calls shardfn.skip(stage, params)"
+                )
         self.part.decode(self.gather)
 
-    def _compare(self) -> None:
-        tail, tag, layout = self.part.tail, self.part.tag, self.gather.layout
-        if tail.device.type != "cpu":
-            dispatch.assert_on_device((tail == tag).all(), "ranks run different stages")
-        elif not torch.equal(tail, tag):
-            other = bytes(tail[8:].tolist()).decode(errors="replace").strip()
-            raise RuntimeError(
-                f"it gathers for {bytes(tag[8:].tolist()).decode(errors='replace').strip()}, but the last rank along "
-                f"{' x '.join(layout.placement.axes)} for {other or 'another stage'}: ranks run different stages. "
-                f"A branch around a stage goes the same way on every rank, and one that has no use for it calls "
-                f"shardfn.skip(stage, params)"
-            )
 
-
-class Lane:
-    """A place in the ring, where one slot holds something at a time.
+class Position:
+    """A position in the ring, where one slot holds something at a time.
 
     That is the same slot for all calls, unless one grows. In the debug mode each call has its own, so that none
     finds the numbers of another where its own have been.
@@ -338,7 +332,7 @@ class Lane:
         if slot.buffer.numel() < room:
             # Calls that still need the smaller one keep it alive; it goes when they do. What comes must not be dropped.
             slot.settle()
-            slot.lane = None
+            slot.position = None
             self.slot = Slot(nbytes, slot.buffer.device, weakref.ref(self))
         elif debugging.memory and slot.parts:
             return Slot(nbytes, slot.buffer.device, weakref.ref(self))
@@ -350,15 +344,15 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lanes: list[Lane] = []
+        self.positions: list[Position] = []
         self.spare: list[Slot] = []
         self.lent = 0  # bytes of the slots that are kept
         self.largest = 0
 
     @property
     def slots(self) -> list[Slot]:
-        """What is in each lane now."""
-        return [lane.slot for lane in self.lanes]
+        """The slot at each position."""
+        return [position.slot for position in self.positions]
 
     def at(self, number: int, slots: int, nbytes: int, spared: Slot | None = None) -> Slot | None:
         """The slot for call number `number` of a schedule with so many slots; None if that would take the spared one's.
@@ -367,21 +361,21 @@ class Ring:
         """
         self.largest = max(self.largest, nbytes)
         i = number % slots
-        if i < len(self.lanes) and self.lanes[i].slot.busy:
-            i = next((k for k, lane in enumerate(self.lanes) if not lane.slot.busy), len(self.lanes))
-        while len(self.lanes) <= i:
-            self.lanes.append(Lane(self.largest, self.device))
-        lane = self.lanes[i]
-        return None if lane.slot.alternates(spared) else lane.next(self.largest, nbytes)
+        if i < len(self.positions) and self.positions[i].slot.busy:
+            i = next((k for k, position in enumerate(self.positions) if not position.slot.busy), len(self.positions))
+        while len(self.positions) <= i:
+            self.positions.append(Position(self.largest, self.device))
+        position = self.positions[i]
+        return None if position.slot.alternates(spared) else position.next(self.largest, nbytes)
 
     def find(self, holds: Key) -> Slot | None:
         """The slot that holds this already."""
-        for lane in self.lanes:
-            if lane.slot.holds == holds:
-                return lane.slot
+        for position in self.positions:
+            if position.slot.holds == holds:
+                return position.slot
         return None
 
-    def keep(self, nbytes: int) -> Slot:
+    def outside(self, nbytes: int) -> Slot:
         """A slot outside the ring, until it is given back."""
         fitting = [slot for slot in self.spare if slot.buffer.numel() >= nbytes]
         best = min(fitting, key=lambda slot: slot.buffer.numel(), default=None) or Slot(nbytes, self.device)
@@ -391,7 +385,7 @@ class Ring:
         return best
 
     def give_back(self, slot: Slot) -> None:
-        """The end of `keep`."""
+        """The end of `outside`."""
         slot.give_back()
         self.lent -= slot.buffer.numel()
         if not debugging.memory:

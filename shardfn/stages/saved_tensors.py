@@ -3,78 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
-import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.compat import autograd, dynamo, functorch
-from shardfn.stages.away import Away, View
-from shardfn.stages.offloading import Offload
+from shardfn.compat import autograd
+from shardfn.stages.activation_offload import Offloading, View
+from shardfn.stages.replay import entered
 from shardfn.stages.signature import Signature
-from shardfn.stages.tape import StageRun
-from shardfn.tiers import placing, tensors
-from shardfn.tiers.files import File
 from shardfn.transforms.owned import escaped
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-_log = logging.getLogger("shardfn")
-
-
-class Offloading:
-    """What of one run leaves the device. Called with a tensor that autograd saves; None for one that stays."""
-
-    def __init__(self, away: Away, asked: Offload, file: File | None, run: StageRun) -> None:
-        self.away, self.asked, self.file = away, asked, file
-        self.left = run.away
-
-    def __call__(self, x: Tensor) -> View | None:
-        """What becomes of it."""
-        view = self.away.leave(x, self.asked.above, self.file) if self._movable(x) else None
-        if view is not None:
-            self.left.append(weakref.ref(view.activation))
-        return view
-
-    def lets_go(self, x: Tensor) -> bool:
-        """Whether an argument of the stage is not to be held by its graph."""
-        return self._movable(x) and x.nbytes >= max(self.asked.above, 1)
-
-    def _movable(self, x: Tensor) -> bool:
-        """Whether a tensor is ordinary memory of the device."""
-        plain = x.layout is torch.strided and not functorch.wrapped(x)
-        plain = plain and (
-            type(x) in (Tensor, torch.nn.Parameter) or (self.file is None and type(x) is dynamo.fake_tensors())
-        )
-        return plain and x.device == self.away.device and not x.is_neg() and tensors.place_of(x.detach()) is None
-
-
-def offloading(away: Away, mesh: Callable[[], DeviceMesh], run: StageRun) -> Offloading | None:
-    """What of a run leaves; None if nothing does.
-
-    Raises:
-        ValueError: it goes to disk, and nobody has said where.
-    """
-    asked, name = run.signature.options.remat, run.signature.name
-    if not isinstance(asked, Offload):
-        return None
-    if not asked.moves(away.device.type):
-        _offloads_nothing(name)
-        return None
-    if asked.to == "host":
-        return Offloading(away, asked, None, run)
-    try:
-        return Offloading(away, asked, placing.file_of(mesh(), "activations"), run)
-    except ValueError as error:
-        raise ValueError(
-            f'stage {name} ({run.signature.stage!r}): remat=offload(to="disk"), but nobody has said where: pass a '
-            f"folder on a local disk, make_mesh(..., scratch=folder), or set {placing.SCRATCH}"
-        ) from error
 
 
 class SavedTensorHooks:
@@ -117,9 +56,8 @@ class SavedTensorHooks:
             return found
         now = x.witness if where == "away" else x
         if now._version != more:
-            shape = x.shape
             raise RuntimeError(
-                f"stage {self.name}: a tensor of shape {tuple(shape)} that its backward needs has been "
+                f"stage {self.name}: a tensor of shape {tuple(x.shape)} that its backward needs has been "
                 f"modified by an inplace operation since"
             )
         same: Tensor = x.brought() if where == "away" else x
@@ -146,7 +84,7 @@ def saved_tensor_hooks(signature: Signature, own: set[int], leave: Offloading | 
     if leave is None and around is None:
         return None
     hooks = SavedTensorHooks(signature.name, own, around, leave).context()
-    return hooks if allowed else _enabled(hooks)
+    return hooks if allowed else entered([autograd.saved_tensors_hooks_enabled(), hooks])
 
 
 def argument_hooks(signature: Signature, own: set[int], leave: Callable[[Tensor], View | None]) -> Any:
@@ -156,24 +94,8 @@ def argument_hooks(signature: Signature, own: set[int], leave: Callable[[Tensor]
     return SavedTensorHooks(signature.name, own, None, leave).context()
 
 
-@contextlib.contextmanager
-def _enabled(hooks: Any) -> Iterator[None]:
-    with autograd.saved_tensors_hooks_enabled(), hooks:
-        yield
-
-
 def _around() -> Any:
     """The hooks that somebody else has put around a call."""
     found = autograd.saved_tensors_hooks()
     own = found is not None and isinstance(getattr(found[0], "__self__", None), SavedTensorHooks)
     return None if own else found
-
-
-@functools.cache
-def _offloads_nothing(name: str) -> None:
-    """Says so once for each stage."""
-    _log.warning(
-        'stage %s: remat="offload" keeps activations in the memory of the host, where they are anyway on a mesh of '
-        'CPUs: it changes nothing here. remat=True saves memory everywhere, and remat=shardfn.offload("disk") too',
-        name,
-    )

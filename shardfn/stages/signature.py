@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import optree
 import torch
@@ -23,27 +23,8 @@ from shardfn.quant.packed import Packed, is_packed
 from shardfn.shards.buffer import ALIGNMENT
 from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards
 from shardfn.shards.placement import Keep, keep_of
-from shardfn.stages.offloading import Offload
-from shardfn.stages.wires import Wire
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `stage` was asked for; see there."""
-
-    remat: Any = False
-    reshard: bool | Literal["step"] | None = None
-    prefetch: int = 1
-    gather_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    gather: Format | None = None
-    reduce: Format | None = None
-    input_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-
-    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of shards of a dtype are summed in."""
-        return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
+from shardfn.stages.compressed import Wire
+from shardfn.stages.options import Offload, Options
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +107,9 @@ class Signature:
     computes: bool = True
     compared: bool = False
 
+    def __str__(self) -> str:
+        return f"stage {self.name} ({self.stage!r})"
+
     @functools.cached_property
     def stage(self) -> str:
         """What this call is called in messages and in the ledger."""
@@ -178,10 +162,10 @@ class Signature:
     def plan(self, shards: Sequence[Tensor]) -> GatherPlan:
         """How these shards travel."""
         dtypes = tuple([shard.dtype for shard in shards])
-        found = self.known.get(dtypes)
-        if found is None:
-            found = self.known[dtypes] = plan_of(self.options, self.layouts, dtypes)
-        return found
+        plan = self.known.get(dtypes)
+        if plan is None:
+            plan = self.known[dtypes] = plan_of(self.options, self.layouts, dtypes)
+        return plan
 
     @functools.cached_property
     def packed(self) -> list[Packed]:
@@ -197,8 +181,8 @@ class Signature:
         for source in self.sources:
             if source[0] in self.shards:
                 n = len(source)
-                made = assemble(self.layouts[at : at + n], views[at : at + n])
-                outer.append(decoded(made, decode or self.decode) if self.packed else made)
+                parameters = assemble(self.layouts[at : at + n], views[at : at + n])
+                outer.append(decoded(parameters, decode or self.decode) if self.packed else parameters)
                 at += n
             else:
                 x, whole = leaves[source[0]], self.wholes.get(source[0])
@@ -221,17 +205,17 @@ class Signature:
             same = False
         if not same:
             raise RuntimeError(
-                f"stage {self.name} ({self.stage!r}): its function writes into a list or a dict among its arguments. "
-                f"It has a copy, since it may run again in backward, and what it writes would be lost: return it"
+                f"{self}: its function writes into a list or a dict among its arguments. It has a copy, since it may "
+                f"run again in backward, and what it writes would be lost: return it"
             )
 
     def closed_over(self) -> list[Any]:
         """What the function closes over itself."""
-        found = []
+        contents = []
         for cell in self._cells:
             with contextlib.suppress(ValueError):  # an empty one
-                found.append(cell.cell_contents)
-        return found
+                contents.append(cell.cell_contents)
+        return contents
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Tensors that the function's code names and does not get: what it closes over, and globals; for messages."""
@@ -279,8 +263,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
                 f"stage {name}: its parameters are on different meshes: {layouts[0].stage!r} on ({layouts[0].grid}), "
                 f"{layout.stage!r} on ({layout.grid})"
             )
-        together = [one for one in layouts if one.stage == layout.stage and one.tree == layout.tree]
-        if sum(len(entry.leaves) for one in together for entry in one.entries) % layout.tree.num_leaves:
+        buffers = [other for other in layouts if other.stage == layout.stage and other.tree == layout.tree]
+        if sum(len(entry.leaves) for other in buffers for entry in other.entries) % layout.tree.num_leaves:
             raise ValueError(
                 f"stage {name}: {layout.stage!r} has parameters in several buffers, of which {layout} came alone: "
                 f"pass all that shard() put in its place"
@@ -288,8 +272,8 @@ def signature_of(name: str, function: Callable[..., Any], options: Options, args
     values = (args, tuple(kwargs.values()))
     containers = optree.tree_leaves(values, is_leaf=lambda x: is_stage(x) or isinstance(x, (list, dict, deque)))
     writable = any(isinstance(x, (list, dict, deque)) and not is_stage(x) for x in containers)
-    known = outer, tuple(sources), tuple(shards), tuple(layouts), wholes
-    return Signature(name, function, options, *known, writable=writable)
+    structure = outer, tuple(sources), tuple(shards), tuple(layouts), wholes
+    return Signature(name, function, options, *structure, writable=writable)
 
 
 def plan_of(options: Options, layouts: tuple[Layout, ...], dtypes: tuple[torch.dtype, ...]) -> GatherPlan:
@@ -308,7 +292,7 @@ def _plan_of(
     layouts: tuple[Layout, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> GatherPlan:
-    made, at = [], 0
+    gathers, at = [], 0
     for layout, own in zip(layouts, dtypes, strict=True):
         dtype = gather_dtype if gather_dtype and own.is_floating_point else own
         moves = layout.size > 1 or dtype != own or layout.placement.tiers.params != "device"
@@ -318,9 +302,9 @@ def _plan_of(
         whole = layout.secondary is not None or layout.placement.hierarchical
         tag = _tag(layout, dtype if wire is None else wire, min(tail, ALIGNMENT) if wire is None else ALIGNMENT)
         encoded = up(stop)
-        made.append(Gather(layout, dtype, at, stop, moves, tag, whole, wire, encoded))
+        gathers.append(Gather(layout, dtype, at, stop, moves, tag, whole, wire, encoded))
         at = encoded if wire is None else up(encoded + layout.size * wire.length)
-    return GatherPlan(tuple(made), at)
+    return GatherPlan(tuple(gathers), at)
 
 
 def up(nbytes: int) -> int:
@@ -359,3 +343,8 @@ def decoded(tree: Any, decode: Callable[[Packed], Tensor]) -> Any:
 def cast(x: Any, dtype: torch.dtype | None) -> Any:
     """Floating tensors in another dtype, other things as they are."""
     return x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def cast_all(tree: Any, dtype: torch.dtype) -> Any:
+    """The same for each leaf of a result."""
+    return optree.tree_map(lambda x: cast(x, dtype), tree)

@@ -6,42 +6,35 @@ derivative, a tangent, a batch, runs the composition of collectives that the sta
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import optree
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from shardfn.check import recording
-from shardfn.collectives import functional
-from shardfn.collectives.ledger import attributed_to
 from shardfn.compat import dynamo, functorch
-from shardfn.mesh.axes import known_axes
-from shardfn.mesh.scope import current_mesh, mesh_of, scope
-from shardfn.quant.formats import Format, check_format
-from shardfn.shards.layout import FlatShard, Layout, is_stage, stage_shards
+from shardfn.mesh.grid import Grid
+from shardfn.mesh.scope import mesh_of
+from shardfn.quant.formats import Format
+from shardfn.shards.layout import FlatShard, is_stage, stage_shards
 from shardfn.shards.partition import with_leaves
-from shardfn.stages import following, traced
-from shardfn.stages.bases import refuse_bases
 from shardfn.stages.call import Call, SharedMemory
+from shardfn.stages.composition import composed, traced
 from shardfn.stages.engine import Engine, engine_of
-from shardfn.stages.offloading import Offload, offload
-from shardfn.stages.prefetch import PrefetchOrder
-from shardfn.stages.refusals import enter, refuse_inside, refuse_mixed, refuse_reentrant, running
-from shardfn.stages.signature import Options, Signature, cast, signature_of, wire_of
+from shardfn.stages.options import Options, Remat
+from shardfn.stages.prefetch import Group, PrefetchOrder
+from shardfn.stages.refusals import refuse_inside, refuse_reentrant
+from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-Remat = bool | Literal["offload"] | Offload | Callable[..., Any] | Sequence[Any]
 
 
 @overload
@@ -130,12 +123,10 @@ def stage(
     Example:
         ``block = stage(block, remat=True)``, then ``for p in layers(params["blocks"]): x = block(p, x)``
     """
-    options = Options(
-        _policy(remat), reshard, prefetch, gather_dtype, reduce_dtype, gather, reduce, input_dtype, output_dtype
-    )
-    _check_options(options)
+    asked = Options(remat, reshard, prefetch, gather_dtype, reduce_dtype, gather, reduce, input_dtype, output_dtype)
+    options = asked.checked()
     if fn is None:
-        return functools.partial(stage, **{**vars(options), "remat": remat})
+        return functools.partial(stage, **vars(asked))
     return made(getattr(fn, "__name__", type(fn).__name__), fn, options)
 
 
@@ -151,19 +142,19 @@ class Made:
 
 def made(name: str, function: Callable[..., Any], options: Options, computes: bool = True) -> Callable[..., Any]:
     """A stage; one that does not compute takes part where other ranks call one of its name that does."""
-    known: dict[Any, Signature] = {}
+    signatures: dict[Any, Signature] = {}
 
     @functools.wraps(function)
     def staged(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             with dynamo.one_graph():
-                return traced.called(name, function, options, args, kwargs)
+                return traced(name, function, options, args, kwargs)
         leaves, tree = optree.tree_flatten((args, kwargs))
         # The layouts are in the tree too, but optree leaves them out of its hash.
         key = (tree, *[arg.layout for arg in args if type(arg) is FlatShard])
-        signature = known.get(key)
+        signature = signatures.get(key)
         if signature is None:
-            signature = known[key] = signature_of(name, function, options, args, kwargs)
+            signature = signatures[key] = signature_of(name, function, options, args, kwargs)
             signature.computes = computes
         if not signature.shards:
             return signature.call(leaves, ()) if signature.wholes else function(*args, **kwargs)
@@ -178,16 +169,14 @@ class Layers(Sequence[T]):
 
     def __init__(self, items: Iterable[T]) -> None:
         self._items = list(items)
-        self._orders: list[PrefetchOrder] = []
-        shards = [_every_flat(item) for item in self._items]
-        for grid in dict.fromkeys(flats[0].layout.grid for flats in shards if flats):
-            groups = [
-                (tuple([f.layout for f in flats]), tuple([f.values for f in flats]))
-                for flats in shards
-                if flats and flats[0].layout.grid == grid
-            ]
-            order = PrefetchOrder(groups)
-            self._orders.append(order)
+        groups: dict[Grid, list[Group]] = {}
+        for item in self._items:
+            flats: list[Any] = [item] if type(item) is FlatShard else _flats(item)
+            if flats:
+                group = tuple([flat.layout for flat in flats]), tuple([flat.values for flat in flats])
+                groups.setdefault(flats[0].layout.grid, []).append(group)
+        self._orders = {grid: PrefetchOrder(some) for grid, some in groups.items()}
+        for grid, order in self._orders.items():
             engine_of(mesh_of(grid, "layers: a stage")).prefetch.announce(order)
 
     def __getitem__(self, i: Any) -> Any:
@@ -222,14 +211,75 @@ def layers(items: Iterable[T]) -> Sequence[T]:
     return list(items) if torch.compiler.is_compiling() else Layers(items)
 
 
-def _every_flat(item: Any) -> list[FlatShard]:
-    if type(item) is FlatShard:
-        return [item]
-    return [flat for part in optree.tree_leaves(item, is_leaf=is_stage) for flat in _flats(part)]
+def _flats(item: Any) -> list[FlatShard]:
+    parts = optree.tree_leaves(item, is_leaf=is_stage)
+    return [flat for part in parts if is_stage(part) for flat in stage_shards(part)]
 
 
-def _flats(part: Any) -> list[FlatShard]:
-    return stage_shards(part) if is_stage(part) else []
+def skip(stage: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Tensor:
+    """Takes part in other ranks' call of a stage without computing: in its gather, and with zeros in its gradient.
+
+    All ranks call the same stages in the same order. A rank that has no use for one, such as a layer of an image
+    encoder when its batch has no images, skips it at the place where other ranks call it.
+
+    Args:
+        stage: what `shardfn.stage` returned; or, inside a call of what `interop.functional` returned, a module that is
+            one of its stages, whose parameters that call has.
+        *args: the parameters, at the same places among the arguments as in a call. Of other tensors the values are not
+            used, only whether they need a gradient: pass on the zero from the layer before, as a call would get that
+            layer's result. Where the parameters are frozen, backward comes here only for such a tensor.
+        **kwargs: the same for arguments that are passed by name.
+
+    Returns:
+        A zero: 0-d, in bfloat16 or the stage's `output_dtype`, with a derivative of zero in all arguments. Use the last
+        one as the others use the result, or add it to the loss: by it this rank's backward comes to the stages that it
+        skipped. Only `value_and_grad`, `grad` and `accumulate` find them without it, where no other transform runs
+        around them; a derivative of a derivative needs it used as the result is.
+
+    Raises:
+        TypeError: something other than a stage.
+        torch._dynamo.exc.UserError: under `torch.compile`, where all ranks run one graph.
+
+    Example:
+        ``run = block if has_images else partial(sf.skip, block)``, then
+        ``for p in sf.layers(params["images"]): x = run(p, x)``
+    """
+    if torch.compiler.is_compiling():
+        with dynamo.one_graph():
+            dynamo.refuse_in_graph(
+                "skip: under torch.compile all ranks run the same graph, so none can skip a stage: compile the "
+                "function inside the stage, shardfn.stage(torch.compile(f)), and call skip outside"
+            )
+    own = getattr(getattr(stage, "forward", None), "_shardfn_skip", None)
+    if own is not None:
+        zero: Tensor = own(*args, **kwargs)
+        return zero
+    what: Made | None = getattr(stage, "_shardfn_made", None)
+    if what is None or getattr(stage, "__wrapped__", None) is not what.function:
+        raise TypeError(
+            f"skip: {getattr(stage, '__name__', stage)!r} is not a stage, but a {type(stage).__name__}: pass what "
+            f"shardfn.stage returned, and then the parameters"
+        )
+    if what.skipping is None:
+        what.skipping = made(what.name, _zero(what.function), what.options, computes=False)
+    result: Tensor = what.skipping(*args, **kwargs)
+    return result
+
+
+def _zero(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of a function, as which it is known: zero, with derivatives of zero in all arguments."""
+
+    @functools.wraps(function)
+    def zero(*args: Any, **kwargs: Any) -> Tensor:
+        total = torch.zeros((), dtype=torch.bfloat16)  # no loss becomes wider when it is added
+        for x in optree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
+                nothing = (x if x.ndim else x.view(1))[..., :0]  # a product with 0 would be nan for inf
+                total = total + nothing.sum().real
+        # Not linear, so that derivatives of derivatives come here, too, on all ranks or on none.
+        return torch.expm1(total).to(torch.bfloat16)
+
+    return zero
 
 
 def _called(signature: Signature, leaves: list[Any]) -> Any:
@@ -238,9 +288,9 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     if signature.only_at_axes:
         signature.refuse_elsewhere()
     if functorch.inside_batching_or_forward():
-        return _composed(signature, leaves, mesh)
+        return composed(signature, leaves, mesh)
     if signature.shares_memory and functorch.inside_transform():
-        return _composed(signature, leaves, mesh)
+        return composed(signature, leaves, mesh)
     refuse_inside(signature)
     shards = _checked(signature, leaves)
     taken = set(signature.shards)
@@ -249,8 +299,8 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     for x in inputs:
         if x.layout is not torch.strided:
             raise TypeError(
-                f"stage {signature.name} ({signature.stage!r}): a tensor of shape {tuple(x.shape)} among its arguments "
-                f"is sparse ({x.layout}), which stages do not take: pass x.to_dense(), or its indices and values"
+                f"{signature}: a tensor of shape {tuple(x.shape)} among its arguments is sparse ({x.layout}), which "
+                f"stages do not take: pass x.to_dense(), or its indices and values"
             )
     needs = _needs(signature, shards, inputs)
     static = list(leaves)
@@ -271,7 +321,7 @@ def _called(signature: Signature, leaves: list[Any]) -> Any:
     except SharedMemory:
         signature.shares_memory = True
         with call.surroundings.again():
-            return _composed(signature, leaves, mesh)
+            return composed(signature, leaves, mesh)
 
 
 class _Staged:
@@ -287,7 +337,7 @@ class _Staged:
         call = self.call
         leaves = with_leaves(call.leaves, (*call.signature.shards, *call.at), tensors)
         with call.surroundings.again():
-            result = _composed(call.signature, leaves, call.mesh)
+            result = composed(call.signature, leaves, call.mesh)
         return tuple(call.outputs(result, tensors[len(call.signature.shards) :], transformed=True))
 
     def fwd(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -310,51 +360,6 @@ class _Staged:
     ) -> list[Tensor | None]:
         """Gradients of shards and inputs; None for those that the step takes, too."""
         return self.engine.backward(self.call, needs, cotangents, tuple(residuals), self.collects)
-
-
-def _composed(signature: Signature, leaves: Sequence[Any], mesh: DeviceMesh) -> Any:
-    """What a stage means: its function on parameters that differentiable collectives gather."""
-    options = signature.options
-    mixed = [cast(leaf, options.input_dtype) for leaf in leaves]
-    enter(signature)
-    try:
-        with (
-            attributed_to(signature.stage, scheduled=False),
-            scope(mesh, known_axes(mesh)) if current_mesh() is not mesh else contextlib.nullcontext(),
-        ):
-            whole = [_whole(leaves[i], layout, options) for i, layout in _shards(signature)]
-            try:
-                result = signature.call(mixed, whole)
-            except RuntimeError as error:
-                refuse_mixed(signature, error, whole, mixed)
-                raise
-    finally:
-        running.stage = None
-    return optree.tree_map(lambda y: cast(y, options.output_dtype), result) if options.output_dtype else result
-
-
-def _shards(signature: Signature) -> Iterator[tuple[int, Layout]]:
-    return zip(signature.shards, signature.layouts, strict=True)
-
-
-def _whole(values: Tensor, layout: Layout, options: Options) -> list[Tensor]:
-    """The parameters of a shard, differentiably. Gradients are summed in the wider of the dtypes asked for."""
-    shard = values
-    lower = (options.gather_dtype or values.dtype) if values.dtype.is_floating_point else values.dtype
-    wire = wire_of(layout, values.dtype, options.gather)
-    if wire is not None:
-        values = wire.rounded(values, lower)
-    if lower != values.dtype:
-        values = values.to(lower).to(torch.promote_types(options.sum_dtype(values.dtype), lower))
-    if layout.grid.size(layout.placement.replicas) > 1:
-        values = functional.pvary(values, layout.placement.replicas)
-    if layout.size > 1:
-        refuse_bases(values, layout)
-        values = functional.all_gather(values, layout.placement.axes)
-    views = layout.views(values.to(lower))
-    if (recorder := recording.current()) is not None:
-        following.parameters(recorder, layout, shard, views)
-    return views
 
 
 def _needs(signature: Signature, shards: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[bool]:
@@ -391,38 +396,3 @@ def _checked(signature: Signature, leaves: Sequence[Any]) -> tuple[Tensor, ...]:
             )
         shards.append(values.resolve_conj().resolve_neg() if values.is_conj() or values.is_neg() else values)
     return tuple(shards)
-
-
-def _policy(remat: Remat) -> Any:
-    if isinstance(remat, (bool, Offload)):
-        return remat
-    if isinstance(remat, str) and remat == "offload":
-        return offload()
-    if remat is offload:
-        raise TypeError("stage: remat=offload is the function that makes a value: remat=offload(), or offload('disk')")
-    if callable(remat) or (isinstance(remat, (list, tuple)) and remat):
-        return functools.partial(create_selective_checkpoint_contexts, remat if callable(remat) else list(remat))
-    raise TypeError(f'stage: remat={remat!r}; it is True, False, offload(...), "offload", a policy or a list of ops')
-
-
-def _check_options(options: Options) -> None:
-    if not isinstance(options.prefetch, int) or isinstance(options.prefetch, bool) or options.prefetch < 0:
-        raise ValueError(f"stage: prefetch={options.prefetch!r}; it is how many gathers run ahead, 0 or more")
-    if options.reshard not in (None, True, False, "step"):
-        raise ValueError(
-            f'stage: reshard={options.reshard!r}; it is True, False, "step", or None, as the strategy says'
-        )
-    for name in ("gather", "reduce"):
-        check_format(getattr(options, name), f"stage: {name}")
-    for name in ("gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"):
-        dtype = getattr(options, name)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"stage: {name}={dtype!r}; it is a floating torch.dtype, or None")
-        if dtype is not None and dtype.itemsize == 1:
-            raise ValueError(
-                f"stage: {name}={dtype}: numbers of 8 bits need a scale, without which they are off by a tenth or "
-                f"overflow: use torch.bfloat16, or {name.removesuffix('_dtype')}=shardfn.quant.fp8_e4m3()"
-                if name in ("gather_dtype", "reduce_dtype")
-                else f"stage: {name}={dtype}: numbers of 8 bits need a scale, without which they are off by a tenth or "
-                f"overflow: use torch.bfloat16, or scale and cast inside the stage's function"
-            )

@@ -116,8 +116,8 @@ class Tape:
 
 def key_of(tape: Tape | None, step: Step | None, keep: Keep, plan: GatherPlan, which: Identities) -> Key:
     """What a slot must hold: by the tape's number, or what all tapes of a step have in common, and which shards."""
-    one = step if keep == "step" else tape
-    return (0 if one is None else one.number, plan, which)
+    scope = step if keep == "step" else tape
+    return (0 if scope is None else scope.number, plan, which)
 
 
 def identities(shards: Sequence[Tensor]) -> Identities:

@@ -27,16 +27,11 @@ def arrivals(every: Iterable[Tensor]) -> Iterator[Tensor]:
     Raises:
         RuntimeError: something cannot be read.
     """
-    rest = iter(every)
-    coming: deque[tuple[Tensor, Reading | None]] = deque()
-
-    def start() -> None:
-        coming.extend((x, reading(x, ROOM)) for x in islice(rest, 1))
-
-    start()
+    rest = ((x, reading(x, ROOM)) for x in every)  # which starts to read it when it is its turn
+    coming = deque(islice(rest, 1))
     try:
         while coming:
-            start()
+            coming.extend(islice(rest, 1))
             x, under_way = coming[0]
             if under_way is not None:
                 under_way.wait()
@@ -44,8 +39,8 @@ def arrivals(every: Iterable[Tensor]) -> Iterator[Tensor]:
             yield x
             _end(coming.popleft()[1])
     finally:
-        for _, one in coming:
-            _end(one)
+        for _, under_way in coming:
+            _end(under_way)
 
 
 def _end(one: Reading | None) -> None:
@@ -90,9 +85,9 @@ def read(x: Tensor) -> Tensor:
     """A tensor's numbers, in memory of their own if they are on disk."""
     if not on_disk(x):
         return x
-    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    copy_(made, x)
-    return made
+    memory = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    copy_(memory, x)
+    return memory
 
 
 @contextlib.contextmanager
@@ -102,9 +97,9 @@ def filling(x: Tensor) -> Iterator[Tensor]:
         yield x
         settle(x)
         return
-    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    yield made
-    copy_(x, made)
+    memory = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    yield memory
+    copy_(x, memory)
 
 
 def clone(x: Tensor, file: File | None = None) -> Tensor:
@@ -116,11 +111,11 @@ def clone(x: Tensor, file: File | None = None) -> Tensor:
     """
     place = place_of(x)
     if place is None:
-        made = x.clone()
-        return made.pin_memory() if torch.cuda.is_available() and x.is_pinned() else made
-    made = tensors.empty(tuple(x.shape), x.dtype, file or place.stretch.file)
-    copy_(made, x)
-    return made
+        copied = x.clone()
+        return copied.pin_memory() if torch.cuda.is_available() and x.is_pinned() else copied
+    copied = tensors.empty(tuple(x.shape), x.dtype, file or place.stretch.file)
+    copy_(copied, x)
+    return copied
 
 
 def deepcopy(x: Any, memo: dict[int, Any]) -> Any:

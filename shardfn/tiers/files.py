@@ -40,9 +40,9 @@ def sweep() -> None:
         plain, direct, addresses = _ended.popleft()
         for address, nbytes in addresses:
             mapping.unmapped(address, nbytes)
-        for one in (plain, direct):
-            if one != _NONE:
-                os.close(one)
+        for descriptor in (plain, direct):
+            if descriptor != _NONE:
+                os.close(descriptor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +117,8 @@ class File:
 
     def room(self) -> int:
         """How many bytes more the file system has for it."""
-        found = os.fstatvfs(self.plain)
-        return found.f_bavail * found.f_frsize
+        system = os.fstatvfs(self.plain)
+        return system.f_bavail * system.f_frsize
 
     def take(self, nbytes: int) -> tuple[Stretch, bool]:
         """A stretch of so many bytes at least, and whether it is new, and so full of zeros.
@@ -169,12 +169,12 @@ class File:
 
     def _refuse_cut(self, verb: str, nbytes: int) -> None:
         had = self._length  # before one looks: it may grow meanwhile
-        found = os.fstat(self.plain).st_size
-        if found < had:
+        nbytes_now = os.fstat(self.plain).st_size
+        if nbytes_now < had:
             raise OSError(
                 errno.EIO,
                 f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: the file ends at "
-                f"{found} bytes and had {had}: something else has cut it off. What it held is lost: start "
+                f"{nbytes_now} bytes and had {had}: something else has cut it off. What it held is lost: start "
                 f"again from the last checkpoint",
             )
 

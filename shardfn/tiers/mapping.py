@@ -32,10 +32,10 @@ def mapped(descriptor: int, offset: int, nbytes: int) -> int:
         OSError: there is no room for it among the process's addresses.
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    found = _libc().mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, offset)
-    if found == _FAILED:
+    address = _libc().mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, offset)
+    if address == _FAILED:
         _fail()
-    return int(found)
+    return int(address)
 
 
 def unmapped(address: int, nbytes: int) -> None:
@@ -71,9 +71,9 @@ def private(path: str, inside: int) -> tuple[int, int] | None:
     except OSError:  # a system that does not tell
         return None
     inode = str(os.stat(path).st_ino)
-    for where, access, _, _, found, *_ in rows:
+    for where, access, _, _, number, *_ in rows:
         start, _, stop = where.partition("-")
-        if found == inode and access.endswith("p") and int(start, 16) <= inside < int(stop, 16):
+        if number == inode and access.endswith("p") and int(start, 16) <= inside < int(stop, 16):
             return int(start, 16), int(stop, 16) - int(start, 16)
     return None
 

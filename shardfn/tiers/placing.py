@@ -34,8 +34,8 @@ def file_of(mesh: DeviceMesh, kind: str) -> File:
 
 
 def _folder(mesh: DeviceMesh, kind: str) -> str:
-    said = (per_mesh(one, "scratch", str) for one in (mesh, *grid_of(mesh).meshes()))  # a mesh may be made again
-    named: str = next(filter(None, said), os.environ.get(SCRATCH, ""))
+    folders = (per_mesh(each, "scratch", str) for each in (mesh, *grid_of(mesh).meshes()))  # a mesh may be made again
+    named: str = next(filter(None, folders), os.environ.get(SCRATCH, ""))
     if not named:
         raise ValueError(
             f"{kind} are to be on disk, but nobody has said where: pass a folder on a local disk, make_mesh(..., "
@@ -72,11 +72,11 @@ def put(x: Tensor, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
         return x
     shape = tuple(x.shape)
     if tier == "disk":
-        made = tensors.empty(shape, x.dtype, file_of(mesh, kind))
+        placed = tensors.empty(shape, x.dtype, file_of(mesh, kind))
     else:
-        made = new(shape, x.dtype, tier, kind, mesh)
-    copying.copy_(made, x.detach())
-    return made
+        placed = new(shape, x.dtype, tier, kind, mesh)
+    copying.copy_(placed, x.detach())
+    return placed
 
 
 def plain(x: object) -> bool:

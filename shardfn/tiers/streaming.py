@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.tiers.lanes import lanes_of
+from shardfn.tiers.copy_streams import copy_streams
 from shardfn.tiers.tensors import place_of
 from shardfn.tiers.transfers import Reading, Transfer, reading, writing
 
@@ -77,40 +77,40 @@ class _Passage:
     def change(self) -> None:
         """Changes it, once it is read, and starts to write it."""
         window, here = self.window, []
-        for x, one in zip(window.columns, self.readings, strict=True):
-            if one is not None:
-                one.wait()
-            here.append(x if one is None else one.values)
+        for x, coming in zip(window.columns, self.readings, strict=True):
+            if coming is not None:
+                coming.wait()
+            here.append(x if coming is None else coming.values)
         device = _where(window, here)
         if all(x.device == device for x in here):
             window.change(here)
         elif device.type == "cpu":  # gradients that an accelerator still has
             window.change([x.to(device) for x in here])
         else:
-            lanes = lanes_of(device)
-            moved = lanes.bring(here)
+            beside = copy_streams(device)
+            moved = beside.bring(here)
             window.change(moved)
             each = zip(here, moved, window.kept, strict=True)
-            self.out = lanes.take_out([(x, new) for x, new, kept in each if kept and new is not x])
-        for x, one, kept in zip(window.columns, self.readings, window.kept, strict=True):
-            if one is not None and kept:
-                self.writings.append(writing(x, one.values, after=self.out))
+            self.out = beside.take_out([(x, new) for x, new, kept in each if kept and new is not x])
+        for x, coming, kept in zip(window.columns, self.readings, window.kept, strict=True):
+            if coming is not None and kept:
+                self.writings.append(writing(x, coming.values, after=self.out))
 
     def end(self) -> None:
         """Until it is written."""
-        for each in self.writings:
-            each.wait()
+        for transfer in self.writings:
+            transfer.wait()
         if self.out is not None:
             self.out.synchronize()
-        for one in (*self.writings, *self.readings):
-            if one is not None:
-                one.give_back()
+        for transfer in (*self.writings, *self.readings):
+            if transfer is not None:
+                transfer.give_back()
 
     def give_up(self) -> None:
         """Nobody waits for it. A buffer that is written from is not given to others: it goes when that has ended."""
-        for one in self.writings or self.readings:
-            if one is not None:
-                one.give_up()
+        for transfer in self.writings or self.readings:
+            if transfer is not None:
+                transfer.give_up()
 
 
 def _where(window: Window, here: Sequence[Tensor]) -> torch.device:

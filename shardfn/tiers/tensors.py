@@ -60,10 +60,10 @@ def collect() -> None:
 
 def place_of(x: Tensor) -> Place | None:
     """Where on disk a tensor is; None of one that is in memory, not in order, or not what its bytes say."""
-    known = None if x.is_conj() or x.is_neg() else _stretch_of(x)
-    if known is None or not x.is_contiguous():
+    found = None if x.is_conj() or x.is_neg() else _stretch_of(x)
+    if found is None or not x.is_contiguous():
         return None
-    stretch, end = known
+    stretch, end = found
     start = int(x.storage_offset()) * x.dtype.itemsize
     return Place(stretch, start, start + x.numel() * x.dtype.itemsize, end)
 

@@ -31,13 +31,13 @@ def patience() -> float:
     Raises:
         ValueError: it is no such number.
     """
-    said = os.environ.get("SHARDFN_DISK_TIMEOUT", "300")
+    text = os.environ.get("SHARDFN_DISK_TIMEOUT", "300")
     try:
-        seconds = float(said)
+        seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not seconds > 0:
-        raise ValueError(f"SHARDFN_DISK_TIMEOUT={said!r}; it is a number of seconds, greater than 0")
+        raise ValueError(f"SHARDFN_DISK_TIMEOUT={text!r}; it is a number of seconds, greater than 0")
     return min(seconds, threading.TIMEOUT_MAX)
 
 
@@ -74,14 +74,14 @@ class Buffers:
         rounded = -(-nbytes // UNIT) * UNIT
         with self._lock:
             spare = self._spare.get(rounded)
-            found = spare.pop(0) if spare else None  # the one that has been free for longest
-            self.nbytes += 0 if found else rounded
-        if found is None:
+            buffer = spare.pop(0) if spare else None  # the one that has been free for longest
+            self.nbytes += 0 if buffer else rounded
+        if buffer is None:
             return Buffer(rounded)
-        if found.busy is not None:
-            found.busy.synchronize()
-            found.busy = None
-        return found
+        if buffer.busy is not None:
+            buffer.busy.synchronize()
+            buffer.busy = None
+        return buffer
 
     def give_back(self, buffer: Buffer, busy: Any = None) -> None:
         """One is used no more, or not after an event. In the debug mode it is full of nan, or -1, then."""
@@ -144,18 +144,17 @@ _starting = threading.Lock()
 
 def _pool() -> queue.SimpleQueue[_Task]:
     """What the threads of this process do; they do not live on in a fork."""
-    found = _pools.get(os.getpid())
-    if found is None:
-        with _starting:
-            found = _pools.get(os.getpid())
-            if found is None:
-                found = queue.SimpleQueue()
-                for number in range(THREADS):
-                    # One that a disk never answers must not keep the process from ending.
-                    name = f"shardfn-disk-{number}"
-                    threading.Thread(target=_serve, args=(found,), name=name, daemon=True).start()
-                _pools[os.getpid()] = found
-    return found
+    tasks = _pools.get(os.getpid())
+    if tasks is not None:  # without the lock, which a fork could find taken for ever
+        return tasks
+    with _starting:  # two that ask first would start twice as many
+        tasks = _pools.get(os.getpid())
+        if tasks is None:
+            tasks = _pools[os.getpid()] = queue.SimpleQueue()
+            for number in range(THREADS):
+                # One that a disk never answers must not keep the process from ending.
+                threading.Thread(target=_serve, args=(tasks,), name=f"shardfn-disk-{number}", daemon=True).start()
+        return tasks
 
 
 def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
@@ -239,9 +238,9 @@ def reading(x: Tensor, room: int = 0, own: Buffer | None = None) -> Reading | No
     buffer = buffers.take(max(last - first, room)) if own is None else None
     memory = (own or buffer).bytes[: last - first]  # type: ignore[union-attr]
     parts = _parts(file.read, place.stretch.offset + first, memory, x)
-    made = Reading(parts, buffer, f"reading {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}")
-    made.values = memory[place.start - first : place.stop - first].view(x.dtype).view(x.shape)
-    return made
+    coming = Reading(parts, buffer, f"reading {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}")
+    coming.values = memory[place.start - first : place.stop - first].view(x.dtype).view(x.shape)
+    return coming
 
 
 def writing(x: Tensor, source: Tensor, room: int = 0, after: Any = None) -> Transfer:
@@ -271,19 +270,19 @@ def writing(x: Tensor, source: Tensor, room: int = 0, after: Any = None) -> Tran
         own = plain
     memory = own.as_strided((len(plain) + padding,), (1,))
     what = f"writing {x.nbytes / 1e6:.1f} MB of {file.kind} in {file.folder!r}"
-    made = Transfer(_parts(file.write, offset, memory, (x, source), after), buffer, what)
+    transfer = Transfer(_parts(file.write, offset, memory, (x, source), after), buffer, what)
     torch.autograd.graph.increment_version(x)
-    return made
+    return transfer
 
 
 def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: Any = None) -> list[Any]:
     """A transfer in parts, which begin where the file is aligned; they keep what must outlive them."""
     bytes_ = memoryview(mapping.buffer_at(memory.data_ptr(), len(memory))).cast("B")
-    found, at = [], 0
+    parts, at = [], 0
     while at < len(memory):
         stop = min(len(memory), at + AT_ONCE - (offset + at) % ALIGNMENT)
         future: Future[None] = Future()
         _pool().put(_Task(future, move, offset + at, bytes_[at:stop], (memory, keeps), after))
-        found.append(future)
+        parts.append(future)
         at = stop
-    return found
+    return parts

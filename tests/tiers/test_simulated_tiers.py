@@ -72,9 +72,9 @@ def test_what_is_kept_on_the_host_is_there_after_steps(name: str, kinds: tuple[s
 
 WAITS = {
     "params": {"ahead.py", "streaming.py"},  # copies of what the step overwrites; new parameters
-    "grads": {"leaving.py", "streaming.py"},
+    "grads": {"grad_offload.py", "streaming.py"},
     "state": {"streaming.py"},
-    "params+grads+state": {"ahead.py", "leaving.py"},  # the step is the host's own
+    "params+grads+state": {"prefetch.py", "grad_offload.py"},  # the step is the host's own
 }
 
 

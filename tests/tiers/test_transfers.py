@@ -18,9 +18,9 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.tiers import copying, streaming, tensors, transfers
-from shardfn.tiers.ahead import Ahead
 from shardfn.tiers.files import File
-from shardfn.tiers.leaving import Leaving
+from shardfn.tiers.grad_offload import GradOffload
+from shardfn.tiers.prefetch import DiskPrefetch
 from shardfn.tiers.transfers import Buffers, reading, writing
 from tests.tiers.setting import Held, disk, failing, late, refusing_direct
 
@@ -318,7 +318,7 @@ def test_a_fork_reads_but_does_not_write(tmp_path: Path) -> None:
 
 
 def test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken(file: File) -> None:
-    there, ahead, reads = kept(file, drawn(500)), Ahead(), []
+    there, ahead, reads = kept(file, drawn(500)), DiskPrefetch(), []
     with disk(lambda what, offset: reads.append(what)):
         ahead.announce(there)
         ahead.announce(there)
@@ -337,7 +337,7 @@ def test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken(file:
 def test_what_changes_unseen_is_not_taken_from_before(file: File) -> None:
     """Nobody counts the changes of what inference made."""
     with torch.inference_mode():
-        there, ahead = tensors.empty((500,), torch.float64, file, zeros=True), Ahead()
+        there, ahead = tensors.empty((500,), torch.float64, file, zeros=True), DiskPrefetch()
         ahead.announce(there)
         there.fill_(3)
         one = ahead.take(there)
@@ -347,7 +347,7 @@ def test_what_changes_unseen_is_not_taken_from_before(file: File) -> None:
 
 
 def test_what_a_transform_made_is_not_announced(file: File) -> None:
-    there, ahead = kept(file, drawn(5, 4)), Ahead()
+    there, ahead = kept(file, drawn(5, 4)), DiskPrefetch()
 
     def f(x: Tensor) -> Tensor:
         ahead.announce(x)
@@ -359,7 +359,7 @@ def test_what_a_transform_made_is_not_announced(file: File) -> None:
 
 
 def test_what_nobody_takes_is_given_up_without_a_wait_or_an_error(file: File, fresh: Buffers) -> None:
-    there, ahead, held = [kept(file, drawn(5000, seed=k)) for k in range(6)], Ahead(), Held("read")
+    there, ahead, held = [kept(file, drawn(5000, seed=k)) for k in range(6)], DiskPrefetch(), Held("read")
 
     def fails(what: str, offset: int) -> None:
         held(what, offset)
@@ -383,8 +383,8 @@ def test_what_nobody_takes_is_given_up_without_a_wait_or_an_error(file: File, fr
 
 
 def leaving(file: File) -> Any:
-    made = Leaving(lambda: None)  # type: ignore[arg-type, return-value]
-    return made, mock.patch("shardfn.tiers.leaving.placing.file_of", return_value=file)
+    made = GradOffload(lambda: None)  # type: ignore[arg-type, return-value]
+    return made, mock.patch("shardfn.tiers.grad_offload.placing.file_of", return_value=file)
 
 
 def test_gradients_arrive_and_add_up_on_a_slow_disk(file: File) -> None:

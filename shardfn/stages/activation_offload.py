@@ -7,21 +7,26 @@ is on its way back meanwhile.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from shardfn.compat import autograd
+from shardfn.compat import autograd, dynamo, functorch
+from shardfn.stages.options import Offload
 from shardfn.stages.tape import StageRun, Tape
-from shardfn.tiers import mapping, tensors
+from shardfn.tiers import mapping, placing, tensors
 from shardfn.tiers.files import ALIGNMENT, File
 from shardfn.tiers.transfers import Buffer, Reading, Transfer, reading, writing
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 CHUNK = 2**23  # bytes that are written at once
 WRITING = 2**26  # bytes on their way to disk at once
@@ -65,39 +70,36 @@ class View:
         """
         memory = self.away.bring(self.activation)
         at = (int(memory.storage_offset()) + self.start) // self.dtype.itemsize
-        made = torch.empty(0, dtype=self.dtype, device=memory.device)
-        made.set_(memory.untyped_storage(), at, self.shape, self.strides)
-        return made.conj() if self.conj else made
+        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+        tensor.set_(memory.untyped_storage(), at, self.shape, self.strides)
+        return tensor.conj() if self.conj else tensor
 
 
+@dataclass(eq=False)
 class Activation:
     """A stretch of a storage. It takes memory on the device as long as `here` is there, or what is back.
 
     Attributes:
         here: the stretch itself, until it has left.
+        storage: a weak reference: as long as there is one, no other storage gets its number.
         host: the same in pinned memory, where the device has other memory than the host.
-        left: after which it is there.
+        left: an event, after which it is there.
         place: the same on disk.
         parts: how many parts of it are still to be written there.
         coming: it is being read.
         back: it is here again.
-        arrived: after which it is.
+        arrived: an event, after which it is.
     """
 
-    __slots__ = (  # noqa: RUF023  # in the order in which they come to be
-        "__weakref__", "here", "host", "left", "place", "parts", "coming", "back", "arrived", "storage",
-    )  # fmt: skip
-
-    def __init__(self, here: Tensor, storage: Any) -> None:
-        self.here: Tensor | None = here
-        self.host: Tensor | None = None
-        self.place: Tensor | None = None
-        self.coming: Reading | None = None
-        self.back: Tensor | None = None
-        self.left: Any = None
-        self.arrived: Any = None
-        self.parts = 0
-        self.storage = storage  # a weak reference: as long as there is one, no other storage gets its number
+    here: Tensor | None
+    storage: Any
+    host: Tensor | None = None
+    left: Any = None
+    place: Tensor | None = None
+    parts: int = 0
+    coming: Reading | None = None
+    back: Tensor | None = None
+    arrived: Any = None
 
 
 class Away:
@@ -125,72 +127,74 @@ class Away:
             file: on disk, where they go; None for the host.
         """
         self._settle()
-        found = _stretch(x)
-        if found is None or found[1] - found[0] < max(above, 1):
+        span = _stretch(x)
+        if span is None or span[1] - span[0] < max(above, 1):
             return None
-        start, stop = found
+        start, stop = span
         key = autograd.storage_of(x), x._version, start, stop
-        one = self._known.get(key)
-        if one is None:
-            one = self._known[key] = Activation(_bytes(x, start, stop), autograd.weak_storage(x))
-            self._send(one, stop - start, file)
+        activation = self._known.get(key)
+        if activation is None:
+            stretch = torch.empty(0, dtype=torch.uint8, device=x.device)
+            stretch.set_(x.untyped_storage(), start, (stop - start,), (1,))
+            activation = self._known[key] = Activation(stretch, autograd.weak_storage(x))
+            self._send(activation, stop - start, file)
         at = int(x.storage_offset()) * x.dtype.itemsize - start
         witness = x.detach()
         witness.data = x.new_empty(0)  # the count of writes stays what it was: that of the tensor that was saved
-        return View(self, one, at, x.dtype, x.shape, x.stride(), x.is_conj(), witness, x._version)
+        return View(self, activation, at, x.dtype, x.shape, x.stride(), x.is_conj(), witness, x._version)
 
-    def _send(self, one: Activation, nbytes: int, file: File | None) -> None:
+    def _send(self, activation: Activation, nbytes: int, file: File | None) -> None:
         if file is not None:
-            one.place = tensors.empty((nbytes,), torch.uint8, file)
-            one.parts = -(-nbytes // CHUNK)
+            activation.place = tensors.empty((nbytes,), torch.uint8, file)
+            activation.parts = -(-nbytes // CHUNK)
         if self.device.type == "cpu":
-            self._write(one)
+            self._write(activation)
         else:
-            self._copy(one, nbytes)
+            self._copy(activation, nbytes)
 
-    def _copy(self, one: Activation, nbytes: int) -> None:
+    def _copy(self, activation: Activation, nbytes: int) -> None:
         """Starts to copy to the host; its own memory must not be used for others before that has ended."""
-        assert one.here is not None, "it leaves once"
-        one.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        assert activation.here is not None, "it leaves once"
+        activation.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         side = self._beside()
         with self._module().stream(side):
-            one.host.copy_(one.here, non_blocking=True)
-            one.left = side.record_event()
-        self._copying.append(one)
+            activation.host.copy_(activation.here, non_blocking=True)
+            activation.left = side.record_event()
+        self._copying.append(activation)
         self._copied += nbytes
         while self._copied > COPYING and len(self._copying) > 1:
             self._end_copy()
 
     def _end_copy(self) -> None:
-        one = self._copying.popleft()
-        assert one.host is not None, "it is on its way"
-        self._now().wait_event(one.left)  # the memory goes to what is computed after that
-        self._copied -= one.host.nbytes
-        one.here = None
-        if one.place is not None:
-            one.left.synchronize()
-            self._write(one)
+        activation = self._copying.popleft()
+        assert activation.host is not None, "it is on its way"
+        self._now().wait_event(activation.left)  # the memory goes to what is computed after that
+        self._copied -= activation.host.nbytes
+        activation.here = None
+        if activation.place is not None:
+            activation.left.synchronize()
+            self._write(activation)
 
-    def _write(self, one: Activation) -> None:
-        source = one.here if one.host is None else one.host
+    def _write(self, activation: Activation) -> None:
+        source = activation.here if activation.host is None else activation.host
         assert source is not None, "it has not left"
-        assert one.place is not None, "it has a place"
+        assert activation.place is not None, "it has a place"
         for start in range(0, source.nbytes, CHUNK):
             part = slice(start, min(start + CHUNK, source.nbytes))
             while self._written and self._written + CHUNK > WRITING:
                 self._end_write()
-            transfer = writing(one.place[part], source[part])
-            self._writing.append((one, transfer, part.stop - part.start))
+            transfer = writing(activation.place[part], source[part])
+            self._writing.append((activation, transfer, part.stop - part.start))
             self._written += part.stop - part.start
 
     def _end_write(self) -> None:
-        one, transfer, nbytes = self._writing.popleft()
+        activation, transfer, nbytes = self._writing.popleft()
         self._written -= nbytes
         transfer.wait()  # of one that fails the numbers stay in memory
         transfer.give_back()
-        one.parts -= 1
-        if one.parts == 0:
-            one.here = one.host = None
+        activation.parts -= 1
+        if activation.parts == 0:
+            activation.here = activation.host = None
         self._free(nbytes)
 
     def _free(self, nbytes: int) -> None:
@@ -219,8 +223,8 @@ class Away:
         self._next = list(behind.away) if behind else []
         wanted = [*_alive(run.away), *_alive(self._next)]
         self._forget(wanted)
-        for one in wanted:
-            self._start(one)
+        for activation in wanted:
+            self._start(activation)
 
     def done(self) -> None:
         """A run's backward is over: what it alone has brought back goes."""
@@ -229,53 +233,58 @@ class Away:
 
     def _forget(self, but: Iterable[Activation]) -> None:
         """Lets go of what came back, or was to, but for these."""
-        needed = {id(one) for one in but}
+        needed = {id(activation) for activation in but}
         kept = []
-        for one in _alive(self._brought):
-            if id(one) in needed:
-                kept.append(weakref.ref(one))
+        for activation in _alive(self._brought):
+            if id(activation) in needed:
+                kept.append(weakref.ref(activation))
                 continue
-            if one.arrived is not None:
-                self._now().wait_event(one.arrived)  # nothing else may get the memory before that
-            if one.place is not None and self.device.type == "cpu":
-                self._free(one.place.nbytes)
-            one.coming = one.back = one.arrived = None
+            if activation.arrived is not None:
+                self._now().wait_event(activation.arrived)  # nothing else may get the memory before that
+            if activation.place is not None and self.device.type == "cpu":
+                self._free(activation.place.nbytes)
+            activation.coming = activation.back = activation.arrived = None
         self._brought = kept
 
-    def _start(self, one: Activation) -> None:
+    def _start(self, activation: Activation) -> None:
         """Starts to bring a stretch back, unless it is here, or on its way."""
-        if one.here is not None or one.back is not None or one.coming is not None:
+        if activation.here is not None or activation.back is not None or activation.coming is not None:
             return
-        self._brought.append(weakref.ref(one))
-        if one.host is None:
-            assert one.place is not None, "it is somewhere"
-            one.coming = reading(one.place, own=Buffer(-(-one.place.nbytes // ALIGNMENT) * ALIGNMENT))
+        self._brought.append(weakref.ref(activation))
+        if activation.host is None:
+            assert activation.place is not None, "it is somewhere"
+            activation.coming = reading(
+                activation.place, own=Buffer(-(-activation.place.nbytes // ALIGNMENT) * ALIGNMENT)
+            )
             return
-        one.back = torch.empty(one.host.nbytes, dtype=torch.uint8, device=self.device)
+        activation.back = torch.empty(activation.host.nbytes, dtype=torch.uint8, device=self.device)
         side = self._beside()
         with self._module().stream(side):
-            one.back.copy_(one.host, non_blocking=True)
-            one.arrived = side.record_event()
+            activation.back.copy_(activation.host, non_blocking=True)
+            activation.arrived = side.record_event()
 
-    def bring(self, one: Activation) -> Tensor:
+    def bring(self, activation: Activation) -> Tensor:
         """The bytes of a stretch, on the device.
 
         Raises:
             RuntimeError: they cannot be read.
         """
-        if one.here is not None:
-            return one.here
-        self._start(one)
-        if one.coming is not None:
-            coming, one.coming = one.coming, None  # one that fails is not waited for again, but read again
+        if activation.here is not None:
+            return activation.here
+        self._start(activation)
+        if activation.coming is not None:
+            coming, activation.coming = (
+                activation.coming,
+                None,
+            )  # one that fails is not waited for again, but read again
             coming.wait()
-            one.back = coming.values.to(self.device, non_blocking=True)
-        assert one.back is not None, "it has been started"
-        if one.arrived is not None:
+            activation.back = coming.values.to(self.device, non_blocking=True)
+        assert activation.back is not None, "it has been started"
+        if activation.arrived is not None:
             now = self._now()
-            now.wait_event(one.arrived)
-            one.back.record_stream(now)
-        return one.back
+            now.wait_event(activation.arrived)
+            activation.back.record_stream(now)
+        return activation.back
 
     def end(self) -> None:
         """A step is over: what nobody has taken is not waited for."""
@@ -304,7 +313,7 @@ class Away:
 
 
 def _alive(some: Iterable[weakref.ref[Activation]]) -> list[Activation]:
-    return [one for one in (ref() for ref in some) if one is not None]
+    return [activation for activation in (ref() for ref in some) if activation is not None]
 
 
 def _stretch(x: Tensor) -> tuple[int, int] | None:
@@ -318,6 +327,61 @@ def _stretch(x: Tensor) -> tuple[int, int] | None:
     return (start, start + nbytes) if 0 < nbytes <= SPARSE * own else None
 
 
-def _bytes(x: Tensor, start: int, stop: int) -> Tensor:
-    made = torch.empty(0, dtype=torch.uint8, device=x.device)
-    return made.set_(x.untyped_storage(), start, (stop - start,), (1,))
+class Offloading:
+    """What of one run leaves the device. Called with a tensor that autograd saves; None for one that stays."""
+
+    def __init__(self, away: Away, asked: Offload, file: File | None, run: StageRun) -> None:
+        self.away, self.asked, self.file = away, asked, file
+        self.left = run.away
+
+    def __call__(self, x: Tensor) -> View | None:
+        """What becomes of it."""
+        view = self.away.leave(x, self.asked.above, self.file) if self._movable(x) else None
+        if view is not None:
+            self.left.append(weakref.ref(view.activation))
+        return view
+
+    def lets_go(self, x: Tensor) -> bool:
+        """Whether an argument of the stage is not to be held by its graph."""
+        return self._movable(x) and x.nbytes >= max(self.asked.above, 1)
+
+    def _movable(self, x: Tensor) -> bool:
+        """Whether a tensor is ordinary memory of the device."""
+        plain = x.layout is torch.strided and not functorch.wrapped(x)
+        plain = plain and (
+            type(x) in (Tensor, torch.nn.Parameter) or (self.file is None and type(x) is dynamo.fake_tensors())
+        )
+        return plain and x.device == self.away.device and not x.is_neg() and tensors.place_of(x.detach()) is None
+
+
+def offloading(away: Away, mesh: Callable[[], DeviceMesh], run: StageRun) -> Offloading | None:
+    """What of a run leaves; None if nothing does.
+
+    Raises:
+        ValueError: it goes to disk, and nobody has said where.
+    """
+    asked, name = run.signature.options.remat, run.signature.name
+    if not isinstance(asked, Offload):
+        return None
+    if not asked.moves(away.device.type):
+        _warn_of_nothing(name)
+        return None
+    if asked.to == "host":
+        return Offloading(away, asked, None, run)
+    try:
+        return Offloading(away, asked, placing.file_of(mesh(), "activations"), run)
+    except ValueError as error:
+        raise ValueError(
+            f'{run.signature}: remat=offload(to="disk"), but nobody has said where: pass a '
+            f"folder on a local disk, make_mesh(..., scratch=folder), or set {placing.SCRATCH}"
+        ) from error
+
+
+@functools.cache
+def _warn_of_nothing(name: str) -> None:
+    """Says so once for each stage."""
+    _log.warning(
+        'stage %s: remat="offload" keeps activations in the memory of the host, where they are anyway on a mesh of '
+        'CPUs: it changes nothing here. remat=True saves memory everywhere, and remat=shardfn.offload("disk") too',
+        name,
+    )

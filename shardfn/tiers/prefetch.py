@@ -8,25 +8,25 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardfn.tiers.lanes import Arrival, Lanes, lanes_of
+from shardfn.tiers.copy_streams import Arrival, CopyStreams, copy_streams
 from shardfn.tiers.tensors import place_of
 from shardfn.tiers.transfers import Reading, reading
 
 
-class Ahead:
+class DiskPrefetch:
     """What one schedule reads: by where it is, the tensor, which it keeps, and which numbers that held."""
 
     def __init__(self) -> None:
         self._each: dict[tuple[int, int], tuple[Tensor, int, Reading]] = {}
-        self._lanes: Lanes | None = None  # by which something came since the last step
+        self._streams: CopyStreams | None = None  # by which something came since the last step
         self._copies: list[Arrival] = []
 
     def announce(self, x: Tensor) -> None:
         """A tensor is going to be read: starts that, if it is on disk, and anybody counts its changes."""
         if place_of(x) is None or x.is_inference():
             return
-        found = self._each.get(_key(x))
-        if found is not None and found[1] == x._version:
+        known = self._each.get(_key(x))
+        if known is not None and known[1] == x._version:
             return
         self._drop(x)
         started = reading(x.detach())
@@ -53,45 +53,36 @@ class Ahead:
     @contextlib.contextmanager
     def arriving(self, tier: str, x: Tensor, device: torch.device) -> Iterator[Tensor]:
         """A shard's numbers in memory, for a block that starts to copy them to a device."""
-        if tier == "device":
-            yield x
-            return
-        one = self.take(x) if tier == "disk" else None
-        copies = len(self._copies)
+        coming = self.take(x) if tier == "disk" else None
+        arrival: Arrival | None = None
         try:
-            if one is not None:
-                one.wait()
-                x = one.values
-            with self._beside(x, device):
+            if coming is not None:
+                coming.wait()
+                x = coming.values
+            if x.device == device:
                 yield x
+            else:  # copies go beside what the accelerator computes, and so do the collectives that send them
+                self._streams = copy_streams(device)
+                with self._streams.bringing() as arrival:
+                    self._copies.append(arrival)
+                    yield x
         finally:
-            if one is not None:
-                one.give_back(self._copies[-1].event if len(self._copies) > copies else None)
-
-    @contextlib.contextmanager
-    def _beside(self, x: Tensor, device: torch.device) -> Iterator[None]:
-        """Copies inside go beside what an accelerator computes, and so do the collectives that send them."""
-        if x.device == device:
-            yield
-            return
-        self._lanes = lanes_of(device)
-        with self._lanes.bringing() as arrival:
-            self._copies.append(arrival)
-            yield
+            if coming is not None:
+                coming.give_back(None if arrival is None else arrival.event)
 
     def copies(self) -> list[Arrival]:
         """What was started to be copied since it was asked the last time."""
-        found, self._copies = self._copies, []
-        return found
+        copies, self._copies = self._copies, []
+        return copies
 
     def give_up(self) -> None:
         """Nobody waits any more for what was announced; nor does a copy still read what may be overwritten now."""
         each, self._each = self._each, {}
-        for _, _, one in each.values():
-            one.give_up()
-        lanes, self._lanes = self._lanes, None
-        if lanes is not None:
-            lanes.settle()
+        for _, _, coming in each.values():
+            coming.give_up()
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            streams.settle()
 
 
 def _key(x: Tensor) -> tuple[int, int]:

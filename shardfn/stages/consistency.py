@@ -24,7 +24,7 @@ _STAGES = (
 )
 
 
-class Agreed:
+class LaneState:
     """What the ranks have agreed on in one lane, whichever thread of it runs the stages.
 
     Attributes:
@@ -37,37 +37,37 @@ class Agreed:
         self.inside: _Alone | None = None
 
 
-def agreed() -> Agreed:
+def lane_state() -> LaneState:
     """That of this thread's lane: of the world and not of a mesh, which may go sooner on one rank than on another."""
-    return world_of_thread().agreed.setdefault(lane(), Agreed())
+    return world_of_thread().agreed.setdefault(lane(), LaneState())
 
 
 class _Alone:
     """A context: no other thread of the lane runs stages, since other ranks could not tell what is for which."""
 
-    __slots__ = ("agreed", "depth", "name")
+    __slots__ = ("depth", "lane_state", "name")
 
-    def __init__(self, agreed: Agreed) -> None:
-        self.agreed, self.depth, self.name = agreed, 0, current_thread().name
+    def __init__(self, lane_state: LaneState) -> None:
+        self.lane_state, self.depth, self.name = lane_state, 0, current_thread().name
 
     def __enter__(self) -> None:
-        other = self.agreed.inside
+        other = self.lane_state.inside
         if other is not None and other is not self:
             raise RuntimeError(
                 f"threads {other.name!r} and {self.name!r} run stages at the same time, and other ranks cannot tell "
                 f"them apart: give each thread a name of its own, the same on all ranks, in threading.Thread(name=...)"
             )
-        self.agreed.inside, self.depth = self, self.depth + 1
+        self.lane_state.inside, self.depth = self, self.depth + 1
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
         if not self.depth:
-            self.agreed.inside = None
+            self.lane_state.inside = None
 
 
-def alone(mesh: DeviceMesh, agreed: Agreed) -> Any:
+def alone(mesh: DeviceMesh, lane_state: LaneState) -> Any:
     """A context that refuses a second thread of the lane, where there are other ranks to confuse."""
-    return _Alone(agreed) if mesh.size() > 1 else contextlib.nullcontext()
+    return _Alone(lane_state) if mesh.size() > 1 else contextlib.nullcontext()
 
 
 def callers(mesh: DeviceMesh, signature: Signature) -> tuple[str, ...]:
@@ -76,13 +76,13 @@ def callers(mesh: DeviceMesh, signature: Signature) -> tuple[str, ...]:
     return tuple(name for name in sizes(mesh) if name not in elsewhere)
 
 
-def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, agreed: Agreed) -> None:
+def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, lane_state: LaneState) -> None:
     """Compares a stage that runs for the first time between ranks.
 
     Raises:
         RuntimeError: they run different ones.
     """
-    if (plan, signature.summed) in agreed.compared:
+    if (plan, signature.summed) in lane_state.compared:
         return
     described = [
         f"{signature.name} on {gather.layout}, gathered as {gather.wire or gather.dtype}{signature.summed}, layout "
@@ -91,4 +91,4 @@ def compare(mesh: DeviceMesh, signature: Signature, plan: GatherPlan, agreed: Ag
     ]
     with unscheduled():
         agree(described, mesh, "stage", subject=_STAGES, axes=callers(mesh, signature))
-    agreed.compared.add((plan, signature.summed))
+    lane_state.compared.add((plan, signature.summed))

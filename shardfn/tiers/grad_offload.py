@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardfn.tiers import placing, streaming, tensors
+from shardfn.tiers.copy_streams import copy_streams
 from shardfn.tiers.files import ALIGNMENT
-from shardfn.tiers.lanes import lanes_of
 from shardfn.tiers.transfers import Transfer, buffers, writing
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BEHIND = 2  # gradients that are written while others are computed
 
 
-class Leaving:
+class GradOffload:
     """Where those of one mesh go, and those that are still on their way."""
 
     def __init__(self, mesh: Callable[[], DeviceMesh]) -> None:
@@ -33,12 +33,12 @@ class Leaving:
         if tier == "host":
             return self._to_host(known, out)
         if known is None:
-            made = tensors.empty(tuple(out.shape), out.dtype, placing.file_of(self.mesh(), "grads"))
+            gradient = tensors.empty(tuple(out.shape), out.dtype, placing.file_of(self.mesh(), "grads"))
             if out.numel():
-                self._going.append((made, _to_disk(made, out)))
+                self._going.append((gradient, _to_disk(gradient, out)))
             while len(self._going) > BEHIND:
                 self._end()
-            return made
+            return gradient
         self.settle()
         streaming.add_(known, out.cpu())
         return known
@@ -46,12 +46,12 @@ class Leaving:
     def _to_host(self, known: Tensor | None, out: Tensor) -> Tensor:
         if out.device.type == "cpu":
             return out if known is None else known.add_(out)
-        made = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
-        self._copied = lanes_of(out.device).take_out([(made, out)])
+        gradient = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+        self._copied = copy_streams(out.device).take_out([(gradient, out)])
         if known is None:
-            return made
+            return gradient
         self.settle()
-        return known.add_(made)
+        return known.add_(gradient)
 
     def _end(self) -> None:
         _, transfer = self._going.popleft()
@@ -83,7 +83,7 @@ def _to_disk(made: Tensor, out: Tensor) -> Transfer:
         return writing(made, out)
     buffer = buffers.take(out.nbytes + ALIGNMENT)
     host = buffer.bytes[: out.nbytes].view(out.dtype)
-    transfer = writing(made, host, after=lanes_of(out.device).take_out([(host, out)]))
+    transfer = writing(made, host, after=copy_streams(out.device).take_out([(host, out)]))
     assert transfer.buffer is None, "what is aligned is written as it is"
     transfer.buffer = buffer
     return transfer

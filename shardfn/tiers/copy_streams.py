@@ -14,15 +14,15 @@ from torch import Tensor
 class Arrival:
     """Copies on their way in; who waits for them keeps the accelerator from going on without, not the host."""
 
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes, self.event = lanes, None
+    def __init__(self, streams: CopyStreams) -> None:
+        self._streams, self.event = streams, None
 
     def wait(self) -> None:
         """What the accelerator is told from now on comes after them."""
-        self._lanes.module.current_stream(self._lanes.device).wait_event(self.event)
+        self._streams.module.current_stream(self._streams.device).wait_event(self.event)
 
 
-class Lanes:
+class CopyStreams:
     """Two streams of an accelerator: one brings numbers in, and one takes them out."""
 
     def __init__(self, device: torch.device) -> None:
@@ -33,12 +33,12 @@ class Lanes:
         """Copies on the accelerator of what is in locked memory; what is there already, itself."""
         current = self.module.current_stream(self.device)
         with self.module.stream(self._in):
-            found = [x if x.device == self.device else x.to(self.device, non_blocking=True) for x in columns]
+            moved = [x if x.device == self.device else x.to(self.device, non_blocking=True) for x in columns]
         current.wait_stream(self._in)
-        for x, own in zip(found, columns, strict=True):
+        for x, own in zip(moved, columns, strict=True):
             if x is not own:
                 x.record_stream(current)  # else its memory would be another's while this one still reads it
-        return found
+        return moved
 
     @contextlib.contextmanager
     def bringing(self) -> Iterator[Arrival]:
@@ -66,6 +66,6 @@ class Lanes:
 
 
 @functools.cache
-def lanes_of(device: torch.device) -> Lanes:
+def copy_streams(device: torch.device) -> CopyStreams:
     """Those of a device, made once."""
-    return Lanes(device)
+    return CopyStreams(device)

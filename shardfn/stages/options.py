@@ -1,0 +1,122 @@
+"""What a stage can be asked for, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from shardfn.quant.formats import Format, check_format
+
+Where = Literal["host", "disk"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Activations that leave the device; see `offload`, which makes it."""
+
+    to: Where
+    above: int
+
+    def moves(self, device_type: str) -> bool:
+        """Whether anything leaves a device of this kind: a CPU's memory is the host's."""
+        return self.to == "disk" or device_type != "cpu"
+
+
+def offload(to: Where = "host", above: int = 2**20) -> Offload:
+    """A value for `stage(remat=...)`: activations leave the device after forward, and are back in time for backward.
+
+    They leave while the function goes on, and come back while the backward of the call after theirs computes; how many
+    bytes are on their way at once is bounded. What is saved several times moves once. A stage's other arguments are
+    among what leaves, so what stays of a call does not grow with its activations. Gradients are those of
+    `remat=False`, bit for bit.
+
+    Args:
+        to: "host", pinned memory of the host, which changes nothing on a mesh of CPUs; "disk", this rank's own file in
+            the folder of `make_mesh(scratch=...)` or of the environment's `SHARDFN_SCRATCH`.
+        above: bytes; what takes less memory stays where it is.
+
+    Raises:
+        ValueError: another place, or less than no bytes.
+        TypeError: `above` is not a number of bytes.
+
+    Example:
+        ``block = stage(block, remat=sf.offload("disk"))`` on ``make_mesh(shard=-1, scratch="/local/nvme")``
+
+    Source:
+        Rajbhandari et al. 2021, ZeRO-Infinity: activations that are needed again go to slower memory.
+    """
+    if to not in get_args(Where):
+        raise ValueError(f'offload: to={to!r}; it is "host" or "disk"')
+    if not isinstance(above, int) or isinstance(above, bool):
+        raise TypeError(f"offload: above={above!r}; it is a number of bytes")
+    if above < 0:
+        raise ValueError(f"offload: above={above}; it is a number of bytes, 0 or more")
+    return Offload(to, above)
+
+
+Remat = bool | Literal["offload"] | Offload | Callable[..., Any] | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `stage` was asked for; see there."""
+
+    remat: Any = False
+    reshard: bool | Literal["step"] | None = None
+    prefetch: int = 1
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    gather: Format | None = None
+    reduce: Format | None = None
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of shards of a dtype are summed in."""
+        return self.reduce_dtype if self.reduce_dtype and dtype.is_floating_point else dtype
+
+    def checked(self) -> Options:
+        """The same with `remat` as calls use it.
+
+        Raises:
+            ValueError, TypeError: one is not what it can be.
+        """
+        remat = _policy(self.remat)
+        if not isinstance(self.prefetch, int) or isinstance(self.prefetch, bool) or self.prefetch < 0:
+            raise ValueError(f"stage: prefetch={self.prefetch!r}; it is how many gathers run ahead, 0 or more")
+        if self.reshard not in (None, True, False, "step"):
+            raise ValueError(
+                f'stage: reshard={self.reshard!r}; it is True, False, "step", or None, as the strategy says'
+            )
+        for name in ("gather", "reduce"):
+            check_format(getattr(self, name), f"stage: {name}")
+        for name in ("gather_dtype", "reduce_dtype", "input_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"stage: {name}={dtype!r}; it is a floating torch.dtype, or None")
+            if dtype is not None and dtype.itemsize == 1:
+                other = "scale and cast inside the stage's function"
+                if name in ("gather_dtype", "reduce_dtype"):
+                    other = f"{name.removesuffix('_dtype')}=shardfn.quant.fp8_e4m3()"
+                raise ValueError(
+                    f"stage: {name}={dtype}: numbers of 8 bits need a scale, without which they are off by a tenth or "
+                    f"overflow: use torch.bfloat16, or {other}"
+                )
+        return replace(self, remat=remat)
+
+
+def _policy(remat: Remat) -> Any:
+    if isinstance(remat, (bool, Offload)):
+        return remat
+    if isinstance(remat, str) and remat == "offload":
+        return offload()
+    if remat is offload:
+        raise TypeError("stage: remat=offload is the function that makes a value: remat=offload(), or offload('disk')")
+    if callable(remat) or (isinstance(remat, (list, tuple)) and remat):
+        return functools.partial(create_selective_checkpoint_contexts, remat if callable(remat) else list(remat))
+    raise TypeError(f'stage: remat={remat!r}; it is True, False, offload(...), "offload", a policy or a list of ops')
