@@ -20,7 +20,7 @@ from torch import Tensor
 from shardfn.checkpoint import disk, safetensors
 from shardfn.checkpoint.boxes import steps, whole
 from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, Scalar, lack
-from shardfn.checkpoint.items import Flaw, checked
+from shardfn.checkpoint.disk import Flaw, checked
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
 from shardfn.quoting import listed

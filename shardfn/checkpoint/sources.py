@@ -11,9 +11,8 @@ from typing import Any
 
 from shardfn.checkpoint.boxes import Box
 from shardfn.checkpoint.contents import SCALARS, Kind
-from shardfn.checkpoint.disk import opened
+from shardfn.checkpoint.disk import Flaw, opened, unpickled
 from shardfn.checkpoint.folders import checkpoints, is_checkpoint, restored
-from shardfn.checkpoint.items import Flaw, unpickled
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest, refuse_outside
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.compat import dcp

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shardfn.checkpoint.boxes import Ints, whole
 from shardfn.checkpoint.contents import Contents, LocalBox, Value, parameters
-from shardfn.checkpoint.disk import opened
-from shardfn.checkpoint.items import Flaw, unpickled
+from shardfn.checkpoint.disk import Flaw, opened, unpickled
 from shardfn.checkpoint.loading import Asked, Readers, filled
 from shardfn.checkpoint.names import Name, Rule, renamed
 from shardfn.checkpoint.saving import finish

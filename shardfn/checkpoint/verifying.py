@@ -10,8 +10,7 @@ from pathlib import Path
 
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Kind
-from shardfn.checkpoint.disk import opened
-from shardfn.checkpoint.items import Flaw, checked
+from shardfn.checkpoint.disk import Flaw, checked, opened
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest
 from shardfn.checkpoint.reading import Buffer, Report, blocks, elements, extent, meter, silent
 from shardfn.checkpoint.sources import found_at, torchs
