@@ -16,9 +16,9 @@ from shardfn.checkpoint import folders, safetensors
 from shardfn.checkpoint.boxes import Box, runs, steps, whole
 from shardfn.checkpoint.contents import BUFFER, FEW, Kind, memory
 from shardfn.checkpoint.disk import sync, write_at
-from shardfn.checkpoint.manifest import Manifest
+from shardfn.checkpoint.folders import source_of
+from shardfn.checkpoint.manifest import Manifest, Source
 from shardfn.checkpoint.reading import Reader, Report, meter, silent
-from shardfn.checkpoint.sources import Source, source_of
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import chosen
 from shardfn.checkpoint.writer import Writer

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardfn.checkpoint.disk import sync
-from shardfn.checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, write_manifest, write_metadata
+from shardfn.checkpoint.contents import SCALARS
+from shardfn.checkpoint.disk import Flaw, opened, sync, unpickled
+from shardfn.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    Source,
+    read_manifest,
+    torchs,
+    write_manifest,
+    write_metadata,
+)
 from shardfn.checkpoint.team import CheckpointError
 
 FILES = re.compile(rf"__\d+_0\.distcp|{re.escape(MANIFEST)}|{re.escape(METADATA)}")
@@ -100,6 +112,42 @@ def _number(manifest: Manifest | str) -> int:
 def checkpoints(root: Path) -> list[Path]:
     """The checkpoints in a folder that are whole, oldest first. Raises as `manifests` does."""
     return [path for path, manifest in manifests(root).items() if not isinstance(manifest, str)]
+
+
+def found_at(path: Path, also: Sequence[str] = ()) -> Path:
+    """The folder of a checkpoint, whole or not; `also` is what else was looked for in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = restored(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {path}")
+    if not is_checkpoint(folder):
+        inside = checkpoints(folder)
+        hint = f"; there are {len(inside)} in it: {inside[-1]}, which latest() finds, is the newest" if inside else ""
+        lacks = " nor ".join((MANIFEST, METADATA, *also))
+        raise CheckpointError(f"{path} is not a checkpoint: it has neither {lacks}{hint}")
+    return folder
+
+
+def source_of(path: Path, also: Sequence[str] = ()) -> Source:
+    """A checkpoint, to read from; `also` is what else was looked for.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    folder = found_at(path, also)
+    if (folder / MANIFEST).exists():
+        return Source(**vars(read_manifest(folder)), folder=folder)
+    found = torchs(folder)
+    for name, (file, offset, length) in found.places.items():
+        # What is neither is not for trees to have; if one wants it all the same, it is missing.
+        with opened(folder / file) as descriptor, contextlib.suppress(Flaw):
+            value = unpickled(descriptor, offset, length)
+            if type(value) in SCALARS:
+                found.numbers[name] = value
+    return found
 
 
 def aside(path: Path, what: str) -> Path:

@@ -18,11 +18,10 @@ from torch import Tensor
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Contents, Kind, LocalBox, contents, generators, rebuilt
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
-from shardfn.checkpoint.folders import is_checkpoint, manifests, restored
+from shardfn.checkpoint.folders import is_checkpoint, manifests, restored, source_of
 from shardfn.checkpoint.names import Name, Rule, part_with, refuse_flat, renamed, turned, turned_box
 from shardfn.checkpoint.reading import Reader
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined

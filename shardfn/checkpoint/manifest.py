@@ -83,6 +83,45 @@ class Manifest:
         return flaw(self.tensors[name].shape, [chunk.box for chunk in self.chunks.get(name, [])])
 
 
+@dataclass
+class Source(Manifest):
+    """Named tensors and numbers that can be read in part.
+
+    Attributes:
+        folder: where the files are.
+        torchs: whether it is torch.distributed.checkpoint's, without checksums of its files.
+    """
+
+    folder: Path = Path()
+    torchs: bool = False
+
+    @property
+    def others(self) -> dict[str, str]:
+        """What cannot be loaded into a tree, and what it is."""
+        return dict.fromkeys(self.left_out, "neither a tensor nor a number or string")
+
+    @property
+    def left_out(self) -> list[str]:
+        """Names of what is neither tensor, number nor string, and is not read."""
+        return [name for name in self.places if name not in self.numbers]
+
+    def identity(self) -> str:
+        """The same for copies of a checkpoint, and for no other."""
+        numbers = sorted(self.numbers.items())
+        return f"{zlib.crc32(metadata_of(self.folder)):x} {numbers}" if self.torchs else f"{sorted(self.files.items())}"
+
+    def keys(self) -> dict[str, tuple[Any, ...]]:
+        """Names as the keys from the root of the tree, where these are known.
+
+        Raises:
+            CheckpointError: the file that has them is damaged.
+        """
+        content = metadata_of(self.folder)
+        if not self.torchs and self.files[METADATA] != (len(content), zlib.crc32(content)):
+            raise CheckpointError(f"{self.folder / METADATA} is damaged: its checksum does not fit")
+        return dcp.read_checkpoint_keys(content)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """To the disk, with everything else that is in the folder."""
     body = {
@@ -143,6 +182,39 @@ def read_manifest(folder: Path) -> Manifest:
         return _read(path, json.loads(content))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def torchs(folder: Path) -> Source:
+    """What the description of torch.distributed.checkpoint says; no other file is read.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    content = metadata_of(folder)
+    try:
+        described, places = dcp.read_checkpoint_metadata(content)
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {error or type(error).__name__}") from error
+    tensors = {name: Kind(dtype, tuple(shape)) for name, (dtype, shape, _) in described.items()}
+    chunks = {
+        name: [Chunk(Box(tuple(at), tuple(sizes)), *place) for at, sizes, *place in parts]
+        for name, (_, _, parts) in described.items()
+    }
+    refuse_outside(folder / METADATA, [one.file for some in chunks.values() for one in some])
+    refuse_outside(folder / METADATA, [file for file, *_ in places.values()])
+    return Source(tensors, chunks, places=places, folder=folder, torchs=True)
+
+
+def metadata_of(folder: Path) -> bytes:
+    """The description by which torch's own loaders find what is there.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return (folder / METADATA).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {error.strerror}") from error
 
 
 def _read(path: Path, body: dict[str, Any]) -> Manifest:

@@ -19,8 +19,7 @@ from torch import Tensor
 from shardfn.checkpoint.boxes import Box, boxes, runs, span
 from shardfn.checkpoint.contents import BUFFER, Kind, LocalBox, memory
 from shardfn.checkpoint.disk import Flaw, checked, opened, read_at, unpickled
-from shardfn.checkpoint.manifest import Chunk
-from shardfn.checkpoint.sources import Source
+from shardfn.checkpoint.manifest import Chunk, Source
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import listed
 from shardfn.tiers import copying

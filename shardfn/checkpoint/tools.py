@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.contents import Scalar, as_bytes
-from shardfn.checkpoint.folders import checkpoints, intact, is_checkpoint, restored
-from shardfn.checkpoint.manifest import MANIFEST, METADATA, read_manifest
+from shardfn.checkpoint.folders import checkpoints, found_at, intact, is_checkpoint, restored, source_of
+from shardfn.checkpoint.manifest import MANIFEST, METADATA, Source, read_manifest, torchs
 from shardfn.checkpoint.reading import Reader, Report, meter, silent
-from shardfn.checkpoint.sources import Source, found_at, source_of, torchs
 from shardfn.checkpoint.team import CheckpointError
 
 AT_ONCE = 2**18  # elements that are compared at a time

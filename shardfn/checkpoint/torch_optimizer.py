@@ -18,9 +18,9 @@ from shardfn.checkpoint.boxes import Ints, whole
 from shardfn.checkpoint.contents import Contents, LocalBox, Value, parameters
 from shardfn.checkpoint.disk import Flaw, opened, unpickled
 from shardfn.checkpoint.loading import Asked, Readers, filled
+from shardfn.checkpoint.manifest import Source
 from shardfn.checkpoint.names import Name, Rule, renamed
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.sources import Source
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined

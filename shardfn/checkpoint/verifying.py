@@ -11,9 +11,9 @@ from pathlib import Path
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Kind
 from shardfn.checkpoint.disk import Flaw, checked, opened
-from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest
+from shardfn.checkpoint.folders import found_at
+from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest, torchs
 from shardfn.checkpoint.reading import Buffer, Report, blocks, elements, extent, meter, silent
-from shardfn.checkpoint.sources import found_at, torchs
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import short_errors
 

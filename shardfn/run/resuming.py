@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import contents
+from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.saving import Save, begin, finish
-from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.compat import process_groups
 from shardfn.quoting import findings

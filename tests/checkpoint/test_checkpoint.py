@@ -34,7 +34,7 @@ import shardfn.optim as so
 from shardfn import P, checkpoint
 from shardfn.checkpoint import boxes, contents, folders, manifest, saving
 from shardfn.checkpoint.boxes import Box
-from shardfn.checkpoint.sources import source_of
+from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.verifying import verify
 from shardfn.testing import World, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
