@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint import folders, safetensors
-from shardfn.checkpoint.boxes import Box, runs, steps, whole
-from shardfn.checkpoint.contents import BUFFER, FEW, Kind, memory
+from shardfn.checkpoint.boxes import steps, whole
+from shardfn.checkpoint.contents import BUFFER, FEW
 from shardfn.checkpoint.disk import sync, write_at
 from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.manifest import Manifest, Source
 from shardfn.checkpoint.reading import Reader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import chosen
-from shardfn.checkpoint.writer import Writer
+from shardfn.checkpoint.writing import Writer
 
 Count = Callable[[int], None]
 
@@ -94,7 +94,7 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
     source = source_of(src)
     if folders.restored(dst).exists():
         raise CheckpointError(f"{dst} exists: pass another path")
-    reader, keys = Reader(source), source.keys()
+    reader, keys, owners = Reader(source), source.keys(), _owners(source, ranks)
     dst.parent.mkdir(parents=True, exist_ok=True)
     folder = folders.aside(dst, "writing")
     folders.discard(folder)
@@ -102,15 +102,16 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
     count = meter(report, sum(kind.bytes for kind in source.tensors.values()))
     try:
         folder.mkdir()
-        for rank, own in enumerate(_shares(source, ranks)):
+        for rank, own in enumerate(_shares(source, owners, ranks)):
             with contextlib.closing(Writer(folder, rank)) as writer:
                 for name, start, stop in own:
                     kind = source.tensors[name]
                     for box in steps(whole(kind.shape), BUFFER // kind.dtype.itemsize, start, stop):
                         writer.tensor(name, reader.read(name, box), box)
                         count(box.numel * kind.dtype.itemsize)
-                for name in _numbers_of(source, rank, ranks):
-                    writer.number(name, source.numbers[name])
+                for name, value in source.numbers.items():
+                    if owners.get(name, 0) == rank:
+                        writer.number(name, value)
                 manifest.add(writer.end())
         manifest.about = folders.about(dst.parent, ranks)
         folders.completed(folder, dst, manifest, keys)
@@ -145,19 +146,12 @@ def _safetensors(reader: Reader, path: Path, olds: dict[str, str], strip: str, c
     with path.open("wb", buffering=0) as file:
         write_at(file.fileno(), memoryview(header), 0)
         file.truncate(length)
-        for name, kind in kinds.items():
+        for name, (_, offset, shape) in plan.places.items():
             for box, values in reader.parts(olds[name]):
-                _write_box(file.fileno(), memory(values), box, kind, plan.places[name][1])
+                safetensors.write_box(file.fileno(), offset, shape, box, values)
                 count(values.nbytes)
         os.fsync(file.fileno())
     return [old for old in olds.values() if old not in source.tensors]
-
-
-def _write_box(descriptor: int, content: memoryview, box: Box, kind: Kind, begin: int) -> None:
-    length, starts = runs(box, kind.shape)
-    size = length * kind.dtype.itemsize
-    for i, start in enumerate(starts):
-        write_at(descriptor, content[i * size : (i + 1) * size], begin + start * kind.dtype.itemsize)
 
 
 def _nested(reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
@@ -213,9 +207,9 @@ def _owners(source: Source, ranks: int) -> dict[str, int]:
     return {f"{name}.rank{one}": one % ranks for name, size in source.by_rank.items() for one in range(size)}
 
 
-def _shares(source: Source, ranks: int) -> list[list[tuple[str, int, int]]]:
+def _shares(source: Source, owners: dict[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:
     """For each rank the tensors that it writes something of, from which element to which."""
-    owners, load = _owners(source, ranks), [0] * ranks
+    load = [0] * ranks
     shares: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
     for name, kind in source.tensors.items():
         numel = whole(kind.shape).numel
@@ -228,8 +222,3 @@ def _shares(source: Source, ranks: int) -> list[list[tuple[str, int, int]]]:
         for rank, start in enumerate(range(0, numel, length)):
             shares[rank].append((name, start, min(start + length, numel)))
     return shares
-
-
-def _numbers_of(source: Source, rank: int, ranks: int) -> list[str]:
-    owners = _owners(source, ranks)
-    return [name for name in source.numbers if owners.get(name, 0) == rank]

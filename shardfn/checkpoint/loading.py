@@ -167,12 +167,6 @@ def reader_of(path: Path, team: Team) -> Readers:
     return Reader(source_of(path, MODELS))
 
 
-def _path(source: Any) -> Path:
-    if source is None:
-        raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
-    return Path(source)
-
-
 def filled(
     what: str,
     source: str | os.PathLike[str],
@@ -183,7 +177,7 @@ def filled(
     check: Callable[[Contents], None] | None = None,
 ) -> Any:
     """The tree with what was read, as `load` says; `then` is run on the reader, too, and `check` before."""
-    path, (tree, held) = on_each_rank(lambda: (_path(source), _placed(like, donate)))
+    path, tree, held = on_each_rank(lambda: _begun(source, like, donate))
     team = team_of(held.grids)
 
     def compared() -> tuple[Readers, Any, Differences, dict[str, Name], Any, _Common]:
@@ -196,14 +190,8 @@ def filled(
         every = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
         wanted: Any = reader.wanted(_there(one, names[one.name]) for one in every if one.name in names)
         reader.check(wanted)
-        return (
-            reader,
-            wanted,
-            differ,
-            names,
-            None if then is None else then(reader),
-            _common(path, reader, asked, called),
-        )
+        more = None if then is None else then(reader)
+        return reader, wanted, differ, names, more, _common(path, reader, asked, called)
 
     reader, wanted, differ, names, more, common = team.each(what, compared)
     _refuse_different(what, team.gathered(common, what))
@@ -383,13 +371,15 @@ def patterns(rules: str | Iterable[str]) -> list[re.Pattern[str]]:
     return found
 
 
-def _placed(like: Any, donate: bool) -> tuple[Any, Contents]:
-    """The tree that is filled, and what it holds."""
-    tree = like if donate else optree.tree_map(_copied, like)
-    return tree, contents(tree, shared=False)
+def _begun(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents]:
+    """The path, the tree that is filled, and what it holds."""
+    if source is None:
+        raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
 
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return leaf.clone_state()
+        return copying.clone(leaf.detach()) if isinstance(leaf, Tensor) else leaf
 
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Generator):
-        return leaf.clone_state()
-    return copying.clone(leaf.detach()) if isinstance(leaf, Tensor) else leaf
+    tree = like if donate else optree.tree_map(copied, like)
+    return Path(source), tree, contents(tree, shared=False)

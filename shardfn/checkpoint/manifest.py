@@ -35,7 +35,7 @@ FORMAT = "shardfn checkpoint 1"
 class Chunk:
     """Where a part of a tensor is: `length` bytes of a file from `offset` on, of which its elements begin at `data`.
 
-    `before` and `after` are the file's CRC-32 up to there, and up to its end.
+    `before` and `after` are the file's CRC-32 up to there, and up to its end; `after` is None where nobody knows it.
     """
 
     box: Box
@@ -44,7 +44,12 @@ class Chunk:
     length: int
     data: int = 0
     before: int = 0
-    after: int = 0
+    after: int | None = None
+
+    @property
+    def stop(self) -> int:
+        """Where its bytes end."""
+        return self.offset + self.length
 
 
 @dataclass

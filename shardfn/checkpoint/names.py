@@ -32,18 +32,16 @@ def renamed(names: Iterable[str], rules: Iterable[Rule]) -> dict[str, Name]:
     """
     names = list(names)
     parsed = _parsed(list(rules), names)
-    found = {name: _renamed(name, parsed) for name in names}
-    refuse_same(found)
-    return found
-
-
-def refuse_same(names: dict[str, Name]) -> None:
-    """Raises CheckpointError where two of ours are called the same there."""
+    found: dict[str, Name] = {}
     owners: dict[str, str] = {}
-    for name, (theirs, _) in names.items():
+    for name in names:
+        matches = ((pattern.fullmatch(name), template, swap) for pattern, template, swap in parsed)
+        first = next(((match, template, swap) for match, template, swap in matches if match), None)
+        theirs, swap = (name, False) if first is None else (first[0].expand(first[1]), first[2])
         if theirs in owners:
             raise CheckpointError(f"{owners[theirs]} and {name} are both {theirs!r} there: each needs its own name")
-        owners[theirs] = name
+        owners[theirs], found[name] = name, Name(theirs, swap)
+    return found
 
 
 def turned(numbers: Ints, swap: bool) -> Ints:
@@ -82,11 +80,3 @@ def _parsed(rules: Sequence[Rule], names: Sequence[str]) -> list[_Parsed]:
     if idle:
         raise CheckpointError(f"no parameter matches {listed(idle)}; the first of them are {listed(names)}")
     return parsed
-
-
-def _renamed(name: str, rules: list[_Parsed]) -> Name:
-    for pattern, template, swap in rules:
-        match = pattern.fullmatch(name)
-        if match:
-            return Name(match.expand(template), swap)
-    return Name(name)

@@ -183,11 +183,9 @@ def _has_its_bytes(folder: Path) -> bool:
     """Whether files of torch.distributed.checkpoint are as long as what is in them."""
     try:
         source = torchs(folder)
-        places = [
-            *source.places.values(),
-            *((c.file, c.offset, c.length) for some in source.chunks.values() for c in some),
-        ]
-        return all((folder / file).stat().st_size >= offset + length for file, offset, length in places)
+        ends = [(file, offset + length) for file, offset, length in source.places.values()]
+        ends += [(chunk.file, chunk.stop) for some in source.chunks.values() for chunk in some]
+        return all((folder / file).stat().st_size >= end for file, end in ends)
     except (CheckpointError, OSError):
         return False
 

@@ -113,7 +113,12 @@ def load_torch_optimizer(
         ``state = load_torch_optimizer("out/optimizer_0", adamw(3e-4).init(params), part="optimizer")``
     """
     finish()
-    rules = on_each_rank(lambda: _checked(state, make, names))
+
+    def checked() -> list[Rule]:
+        _check(state, make)
+        return list(names)
+
+    rules = on_each_rank(checked)
 
     def called(held: Contents) -> dict[str, Name]:
         found = {}
@@ -150,11 +155,6 @@ def _check(state: Any, make: Any) -> None:
             f"this takes the state of shardfn.optim.adam or adamw, not {has}; where one of them is the last of a "
             f"chain, its state is state[-1]"
         )
-
-
-def _checked(state: Any, make: Any, rules: Iterable[Rule]) -> list[Rule]:
-    _check(state, make)
-    return list(rules)
 
 
 def _theirs(state: Any, rules: list[Rule]) -> dict[str, Name]:
@@ -236,12 +236,10 @@ def _groups(reader: Readers, part: str, theirs: list[str]) -> dict[str, Group]:
         group = by_name[one]
         if id(group) not in read:
             keys = dict.fromkeys(name.partition(".")[0] for name in group if not name.startswith("params"))
-            read[id(group)] = {key: _entry(reader, group, key) for key in keys}
+            read[id(group)] = {
+                key: _value(reader, group[key]) if key in group else _listed(reader, group, key) for key in keys
+            }
     return {one: read[id(by_name[one])] for one in theirs}
-
-
-def _entry(reader: Readers, group: Group, key: str) -> Any:
-    return _value(reader, group[key]) if key in group else _listed(reader, group, key)
 
 
 def _listed(reader: Readers, group: Group, key: str) -> list[Any]:
@@ -274,25 +272,21 @@ def _value(reader: Readers, name: str) -> Any:
 
 
 def _numbers(ours: dict[str, Any], groups: dict[str, Group], make: Make) -> dict[str, Any]:
-    """Our numbers as they are there."""
+    """Our numbers as they are there; options that ours do not have are refused."""
     for name, group in groups.items():
-        _refuse_options(name, group, make)
+        if "amsgrad" not in group:  # as others have the same moments
+            raise CheckpointError(f"the group of {name} is neither of torch.optim.Adam nor of AdamW: it has no amsgrad")
+        wrong = next((option for option in ("amsgrad", "maximize") if group.get(option)), None)
+        if wrong:
+            raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim has not")
+        decoupled = group.get("decoupled_weight_decay")
+        if decoupled is not None and group.get("weight_decay") and decoupled is not (make is torch.optim.AdamW):
+            theirs, here = ("AdamW", "adamw") if decoupled else ("Adam", "adam")
+            raise CheckpointError(
+                f"the group of {name} is torch.optim.{theirs}'s: go on with shardfn.optim.{here}, and pass "
+                f"make=torch.optim.{theirs}"
+            )
     return {key: _ours(key, value, groups) for key, value in ours.items()}
-
-
-def _refuse_options(name: str, group: Group, make: Make) -> None:
-    if "amsgrad" not in group:  # as others have the same moments
-        raise CheckpointError(f"the group of {name} is neither of torch.optim.Adam nor of AdamW: it has no amsgrad")
-    wrong = next((option for option in ("amsgrad", "maximize") if group.get(option)), None)
-    if wrong:
-        raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim has not")
-    decoupled = group.get("decoupled_weight_decay")
-    if decoupled is not None and group.get("weight_decay") and decoupled is not (make is torch.optim.AdamW):
-        theirs, here = ("AdamW", "adamw") if decoupled else ("Adam", "adam")
-        raise CheckpointError(
-            f"the group of {name} is torch.optim.{theirs}'s: go on with shardfn.optim.{here}, and pass "
-            f"make=torch.optim.{theirs}"
-        )
 
 
 def _ours(key: str, value: Any, groups: dict[str, Group]) -> Any:
