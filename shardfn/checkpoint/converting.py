@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ import torch
 from shardfn.checkpoint import folders, safetensors
 from shardfn.checkpoint.boxes import steps, whole
 from shardfn.checkpoint.contents import BUFFER, FEW
-from shardfn.checkpoint.disk import sync, write_at
+from shardfn.checkpoint.disk import write_at
 from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.manifest import Manifest, Source
-from shardfn.checkpoint.reading import Reader, Report, meter, silent
+from shardfn.checkpoint.reading import CheckpointReader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import chosen
 from shardfn.checkpoint.writing import Writer
@@ -70,15 +69,10 @@ def consolidate(
     tensors = [name for name in names if name in source.tensors]
     olds = _renamed(names, strip)
     dst.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folders.aside(dst, "writing")
     count = meter(report, sum(source.tensors[name].bytes for name in tensors))
-    try:
-        left_out = write(Reader(source), temporary, olds, strip, count)
-        temporary.replace(dst)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(dst.parent)
-    left_out += [] if pattern else source.left_out
+    with folders.replacing(dst) as unfinished:
+        left_out = write(CheckpointReader(source), unfinished, olds, strip, count)
+    left_out += [] if pattern else source.others
     numbers = len(names) - len(tensors) if dst.suffix == ".pt" else 0
     return Written(dst, len(tensors), numbers, dst.stat().st_size, left_out)
 
@@ -94,13 +88,13 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
     source = source_of(src)
     if folders.restored(dst).exists():
         raise CheckpointError(f"{dst} exists: pass another path")
-    reader, keys, owners = Reader(source), source.keys(), _owners(source, ranks)
+    reader, keys, owners = CheckpointReader(source), source.keys(), _owners(source, ranks)
     dst.parent.mkdir(parents=True, exist_ok=True)
     folder = folders.aside(dst, "writing")
     folders.discard(folder)
     manifest = Manifest(tensors=source.tensors, by_rank=source.by_rank)
     count = meter(report, sum(kind.bytes for kind in source.tensors.values()))
-    try:
+    with folders.discarding(folder):
         folder.mkdir()
         for rank, own in enumerate(_shares(source, owners, ranks)):
             with contextlib.closing(Writer(folder, rank)) as writer:
@@ -115,12 +109,8 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
                 manifest.add(writer.end())
         manifest.about = folders.about(dst.parent, ranks)
         folders.completed(folder, dst, manifest, keys)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            folders.discard(folder)
-        raise
     size = sum(size for size, _ in manifest.files.values())
-    return Written(dst, len(manifest.tensors), len(manifest.numbers), size, source.left_out)
+    return Written(dst, len(manifest.tensors), len(manifest.numbers), size, list(source.others))
 
 
 def _renamed(names: list[str], strip: str) -> dict[str, str]:
@@ -137,7 +127,7 @@ def _renamed(names: list[str], strip: str) -> dict[str, str]:
     return olds
 
 
-def _safetensors(reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
+def _safetensors(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
     """Writes tensors to a file of the safetensors format; the names of what it cannot hold."""
     source = reader.source
     kinds = {name: source.tensors[old] for name, old in olds.items() if old in source.tensors}
@@ -150,11 +140,10 @@ def _safetensors(reader: Reader, path: Path, olds: dict[str, str], strip: str, c
             for box, values in reader.parts(olds[name]):
                 safetensors.write_box(file.fileno(), offset, shape, box, values)
                 count(values.nbytes)
-        os.fsync(file.fileno())
     return [old for old in olds.values() if old not in source.tensors]
 
 
-def _nested(reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
+def _nested(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
     """Writes nested dicts and lists by torch.save."""
     source, keys = reader.source, reader.source.keys()
     tree: dict[Any, Any] = {}
@@ -170,8 +159,6 @@ def _nested(reader: Reader, path: Path, olds: dict[str, str], strip: str, count:
         _put(tree, _stripped(own, strip) if name != new else own, name, value)
     with path.open("wb") as file:
         torch.save(_with_lists(tree), file)
-        file.flush()
-        os.fsync(file.fileno())
     return []
 
 

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from shardfn.checkpoint import disk, safetensors
 from shardfn.checkpoint.boxes import steps, whole
-from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, Scalar, lack
+from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, lack
 from shardfn.checkpoint.disk import Flaw, checked
+from shardfn.checkpoint.manifest import Entries
+from shardfn.checkpoint.reading import Reader
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
 from shardfn.quoting import listed
@@ -31,24 +33,16 @@ STEP = 2**23  # bytes that are copied at a time
 
 
 @dataclass
-class Files:
-    """What some files hold.
+class Files(Entries):
+    """What files of whole tensors hold.
 
     Attributes:
-        tensors: their kinds by name.
-        numbers: and strings.
-        others: what cannot be loaded, and what it is.
-        places: the file of each of these.
+        places: the file of each entry.
         mapped: the tensors.
-        by_rank: nothing; as a checkpoint has it.
     """
 
-    tensors: dict[str, Kind] = field(default_factory=dict)
-    numbers: dict[str, Scalar] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
     places: dict[str, Path] = field(default_factory=dict)
     mapped: dict[str, Tensor] = field(default_factory=dict)
-    by_rank: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, file: Path, leaf: Any) -> None:
         """Takes in what a file has under a name.
@@ -81,14 +75,16 @@ def model_in(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
-class FileReader:
-    """Reads boxes of whole tensors; as `Reader` does from a checkpoint.
+class FileReader(Reader):
+    """Reads whole tensors in files.
 
     `share=(i, n)` is for reader number i of n that read together.
 
     Attributes:
-        source: what there is.
+        source: what there is, and the tensors themselves.
     """
+
+    source: Files
 
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
         self.source, self._share = Files(), share

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,8 @@ def source_of(path: Path, also: Sequence[str] = ()) -> Source:
             value = unpickled(descriptor, offset, length)
             if type(value) in SCALARS:
                 found.numbers[name] = value
+                continue
+        found.others[name] = "neither a tensor nor a number or string"
     return found
 
 
@@ -165,6 +167,30 @@ def publish(folder: Path, path: Path) -> None:
     folder.rename(path)
     sync(path.parent)
     spare(old)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where a file is written that gets its name when the block ends well, and all of it is on the disk."""
+    unfinished = aside(path, "writing")
+    try:
+        yield unfinished
+        sync(unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def discarding(folder: Path) -> Iterator[None]:
+    """Discards a folder that is not finished if the block fails."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # what failed first is what is to be known
+            discard(folder)
+        raise
 
 
 def completed(folder: Path, path: Path, manifest: Manifest, keys: dict[str, tuple[Any, ...]]) -> None:

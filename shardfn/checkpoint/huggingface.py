@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Contents, Kind, contents, pieces
-from shardfn.checkpoint.loading import Asked, by_rules, filled
-from shardfn.checkpoint.names import Rule, refuse_flat, renamed, turned
+from shardfn.checkpoint.loading import filled
+from shardfn.checkpoint.matching import Asked, Rule, by_rules, refuse_flat, renamed, turned
 from shardfn.checkpoint.safetensors import Elements, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
@@ -183,12 +183,8 @@ def _kept(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) 
     Raises:
         CheckpointError: one in few bits, which these files could not say.
     """
-    tensors, few = dict[str, Kind](), dict[str, Packed]()
-    for name, kind in contents.tensors.items():
-        packed = contents.packed.get(name)
-        if packed is not None:
-            kind, few[name] = Kind(packed.dtype, packed.shape), packed
-        tensors[name] = kind
+    few = {name: packed for name, packed in contents.packed.items() if name in contents.tensors}
+    tensors = contents.tensors | {name: Kind(packed.dtype, packed.shape) for name, packed in few.items()}
     if few and dtype is None:
         raise CheckpointError(
             f"{listed(few, 4)} {'is' if len(few) == 1 else 'are'} in few bits, such as "

@@ -53,23 +53,34 @@ class Chunk:
 
 
 @dataclass
-class Manifest:
+class Entries:
+    """What files hold, by name.
+
+    Attributes:
+        tensors: their kinds.
+        numbers: and strings.
+        by_rank: of how many ranks each has its own, under `name.rank0` and so on.
+        others: what cannot be loaded into a tree, and what it is.
+    """
+
+    tensors: dict[str, Kind] = field(default_factory=dict)
+    numbers: dict[str, Scalar] = field(default_factory=dict)
+    by_rank: dict[str, int] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Manifest(Entries):
     """What a checkpoint holds.
 
     Attributes:
-        tensors: their kinds by name.
-        chunks: the parts of each, disjoint.
-        numbers: and strings.
-        by_rank: name -> ranks that have their own, under `name.rank0` and so on.
+        chunks: the parts of each tensor, disjoint.
         files: name -> bytes and CRC-32.
         about: when it was made, by how many ranks, and its number in the folder.
         places: file, offset and length of each number, and of whatever else torch's loaders find: for these alone.
     """
 
-    tensors: dict[str, Kind] = field(default_factory=dict)
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
-    numbers: dict[str, Scalar] = field(default_factory=dict)
-    by_rank: dict[str, int] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     places: dict[str, tuple[str, int, int]] = field(default_factory=dict)
@@ -99,16 +110,6 @@ class Source(Manifest):
 
     folder: Path = Path()
     torchs: bool = False
-
-    @property
-    def others(self) -> dict[str, str]:
-        """What cannot be loaded into a tree, and what it is."""
-        return dict.fromkeys(self.left_out, "neither a tensor nor a number or string")
-
-    @property
-    def left_out(self) -> list[str]:
-        """Names of what is neither tensor, number nor string, and is not read."""
-        return [name for name in self.places if name not in self.numbers]
 
     def identity(self) -> str:
         """The same for copies of a checkpoint, and for no other."""
@@ -207,7 +208,7 @@ def torchs(folder: Path) -> Source:
     }
     refuse_outside(folder / METADATA, [one.file for some in chunks.values() for one in some])
     refuse_outside(folder / METADATA, [file for file, *_ in places.values()])
-    return Source(tensors, chunks, places=places, folder=folder, torchs=True)
+    return Source(tensors, chunks=chunks, places=places, folder=folder, torchs=True)
 
 
 def metadata_of(folder: Path) -> bytes:
@@ -245,7 +246,7 @@ def _read(path: Path, body: dict[str, Any]) -> Manifest:
     for name, kind in tensors.items():
         _refuse_nonsense(name, kind, chunks[name])
     _refuse_others([*body["by_rank"].values(), *(n for pair in files.values() for n in pair)], "of ranks or a file")
-    return Manifest(tensors, chunks, numbers, body["by_rank"], files, body["about"])
+    return Manifest(tensors, numbers, body["by_rank"], chunks=chunks, files=files, about=body["about"])
 
 
 def _dtype(one: dict[str, Any]) -> Any:

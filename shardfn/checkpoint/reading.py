@@ -6,11 +6,13 @@ are copied to where they belong; for verifying, where none are; and for the comm
 
 from __future__ import annotations
 
+import abc
 import bisect
 import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 from shardfn.checkpoint.boxes import Box, boxes, runs, span
 from shardfn.checkpoint.contents import BUFFER, Kind, LocalBox, memory
 from shardfn.checkpoint.disk import Flaw, checked, opened, read_at, unpickled
-from shardfn.checkpoint.manifest import Chunk, Source
+from shardfn.checkpoint.manifest import Chunk, Entries, Source
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import listed
 from shardfn.tiers.tensors import on_disk
@@ -126,11 +128,53 @@ def elements(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, buf
         raise Flaw(OTHER)
 
 
-class Reader:
-    """Reads named tensors of a checkpoint, each part's checksum once.
+class Reader(abc.ABC):
+    """Reads boxes of named tensors from files, into tensors of whatever dtype.
+
+    Attributes:
+        source: what there is.
+    """
+
+    source: Entries
+
+    @abc.abstractmethod
+    def identity(self) -> str:
+        """The same for the same files, and for copies of them, wherever they are."""
+
+    @abc.abstractmethod
+    def wanted(self, targets: Iterable[LocalBox]) -> Any:
+        """What is to be read to fill boxes of tensors, under the names in the files.
+
+        Raises:
+            CheckpointError: it is not all there.
+        """
+
+    @abc.abstractmethod
+    def check(self, wanted: Any) -> None:
+        """Raises CheckpointError for damage to files that shows before anything is written to."""
+
+    @abc.abstractmethod
+    def fill(self, wanted: Any) -> None:
+        """Fills each box's values from the tensor of its name.
+
+        Raises:
+            CheckpointError: a file is gone or damaged.
+        """
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The elements of a box. Raises as `wanted` and `fill` do."""
+        values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype)
+        self.fill(self.wanted([LocalBox(name, box, values)]))
+        return values
+
+
+class CheckpointReader(Reader):
+    """Reads tensors that are in parts in a checkpoint, each part's checksum once.
 
     It has one buffer, so nothing else is read by it while `parts` of a tensor come.
     """
+
+    source: Source
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -182,12 +226,6 @@ class Reader:
                     for box, values in self._elements(descriptor, chunk, name, targets):
                         for target in targets:
                             target.take(box, values)
-
-    def read(self, name: str, box: Box) -> Tensor:
-        """The elements of a box. Raises as `wanted` and `fill` do."""
-        values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype)
-        self.fill(self.wanted([LocalBox(name, box, values)]))
-        return values
 
     def parts(self, name: str) -> Iterator[Elements]:
         """All elements of a tensor, in the order of its parts, through the buffer; raises as `wanted` and `fill` do."""

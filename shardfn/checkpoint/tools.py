@@ -16,7 +16,7 @@ from torch import Tensor
 from shardfn.checkpoint.contents import Scalar, as_bytes
 from shardfn.checkpoint.folders import checkpoints, found_at, intact, is_checkpoint, restored, source_of
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Source, read_manifest, torchs
-from shardfn.checkpoint.reading import Reader, Report, meter, silent
+from shardfn.checkpoint.reading import CheckpointReader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 
 AT_ONCE = 2**18  # elements that are compared at a time
@@ -167,7 +167,7 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -
         elif not _same(one.numbers[name], other.numbers[name], tolerance):
             found.numbers[name] = one.numbers[name], other.numbers[name]
     count = meter(report, sum(one.tensors[name].bytes for name in alike))
-    mine, yours = Reader(one), Reader(other)
+    mine, yours = CheckpointReader(one), CheckpointReader(other)
     for name in alike:
         differ, largest = 0, 0.0
         for box, values in mine.parts(name):

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import Ints, whole
-from shardfn.checkpoint.contents import Contents, LocalBox, Value, parameters
+from shardfn.checkpoint.contents import Contents, Value, parameters
 from shardfn.checkpoint.disk import Flaw, opened, unpickled
-from shardfn.checkpoint.loading import Asked, Readers, filled
+from shardfn.checkpoint.loading import filled
 from shardfn.checkpoint.manifest import Source
-from shardfn.checkpoint.names import Name, Rule, renamed
+from shardfn.checkpoint.matching import Asked, Name, Rule, renamed
+from shardfn.checkpoint.reading import Reader
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
@@ -128,7 +129,7 @@ def load_torch_optimizer(
                 found[ours if ours in held.tensors else slot] = Name(joined("state", theirs, kept), swap)
         return found
 
-    def numbers(reader: Readers) -> dict[str, Any]:
+    def numbers(reader: Reader) -> dict[str, Any]:
         every = [theirs for theirs, _ in _theirs(state, rules).values()]
         count = _steps(reader, part, every)
         return {"step": count, "numbers": _numbers(state["numbers"], _groups(reader, part, every), make)}
@@ -189,7 +190,7 @@ def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
 # --- from torch ---
 
 
-def _steps(reader: Readers, part: str, theirs: list[str]) -> int:
+def _steps(reader: Reader, part: str, theirs: list[str]) -> int:
     """How many steps were made, the same for all parameters."""
     source, found, missing = reader.source, {}, []
     for name in theirs:
@@ -210,7 +211,7 @@ def _steps(reader: Readers, part: str, theirs: list[str]) -> int:
     return int(counts[0]) if counts else 0
 
 
-def _groups(reader: Readers, part: str, theirs: list[str]) -> dict[str, Group]:
+def _groups(reader: Reader, part: str, theirs: list[str]) -> dict[str, Group]:
     """The group of each of these parameters, in whichever of torch's two layouts."""
     prefix = joined(part, "param_groups") + "."
     source = reader.source
@@ -242,7 +243,7 @@ def _groups(reader: Readers, part: str, theirs: list[str]) -> dict[str, Group]:
     return {one: read[id(by_name[one])] for one in theirs}
 
 
-def _listed(reader: Readers, group: Group, key: str) -> list[Any]:
+def _listed(reader: Reader, group: Group, key: str) -> list[Any]:
     """What is a list there, in one entry or each of it in its own."""
     if key in group:
         return list(_value(reader, group[key]))
@@ -250,17 +251,13 @@ def _listed(reader: Readers, group: Group, key: str) -> list[Any]:
     return [_value(reader, group[f"{key}.{number}"]) for number in numbers]
 
 
-def _value(reader: Readers, name: str) -> Any:
+def _value(reader: Reader, name: str) -> Any:
     """A number, or something small that is not one."""
     source = reader.source
     if name in source.numbers:
         return source.numbers[name]
     if name in source.tensors:
-        kind = source.tensors[name]
-        values = torch.empty(kind.shape, dtype=kind.dtype)
-        wanted: Any = reader.wanted([LocalBox(name, whole(kind.shape), values)])
-        reader.fill(wanted)
-        return values.tolist()
+        return reader.read(name, whole(source.tensors[name].shape)).tolist()
     if not isinstance(source, Source):
         return None
     file, offset, length = source.places[name]

@@ -165,16 +165,11 @@ class Save:
     def write(self) -> None:
         """Everything to the disk, and then its name."""
         what = f"save {self.path}"
-        try:
+        with folders.discarding(self.folder) if self.team.rank == 0 else contextlib.nullcontext():
             alone = self._agreed(self.team.together(what, self._begin))
             written = self.team.together(what, lambda: self._own(alone))
             self._go_on()
             self.team.first(what, lambda: self._end(written, alone))
-        except BaseException:
-            if self.team.rank == 0:
-                with contextlib.suppress(OSError):
-                    folders.discard(self.folder)
-            raise
 
     def _begin(self) -> tuple[bool, int, dict[str, tuple[Any, int]]]:
         """Whether the name is taken; what this rank has, and its plain tensors and own numbers, in short."""

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, steps, whole
 from shardfn.checkpoint.contents import Kind, LocalBox
-from shardfn.checkpoint.loading import Differences, patterns
-from shardfn.checkpoint.names import part_with
+from shardfn.checkpoint.matching import Differences, part_with, patterns
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.collectives.agree import agree
 from shardfn.compat import process_groups
