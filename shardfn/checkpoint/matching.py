@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardfn.checkpoint.boxes import Box, Ints
 from shardfn.checkpoint.contents import Contents, Kind, LocalBox
+from shardfn.checkpoint.manifest import Entries
 from shardfn.checkpoint.team import CheckpointError, Team
 from shardfn.mesh.spec import joined
 from shardfn.quoting import findings, listed, short
@@ -112,16 +113,16 @@ class Differences:
         return bool(self.missing or self.extra or self.shapes or self.kinds or self.formats)
 
     def __str__(self) -> str:
-        said = []
+        sentences = []
         if self.missing:
-            said.append(f"missing in the checkpoint: {listed(self.missing, room=_ROOM)}")
+            sentences.append(f"missing in the checkpoint: {listed(self.missing, room=_ROOM)}")
         if self.extra:
-            said.append(f"in the checkpoint, but not in the tree: {listed(self.extra, room=_ROOM)}")
+            sentences.append(f"in the checkpoint, but not in the tree: {listed(self.extra, room=_ROOM)}")
         for what, found in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
             each = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in found.items()]
             if each:
-                said.append(f"of another {what}: {listed(each, room=_ROOM)}")
-        return findings(said) or "nothing differs"
+                sentences.append(f"of another {what}: {listed(each, room=_ROOM)}")
+        return findings(sentences) or "nothing differs"
 
 
 Naming = Callable[[Contents], dict[str, Name]]
@@ -154,37 +155,37 @@ def by_rules(rules: Iterable[Rule]) -> Naming:
 
 
 def compared(
-    source: Any, wanted: Contents, team: Team, asked: Asked, naming: dict[str, Name]
+    source: Entries, wanted: Contents, team: Team, asked: Asked, naming: dict[str, Name]
 ) -> tuple[Differences, dict[str, Name]]:
     """What differs, and under which names what is wanted is to be found."""
-    differ, names = Differences(), {}
+    differ, names = Differences(), dict[str, Name]()
     ignore = patterns(asked.ignore)
-    known: set[str] = set()
+    expected: set[str] = set()
     for name in [*wanted.tensors, *wanted.numbers]:
         inside, swap = naming[name]
         root = not wanted.keys[name] and inside == name  # a tree that is one leaf
         theirs = (asked.part if root and asked.part else joined(asked.part, inside)) or name
-        said = name if theirs in (name, joined(asked.part, name)) else f"{inside} (here {name})"
-        known.add(theirs)
+        label = name if theirs in (name, joined(asked.part, name)) else f"{inside} (here {name})"
+        expected.add(theirs)
         ranks = source.by_rank.get(theirs)
         if ranks is not None:
             if ranks != team.size or name not in wanted.by_rank:
                 ours = f"that of {team.size} ranks" if name in wanted.by_rank else "the same on all ranks"
-                differ.shapes[said] = f"that of {ranks} ranks, each its own", ours
+                differ.shapes[label] = f"that of {ranks} ranks, each its own", ours
                 continue
             theirs = f"{theirs}.rank{team.rank}"
         if theirs in source.tensors or theirs in source.numbers:
             names[name] = Name(theirs, swap)
-            _compare_one(differ, said, source, names[name], wanted, name)
+            _compare_one(differ, label, source, names[name], wanted, name)
         elif theirs in source.others:
-            differ.shapes[said] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
+            differ.shapes[label] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
         else:
-            differ.missing.append(said)
+            differ.missing.append(label)
     if asked.converts:
         differ.kinds.clear()
-    known |= {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
-    every = [name for name in [*source.tensors, *source.numbers, *source.by_rank] if name not in known]
-    for name, within in zip(every, (_inside(name, asked.part) for name in every), strict=True):
+    expected |= {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
+    for name in [*source.tensors, *source.numbers, *source.by_rank]:
+        within = None if name in expected else _inside(name, asked.part)
         if within is not None and not any(rule.fullmatch(within) for rule in ignore):
             differ.extra.append(name)
     return differ, names
@@ -197,7 +198,7 @@ def _inside(name: str, part: str) -> str | None:
     return name[len(part) + 1 :] if name.startswith(f"{part}.") else None
 
 
-def hint(differ: Differences, names: dict[str, Name], source: Any, asked: Asked) -> str:
+def hint(differ: Differences, names: dict[str, Name], source: Entries, asked: Asked) -> str:
     """Where all that is missing is."""
     every = [*source.tensors, *source.numbers]
     if asked.part and not any(_inside(name, asked.part) for name in every):
@@ -205,12 +206,13 @@ def hint(differ: Differences, names: dict[str, Name], source: Any, asked: Asked)
         return f". There is no part {short(repr(asked.part))}: the first keys are {parts}"
     if names or not differ.missing:
         return asked.advice if differ.missing else ""
-    plain = [said.partition(" (here ")[0] for said in differ.missing]
+    plain = [label.partition(" (here ")[0] for label in differ.missing]
     part = part_with(plain, every)
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
 
 
-def _compare_one(differ: Differences, said: str, source: Any, there: Name, wanted: Contents, name: str) -> None:
+def _compare_one(differ: Differences, label: str, source: Entries, there: Name, wanted: Contents, name: str) -> None:
+    """Notes how one entry of a tree differs from what is there under its name."""
     kind, number = source.tensors.get(there.theirs), source.numbers.get(there.theirs)
     ours = wanted.tensors.get(name)
     if there.turned:
@@ -219,16 +221,16 @@ def _compare_one(differ: Differences, said: str, source: Any, there: Name, wante
         here, other = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
         if here != other:
             where = differ.kinds if ours is None and kind is None else differ.shapes
-            where[said] = other, here
+            where[label] = other, here
         return
     ours = Kind(ours.dtype, turned(ours.shape, there.turned), ours.meant)
     more = " when its last two dimensions are swapped" if there.turned else ""
     if kind.shape != ours.shape:
-        differ.shapes[said] = str(kind), f"{ours}{more}"
+        differ.shapes[label] = str(kind), f"{ours}{more}"
     elif kind.dtype != ours.dtype:
-        differ.kinds[said] = str(kind), f"{ours}{more}"
+        differ.kinds[label] = str(kind), f"{ours}{more}"
     elif kind.meant and ours.meant and kind.meant != ours.meant:  # what others wrote does not say it
-        differ.formats[said] = kind.meant, ours.meant
+        differ.formats[label] = kind.meant, ours.meant
 
 
 def patterns(rules: str | Iterable[str]) -> list[re.Pattern[str]]:
