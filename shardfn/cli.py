@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 
 from shardfn.checkpoint import converting, tools, verifying
 from shardfn.checkpoint.converting import Written
-from shardfn.checkpoint.folders import is_checkpoint, restored
+from shardfn.checkpoint.folders import found_at, is_checkpoint, restored, source_of
 from shardfn.checkpoint.reading import Report
-from shardfn.checkpoint.sources import found_at, source_of
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.translate import TranslateError, translate
 

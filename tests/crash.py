@@ -241,7 +241,7 @@ def difference(folder: Path, sizes: dict[str, int]) -> float:
 
 def whole(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All that is in a checkpoint."""
-    from shardfn.checkpoint.sources import source_of
+    from shardfn.checkpoint.folders import source_of
 
     source = source_of(path)
     like: dict[str, Any] = {name: torch.empty(kind.shape, dtype=kind.dtype) for name, kind in source.tensors.items()}

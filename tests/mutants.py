@@ -544,7 +544,7 @@ MUTANTS = [
     ),
     Mutant(
         "a background save copies nothing",
-        "checkpoint/saving.py",
+        "checkpoint/writing.py",
         "copies = snapshots.taken([one.values for one in found.boxes])",
         "copies = [one.values for one in found.boxes]",
         "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",

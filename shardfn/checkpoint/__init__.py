@@ -5,7 +5,8 @@ Imports `shards`, `collectives`, `mesh` and `compat`.
 
 from shardfn.checkpoint.contents import ByRank
 from shardfn.checkpoint.huggingface import export, import_
-from shardfn.checkpoint.loading import Differences, latest, load
+from shardfn.checkpoint.loading import latest, load
+from shardfn.checkpoint.matching import Differences
 from shardfn.checkpoint.saving import Pending, finish, save, save_async
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.torch_optimizer import load_torch_optimizer, torch_optimizer

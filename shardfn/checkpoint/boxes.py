@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ class Box:
         """Elements in it."""
         return math.prod(self.sizes)
 
+    @property
+    def ends(self) -> Ints:
+        """Where it ends along each dimension."""
+        return tuple(at + n for at, n in zip(self.offsets, self.sizes, strict=True))
+
     def moved(self, corner: Sequence[int]) -> Box:
         """The same in an array that holds this one at `corner`."""
         return Box(tuple(a + b for a, b in zip(self.offsets, corner, strict=True)), self.sizes)
@@ -29,7 +35,7 @@ class Box:
     def common(self, other: Box) -> Box | None:
         """What both have; None where that is nothing."""
         low = tuple(map(max, self.offsets, other.offsets))
-        high = tuple(min(a + m, b + n) for a, m, b, n in zip(*self._pair(), *other._pair(), strict=True))
+        high = map(min, self.ends, other.ends)
         sizes = tuple(b - a for a, b in zip(low, high, strict=True))
         return None if any(n <= 0 for n in sizes) else Box(low, sizes)
 
@@ -37,9 +43,6 @@ class Box:
         """The indices of this box in the array that `outer` cuts out."""
         starts = (a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.sizes, strict=True))
-
-    def _pair(self) -> tuple[Ints, Ints]:
-        return self.offsets, self.sizes
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -108,9 +111,8 @@ def flaw(shape: Ints, parts: Sequence[Box]) -> str:
     if not parts:
         return "it has no parts"
     for box in parts:
-        if len(box.sizes) != len(shape) or any(
-            at < 0 or n < 0 or at + n > of for at, n, of in zip(box.offsets, box.sizes, shape, strict=True)
-        ):
+        negative = min((0, *box.offsets, *box.sizes)) < 0
+        if len(box.sizes) != len(shape) or negative or any(map(operator.gt, box.ends, shape)):
             return f"a part at {list(box.offsets)} of sizes {list(box.sizes)} is not inside {list(shape)}"
     live: list[tuple[int, Box]] = []  # boxes that reach this far
     for (start, stop), i in sorted((span(box, shape), i) for i, box in enumerate(parts) if box.numel):

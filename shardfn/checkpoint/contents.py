@@ -116,6 +116,12 @@ class LocalBox:
     box: Box
     values: Tensor
 
+    def take(self, box: Box, values: Tensor) -> None:
+        """Copies what it has in common with another box, whose elements these are."""
+        both = self.box.common(box)
+        if both is not None:
+            copying.copy_(self.values[both.within(self.box)], values[both.within(box)])
+
 
 @dataclass
 class Contents:
@@ -157,16 +163,14 @@ def contents(state: Any, *, shared: bool) -> Contents:
     wrong: list[str] = []
     for tokens, leaf, own in _leaves(state, (), False):
         name = _name(tokens)
-        if is_unit(leaf) and not (isinstance(leaf.values, Tensor) and lack(leaf.values)):
-            _add_flat(found, tokens, leaf, shared)
-            continue
         if type(leaf) in (Single, Value) and not shared:
             raise TypeError(
                 f"{name} is part of what torch_optimizer made, which is for save: load_torch_optimizer(path, state) "
                 f"reads it"
             )
-        if type(leaf) is Single:
-            _add_flat(found, tokens, leaf.node, shared, leaf.number)
+        node, number = (leaf.node, leaf.number) if type(leaf) is Single else (leaf, None)
+        if is_unit(node) and not (isinstance(node.values, Tensor) and lack(node.values)):
+            _add_flat(found, tokens, node, shared, number)
             continue
         if type(leaf) is Blocks and isinstance(leaf.values, Tensor) and not lack(leaf.values):
             _add_blocks(found, tokens, leaf, shared)
@@ -283,11 +287,9 @@ def _leaves(state: Any, tokens: tuple[Any, ...], own: bool) -> Iterator[tuple[tu
 
 
 def _tokens(accessor: Iterable[Any]) -> tuple[Any, ...]:
-    return tuple(getattr(entry, "field", entry.entry) for entry in accessor if not _silent(entry))
-
-
-def _silent(entry: Any) -> bool:
-    return getattr(entry, "type", None) in (ByRank, Packed)
+    """The keys that an accessor goes by; a `ByRank` or `Packed` on the way has none in a name."""
+    entries = (entry for entry in accessor if getattr(entry, "type", None) not in (ByRank, Packed))
+    return tuple(getattr(entry, "field", entry.entry) for entry in entries)
 
 
 def _known(found: Contents, name: str, tokens: tuple[Any, ...]) -> None:
@@ -378,17 +380,14 @@ def _prefix(tokens: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], t
     marked = [i for i, token in enumerate(tokens) if str(token).startswith("@")]
     if marked:
         return tokens[: marked[0]], tuple(stage.split(".")) if stage else ()
-    buffer = layout.partial and bool(tokens) and _of_buffer(str(tokens[-1]))
+    buffer = False
+    if layout.partial and tokens:  # a key that begins with a dtype tells a stage's buffers apart
+        buffer = isinstance(getattr(torch, str(tokens[-1]).split(" ")[0].split(",")[0], None), torch.dtype)
     for end in (len(tokens) - 1, len(tokens)) if buffer else (len(tokens),):
         for start in range(end, -1, -1):
             if joined(*tokens[start:end]) == stage:
                 return tokens[:start], tokens[start:end]
     return tokens, ()
-
-
-def _of_buffer(token: str) -> bool:
-    """Whether a key is one of those that tell a stage's buffers apart."""
-    return isinstance(getattr(torch, token.split(" ")[0].split(",")[0], None), torch.dtype)
 
 
 def _share(layout: Layout, number: int, rank: int, low: int, high: int, width: int) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +12,15 @@ from typing import Any
 import torch
 
 from shardfn.checkpoint import folders, safetensors
-from shardfn.checkpoint.boxes import Box, runs, steps, whole
-from shardfn.checkpoint.contents import BUFFER, FEW, Kind, memory
-from shardfn.checkpoint.disk import sync, write_at
-from shardfn.checkpoint.manifest import Manifest
-from shardfn.checkpoint.reading import Reader, Report, meter, silent
-from shardfn.checkpoint.sources import Source, source_of
+from shardfn.checkpoint.boxes import steps, whole
+from shardfn.checkpoint.contents import BUFFER, FEW
+from shardfn.checkpoint.disk import write_at
+from shardfn.checkpoint.folders import source_of
+from shardfn.checkpoint.manifest import Manifest, Source
+from shardfn.checkpoint.reading import CheckpointReader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.checkpoint.tools import chosen
-from shardfn.checkpoint.writer import Writer
+from shardfn.checkpoint.writing import Writer
 
 Count = Callable[[int], None]
 
@@ -70,15 +69,10 @@ def consolidate(
     tensors = [name for name in names if name in source.tensors]
     olds = _renamed(names, strip)
     dst.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folders.aside(dst, "writing")
     count = meter(report, sum(source.tensors[name].bytes for name in tensors))
-    try:
-        left_out = write(Reader(source), temporary, olds, strip, count)
-        temporary.replace(dst)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(dst.parent)
-    left_out += [] if pattern else source.left_out
+    with folders.replacing(dst) as unfinished:
+        left_out = write(CheckpointReader(source), unfinished, olds, strip, count)
+    left_out += [] if pattern else source.others
     numbers = len(names) - len(tensors) if dst.suffix == ".pt" else 0
     return Written(dst, len(tensors), numbers, dst.stat().st_size, left_out)
 
@@ -94,32 +88,29 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
     source = source_of(src)
     if folders.restored(dst).exists():
         raise CheckpointError(f"{dst} exists: pass another path")
-    reader, keys = Reader(source), source.keys()
+    reader, keys, owners = CheckpointReader(source), source.keys(), _owners(source, ranks)
     dst.parent.mkdir(parents=True, exist_ok=True)
     folder = folders.aside(dst, "writing")
     folders.discard(folder)
     manifest = Manifest(tensors=source.tensors, by_rank=source.by_rank)
     count = meter(report, sum(kind.bytes for kind in source.tensors.values()))
-    try:
+    with folders.discarding(folder):
         folder.mkdir()
-        for rank, own in enumerate(_shares(source, ranks)):
+        for rank, own in enumerate(_shares(source, owners, ranks)):
             with contextlib.closing(Writer(folder, rank)) as writer:
                 for name, start, stop in own:
                     kind = source.tensors[name]
                     for box in steps(whole(kind.shape), BUFFER // kind.dtype.itemsize, start, stop):
                         writer.tensor(name, reader.read(name, box), box)
                         count(box.numel * kind.dtype.itemsize)
-                for name in _numbers_of(source, rank, ranks):
-                    writer.number(name, source.numbers[name])
+                for name, value in source.numbers.items():
+                    if owners.get(name, 0) == rank:
+                        writer.number(name, value)
                 manifest.add(writer.end())
         manifest.about = folders.about(dst.parent, ranks)
         folders.completed(folder, dst, manifest, keys)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            folders.discard(folder)
-        raise
     size = sum(size for size, _ in manifest.files.values())
-    return Written(dst, len(manifest.tensors), len(manifest.numbers), size, source.left_out)
+    return Written(dst, len(manifest.tensors), len(manifest.numbers), size, list(source.others))
 
 
 def _renamed(names: list[str], strip: str) -> dict[str, str]:
@@ -136,7 +127,7 @@ def _renamed(names: list[str], strip: str) -> dict[str, str]:
     return olds
 
 
-def _safetensors(reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
+def _safetensors(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
     """Writes tensors to a file of the safetensors format; the names of what it cannot hold."""
     source = reader.source
     kinds = {name: source.tensors[old] for name, old in olds.items() if old in source.tensors}
@@ -145,22 +136,14 @@ def _safetensors(reader: Reader, path: Path, olds: dict[str, str], strip: str, c
     with path.open("wb", buffering=0) as file:
         write_at(file.fileno(), memoryview(header), 0)
         file.truncate(length)
-        for name, kind in kinds.items():
+        for name, (_, offset, shape) in plan.places.items():
             for box, values in reader.parts(olds[name]):
-                _write_box(file.fileno(), memory(values), box, kind, plan.places[name][1])
+                safetensors.write_box(file.fileno(), offset, shape, box, values)
                 count(values.nbytes)
-        os.fsync(file.fileno())
     return [old for old in olds.values() if old not in source.tensors]
 
 
-def _write_box(descriptor: int, content: memoryview, box: Box, kind: Kind, begin: int) -> None:
-    length, starts = runs(box, kind.shape)
-    size = length * kind.dtype.itemsize
-    for i, start in enumerate(starts):
-        write_at(descriptor, content[i * size : (i + 1) * size], begin + start * kind.dtype.itemsize)
-
-
-def _nested(reader: Reader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
+def _nested(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
     """Writes nested dicts and lists by torch.save."""
     source, keys = reader.source, reader.source.keys()
     tree: dict[Any, Any] = {}
@@ -176,8 +159,6 @@ def _nested(reader: Reader, path: Path, olds: dict[str, str], strip: str, count:
         _put(tree, _stripped(own, strip) if name != new else own, name, value)
     with path.open("wb") as file:
         torch.save(_with_lists(tree), file)
-        file.flush()
-        os.fsync(file.fileno())
     return []
 
 
@@ -213,9 +194,9 @@ def _owners(source: Source, ranks: int) -> dict[str, int]:
     return {f"{name}.rank{one}": one % ranks for name, size in source.by_rank.items() for one in range(size)}
 
 
-def _shares(source: Source, ranks: int) -> list[list[tuple[str, int, int]]]:
+def _shares(source: Source, owners: dict[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:
     """For each rank the tensors that it writes something of, from which element to which."""
-    owners, load = _owners(source, ranks), [0] * ranks
+    load = [0] * ranks
     shares: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
     for name, kind in source.tensors.items():
         numel = whole(kind.shape).numel
@@ -228,8 +209,3 @@ def _shares(source: Source, ranks: int) -> list[list[tuple[str, int, int]]]:
         for rank, start in enumerate(range(0, numel, length)):
             shares[rank].append((name, start, min(start + length, numel)))
     return shares
-
-
-def _numbers_of(source: Source, rank: int, ranks: int) -> list[str]:
-    owners = _owners(source, ranks)
-    return [name for name in source.numbers if owners.get(name, 0) == rank]

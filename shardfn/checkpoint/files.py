@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from shardfn.checkpoint import disk, safetensors
 from shardfn.checkpoint.boxes import steps, whole
-from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, Scalar, lack
-from shardfn.checkpoint.items import Flaw, checked
+from shardfn.checkpoint.contents import SCALARS, Kind, LocalBox, lack
+from shardfn.checkpoint.disk import Flaw, checked
+from shardfn.checkpoint.manifest import Entries
+from shardfn.checkpoint.reading import Reader
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.mesh.spec import dotted, is_dtensor
 from shardfn.quoting import listed
@@ -31,31 +33,39 @@ STEP = 2**23  # bytes that are copied at a time
 
 
 @dataclass
-class Files:
-    """What some files hold.
+class Files(Entries):
+    """What files of whole tensors hold.
 
     Attributes:
-        tensors: their kinds by name.
-        numbers: and strings.
-        others: what cannot be loaded, and what it is.
-        places: the file of each tensor.
-        by_rank: nothing; as a checkpoint has it.
+        places: the file of each entry.
+        mapped: the tensors.
     """
 
-    tensors: dict[str, Kind] = field(default_factory=dict)
-    numbers: dict[str, Scalar] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
     places: dict[str, Path] = field(default_factory=dict)
-    by_rank: dict[str, int] = field(default_factory=dict)
+    mapped: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, other: Files) -> None:
-        """Takes in what another one has."""
-        for name in other.places.keys() & self.places.keys():
-            raise CheckpointError(f"{name} is in {self.places[name]} and in {other.places[name]}")
-        self.tensors |= other.tensors
-        self.numbers |= other.numbers
-        self.others |= other.others
-        self.places |= other.places
+    def add(self, name: str, file: Path, leaf: Any) -> None:
+        """Takes in what a file has under a name.
+
+        Raises:
+            CheckpointError: another one has it, too.
+        """
+        if name in self.places:
+            raise CheckpointError(
+                f"{name} is in {self.places[name]} and in {file}"
+                if self.places[name] != file
+                else f"{file}: two things in it have the name {name!r}: save it again without one of them"
+            )
+        self.places[name] = file
+        if type(leaf) in SCALARS:
+            self.numbers[name] = leaf
+        elif isinstance(leaf, Tensor) and not is_dtensor(leaf) and not lack(leaf):
+            self.tensors[name], self.mapped[name] = Kind(leaf.dtype, tuple(leaf.shape)), leaf.detach()
+        elif isinstance(leaf, safetensors.Unknown):
+            self.others[name] = leaf.kind
+        else:
+            what = "a DTensor" if is_dtensor(leaf) else f"a tensor {lack(leaf)}" if isinstance(leaf, Tensor) else ""
+            self.others[name] = what or f"a {type(leaf).__name__}"
 
 
 def model_in(path: Path) -> Path | None:
@@ -65,57 +75,51 @@ def model_in(path: Path) -> Path | None:
     return path if path.exists() else None
 
 
-class FileReader:
-    """Reads boxes of whole tensors; as `Reader` does from a checkpoint.
+class FileReader(Reader):
+    """Reads whole tensors in files.
 
     `share=(i, n)` is for reader number i of n that read together.
 
     Attributes:
-        source: what there is.
-        tensors: all of them by name, mapped.
+        source: what there is, and the tensors themselves.
     """
 
+    source: Files
+
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
-        self.source, self.tensors, self._share = Files(), dict[str, Tensor](), share
-        self._maps: list[safetensors.Mapped] = []
-        self._torchs: dict[Path, dict[str, int]] = {}  # and the checksums in them
-        self._mapped: set[tuple[int, int]] = set()
+        self.source, self._share = Files(), share
+        self._checksums: dict[Path, dict[str, int]] = {}  # those that are in each file of torch's
+        self._places: set[tuple[int, int]] = set()  # of files in memory
         before = _version(path)
         self._open(path)
         if _version(path) != before:
             raise CheckpointError(f"{path} was replaced by another while its tensors were looked up: load it again")
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name, mapped."""
+        return self.source.mapped
+
     def _open(self, path: Path) -> None:
         where = safetensors.index(path) if path.suffix == ".json" else {"": path.name}
-        if all(file.endswith(".safetensors") for file in where.values()):
-            self._map(safetensors.stored_in(path))
-            return
+        of_torch = not all(file.endswith(".safetensors") for file in where.values())
         for file in (path.parent / name for name in sorted(set(where.values()))):
-            self._torchs[file] = _compare(file, values=False)
-            found, mapped = _of_torch(file)
-            names = [name for name in where if where[name] == file.name]
-            lacking = [name for name in names if name and name not in found.places]
-            if lacking:
+            wanted = {name for name in where if name and path.parent / where[name] == file}
+            if of_torch:
+                self._checksums[file] = _compare(file, values=False)
+            there = set[str]()
+            for name, leaf in _of_torch(file) if of_torch else safetensors.tensors_in(file):
+                if of_torch or name in wanted or not wanted:
+                    self.source.add(name, file, leaf)
+                    there.add(name)
+            if lacking := [name for name in where if name in wanted - there]:
                 raise CheckpointError(f"{file} has no {listed(lacking)}, though {path.name} says so")
-            self.source.add(found)
-            self.tensors |= mapped
-            self._mapped |= _places(file, mapped.values())
+            self._places |= _places(file, [x for name, x in self.tensors.items() if name in there])
 
     def identity(self) -> str:
         """The same where the files are: by the checksums of all elements in those of torch's, else by some bytes."""
-        files = sorted({*self.source.places.values(), *self._torchs})
-        return "; ".join(f"{disk.sampled(file):x} {sorted(self._torchs.get(file, {}).items())}" for file in files)
-
-    def _map(self, stored: dict[str, safetensors.Stored]) -> None:
-        files = {file: safetensors.Mapped(file) for file in dict.fromkeys(one.file for one in stored.values())}
-        self._maps = list(files.values())
-        for name, one in stored.items():
-            self.source.places[name] = one.file
-            if one.dtype in safetensors.DTYPES:
-                self.tensors[name] = files[one.file].tensor(one)
-                self.source.tensors[name] = Kind(safetensors.DTYPES[one.dtype], one.shape)
-            else:
-                self.source.others[name] = str(one)
+        files = sorted({*self.source.places.values(), *self._checksums})
+        return "; ".join(f"{disk.sampled(file):x} {sorted(self._checksums.get(file, {}).items())}" for file in files)
 
     def wanted(self, targets: Iterable[LocalBox]) -> list[LocalBox]:
         """The boxes to fill."""
@@ -128,7 +132,7 @@ class FileReader:
             CheckpointError: a file is damaged.
         """
         del wanted
-        for file in self._torchs:
+        for file in self._checksums:
             _compare(file, True, self._share)
 
     def fill(self, wanted: Iterable[LocalBox]) -> None:
@@ -142,9 +146,7 @@ class FileReader:
 
     def forget(self) -> None:
         """Gives back the memory of what was read."""
-        for each in self._maps:
-            each.forget()
-        for address, nbytes in self._mapped:
+        for address, nbytes in self._places:
             mapping.left(address, nbytes)
 
 
@@ -157,23 +159,10 @@ def _version(path: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _of_torch(file: Path) -> tuple[Files, dict[str, Tensor]]:
-    """What `torch.save` wrote, under names as of our trees, and the mapped tensors."""
+def _of_torch(file: Path) -> Iterator[tuple[str, Any]]:
+    """What `torch.save` wrote, under names as of our trees."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(_unpickled(file))
-    found, mapped = Files(), {}
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        name = dotted(accessor) or "value"
-        if name in found.places:
-            raise CheckpointError(f"{file}: two things in it have the name {name!r}: save it again without one of them")
-        found.places[name] = file
-        if type(leaf) in SCALARS:
-            found.numbers[name] = leaf
-        elif isinstance(leaf, Tensor) and not is_dtensor(leaf) and not lack(leaf):
-            found.tensors[name], mapped[name] = Kind(leaf.dtype, tuple(leaf.shape)), leaf.detach()
-        else:
-            what = "a DTensor" if is_dtensor(leaf) else f"a tensor {lack(leaf)}" if isinstance(leaf, Tensor) else ""
-            found.others[name] = what or f"a {type(leaf).__name__}"
-    return found, mapped
+    return ((dotted(accessor) or "value", leaf) for accessor, leaf in zip(accessors, leaves, strict=True))
 
 
 def _places(file: Path, mapped: Iterable[Tensor]) -> set[tuple[int, int]]:

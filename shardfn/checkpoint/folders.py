@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardfn.checkpoint.disk import sync
-from shardfn.checkpoint.manifest import MANIFEST, METADATA, Manifest, read_manifest, write_manifest, write_metadata
+from shardfn.checkpoint.contents import SCALARS
+from shardfn.checkpoint.disk import Flaw, opened, sync, unpickled
+from shardfn.checkpoint.manifest import (
+    MANIFEST,
+    METADATA,
+    Manifest,
+    Source,
+    read_manifest,
+    torchs,
+    write_manifest,
+    write_metadata,
+)
 from shardfn.checkpoint.team import CheckpointError
 
 FILES = re.compile(rf"__\d+_0\.distcp|{re.escape(MANIFEST)}|{re.escape(METADATA)}")
@@ -102,6 +114,44 @@ def checkpoints(root: Path) -> list[Path]:
     return [path for path, manifest in manifests(root).items() if not isinstance(manifest, str)]
 
 
+def found_at(path: Path, also: Sequence[str] = ()) -> Path:
+    """The folder of a checkpoint, whole or not; `also` is what else was looked for in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = restored(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {path}")
+    if not is_checkpoint(folder):
+        inside = checkpoints(folder)
+        hint = f"; there are {len(inside)} in it: {inside[-1]}, which latest() finds, is the newest" if inside else ""
+        lacks = " nor ".join((MANIFEST, METADATA, *also))
+        raise CheckpointError(f"{path} is not a checkpoint: it has neither {lacks}{hint}")
+    return folder
+
+
+def source_of(path: Path, also: Sequence[str] = ()) -> Source:
+    """A checkpoint, to read from; `also` is what else was looked for.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    folder = found_at(path, also)
+    if (folder / MANIFEST).exists():
+        return Source(**vars(read_manifest(folder)), folder=folder)
+    found = torchs(folder)
+    for name, (file, offset, length) in found.places.items():
+        # What is neither is not for trees to have; if one wants it all the same, it is missing.
+        with opened(folder / file) as descriptor, contextlib.suppress(Flaw):
+            value = unpickled(descriptor, offset, length)
+            if type(value) in SCALARS:
+                found.numbers[name] = value
+                continue
+        found.others[name] = "neither a tensor nor a number or string"
+    return found
+
+
 def aside(path: Path, what: str) -> Path:
     """Where something that belongs to a checkpoint is while it is not, or no more, one."""
     return path.parent / f".{path.name}.{what}"
@@ -117,6 +167,30 @@ def publish(folder: Path, path: Path) -> None:
     folder.rename(path)
     sync(path.parent)
     spare(old)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where a file is written that gets its name when the block ends well, and all of it is on the disk."""
+    unfinished = aside(path, "writing")
+    try:
+        yield unfinished
+        sync(unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def discarding(folder: Path) -> Iterator[None]:
+    """Discards a folder that is not finished if the block fails."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # what failed first is what is to be known
+            discard(folder)
+        raise
 
 
 def completed(folder: Path, path: Path, manifest: Manifest, keys: dict[str, tuple[Any, ...]]) -> None:

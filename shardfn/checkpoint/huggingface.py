@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,10 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import whole
-from shardfn.checkpoint.contents import Contents, Kind, contents, memory, pieces
-from shardfn.checkpoint.disk import write_at
-from shardfn.checkpoint.loading import Asked, by_rules, filled
-from shardfn.checkpoint.names import Rule, refuse_flat, renamed, turned
-from shardfn.checkpoint.safetensors import Plan, begin, clear, fill, planned, publish
+from shardfn.checkpoint.contents import Contents, Kind, contents, pieces
+from shardfn.checkpoint.loading import filled
+from shardfn.checkpoint.matching import Asked, Rule, by_rules, refuse_flat, renamed, turned
+from shardfn.checkpoint.safetensors import Elements, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.collectives import functional
@@ -100,7 +100,7 @@ def export(
         raise CheckpointError(f"{what}: ranks were given different paths, trees or rules")
     try:
         team.first(what, lambda: begin(folder, plan))
-        team.each(what, lambda: fill(folder, turns(params, kept, team), _writer(plan, kept)))
+        team.each(what, lambda: fill(folder, plan, turns(params, kept, team), functools.partial(_placed, kept)))
         team.first(what, lambda: publish(folder, plan))
     except BaseException:
         if team.rank == 0:
@@ -183,12 +183,8 @@ def _kept(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) 
     Raises:
         CheckpointError: one in few bits, which these files could not say.
     """
-    tensors, few = dict[str, Kind](), dict[str, Packed]()
-    for name, kind in contents.tensors.items():
-        packed = contents.packed.get(name)
-        if packed is not None:
-            kind, few[name] = Kind(packed.dtype, packed.shape), packed
-        tensors[name] = kind
+    few = {name: packed for name, packed in contents.packed.items() if name in contents.tensors}
+    tensors = contents.tensors | {name: Kind(packed.dtype, packed.shape) for name, packed in few.items()}
     if few and dtype is None:
         raise CheckpointError(
             f"{listed(few, 4)} {'is' if len(few) == 1 else 'are'} in few bits, such as "
@@ -268,20 +264,9 @@ def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: Dev
     return joined
 
 
-def _writer(plan: Plan, kept: dict[str, _Kept]) -> Callable[[Callable[[str], int], str, Tensor], None]:
-    """What writes a whole tensor to its place, as `fill` takes it."""
-
-    def write(descriptor: Callable[[str], int], name: str, values: Tensor) -> None:
-        one = kept[name]
-        file, offset = plan.places[one.name]
-        x = values if one.packed is None else one.packed.having(values).decoded(one.kind.dtype)
-        _write(descriptor(file), offset, x.mT if one.turned else x, one.kind.dtype)
-
-    return write
-
-
-def _write(descriptor: int, offset: int, values: Tensor, dtype: torch.dtype) -> None:
-    for _, some in pieces(values, STEP):
-        content = memory(some.to(dtype))
-        write_at(descriptor, content, offset)
-        offset += len(content)
+def _placed(kept: dict[str, _Kept], name: str, values: Tensor) -> Iterator[Elements]:
+    """What a parameter is in files."""
+    one = kept[name]
+    x = values if one.packed is None else one.packed.having(values).decoded(one.kind.dtype)
+    for box, some in pieces(x.mT if one.turned else x, STEP):
+        yield one.name, box, some.to(one.kind.dtype)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,58 +13,20 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.checkpoint import matching
 from shardfn.checkpoint.boxes import whole
-from shardfn.checkpoint.contents import Contents, Kind, LocalBox, contents, generators, rebuilt
+from shardfn.checkpoint.contents import Contents, LocalBox, contents, generators, rebuilt
 from shardfn.checkpoint.files import MODELS, FileReader, model_in
-from shardfn.checkpoint.folders import is_checkpoint, manifests, restored
-from shardfn.checkpoint.names import Name, Rule, part_with, refuse_flat, renamed, turned, turned_box
-from shardfn.checkpoint.reading import Reader
+from shardfn.checkpoint.folders import is_checkpoint, manifests, restored, source_of
+from shardfn.checkpoint.matching import Asked, Differences, Name, Rule, by_rules
+from shardfn.checkpoint.reading import CheckpointReader, Reader
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.sources import source_of
 from shardfn.checkpoint.team import CheckpointError, Team, on_each_rank, team_of
 from shardfn.mesh import waiting
-from shardfn.mesh.spec import joined
-from shardfn.quoting import findings, listed, short, short_errors
+from shardfn.quoting import listed, short_errors
 from shardfn.tiers import copying
 
 _log = logging.getLogger("shardfn")
-
-
-_ROOM = 300  # characters for each kind of difference in a message
-
-
-@dataclass
-class Differences:
-    """How a checkpoint and a tree differ, by name.
-
-    Attributes:
-        missing: names wanted by the tree that are not in the checkpoint.
-        extra: in the checkpoint, not wanted.
-        shapes: in both, of other shapes: `(checkpoint's, tree's)`.
-        kinds: in both, of other dtypes or types.
-        formats: in both, in other few bits.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    extra: list[str] = field(default_factory=list)
-    shapes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    kinds: dict[str, tuple[str, str]] = field(default_factory=dict)
-    formats: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.shapes or self.kinds or self.formats)
-
-    def __str__(self) -> str:
-        said = []
-        if self.missing:
-            said.append(f"missing in the checkpoint: {listed(self.missing, room=_ROOM)}")
-        if self.extra:
-            said.append(f"in the checkpoint, but not in the tree: {listed(self.extra, room=_ROOM)}")
-        for what, found in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
-            each = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in found.items()]
-            if each:
-                said.append(f"of another {what}: {listed(each, room=_ROOM)}")
-        return findings(said) or "nothing differs"
 
 
 @waiting.during("sf.checkpoint.load")
@@ -123,37 +83,7 @@ def load(
     return filled(f"load {path}", path, like, Asked(part, by_rules(names), strict, ignore), donate)
 
 
-Naming = Callable[[Contents], dict[str, Name]]
-Readers = Reader | FileReader
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What one call reads.
-
-    Attributes:
-        part: where names of the source begin.
-        naming: what each of our names is in that part.
-        strict: whether everything must be the same on both sides.
-        ignore: what is not wanted, as `load` takes it.
-        converts: whether dtypes may differ.
-        advice: what to do where only some is missing.
-    """
-
-    part: str = ""
-    naming: Naming = field(default_factory=lambda: by_rules(()))
-    strict: bool = True
-    ignore: str | Iterable[str] = ()
-    converts: bool = False
-    advice: str = ""
-
-
-def by_rules(rules: Iterable[Rule]) -> Naming:
-    """Names by rules, as `load` takes them."""
-    return lambda held: renamed([*held.tensors, *held.numbers], rules)
-
-
-def reader_of(path: Path, team: Team) -> Readers:
+def reader_of(path: Path, team: Team) -> Reader:
     """What reads a checkpoint, or files of whole tensors.
 
     Raises:
@@ -165,13 +95,7 @@ def reader_of(path: Path, team: Team) -> Readers:
         model = model_in(path)
         if model is not None:
             return FileReader(model, (team.rank, team.size))
-    return Reader(source_of(path, MODELS))
-
-
-def _path(source: Any) -> Path:
-    if source is None:
-        raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
-    return Path(source)
+    return CheckpointReader(source_of(path, MODELS))
 
 
 def filled(
@@ -180,31 +104,25 @@ def filled(
     like: Any,
     asked: Asked,
     donate: bool,
-    then: Callable[[Readers], Any] | None = None,
+    then: Callable[[Reader], Any] | None = None,
     check: Callable[[Contents], None] | None = None,
 ) -> Any:
     """The tree with what was read, as `load` says; `then` is run on the reader, too, and `check` before."""
-    path, (tree, held) = on_each_rank(lambda: (_path(source), _placed(like, donate)))
+    path, tree, held = on_each_rank(lambda: _begun(source, like, donate))
     team = team_of(held.grids)
 
-    def compared() -> tuple[Readers, Any, Differences, dict[str, Name], Any, _Common]:
+    def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, _Common]:
         if check is not None:
             check(held)
         reader, called = reader_of(path, team), asked.naming(held)
-        differ, names = _compared(reader.source, held, team, asked, called)
+        differ, names = matching.compared(reader.source, held, team, asked, called)
         if differ.shapes or (asked.strict and differ):
-            raise CheckpointError(f"{differ}{_hint(differ, names, reader.source, asked)}")
+            raise CheckpointError(f"{differ}{matching.hint(differ, names, reader.source, asked)}")
         every = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
-        wanted: Any = reader.wanted(_there(one, names[one.name]) for one in every if one.name in names)
+        wanted = reader.wanted(names[one.name].box(one) for one in every if one.name in names)
         reader.check(wanted)
-        return (
-            reader,
-            wanted,
-            differ,
-            names,
-            None if then is None else then(reader),
-            _common(path, reader, asked, called),
-        )
+        more = None if then is None else then(reader)
+        return reader, wanted, differ, names, more, _common(path, reader, asked, called)
 
     reader, wanted, differ, names, more, common = team.each(what, compared)
     _refuse_different(what, team.gathered(common, what))
@@ -236,7 +154,7 @@ class _Common(NamedTuple):
     path: str
 
 
-def _common(path: Path, reader: Readers, asked: Asked, called: dict[str, Name]) -> _Common:
+def _common(path: Path, reader: Reader, asked: Asked, called: dict[str, Name]) -> _Common:
     own = sorted((ours, *name) for ours, name in called.items() if name != Name(ours))
     return _Common(zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(own).encode()), str(path))
 
@@ -250,12 +168,6 @@ def _refuse_different(what: str, every: list[_Common]) -> None:
                 f"{what}: ranks were told to read different things, of other {' and '.join(differ)}: rank 0 from "
                 f"{every[0].path}, rank {rank} from {other.path}. Let one rank choose, and send it to the others"
             )
-
-
-def _there(local: LocalBox, name: Name) -> LocalBox:
-    """A box of ours as one of the tensor there."""
-    values = local.values.mT if name.turned else local.values
-    return LocalBox(name.theirs, turned_box(local.box, name.turned), values)
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
@@ -283,84 +195,6 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     return whole[-1] if whole else None
 
 
-def _compared(
-    source: Any, wanted: Contents, team: Team, asked: Asked, naming: dict[str, Name]
-) -> tuple[Differences, dict[str, Name]]:
-    """What differs, and under which names what is wanted is to be found."""
-    differ, names = Differences(), {}
-    ignore = patterns(asked.ignore)
-    known: set[str] = set()
-    for name in [*wanted.tensors, *wanted.numbers]:
-        inside, swap = naming[name]
-        root = not wanted.keys[name] and inside == name  # a tree that is one leaf
-        theirs = (asked.part if root and asked.part else joined(asked.part, inside)) or name
-        said = name if theirs in (name, joined(asked.part, name)) else f"{inside} (here {name})"
-        known.add(theirs)
-        ranks = source.by_rank.get(theirs)
-        if ranks is not None:
-            if ranks != team.size or name not in wanted.by_rank:
-                ours = f"that of {team.size} ranks" if name in wanted.by_rank else "the same on all ranks"
-                differ.shapes[said] = f"that of {ranks} ranks, each its own", ours
-                continue
-            theirs = f"{theirs}.rank{team.rank}"
-        if theirs in source.tensors or theirs in source.numbers:
-            names[name] = Name(theirs, swap)
-            _compare_one(differ, said, source, names[name], wanted, name)
-        elif theirs in source.others:
-            differ.shapes[said] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
-        else:
-            differ.missing.append(said)
-    if asked.converts:
-        differ.kinds.clear()
-    known |= {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
-    every = [name for name in [*source.tensors, *source.numbers, *source.by_rank] if name not in known]
-    for name, within in zip(every, (_inside(name, asked.part) for name in every), strict=True):
-        if within is not None and not any(rule.fullmatch(within) for rule in ignore):
-            differ.extra.append(name)
-    return differ, names
-
-
-def _inside(name: str, part: str) -> str | None:
-    """The name of an entry in a part; None if it is not there."""
-    if not part or name == part:
-        return name
-    return name[len(part) + 1 :] if name.startswith(f"{part}.") else None
-
-
-def _hint(differ: Differences, names: dict[str, Name], source: Any, asked: Asked) -> str:
-    """Where all that is missing is."""
-    every = [*source.tensors, *source.numbers]
-    if asked.part and not any(_inside(name, asked.part) for name in every):
-        parts = listed(dict.fromkeys(name.partition(".")[0] for name in every), room=_ROOM)
-        return f". There is no part {short(repr(asked.part))}: the first keys are {parts}"
-    if names or not differ.missing:
-        return asked.advice if differ.missing else ""
-    plain = [said.partition(" (here ")[0] for said in differ.missing]
-    part = part_with(plain, every)
-    return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
-
-
-def _compare_one(differ: Differences, said: str, source: Any, there: Name, wanted: Contents, name: str) -> None:
-    kind, number = source.tensors.get(there.theirs), source.numbers.get(there.theirs)
-    ours = wanted.tensors.get(name)
-    if there.turned:
-        refuse_flat(name, ours)
-    if ours is None or kind is None:
-        here, other = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
-        if here != other:
-            where = differ.kinds if ours is None and kind is None else differ.shapes
-            where[said] = other, here
-        return
-    ours = Kind(ours.dtype, turned(ours.shape, there.turned), ours.meant)
-    more = " when its last two dimensions are swapped" if there.turned else ""
-    if kind.shape != ours.shape:
-        differ.shapes[said] = str(kind), f"{ours}{more}"
-    elif kind.dtype != ours.dtype:
-        differ.kinds[said] = str(kind), f"{ours}{more}"
-    elif kind.meant and ours.meant and kind.meant != ours.meant:  # what others wrote does not say it
-        differ.formats[said] = kind.meant, ours.meant
-
-
 def _unusable(names: dict[str, Name]) -> str:
     """What a load that failed on the way may have written to, on some rank."""
     return (
@@ -369,28 +203,15 @@ def _unusable(names: dict[str, Name]) -> str:
     )
 
 
-def patterns(rules: str | Iterable[str]) -> list[re.Pattern[str]]:
-    """Regular expressions; one may be by itself.
+def _begun(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents]:
+    """The path, the tree that is filled, and what it holds."""
+    if source is None:
+        raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
 
-    Raises:
-        CheckpointError: something that is not one.
-    """
-    found = []
-    for rule in [rules] if isinstance(rules, str) else rules:
-        try:
-            found.append(re.compile(rule))
-        except (re.error, TypeError) as error:
-            raise CheckpointError(f"ignore: {rule!r} is not a regular expression: {error}") from error
-    return found
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return leaf.clone_state()
+        return copying.clone(leaf.detach()) if isinstance(leaf, Tensor) else leaf
 
-
-def _placed(like: Any, donate: bool) -> tuple[Any, Contents]:
-    """The tree that is filled, and what it holds."""
-    tree = like if donate else optree.tree_map(_copied, like)
-    return tree, contents(tree, shared=False)
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Generator):
-        return leaf.clone_state()
-    return copying.clone(leaf.detach()) if isinstance(leaf, Tensor) else leaf
+    tree = like if donate else optree.tree_map(copied, like)
+    return Path(source), tree, contents(tree, shared=False)

@@ -35,7 +35,7 @@ FORMAT = "shardfn checkpoint 1"
 class Chunk:
     """Where a part of a tensor is: `length` bytes of a file from `offset` on, of which its elements begin at `data`.
 
-    `before` and `after` are the file's CRC-32 up to there, and up to its end.
+    `before` and `after` are the file's CRC-32 up to there, and up to its end; `after` is None where nobody knows it.
     """
 
     box: Box
@@ -44,27 +44,43 @@ class Chunk:
     length: int
     data: int = 0
     before: int = 0
-    after: int = 0
+    after: int | None = None
+
+    @property
+    def stop(self) -> int:
+        """Where its bytes end."""
+        return self.offset + self.length
 
 
 @dataclass
-class Manifest:
+class Entries:
+    """What files hold, by name.
+
+    Attributes:
+        tensors: their kinds.
+        numbers: and strings.
+        by_rank: of how many ranks each has its own, under `name.rank0` and so on.
+        others: what cannot be loaded into a tree, and what it is.
+    """
+
+    tensors: dict[str, Kind] = field(default_factory=dict)
+    numbers: dict[str, Scalar] = field(default_factory=dict)
+    by_rank: dict[str, int] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Manifest(Entries):
     """What a checkpoint holds.
 
     Attributes:
-        tensors: their kinds by name.
-        chunks: the parts of each, disjoint.
-        numbers: and strings.
-        by_rank: name -> ranks that have their own, under `name.rank0` and so on.
+        chunks: the parts of each tensor, disjoint.
         files: name -> bytes and CRC-32.
         about: when it was made, by how many ranks, and its number in the folder.
         places: file, offset and length of each number, and of whatever else torch's loaders find: for these alone.
     """
 
-    tensors: dict[str, Kind] = field(default_factory=dict)
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
-    numbers: dict[str, Scalar] = field(default_factory=dict)
-    by_rank: dict[str, int] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     places: dict[str, tuple[str, int, int]] = field(default_factory=dict)
@@ -81,6 +97,35 @@ class Manifest:
     def flaw(self, name: str) -> str:
         """Why the parts of a tensor do not make it up; "" if they do."""
         return flaw(self.tensors[name].shape, [chunk.box for chunk in self.chunks.get(name, [])])
+
+
+@dataclass
+class Source(Manifest):
+    """Named tensors and numbers that can be read in part.
+
+    Attributes:
+        folder: where the files are.
+        torchs: whether it is torch.distributed.checkpoint's, without checksums of its files.
+    """
+
+    folder: Path = Path()
+    torchs: bool = False
+
+    def identity(self) -> str:
+        """The same for copies of a checkpoint, and for no other."""
+        numbers = sorted(self.numbers.items())
+        return f"{zlib.crc32(metadata_of(self.folder)):x} {numbers}" if self.torchs else f"{sorted(self.files.items())}"
+
+    def keys(self) -> dict[str, tuple[Any, ...]]:
+        """Names as the keys from the root of the tree, where these are known.
+
+        Raises:
+            CheckpointError: the file that has them is damaged.
+        """
+        content = metadata_of(self.folder)
+        if not self.torchs and self.files[METADATA] != (len(content), zlib.crc32(content)):
+            raise CheckpointError(f"{self.folder / METADATA} is damaged: its checksum does not fit")
+        return dcp.read_checkpoint_keys(content)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -145,6 +190,39 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
+def torchs(folder: Path) -> Source:
+    """What the description of torch.distributed.checkpoint says; no other file is read.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    content = metadata_of(folder)
+    try:
+        described, places = dcp.read_checkpoint_metadata(content)
+    except Exception as error:  # a damaged pickle raises almost anything
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {error or type(error).__name__}") from error
+    tensors = {name: Kind(dtype, tuple(shape)) for name, (dtype, shape, _) in described.items()}
+    chunks = {
+        name: [Chunk(Box(tuple(at), tuple(sizes)), *place) for at, sizes, *place in parts]
+        for name, (_, _, parts) in described.items()
+    }
+    refuse_outside(folder / METADATA, [one.file for some in chunks.values() for one in some])
+    refuse_outside(folder / METADATA, [file for file, *_ in places.values()])
+    return Source(tensors, chunks=chunks, places=places, folder=folder, torchs=True)
+
+
+def metadata_of(folder: Path) -> bytes:
+    """The description by which torch's own loaders find what is there.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return (folder / METADATA).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{folder / METADATA} cannot be read: {error.strerror}") from error
+
+
 def _read(path: Path, body: dict[str, Any]) -> Manifest:
     if body["format"] != FORMAT or body["byteorder"] != sys.byteorder:
         raise CheckpointError(
@@ -168,7 +246,7 @@ def _read(path: Path, body: dict[str, Any]) -> Manifest:
     for name, kind in tensors.items():
         _refuse_nonsense(name, kind, chunks[name])
     _refuse_others([*body["by_rank"].values(), *(n for pair in files.values() for n in pair)], "of ranks or a file")
-    return Manifest(tensors, chunks, numbers, body["by_rank"], files, body["about"])
+    return Manifest(tensors, numbers, body["by_rank"], chunks=chunks, files=files, about=body["about"])
 
 
 def _dtype(one: dict[str, Any]) -> Any:

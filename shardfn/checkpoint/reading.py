@@ -6,33 +6,32 @@ are copied to where they belong; for verifying, where none are; and for the comm
 
 from __future__ import annotations
 
+import abc
 import bisect
 import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, boxes, runs, span
 from shardfn.checkpoint.contents import BUFFER, Kind, LocalBox, memory
-from shardfn.checkpoint.disk import opened, read_at
-from shardfn.checkpoint.items import Flaw, checked, unpickled
-from shardfn.checkpoint.manifest import Chunk
-from shardfn.checkpoint.sources import Source
+from shardfn.checkpoint.disk import Flaw, checked, opened, read_at, unpickled
+from shardfn.checkpoint.manifest import Chunk, Entries, Source
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import listed
-from shardfn.tiers import copying
 from shardfn.tiers.tensors import on_disk
 
 STEP = 2**22  # bytes of the buffer, about; a multiple of every element's
 REST = 2**12  # bytes that are read with those before them
+OTHER = "its checksum does not fit"
 
 Report = Callable[[int, int], None]  # of how many bytes are done, and of how many
 Wanted = dict[str, list[tuple[Chunk, str, list[LocalBox]]]]  # by file, in order: a part, of what, and what it fills
-Stretch = tuple[Box, Tensor]  # elements of a part that lie together: a box of the tensor, and its values
+Elements = tuple[Box, Tensor]  # of a tensor: where they stand in it, and their values
 
 
 def silent(done: int, total: int) -> None:
@@ -82,81 +81,105 @@ def blocks(descriptor: int, start: int, stop: int, data: int, buffer: Buffer) ->
         start, end = end, end + STEP
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Where a part's elements are, in row-major order: bytes `start` to `stop` of a file, elements from `data` on.
-
-    `before` and `after` are the CRC-32 up to `start` and up to `stop`; `after` is None where nobody knows it.
-    """
-
-    start: int
-    data: int
-    stop: int
-    before: int
-    after: int | None
-
-
-def extent(descriptor: int, chunk: Chunk, kind: Kind, torchs: bool) -> Extent | None:
-    """Where a part's elements are; None if they are in no order that is known.
+def located(descriptor: int, chunk: Chunk, kind: Kind, torchs: bool) -> Chunk | None:
+    """Where a part's elements are, in row-major order; None if they are in no order that is known.
 
     Raises:
         Flaw: there is something else.
     """
     if not torchs:
-        return Extent(chunk.offset, chunk.offset + chunk.data, chunk.offset + chunk.length, chunk.before, chunk.after)
-    known = checked(descriptor, chunk.offset, chunk.length, values=False)
+        return chunk
+    checksums = checked(descriptor, chunk.offset, chunk.length, values=False)
     found = unpickled(descriptor, chunk.offset, chunk.length, values=False)
     if not isinstance(found, Tensor) or tuple(found.shape) != chunk.box.sizes:
         raise Flaw(f"it is not a tensor of sizes {list(chunk.box.sizes)}")
-    storage, width = found.untyped_storage(), kind.dtype.itemsize
+    storage = found.untyped_storage()
     at = getattr(storage, "_checkpoint_offset", None)
     plain = found.dtype == kind.dtype and found.is_contiguous() and not found.is_conj() and not found.is_neg()
-    if at is None or not plain or len(known) > 1:
+    if at is None or not plain or len(checksums) > 1:
         return None
-    start = chunk.offset + int(at)
-    return Extent(
-        start,
-        start + int(found.storage_offset()) * width,
-        start + storage.nbytes(),
-        0,
-        next(iter(known.values()), None),
-    )
+    data = int(found.storage_offset()) * kind.dtype.itemsize
+    after = next(iter(checksums.values()), None)
+    return Chunk(chunk.box, chunk.file, chunk.offset + int(at), storage.nbytes(), data, after=after)
 
 
-def elements(descriptor: int, chunk: Chunk, kind: Kind, where: Extent | None, buffer: Buffer) -> Iterator[Stretch]:
-    """A part in row-major order, through the buffer: what is yielded is gone with the next. The checksum comes last.
+def elements(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, buffer: Buffer) -> Iterator[Elements]:
+    """A part in row-major order, as boxes of the tensor with their values. The checksum comes last.
+
+    They go through the buffer: what is yielded is gone with the next.
 
     Raises:
         Flaw: what is there is not as it was written.
     """
     if where is None:
-        found = unpickled(descriptor, chunk.offset, chunk.length)
-        yield chunk.box, found
+        yield chunk.box, unpickled(descriptor, chunk.offset, chunk.length)
         return
-    crc, width = where.before, kind.dtype.itemsize
-    stop = where.data + chunk.box.numel * width
-    for at, content in blocks(descriptor, where.start, where.stop, where.data, buffer):
+    crc, width, begin = where.before, kind.dtype.itemsize, where.offset + where.data
+    stop = begin + chunk.box.numel * width
+    for at, content in blocks(descriptor, where.offset, where.stop, begin, buffer):
         crc = zlib.crc32(content, crc)
-        low, high = max(at, where.data), min(at + len(content), stop)
+        low, high = max(at, begin), min(at + len(content), stop)
         if low < high:
             values = torch.frombuffer(content, dtype=kind.dtype, offset=low - at, count=(high - low) // width)
-            for box in boxes(chunk.box.sizes, (low - where.data) // width, (high - where.data) // width):
+            for box in boxes(chunk.box.sizes, (low - begin) // width, (high - begin) // width):
                 yield box.moved(chunk.box.offsets), values[: box.numel].view(box.sizes)
                 values = values[box.numel :]
     if where.after not in (None, crc):
-        raise Flaw("its checksum does not fit")
+        raise Flaw(OTHER)
 
 
-class Reader:
-    """Reads named tensors of a checkpoint, each part's checksum once.
+class Reader(abc.ABC):
+    """Reads boxes of named tensors from files, into tensors of whatever dtype.
+
+    Attributes:
+        source: what there is.
+    """
+
+    source: Entries
+
+    @abc.abstractmethod
+    def identity(self) -> str:
+        """The same for the same files, and for copies of them, wherever they are."""
+
+    @abc.abstractmethod
+    def wanted(self, targets: Iterable[LocalBox]) -> Any:
+        """What is to be read to fill boxes of tensors, under the names in the files.
+
+        Raises:
+            CheckpointError: it is not all there.
+        """
+
+    @abc.abstractmethod
+    def check(self, wanted: Any) -> None:
+        """Raises CheckpointError for damage to files that shows before anything is written to."""
+
+    @abc.abstractmethod
+    def fill(self, wanted: Any) -> None:
+        """Fills each box's values from the tensor of its name.
+
+        Raises:
+            CheckpointError: a file is gone or damaged.
+        """
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The elements of a box. Raises as `wanted` and `fill` do."""
+        values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype)
+        self.fill(self.wanted([LocalBox(name, box, values)]))
+        return values
+
+
+class CheckpointReader(Reader):
+    """Reads tensors that are in parts in a checkpoint, each part's checksum once.
 
     It has one buffer, so nothing else is read by it while `parts` of a tensor come.
     """
 
+    source: Source
+
     def __init__(self, source: Source) -> None:
         self.source = source
         self._buffer = Buffer()
-        self._seen: dict[tuple[str, int], Extent | None] = {}
+        self._seen: dict[tuple[str, int], Chunk | None] = {}
         self._orders: dict[str, tuple[list[Chunk], list[int], list[int]]] = {}
 
     def identity(self) -> str:
@@ -186,9 +209,9 @@ class Reader:
         for file, chunks in wanted.items():
             path = self.source.folder / file
             with opened(path) as descriptor:
-                has, needed = os.fstat(descriptor).st_size, max(one.offset + one.length for one, *_ in chunks)
+                has, needed = os.fstat(descriptor).st_size, max(chunk.stop for chunk, *_ in chunks)
             if has < needed:
-                names = dict.fromkeys(name for one, name, _ in chunks if one.offset + one.length > has)
+                names = dict.fromkeys(name for chunk, name, _ in chunks if chunk.stop > has)
                 raise CheckpointError(f"{path} is damaged: it ends after {has} of {needed} bytes, in {listed(names)}")
 
     def fill(self, wanted: Wanted) -> None:
@@ -202,29 +225,21 @@ class Reader:
                 for chunk, name, targets in chunks:
                     for box, values in self._elements(descriptor, chunk, name, targets):
                         for target in targets:
-                            both = target.box.common(box)
-                            if both is not None:
-                                copying.copy_(target.values[both.within(target.box)], values[both.within(box)])
+                            target.take(box, values)
 
-    def read(self, name: str, box: Box) -> Tensor:
-        """The elements of a box. Raises as `wanted` and `fill` do."""
-        values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype)
-        self.fill(self.wanted([LocalBox(name, box, values)]))
-        return values
-
-    def parts(self, name: str) -> Iterator[Stretch]:
+    def parts(self, name: str) -> Iterator[Elements]:
         """All elements of a tensor, in the order of its parts, through the buffer; raises as `wanted` and `fill` do."""
         for chunk in self._order(name)[0]:
             with opened(self.source.folder / chunk.file) as descriptor:
                 yield from self._elements(descriptor, chunk, name, None)
 
-    def _elements(self, descriptor: int, chunk: Chunk, name: str, targets: list[LocalBox] | None) -> Iterator[Stretch]:
+    def _elements(self, descriptor: int, chunk: Chunk, name: str, targets: list[LocalBox] | None) -> Iterator[Elements]:
         """Of a part; of one whose checksum was compared before, only what is wanted."""
         kind, key = self.source.tensors[name], (chunk.file, chunk.offset)
         try:
             where = self._seen.get(key)
             if targets is None or where is None:
-                self._seen[key] = where = extent(descriptor, chunk, kind, self.source.torchs)
+                self._seen[key] = where = located(descriptor, chunk, kind, self.source.torchs)
                 if targets is None or not _straight(descriptor, chunk, kind, where, targets, self._buffer):
                     yield from elements(descriptor, chunk, kind, where, self._buffer)
             else:
@@ -234,8 +249,8 @@ class Reader:
                     yield both, _picked(descriptor, chunk, kind, where, both)
         except Flaw as error:
             raise CheckpointError(
-                f"{self.source.folder / chunk.file} is damaged between bytes {chunk.offset} and "
-                f"{chunk.offset + chunk.length}, in {name}: {error}"
+                f"{self.source.folder / chunk.file} is damaged between bytes {chunk.offset} and {chunk.stop}, in "
+                f"{name}: {error}"
             ) from error
 
     def _order(self, name: str) -> tuple[list[Chunk], list[int], list[int]]:
@@ -254,21 +269,21 @@ class Reader:
 
 
 def _straight(
-    descriptor: int, chunk: Chunk, kind: Kind, where: Extent | None, targets: list[LocalBox], buffer: Buffer
+    descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, targets: list[LocalBox], buffer: Buffer
 ) -> bool:
     """Reads a part that fits the buffer right to where it belongs, if that is one place like it; whether it did."""
     x = targets[0].values
-    if where is None or len(targets) > 1 or targets[0].box != chunk.box or where.stop - where.start > BUFFER:
+    if where is None or len(targets) > 1 or targets[0].box != chunk.box or where.length > BUFFER:
         return False
     if x.dtype != kind.dtype or x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg():
         return False
     if on_disk(x):
         return False
     target = memory(x)
-    around, head = buffer.first(where.stop - where.start - len(target)), where.data - where.start
-    views = [around[:head], target, around[head:]]
+    around = buffer.first(where.length - len(target))
+    views = [around[: where.data], target, around[where.data :]]
     try:
-        if os.preadv(descriptor, views, where.start) < where.stop - where.start:
+        if os.preadv(descriptor, views, where.offset) < where.length:
             return False
     except OSError:  # which is told where each byte is read by itself
         return False
@@ -276,20 +291,18 @@ def _straight(
     for view in views:
         crc = zlib.crc32(view, crc)
     if where.after not in (None, crc):
-        raise Flaw("its checksum does not fit")
+        raise Flaw(OTHER)
     return True
 
 
-def _picked(descriptor: int, chunk: Chunk, kind: Kind, where: Extent, box: Box) -> Tensor:
+def _picked(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk, box: Box) -> Tensor:
     """A box of a part, of which nothing else is read."""
     values, done, width = torch.empty(box.sizes, dtype=kind.dtype), 0, kind.dtype.itemsize
     target = memory(values)
-    length, starts = runs(
-        Box(tuple(a - b for a, b in zip(box.offsets, chunk.box.offsets, strict=True)), box.sizes), chunk.box.sizes
-    )
+    length, starts = runs(box.moved(tuple(-at for at in chunk.box.offsets)), chunk.box.sizes)
     for start in starts:
         some = target[done : done + length * width]
-        if read_at(descriptor, some, where.data + start * width) < len(some):
+        if read_at(descriptor, some, where.offset + where.data + start * width) < len(some):
             raise Flaw("the file has become shorter")
         done += len(some)
     return values

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
-import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.boxes import Ints
-from shardfn.checkpoint.contents import Kind
-from shardfn.checkpoint.disk import sync, write_whole
+from shardfn.checkpoint.boxes import Box, Ints, runs
+from shardfn.checkpoint.contents import Kind, memory
+from shardfn.checkpoint.disk import sync, write_at, write_whole
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import listed
 
@@ -50,9 +48,6 @@ CODES = {
 }
 
 
-DTYPES = {code: dtype for dtype, code in CODES.items()}
-
-
 @dataclass(frozen=True)
 class Plan:
     """A model that is to be written.
@@ -60,13 +55,13 @@ class Plan:
     Attributes:
         headers: file -> its first bytes.
         lengths: file -> all its bytes.
-        places: tensor -> file and offset.
+        places: tensor -> file, offset and shape.
         total: bytes of tensors.
     """
 
     headers: dict[str, bytes] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
-    places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    places: dict[str, tuple[str, int, Ints]] = field(default_factory=dict)
     total: int = 0
 
 
@@ -90,7 +85,8 @@ def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str])
         ends = list(itertools.accumulate((tensors[name].bytes for name in names), initial=0))
         header = _header({name: tensors[name] for name in names}, ends, metadata)
         plan.headers[file], plan.lengths[file] = header, len(header) + ends[-1]
-        plan.places.update((name, (file, len(header) + at)) for name, at in zip(names, ends, strict=False))
+        for name, at in zip(names, ends, strict=False):
+            plan.places[name] = file, len(header) + at, tensors[name].shape
     return plan
 
 
@@ -110,37 +106,56 @@ def aside(folder: Path, file: str) -> Path:
     return folders.aside(folder / file, "writing")
 
 
+Elements = tuple[str, Box, Tensor]
+"""Of a tensor in a file: its name there, where they stand in it, and their values."""
+
+
 def fill(
-    folder: Path, values: Iterable[tuple[str, Tensor]], write: Callable[[Callable[[str], int], str, Tensor], None]
+    folder: Path,
+    plan: Plan,
+    values: Iterable[tuple[str, Tensor]],
+    placed: Callable[[str, Tensor], Iterable[Elements]],
 ) -> None:
     """Writes this rank's tensors as they come; returns when they are on the disk.
 
     Args:
         folder: that `begin` made ready.
+        plan: of which.
         values: named tensors, for some of which other ranks gather with this one: they all come, even if one fails.
-        write: of what gives a file's descriptor by its name, of a tensor's name, and of the tensor.
+        placed: what each of them is in files, little by little.
     """
     failed: Exception | None = None
     descriptors: dict[str, int] = {}
     with contextlib.ExitStack() as stack, torch.no_grad():
 
-        def descriptor(file: str) -> int:
-            if file not in descriptors:
-                descriptors[file] = os.open(aside(folder, file), os.O_WRONLY)
-                stack.callback(os.close, descriptors[file])
-            return descriptors[file]
+        def write(name: str, x: Tensor) -> None:
+            for theirs, box, some in placed(name, x):
+                file, offset, shape = plan.places[theirs]
+                if file not in descriptors:
+                    descriptors[file] = os.open(aside(folder, file), os.O_WRONLY)
+                    stack.callback(os.close, descriptors[file])
+                write_box(descriptors[file], offset, shape, box, some)
 
         for name, x in values:
             try:
                 if failed is None:
-                    write(descriptor, name, x)
+                    write(name, x)
             except Exception as error:
                 failed = error
             del x  # what it is a view of must not be there while more is gathered
         if failed is not None:
             raise failed
-        for one in descriptors.values():
-            os.fsync(one)
+        for descriptor in descriptors.values():
+            os.fsync(descriptor)
+
+
+def write_box(descriptor: int, offset: int, shape: Ints, box: Box, values: Tensor) -> None:
+    """Writes the elements of a box of a tensor that begins at `offset` in a file."""
+    content, width = memory(values), values.element_size()
+    length, starts = runs(box, shape)
+    for number, start in enumerate(starts if content else ()):
+        run = content[number * length * width : (number + 1) * length * width]
+        write_at(descriptor, run, offset + start * width)
 
 
 def publish(folder: Path, plan: Plan) -> None:
@@ -148,7 +163,7 @@ def publish(folder: Path, plan: Plan) -> None:
     new = set(plan.lengths)
     if len(new) > 1:
         new.add(INDEX)
-        where = {name: file for name, (file, _) in plan.places.items()}
+        where = {name: file for name, (file, *_) in plan.places.items()}
         index = {"metadata": {"total_size": plan.total}, "weight_map": where}
         write_whole(aside(folder, INDEX), json.dumps(index, indent=2).encode())
         if any((folder / file).exists() for file in plan.lengths):
@@ -202,73 +217,31 @@ def _header(tensors: dict[str, Kind], ends: list[int], metadata: Mapping[str, st
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a file.
+class Unknown:
+    """A tensor in a file, of a dtype that torch has not."""
 
-    Attributes:
-        file: which.
-        dtype: as the file calls it.
-        shape: of the tensor.
-        offset: of its first byte.
-    """
-
-    file: Path
-    dtype: str
-    shape: Ints
-    offset: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
+    kind: str
 
 
-class Mapped:
-    """A file's bytes, none of which is read before it is used."""
-
-    def __init__(self, file: Path) -> None:
-        with file.open("rb") as opened:
-            # Private to this process, and writable as torch asks of memory; nobody writes.
-            self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-
-    def tensor(self, stored: Stored) -> Tensor:
-        """A tensor of the file, which keeps the bytes mapped."""
-        dtype, length = DTYPES[stored.dtype], math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
-        if length == 0:
-            return torch.empty(stored.shape, dtype=dtype)
-        some = torch.frombuffer(self._bytes, dtype=torch.uint8, count=length, offset=stored.offset)
-        return some.view(dtype).view(stored.shape)
-
-    def forget(self) -> None:
-        """Gives back the memory of what was read, which is read again if it is used again."""
-        if hasattr(mmap, "MADV_DONTNEED"):  # where the system takes such advice
-            self._bytes.madvise(mmap.MADV_DONTNEED)
-
-
-def stored_in(path: Path) -> dict[str, Stored]:
-    """The tensors of a model by name, as its files' headers say.
-
-    Args:
-        path: of a file, of an index, or of a folder with either.
+def tensors_in(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
+    """The tensors of a file, mapped: none of their elements is read before it is used.
 
     Raises:
-        CheckpointError: a file that is gone, damaged, or lacks what the index says.
+        CheckpointError: it cannot be read, or is not of the length that its header says.
+        ImportError: the package is not installed.
     """
-    if path.is_dir():
-        found = [path / name for name in (MODEL, INDEX) if (path / name).exists()]
-        if not found:
-            raise CheckpointError(f"there is neither {MODEL} nor {INDEX}")
-        path = found[0]
-    if path.suffix != ".json":
-        return _inside(path)
-    where = index(path)
-    stored: dict[str, Stored] = {}
-    for file in sorted(set(where.values())):
-        inside = _inside(path.parent / file)
-        there = [name for name in where if where[name] == file]
-        lacking = [name for name in there if name not in inside]
-        if lacking:
-            raise CheckpointError(f"{path.parent / file} has no {listed(lacking)}, though {path.name} says so")
-        stored |= {name: inside[name] for name in there}
-    return stored
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("reading safetensors needs the package: pip install 'shardfn[huggingface]'") from error
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                part = opened.get_slice(name)
+                known = part.get_dtype() in CODES.values()
+                yield name, opened.get_tensor(name) if known else Unknown(f"{part.get_dtype()} {part.get_shape()}")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def index(path: Path) -> dict[str, str]:
@@ -295,33 +268,3 @@ def _beside(path: Path, file: str) -> bool:
     """Whether a file is in the folder of an index, or below; a link may be followed, as in Hugging Face's cache."""
     folder = os.path.abspath(path.parent)
     return os.path.commonpath([folder, os.path.abspath(os.path.join(folder, file))]) == folder
-
-
-def _inside(path: Path) -> dict[str, Stored]:
-    _check_whole(path)
-    with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(start - 8))
-    return {
-        name: Stored(path, one["dtype"], tuple(one["shape"]), start + one["data_offsets"][0])
-        for name, one in header.items()
-        if name != HEADER
-    }
-
-
-def _check_whole(path: Path) -> None:
-    """Has the package look at a file's header.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not of the length that its header says.
-        ImportError: the package is not installed.
-    """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise ImportError("reading safetensors needs the package: pip install 'shardfn[huggingface]'") from error
-    try:
-        with safe_open(path, framework="pt"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error

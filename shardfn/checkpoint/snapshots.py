@@ -39,18 +39,14 @@ def _on_disk(every: list[tuple[Tensor, Place]]) -> list[Tensor]:
     for x, (stretch, *_) in every:
         low, high = spans[stretch]
         if stretch not in made:
-            made[stretch] = copying.clone(_bytes_of(x)[low:high], _file_in(stretch.file.folder))
+            key = os.getpid(), stretch.file.folder  # a file is its process's alone
+            if key not in _files:
+                _files[key] = File(stretch.file.folder, "snapshot")
+            made[stretch] = copying.clone(_bytes_of(x)[low:high], _files[key])
     return [
         made[stretch][start - spans[stretch][0] : stop - spans[stretch][0]].view(x.dtype).view(x.shape)
         for x, (stretch, start, stop, _) in every
     ]
-
-
-def _file_in(folder: str) -> File:
-    key = os.getpid(), folder  # a file is its process's alone
-    if key not in _files:
-        _files[key] = File(folder, "snapshot")
-    return _files[key]
 
 
 def _bytes_of(x: Tensor) -> Tensor:

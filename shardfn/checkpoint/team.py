@@ -73,7 +73,7 @@ class Team:
 
     def first(self, what: str, run: Callable[[], None]) -> None:
         """Runs something on the first rank alone; if it fails, all raise the same CheckpointError."""
-        self.each(what, run if self.rank == 0 else _nothing)
+        self.each(what, run if self.rank == 0 else lambda: None)
 
     def _met(self, what: str, run: Callable[[], T], share: bool) -> tuple[T, list[T]]:
         mine: Any = None
@@ -88,8 +88,9 @@ class Team:
             if wrong is not None:
                 failed.setdefault(wrong, []).append(rank)
         if failed:
-            where = [f"{_on(ranks, self.size)}{wrong}" for wrong, ranks in failed.items()]
-            raise CheckpointError(f"{what}: {findings(where)}") from cause
+            where = {wrong: f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: " for wrong, ranks in failed.items()}
+            each = [wrong if len(failed[wrong]) == self.size else where[wrong] + wrong for wrong in failed]
+            raise CheckpointError(f"{what}: {findings(each)}") from cause
         return mine, [result for result, _ in every]  # type: ignore[misc]
 
 
@@ -129,13 +130,3 @@ def on_each_rank(run: Callable[[], T]) -> T:
 
 def _worded(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _nothing() -> None:
-    """What other ranks do meanwhile."""
-
-
-def _on(ranks: list[int], size: int) -> str:
-    if len(ranks) == size:
-        return ""
-    return f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: "

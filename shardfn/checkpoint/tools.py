@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.contents import Scalar, as_bytes
-from shardfn.checkpoint.folders import checkpoints, intact, is_checkpoint, restored
-from shardfn.checkpoint.manifest import MANIFEST, METADATA, read_manifest
-from shardfn.checkpoint.reading import Reader, Report, meter, silent
-from shardfn.checkpoint.sources import Source, found_at, source_of, torchs
+from shardfn.checkpoint.folders import checkpoints, found_at, intact, is_checkpoint, restored, source_of
+from shardfn.checkpoint.manifest import MANIFEST, METADATA, Source, read_manifest, torchs
+from shardfn.checkpoint.reading import CheckpointReader, Report, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 
 AT_ONCE = 2**18  # elements that are compared at a time
@@ -168,7 +167,7 @@ def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -
         elif not _same(one.numbers[name], other.numbers[name], tolerance):
             found.numbers[name] = one.numbers[name], other.numbers[name]
     count = meter(report, sum(one.tensors[name].bytes for name in alike))
-    mine, yours = Reader(one), Reader(other)
+    mine, yours = CheckpointReader(one), CheckpointReader(other)
     for name in alike:
         differ, largest = 0, 0.0
         for box, values in mine.parts(name):
@@ -184,11 +183,9 @@ def _has_its_bytes(folder: Path) -> bool:
     """Whether files of torch.distributed.checkpoint are as long as what is in them."""
     try:
         source = torchs(folder)
-        places = [
-            *source.places.values(),
-            *((c.file, c.offset, c.length) for some in source.chunks.values() for c in some),
-        ]
-        return all((folder / file).stat().st_size >= offset + length for file, offset, length in places)
+        ends = [(file, offset + length) for file, offset, length in source.places.values()]
+        ends += [(chunk.file, chunk.stop) for some in source.chunks.values() for chunk in some]
+        return all((folder / file).stat().st_size >= end for file, end in ends)
     except (CheckpointError, OSError):
         return False
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from shardfn.checkpoint.boxes import Ints, whole
-from shardfn.checkpoint.contents import Contents, LocalBox, Value, parameters
-from shardfn.checkpoint.disk import opened
-from shardfn.checkpoint.items import Flaw, unpickled
-from shardfn.checkpoint.loading import Asked, Readers, filled
-from shardfn.checkpoint.names import Name, Rule, renamed
+from shardfn.checkpoint.contents import Contents, Value, parameters
+from shardfn.checkpoint.disk import Flaw, opened, unpickled
+from shardfn.checkpoint.loading import filled
+from shardfn.checkpoint.manifest import Source
+from shardfn.checkpoint.matching import Asked, Name, Rule, renamed
+from shardfn.checkpoint.reading import Reader
 from shardfn.checkpoint.saving import finish
-from shardfn.checkpoint.sources import Source
 from shardfn.checkpoint.team import CheckpointError, on_each_rank
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import joined
@@ -114,7 +114,12 @@ def load_torch_optimizer(
         ``state = load_torch_optimizer("out/optimizer_0", adamw(3e-4).init(params), part="optimizer")``
     """
     finish()
-    rules = on_each_rank(lambda: _checked(state, make, names))
+
+    def checked() -> list[Rule]:
+        _check(state, make)
+        return list(names)
+
+    rules = on_each_rank(checked)
 
     def called(held: Contents) -> dict[str, Name]:
         found = {}
@@ -124,7 +129,7 @@ def load_torch_optimizer(
                 found[ours if ours in held.tensors else slot] = Name(joined("state", theirs, kept), swap)
         return found
 
-    def numbers(reader: Readers) -> dict[str, Any]:
+    def numbers(reader: Reader) -> dict[str, Any]:
         every = [theirs for theirs, _ in _theirs(state, rules).values()]
         count = _steps(reader, part, every)
         return {"step": count, "numbers": _numbers(state["numbers"], _groups(reader, part, every), make)}
@@ -151,11 +156,6 @@ def _check(state: Any, make: Any) -> None:
             f"this takes the state of shardfn.optim.adam or adamw, not {has}; where one of them is the last of a "
             f"chain, its state is state[-1]"
         )
-
-
-def _checked(state: Any, make: Any, rules: Iterable[Rule]) -> list[Rule]:
-    _check(state, make)
-    return list(rules)
 
 
 def _theirs(state: Any, rules: list[Rule]) -> dict[str, Name]:
@@ -190,7 +190,7 @@ def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
 # --- from torch ---
 
 
-def _steps(reader: Readers, part: str, theirs: list[str]) -> int:
+def _steps(reader: Reader, part: str, theirs: list[str]) -> int:
     """How many steps were made, the same for all parameters."""
     source, found, missing = reader.source, {}, []
     for name in theirs:
@@ -211,7 +211,7 @@ def _steps(reader: Readers, part: str, theirs: list[str]) -> int:
     return int(counts[0]) if counts else 0
 
 
-def _groups(reader: Readers, part: str, theirs: list[str]) -> dict[str, Group]:
+def _groups(reader: Reader, part: str, theirs: list[str]) -> dict[str, Group]:
     """The group of each of these parameters, in whichever of torch's two layouts."""
     prefix = joined(part, "param_groups") + "."
     source = reader.source
@@ -237,15 +237,13 @@ def _groups(reader: Readers, part: str, theirs: list[str]) -> dict[str, Group]:
         group = by_name[one]
         if id(group) not in read:
             keys = dict.fromkeys(name.partition(".")[0] for name in group if not name.startswith("params"))
-            read[id(group)] = {key: _entry(reader, group, key) for key in keys}
+            read[id(group)] = {
+                key: _value(reader, group[key]) if key in group else _listed(reader, group, key) for key in keys
+            }
     return {one: read[id(by_name[one])] for one in theirs}
 
 
-def _entry(reader: Readers, group: Group, key: str) -> Any:
-    return _value(reader, group[key]) if key in group else _listed(reader, group, key)
-
-
-def _listed(reader: Readers, group: Group, key: str) -> list[Any]:
+def _listed(reader: Reader, group: Group, key: str) -> list[Any]:
     """What is a list there, in one entry or each of it in its own."""
     if key in group:
         return list(_value(reader, group[key]))
@@ -253,17 +251,13 @@ def _listed(reader: Readers, group: Group, key: str) -> list[Any]:
     return [_value(reader, group[f"{key}.{number}"]) for number in numbers]
 
 
-def _value(reader: Readers, name: str) -> Any:
+def _value(reader: Reader, name: str) -> Any:
     """A number, or something small that is not one."""
     source = reader.source
     if name in source.numbers:
         return source.numbers[name]
     if name in source.tensors:
-        kind = source.tensors[name]
-        values = torch.empty(kind.shape, dtype=kind.dtype)
-        wanted: Any = reader.wanted([LocalBox(name, whole(kind.shape), values)])
-        reader.fill(wanted)
-        return values.tolist()
+        return reader.read(name, whole(source.tensors[name].shape)).tolist()
     if not isinstance(source, Source):
         return None
     file, offset, length = source.places[name]
@@ -275,25 +269,21 @@ def _value(reader: Readers, name: str) -> Any:
 
 
 def _numbers(ours: dict[str, Any], groups: dict[str, Group], make: Make) -> dict[str, Any]:
-    """Our numbers as they are there."""
+    """Our numbers as they are there; options that ours do not have are refused."""
     for name, group in groups.items():
-        _refuse_options(name, group, make)
+        if "amsgrad" not in group:  # as others have the same moments
+            raise CheckpointError(f"the group of {name} is neither of torch.optim.Adam nor of AdamW: it has no amsgrad")
+        wrong = next((option for option in ("amsgrad", "maximize") if group.get(option)), None)
+        if wrong:
+            raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim has not")
+        decoupled = group.get("decoupled_weight_decay")
+        if decoupled is not None and group.get("weight_decay") and decoupled is not (make is torch.optim.AdamW):
+            theirs, here = ("AdamW", "adamw") if decoupled else ("Adam", "adam")
+            raise CheckpointError(
+                f"the group of {name} is torch.optim.{theirs}'s: go on with shardfn.optim.{here}, and pass "
+                f"make=torch.optim.{theirs}"
+            )
     return {key: _ours(key, value, groups) for key, value in ours.items()}
-
-
-def _refuse_options(name: str, group: Group, make: Make) -> None:
-    if "amsgrad" not in group:  # as others have the same moments
-        raise CheckpointError(f"the group of {name} is neither of torch.optim.Adam nor of AdamW: it has no amsgrad")
-    wrong = next((option for option in ("amsgrad", "maximize") if group.get(option)), None)
-    if wrong:
-        raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim has not")
-    decoupled = group.get("decoupled_weight_decay")
-    if decoupled is not None and group.get("weight_decay") and decoupled is not (make is torch.optim.AdamW):
-        theirs, here = ("AdamW", "adamw") if decoupled else ("Adam", "adam")
-        raise CheckpointError(
-            f"the group of {name} is torch.optim.{theirs}'s: go on with shardfn.optim.{here}, and pass "
-            f"make=torch.optim.{theirs}"
-        )
 
 
 def _ours(key: str, value: Any, groups: dict[str, Group]) -> Any:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from shardfn.checkpoint.boxes import whole
 from shardfn.checkpoint.contents import Kind
-from shardfn.checkpoint.disk import opened
-from shardfn.checkpoint.items import Flaw, checked
-from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest
-from shardfn.checkpoint.reading import Buffer, Report, blocks, elements, extent, meter, silent
-from shardfn.checkpoint.sources import found_at, torchs
+from shardfn.checkpoint.disk import Flaw, checked, opened
+from shardfn.checkpoint.folders import found_at
+from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, Manifest, read_manifest, torchs
+from shardfn.checkpoint.reading import OTHER, Buffer, Report, blocks, elements, located, meter, silent
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import short_errors
 
@@ -99,26 +98,16 @@ def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
     return Verdict(path, "shardfn", entries, len(known), total + (folder / MANIFEST).stat().st_size, damage)
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Bytes of a file between two places where its running checksum is known."""
-
-    start: int
-    stop: int
-    before: int
-    after: int
-    entries: tuple[str, ...]
-
-
-def _segments(size: int, crc: int, held: list[tuple[Chunk, str]]) -> Iterator[_Segment]:
+def _between(size: int, crc: int, held: list[tuple[Chunk, str]]) -> Iterator[tuple[Chunk, tuple[str, ...]]]:
+    """All bytes of a file, as its parts and as chunks of nothing between them, with the entries that are in each."""
     at = before = 0
     for chunk, name in held:
         if (chunk.offset, chunk.before) != (at, before):
-            yield _Segment(at, chunk.offset, before, chunk.before, ())
-        at, before = chunk.offset + chunk.length, chunk.after
-        yield _Segment(chunk.offset, at, chunk.before, chunk.after, (name,))
+            yield Chunk(chunk.box, chunk.file, at, chunk.offset - at, 0, before, chunk.before), ()
+        at, before = chunk.stop, chunk.after or 0
+        yield chunk, (name,)
     if (at, before) != (size, crc):
-        yield _Segment(at, size, before, crc, ())
+        yield Chunk(whole(()), "", at, size - at, 0, before, crc), ()
 
 
 def _of_file(
@@ -133,14 +122,19 @@ def _of_file(
         with opened(folder / file) as descriptor:
             there = (folder / file).stat().st_size
             gone: list[str] = []
-            for segment in _segments(size, crc, held):
-                if segment.stop > there:
-                    gone += segment.entries
-                elif segment.start > segment.stop:
-                    yield Damage(file, segment.stop, segment.start, segment.entries, "parts lie one over another")
-                elif _checksum(descriptor, segment, count) != segment.after:
-                    what = "its checksum does not fit" if segment.entries else "no tensor; its checksum does not fit"
-                    yield Damage(file, segment.start, segment.stop, segment.entries, what)
+            for chunk, entries in _between(size, crc, held):
+                if chunk.stop > there:
+                    gone += entries
+                    continue
+                if chunk.length < 0:
+                    yield Damage(file, chunk.stop, chunk.offset, entries, "parts lie one over another")
+                    continue
+                crc = chunk.before
+                for _, content in blocks(descriptor, chunk.offset, chunk.stop, chunk.offset, Buffer()):
+                    crc = zlib.crc32(content, crc)
+                    count(len(content))
+                if crc != chunk.after:
+                    yield Damage(file, chunk.offset, chunk.stop, entries, OTHER if entries else f"no tensor; {OTHER}")
             if there < size:
                 count(size - there)
                 yield Damage(file, there, size, tuple(dict.fromkeys(gone)), f"it ends after {there} of {size} bytes")
@@ -149,15 +143,6 @@ def _of_file(
     except (CheckpointError, Flaw) as error:
         count(size)
         yield Damage(file, 0, size, names, str(error))
-
-
-def _checksum(descriptor: int, segment: _Segment, count: Count) -> int:
-    """The file's running CRC-32 behind these bytes."""
-    crc = segment.before
-    for _, content in blocks(descriptor, segment.start, segment.stop, segment.start, Buffer()):
-        crc = zlib.crc32(content, crc)
-        count(len(content))
-    return crc
 
 
 def _of_parts(file: str, manifest: Manifest) -> Iterator[Damage]:
@@ -184,7 +169,7 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
         what = _flaw_of_item(folder, chunk, kind, buffer)
         count(chunk.length)
         if what:
-            damage.append(Damage(chunk.file, chunk.offset, chunk.offset + chunk.length, (name,), what))
+            damage.append(Damage(chunk.file, chunk.offset, chunk.stop, (name,), what))
     entries, files = len(source.tensors) + len(source.places), {chunk.file for chunk, *_ in items}
     return Verdict(path, "torch", entries, len(files) + 1, total + size, damage)
 
@@ -194,12 +179,12 @@ def _flaw_of_item(folder: Path, chunk: Chunk, kind: Kind | None, buffer: Buffer)
     try:
         with opened(folder / chunk.file) as descriptor:
             size = (folder / chunk.file).stat().st_size
-            if size < chunk.offset + chunk.length:
+            if size < chunk.stop:
                 return f"the file ends after {size} bytes"
             if kind is None:
                 checked(descriptor, chunk.offset, chunk.length)
             else:
-                for _ in elements(descriptor, chunk, kind, extent(descriptor, chunk, kind, torchs=True), buffer):
+                for _ in elements(descriptor, chunk, kind, located(descriptor, chunk, kind, torchs=True), buffer):
                     pass
     except (CheckpointError, Flaw) as error:
         return str(error)

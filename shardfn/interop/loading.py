@@ -17,8 +17,7 @@ from torch import Tensor
 
 from shardfn.checkpoint.boxes import Box, steps, whole
 from shardfn.checkpoint.contents import Kind, LocalBox
-from shardfn.checkpoint.loading import Differences, patterns
-from shardfn.checkpoint.names import part_with
+from shardfn.checkpoint.matching import Differences, part_with, patterns
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.collectives.agree import agree
 from shardfn.compat import process_groups
@@ -138,11 +137,6 @@ def load(
     return params
 
 
-def _few(tree: Any) -> list[str]:
-    """What a model's tree has in few bits."""
-    return [f"{name} in {x.meant}" for name, x in _named(tree).items() if is_packed(x)] or ["nothing"]
-
-
 def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: DeviceMesh, ranks: list[int]) -> None:
     """Raises ValueError or TypeError on all ranks if an argument is wrong on one, or they are not the same."""
     if not hasattr(model, "tree"):
@@ -159,7 +153,8 @@ def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: Devi
         raise error
     agree([f"source={source}"], mesh, "load", subject=_SOURCE)
     agree([f"seed={seed}"], mesh, "load", subject=_SEED)
-    agree(_few(model.tree), mesh, "load", subject=_FEW)
+    few = [f"{name} in {x.meant}" for name, x in _named(model.tree).items() if is_packed(x)]
+    agree(few or ["nothing"], mesh, "load", subject=_FEW)
 
 
 def _noted(plan: _Plan | None, team: Team, what: str) -> _Note:
@@ -287,15 +282,12 @@ def _compared(
             theirs = Kind(one.dtype, one.shape)
             if theirs.shape != ours.shape:
                 differ.shapes[name] = str(theirs), str(ours)
-            elif not _converts(theirs.dtype, ours.dtype):
+                continue
+            a, b = theirs.dtype, ours.dtype
+            floats = a.is_floating_point and b.is_floating_point and a.itemsize > 1  # those of 8 bits have scales
+            if not (a == b or floats or (a.is_complex and b.is_complex)):
                 differ.kinds[name] = str(theirs), str(ours)
     return differ
-
-
-def _converts(theirs: torch.dtype, ours: torch.dtype) -> bool:
-    """Whether numbers keep their meaning; those of 8 bits have scales elsewhere."""
-    floats = theirs.is_floating_point and ours.is_floating_point and theirs.itemsize > 1
-    return theirs == ours or floats or (theirs.is_complex and ours.is_complex)
 
 
 def _told(differ: Differences, model: Functional) -> Differences:
@@ -373,16 +365,12 @@ def _encoded(
         return lazy(made.values, "")
 
     def instead(x: Assembled, name: str) -> Assembled:
-        nbytes = packed[name].nbytes
-        return Computed((nbytes,), torch.uint8, functools.partial(content, x, name))
+        if name not in packed:
+            return x
+        return Computed((packed[name].nbytes,), torch.uint8, functools.partial(content, x, name))
 
-    return (
-        {name: instead(x, name) if name in packed else x for name, x in values.items()},
-        {
-            name: {alias: instead(x, name) for alias, x in some.items()} if name in packed else some
-            for name, some in others.items()
-        },
-    )
+    tied = {name: {alias: instead(x, name) for alias, x in some.items()} for name, some in others.items()}
+    return {name: instead(x, name) for name, x in values.items()}, tied
 
 
 def _with_packed(tree: Any, formats: Mapping[str, Format]) -> Any:
@@ -481,25 +469,27 @@ class _Sender:
     def compare(self) -> None:
         """Raises CheckpointError on all ranks if one failed."""
         failed, self.failed = self.failed, None
-        self.team.each(self.what, lambda: _raised(failed))
 
+        def learnt() -> None:
+            if failed is not None:
+                raise failed
 
-def _raised(error: Exception | None) -> None:
-    if error is not None:
-        raise error
+        self.team.each(self.what, learnt)
 
 
 def _send(params: Any, model: Functional, note: _Note, sender: _Sender) -> None:
     """What one rank reads, to all, which keep their parts."""
     for layout, boxes in _kept(params):
         for number, entry in enumerate(layout.entries):
-            for box in _portions(layout.whole_shape(number), layout.dtype):
+            shape = layout.whole_shape(number)
+            most, row = STEP // layout.dtype.itemsize, math.prod(shape[1:])
+            for box in steps(whole(shape), most - most % row if 0 < row < most else most):  # of whole rows, if short
+                if box.numel == 0:
+                    continue
                 some = torch.empty(box.sizes, dtype=layout.dtype, device=sender.device)
                 sender.send(entry.path, box, some)
                 for local in boxes.get(entry.path, ()):
-                    both = local.box.common(box)
-                    if both is not None:
-                        copying.copy_(local.values[both.within(local.box)], some[both.within(box)])
+                    local.take(box, some)
         sender.compare()
     for name in note.buffers:
         b = _buffer(model, name)
@@ -507,11 +497,3 @@ def _send(params: Any, model: Functional, note: _Note, sender: _Sender) -> None:
         sender.send(name, whole(b.shape), some)
         b.copy_(some)
     sender.compare()
-
-
-def _portions(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    """A parameter in boxes of at most STEP bytes, of whole rows where these are shorter."""
-    most, row = STEP // dtype.itemsize, math.prod(shape[1:])
-    for box in steps(whole(shape), most - most % row if 0 < row < most else most):
-        if box.numel:
-            yield box

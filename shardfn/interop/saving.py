@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.checkpoint import folders
-from shardfn.checkpoint.boxes import flaw, runs, whole
-from shardfn.checkpoint.contents import Kind, memory, pieces
-from shardfn.checkpoint.disk import sync, write_at
+from shardfn.checkpoint.boxes import flaw, whole
+from shardfn.checkpoint.contents import Kind, pieces
+from shardfn.checkpoint.disk import sync
 from shardfn.checkpoint.huggingface import STEP, refuse_options, turns
-from shardfn.checkpoint.safetensors import OURS, Plan, begin, clear, fill, planned, publish
+from shardfn.checkpoint.safetensors import OURS, Elements, Plan, begin, clear, fill, planned, publish
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop import coded, conversions
@@ -106,7 +107,8 @@ def save_pretrained(
         team.first(what, lambda: _begin(path, plan, model, tokenizer, files, few))
         own = known.buffers.items() if team.rank == 0 else ()
         values = itertools.chain(turns(params, known.params, team), own)
-        team.each(what, lambda: fill(path, values, _writer(plan, _targets(files), few, known.packed, dtype)))
+        placed = functools.partial(_placed, _targets(files), few, known.packed, dtype)
+        team.each(what, lambda: fill(path, plan, values, placed))
         team.first(what, lambda: _finish(path, plan))
     except BaseException:
         if team.rank == 0:
@@ -143,7 +145,8 @@ def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None)
             is_ = f"of shape {list(model.buffers[name].shape)}" if name in model.buffers else "not one of this model"
             raise ValueError(f"save_pretrained: the buffer {name}, passed with shape {list(b.shape)}, is {is_}")
     kinds, packed = dict[str, Kind](), dict[str, Packed]()
-    for accessor, leaf in zip(*optree.tree_flatten_with_accessor(params, is_leaf=_is_unit)[:2], strict=True):
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: is_flat(x) or is_packed(x))
+    for accessor, leaf in zip(accessors, leaves, strict=True):
         if is_packed(leaf):
             packed[dotted(accessor)] = leaf
         if not is_flat(leaf):
@@ -162,10 +165,6 @@ def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None)
         )
     every = {**model.buffers, **(buffers or {})}
     return _Known(kinds, packed, {name: b.detach() for name, b in every.items() if name in stated})
-
-
-def _is_unit(x: Any) -> bool:
-    return is_flat(x) or is_packed(x)
 
 
 # --- what is written where ---
@@ -279,59 +278,38 @@ def _geometry(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), strides, x.storage_offset()
 
 
-class _Target(NamedTuple):
-    """Where elements of a parameter stand in files: a tensor, its shape, and a part of it, as a view of a tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    part: Part
-
-
-def _targets(files: Mapping[str, Assembled]) -> dict[str, list[_Target]]:
-    found: dict[str, list[_Target]] = {}
-    for name, x in files.items():
-        for part in x.parts:
-            found.setdefault(part.origin, []).append(_Target(name, x.shape, part))
-    return found
-
-
 # --- writing ---
 
 
-def _writer(
-    plan: Plan,
-    targets: Mapping[str, list[_Target]],
+def _targets(files: Mapping[str, Assembled]) -> dict[str, list[tuple[str, Part]]]:
+    """Where each parameter is in files: names of tensors, and the parts of these that are views of it."""
+    found: dict[str, list[tuple[str, Part]]] = {}
+    for name, x in files.items():
+        for part in x.parts:
+            found.setdefault(part.origin, []).append((name, part))
+    return found
+
+
+def _placed(
+    targets: Mapping[str, list[tuple[str, Part]]],
     few: _Few,
     packed: Mapping[str, Packed],
     dtype: torch.dtype | None,
-) -> Callable[[Callable[[str], int], str, Tensor], None]:
-    """What writes a parameter to all its places, as `fill` takes it."""
-
-    def write(descriptor: Callable[[str], int], name: str, x: Tensor) -> None:
-        if name in packed and dtype is not None:
-            x = packed[name].having(x).decoded(dtype)
-        for target in targets.get(name, ()):
-            if target.name not in few.formats:
-                file, offset = plan.places[target.name]
-                _write(descriptor(file), offset, target, x)
-                continue
-            for part, values in bitsandbytes.tensors(target.name, packed[name].having(x)).items():
-                file, offset = plan.places[part]
-                write_at(descriptor(file), memory(values), offset)
-
-    return write
-
-
-def _write(descriptor: int, offset: int, target: _Target, x: Tensor) -> None:
-    x, (box, view, _) = x.contiguous(), target.part
-    values = x.as_strided(view.shape, view.stride(), x.storage_offset() + view.storage_offset())
-    width = view.dtype.itemsize
-    for at, some in pieces(values, STEP):
-        content = memory(some.to(view.dtype))
-        length, starts = runs(at.moved(box.offsets), target.shape)
-        for number, start in enumerate(starts if content else ()):
-            one = content[number * length * width : (number + 1) * length * width]
-            write_at(descriptor, one, offset + start * width)
+    name: str,
+    x: Tensor,
+) -> Iterator[Elements]:
+    """What a parameter is in files, in all its places."""
+    if name in packed and dtype is not None:
+        x = packed[name].having(x).decoded(dtype)
+    for theirs, part in targets.get(name, ()):
+        if theirs in few.formats:
+            for key, values in bitsandbytes.tensors(theirs, packed[name].having(x)).items():
+                yield key, whole(values.shape), values
+            continue
+        x, (box, view, _) = x.contiguous(), part
+        moved = x.as_strided(view.shape, view.stride(), x.storage_offset() + view.storage_offset())
+        for at, some in pieces(moved, STEP):
+            yield theirs, at.moved(box.offsets), some.to(view.dtype)
 
 
 def _begin(
@@ -359,7 +337,8 @@ def _finish(folder: Path, plan: Plan) -> None:
     new, there = folder / SETTINGS, folder / CONFIG
     files = sorted(_files_in(new), key=lambda file: str(file) == CONFIG)
     away, before = folders.aside(there, "replaced"), _tensors_in(folder)
-    hidden = there.exists() and (new / CONFIG).exists() and any(_differ(new / file, folder / file) for file in files)
+    same = all((folder / file).exists() and (folder / file).read_bytes() == (new / file).read_bytes() for file in files)
+    hidden = there.exists() and (new / CONFIG).exists() and not same
     if hidden:
         os.replace(there, away)
         sync(folder)
@@ -380,10 +359,6 @@ def _finish(folder: Path, plan: Plan) -> None:
 def _tensors_in(folder: Path) -> dict[str, int]:
     """Which files a model has there: names, and what tells a file of this name from another."""
     return {path.name: path.stat().st_ino for path in folder.iterdir() if OURS.fullmatch(path.name)}
-
-
-def _differ(one: Path, other: Path) -> bool:
-    return not other.exists() or one.read_bytes() != other.read_bytes()
 
 
 def _note_dtype(config: Path, floats: list[torch.dtype], few: dict[str, Any]) -> None:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import contents
-from shardfn.checkpoint.saving import Save, begin, finish
-from shardfn.checkpoint.sources import source_of
+from shardfn.checkpoint.folders import source_of
+from shardfn.checkpoint.saving import begin, finish
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
+from shardfn.checkpoint.writing import Save
 from shardfn.compat import process_groups
 from shardfn.quoting import findings
 from shardfn.run.keeping import HEAD, Keeping

@@ -32,9 +32,9 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P, checkpoint
-from shardfn.checkpoint import boxes, contents, folders, manifest, saving
+from shardfn.checkpoint import boxes, contents, folders, manifest, writing
 from shardfn.checkpoint.boxes import Box
-from shardfn.checkpoint.sources import source_of
+from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.verifying import verify
 from shardfn.testing import World, world
 from shardfn.testing.strategies import mesh_sizes, pytrees, shapes, tensor_of
@@ -512,13 +512,13 @@ def in_background(folder: str) -> Any:
 @contextlib.contextmanager
 def late() -> Iterator[threading.Event]:
     """What is written in the background begins when it may."""
-    may_begin, write = threading.Event(), saving.Save.write
+    may_begin, write = threading.Event(), writing.Save.write
 
     def later(self: Any) -> None:
         may_begin.wait()
         write(self)
 
-    with mock.patch.object(saving.Save, "write", later):
+    with mock.patch.object(writing.Save, "write", later):
         yield may_begin
 
 

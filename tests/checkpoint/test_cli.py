@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfn as sf
 from shardfn import P, checkpoint
-from shardfn.checkpoint import converting, items, reading, tools
+from shardfn.checkpoint import converting, disk, reading, tools
 from shardfn.checkpoint.boxes import Box, boxes, runs, whole
+from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.manifest import MANIFEST, METADATA, Chunk, read_manifest, write_manifest
-from shardfn.checkpoint.sources import source_of
 from shardfn.cli import main
 from shardfn.testing import world
 from tests.models import mesh_of
@@ -207,7 +207,7 @@ def in_order(layers: Any) -> list[Any]:
 
 def shrink(monkeypatch: pytest.MonkeyPatch, buffer: int) -> None:
     """Reads and writes that many bytes at a time."""
-    for module, name in ((converting, "BUFFER"), (reading, "STEP"), (items, "STEP")):
+    for module, name in ((converting, "BUFFER"), (reading, "STEP"), (disk, "STEP")):
         monkeypatch.setattr(module, name, buffer)
     monkeypatch.setattr(reading, "REST", 0)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 import shardfn as sf
 from shardfn import P
 from shardfn.checkpoint import huggingface, safetensors
+from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.huggingface import export, import_
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.testing import World
@@ -173,8 +174,9 @@ def test_an_earlier_model_is_replaced(world: World, tmp_path: Path) -> None:
         found = {file for file in os.listdir(tmp_path) if file not in ("config.json", "model_card.safetensors")}
         numbered = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", safetensors.INDEX}
         assert found == (numbered if largest < 120 else {safetensors.MODEL})
-        assert (files_of_model := safetensors.stored_in(tmp_path)).keys() == {"a", "b.w"}
-        assert all(library.load_file(one.file)[name].eq(value).all() for name, one in files_of_model.items())
+        source = FileReader(tmp_path / (safetensors.INDEX if safetensors.INDEX in found else safetensors.MODEL)).source
+        assert source.places.keys() == {"a", "b.w"}
+        assert all(library.load_file(file)[name].eq(value).all() for name, file in source.places.items())
     assert (tmp_path / "config.json").read_text() == "{}"
 
 
@@ -195,7 +197,7 @@ def interrupted(folder: Path, what: str, failing: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "failing"), [("_write", 1), ("_write", 0), ("begin", 0), ("publish", 0)])
+@pytest.mark.parametrize(("what", "failing"), [("_placed", 1), ("_placed", 0), ("begin", 0), ("publish", 0)])
 def test_what_fails_leaves_the_earlier_model(world: World, tmp_path: Path, what: str, failing: int) -> None:
     world.run(lambda: export(tmp_path, small(1.0), largest=10))
     for told in world.run(interrupted, tmp_path, what, failing):

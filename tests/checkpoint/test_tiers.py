@@ -20,7 +20,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn import checkpoint, interop, lora, quant
 from shardfn.checkpoint import contents, snapshots
-from shardfn.checkpoint.writer import Writer
+from shardfn.checkpoint.writing import Writer
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World, world
 from shardfn.tiers import copying, tensors
