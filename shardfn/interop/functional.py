@@ -13,10 +13,7 @@ from torch import Tensor, nn
 
 from shardfn.compat import dispatch, functorch
 from shardfn.interop.adapting import Adapting
-from shardfn.interop.anatomy import Anatomy, Part, Slot, taken_apart
-from shardfn.interop.attributes import Attributes, undone
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
-from shardfn.interop.boundaries import Boundaries
 from shardfn.interop.in_place import (
     along_tensor,
     arguments,
@@ -26,11 +23,14 @@ from shardfn.interop.in_place import (
     unasked,
     uncached,
 )
-from shardfn.interop.placeholder import Placeholder
-from shardfn.interop.refused_calls import drawn_layers, refuse_apart, refuse_checkpointing
-from shardfn.interop.tensor_parallel import Region, TensorParallel
+from shardfn.interop.module_state import Attributes, undone
+from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
+from shardfn.interop.placeholder import Part, Placeholder, Slot
+from shardfn.interop.refusals import drawn_layers, refuse_apart, refuse_checkpointing
+from shardfn.interop.stage_module import Run, Shell, Unit
+from shardfn.interop.tensor_checks import Region
+from shardfn.interop.tensor_parallel import TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
-from shardfn.interop.unit import Run, Shell, Unit
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.spec import P, joined
 from shardfn.mesh.which import Chosen, Which, chosen

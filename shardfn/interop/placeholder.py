@@ -1,9 +1,12 @@
-"""What stands in a module in place of a parameter that was taken out."""
+"""What stands in a module in place of parameters that were taken out, and how values get there for a call."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -128,3 +131,67 @@ def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Place
     vars(made).update(vars(parameter))
     made.path, made.owner, made.place, made.said = path, owner, place, dict(vars(parameter))
     return made
+
+
+class Slot(NamedTuple):
+    """A place of the module that holds a parameter or a buffer.
+
+    Attributes:
+        holder: a dict of the module's, or a list.
+        at: its key there.
+        key: of the value, in what a call is given.
+    """
+
+    holder: Any
+    at: Any
+    key: str
+
+
+@dataclass
+class Part:
+    """A stage's, or what is loose.
+
+    Attributes:
+        path: of the module; "" for what is loose.
+        module: that is the stage.
+        own: places of parameters that it alone has; keys are names without the path.
+        shared: of those that others read, too; keys are whole names.
+        buffers: of the stage, and for what is loose of the whole module; keys are whole names.
+    """
+
+    path: str
+    module: nn.Module
+    own: list[Slot] = field(default_factory=list)
+    shared: list[Slot] = field(default_factory=list)
+    buffers: list[Slot] = field(default_factory=list)
+
+    def shared_keys(self) -> tuple[str, ...]:
+        """Names of what others read, too, each once."""
+        return tuple(dict.fromkeys(slot.key for slot in self.shared))
+
+
+@contextlib.contextmanager
+def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
+    """Values in their places, while the block runs, with what somebody said of the parameters in attributes."""
+    before = [holder[at] for holder, at, _ in slots]
+    for (holder, at, _), value, there in zip(slots, values, before, strict=True):
+        if type(there) is Placeholder and there.said:
+            vars(value).update(there.said)
+        holder[at] = value
+    try:
+        yield
+    finally:
+        for (holder, at, _), value in zip(slots, before, strict=True):
+            holder[at] = value
+
+
+def left_in(part: Part, slot: Slot) -> Any:
+    """What is in the place of a parameter after the module ran.
+
+    A parametrisation that forward registers and removes, as peft's of experts, puts a plain tensor among the buffers
+    afterwards, where nobody would replace it: it leaves them here.
+    """
+    if not isinstance(slot.holder, dict) or slot.at in slot.holder:
+        return slot.holder[slot.at]
+    owner = next((m for m in part.module.modules() if m._parameters is slot.holder), None)
+    return None if owner is None else owner._buffers.pop(slot.at, None)

@@ -1,4 +1,4 @@
-"""What of a module is where: which stage has which parameters and buffers, under which names, and who else reads them.
+"""Which modules become stages, and which parameters and buffers each stage has, under which names.
 
 Found once; then the module is a shell: its parameters are placeholders, in whose places the values of a call are put
 while it runs.
@@ -6,60 +6,24 @@ while it runs.
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardfn.interop.boundaries import Boundaries, boundaries
-from shardfn.interop.placeholder import Place, Placeholder, placeholder
-from shardfn.interop.refused import aliases, refuse_shared_memory, refuse_taken
+from shardfn.interop.placeholder import Part, Place, Placeholder, Slot, placeholder
+from shardfn.interop.refusals import aliases, refuse_shared_memory, refuse_taken
 from shardfn.mesh.which import Chosen
 from shardfn.quoting import listed
 
+Boundaries = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Iterable[str | type[nn.Module]]
+"""Names of classes, classes, regular expressions of paths, or a predicate of a path and a module."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 LOOSE = ""
 """Key of the parameters that no stage has: gathered once a call."""
-
-
-class Slot(NamedTuple):
-    """A place of the module that holds a parameter or a buffer.
-
-    Attributes:
-        holder: a dict of the module's, or a list.
-        at: its key there.
-        key: of the value, in what a call is given.
-    """
-
-    holder: Any
-    at: Any
-    key: str
-
-
-@dataclass
-class Part:
-    """A stage's, or what is loose.
-
-    Attributes:
-        path: of the module; "" for what is loose.
-        module: that is the stage.
-        own: places of parameters that it alone has; keys are names without the path.
-        shared: of those that others read, too; keys are whole names.
-        buffers: of the stage, and for what is loose of the whole module; keys are whole names.
-    """
-
-    path: str
-    module: nn.Module
-    own: list[Slot] = field(default_factory=list)
-    shared: list[Slot] = field(default_factory=list)
-    buffers: list[Slot] = field(default_factory=list)
-
-    def shared_keys(self) -> tuple[str, ...]:
-        """Names of what others read, too, each once."""
-        return tuple(dict.fromkeys(slot.key for slot in self.shared))
 
 
 @dataclass
@@ -207,33 +171,6 @@ class _Once:
             slots.append(slot)
 
 
-@contextlib.contextmanager
-def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
-    """Values in their places, while the block runs, with what somebody said of the parameters in attributes."""
-    before = [holder[at] for holder, at, _ in slots]
-    for (holder, at, _), value, there in zip(slots, values, before, strict=True):
-        if type(there) is Placeholder and there.said:
-            vars(value).update(there.said)
-        holder[at] = value
-    try:
-        yield
-    finally:
-        for (holder, at, _), value in zip(slots, before, strict=True):
-            holder[at] = value
-
-
-def left_in(part: Part, slot: Slot) -> Any:
-    """What is in the place of a parameter after the module ran.
-
-    A parametrisation that forward registers and removes, as peft's of experts, puts a plain tensor among the buffers
-    afterwards, where nobody would replace it: it leaves them here.
-    """
-    if not isinstance(slot.holder, dict) or slot.at in slot.holder:
-        return slot.holder[slot.at]
-    owner = next((m for m in part.module.modules() if m._parameters is slot.holder), None)
-    return None if owner is None else owner._buffers.pop(slot.at, None)
-
-
 def _slots(module: nn.Module, known: set[int]) -> dict[str, tuple[Any, str]]:
     """Where each parameter is, by name."""
     found = {}
@@ -262,3 +199,120 @@ def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[s
             if here in by_name and by_name.get(there) is by_name[here]:
                 first[id(by_name[here])] = there
     return {name: first[id(p)] for name, p in named}
+
+
+# --- which modules are stages ---
+
+
+def boundaries(
+    module: nn.Module,
+    stages: Boundaries | None,
+    min_num_params: int | None,
+    small: int,
+    loose: Callable[[str], bool],
+) -> dict[str, nn.Module]:
+    """The modules that are stages, by path, in the order in which the module holds them; none inside another.
+
+    Args:
+        module: whole.
+        stages: which, as `functional` takes it.
+        min_num_params: or instead: the smallest modules that hold as many parameters.
+        small: what holds fewer parameters is none, unless it was chosen.
+        loose: whether a parameter, by its path, is left to no stage.
+
+    Raises:
+        ValueError: a name, class or pattern that matches nothing; two ways of choosing at once.
+        TypeError: something else than these.
+    """
+    if stages is not None and min_num_params is not None:
+        raise ValueError("functional: stages= and min_num_params= both say which modules are stages: pass one")
+    chosen: dict[str, nn.Module] = {}
+
+    def eligible(path: str, m: nn.Module) -> bool:
+        held = [name for name, _ in m.named_parameters(path)]
+        return bool(path and held and _called(m) and not all(map(loose, held)))
+
+    def outermost(path: str, m: nn.Module, chooses: Callable[[str, nn.Module], bool]) -> None:
+        if eligible(path, m) and chooses(path, m):
+            chosen[path] = m
+            return
+        for child_path, child in _children(path, m):
+            outermost(child_path, child, chooses)
+
+    above = {""}
+
+    def rest(path: str, m: nn.Module) -> None:
+        if path in chosen:
+            return
+        if path not in above and eligible(path, m) and _numel(m) >= small:
+            chosen[path] = m
+            return
+        for child_path, child in _children(path, m):
+            rest(child_path, child)
+
+    outermost("", module, _policy(module, stages, min_num_params))
+    above |= {path[:i] for path in chosen for i, letter in enumerate(path) if letter == "."}
+    rest("", module)
+    chosen = _apart(chosen)
+    order = {name: i for i, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
+    return dict(sorted(chosen.items(), key=lambda item: order[item[0]]))
+
+
+def _apart(chosen: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Each module once, and none that is also a part of another: one has several paths where its parents share it."""
+    once = {id(m): path for path, m in reversed(chosen.items())}
+    inside = {id(part) for m in chosen.values() for part in m.modules() if part is not m}
+    return {path: m for path, m in chosen.items() if once[id(m)] == path and id(m) not in inside}
+
+
+def _children(path: str, m: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    return [(f"{path}.{name}" if path else name, child) for name, child in m.named_children()]
+
+
+def _called(m: nn.Module) -> bool:
+    """Whether it has a function of its own: containers have none."""
+    return type(m).forward is not nn.Module.forward and not isinstance(m, _CONTAINERS)
+
+
+def _numel(m: nn.Module) -> int:
+    return sum(p.numel() for p in m.parameters())
+
+
+def _policy(
+    module: nn.Module, stages: Boundaries | None, min_num_params: int | None
+) -> Callable[[str, nn.Module], bool]:
+    if min_num_params is not None:
+        enough: int = min_num_params
+        return lambda path, m: _numel(m) >= enough and all(_numel(child) < enough for child in m.children())
+    if stages is not None:
+        return _said(module, stages)
+    names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+    if any(type(m).__name__ in names for m in module.modules()):
+        return lambda path, m: type(m).__name__ in names
+    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    repeated = {id(child) for m in lists for child in m.children()}
+    return lambda path, m: id(m) in repeated
+
+
+def _said(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
+    if callable(stages) and not isinstance(stages, type):
+        return lambda path, m: bool(stages(path, m))
+    asked = [stages] if isinstance(stages, (str, type)) else list(stages)
+    for one in asked:
+        if not isinstance(one, (str, type)):
+            raise TypeError(
+                f"functional: stages={stages!r}; it is names of classes, classes, regular expressions of paths, or a "
+                f"function of a path and a module"
+            )
+
+    def matches(one: Any, path: str, m: nn.Module) -> bool:
+        if isinstance(one, type):
+            return isinstance(m, one)
+        return type(m).__name__ == one or re.fullmatch(one, path) is not None
+
+    there = list(module.named_modules(remove_duplicate=False))
+    for one in asked:
+        if not any(matches(one, path, m) for path, m in there):
+            classes = listed(dict.fromkeys(type(m).__name__ for _, m in there if any(True for _ in m.parameters())))
+            raise ValueError(f"functional: stages: nothing is or matches {one!r}; the module has {classes}")
+    return lambda path, m: any(matches(one, path, m) for one in asked)

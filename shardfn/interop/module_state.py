@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.compat import functorch
-from shardfn.interop.refused import OF_TORCH
+from shardfn.interop.refusals import OF_TORCH
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
