@@ -112,7 +112,7 @@ def functional(
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
-    refuse = _anything if plan is None else plan.refuse_outside
+    refuse = (lambda chosen: None) if plan is None else plan.refuse_outside
     anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"), refuse)
     return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
 
@@ -258,23 +258,12 @@ class Functional:
         self._check_adapters(adapters)
         if self._running.now is None:
             self._refuse_altered()
-        device = _device_of(params)
-        changing = self._changes()
-        if changing and buffers is None:
-            raise ValueError(
-                f"{type(self.module).__name__} changes buffers while it trains, {listed(sorted(changing), 3)} "
-                f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
-                f"buffers=buffers)`; or call model.module.eval() first"
-            )
+        changing = self._changing_now(buffers)
         refuse_checkpointing(self.module, self._checkpointing)
         if self._running.now is None:
             refuse_apart(self.module, self._drawn, params)
-        if unknown := set(buffers or ()) - set(self.buffers):
-            raise ValueError(
-                f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
-                f"{_some(list(self.buffers))}"
-            )
-        self._place.device = device or self._place.device
+        tensors = (x for x in optree.tree_leaves(params) if isinstance(x, Tensor))
+        self._place.device = next((x.device for x in tensors), self._place.device)
         given = self._given(buffers or {}, self._place.device)
         own = self._own_buffers(self._place.device)
         known = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
@@ -439,8 +428,25 @@ class Functional:
             return False
         return all(dispatch.plain(x) and not functorch.wrapped(x) and not x.is_meta for x in loose.values())
 
-    def _changes(self) -> set[str]:
-        return {name for name, m in self._changing.items() if m is None or m.training}
+    def _changing_now(self, given: Mapping[str, Tensor] | None) -> set[str]:
+        """The buffers that a call changes, by key.
+
+        Raises:
+            ValueError: it was given none of them, or others than the module has.
+        """
+        changing = {key for key, m in self._changing.items() if m is None or m.training}
+        if changing and given is None:
+            raise ValueError(
+                f"{type(self.module).__name__} changes buffers while it trains, {listed(sorted(changing), 3)} "
+                f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
+                f"buffers=buffers)`; or call model.module.eval() first"
+            )
+        if unknown := set(given or ()) - set(self.buffers):
+            raise ValueError(
+                f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
+                f"{_some(list(self.buffers))}"
+            )
+        return changing
 
     def _own_buffers(self, device: torch.device) -> dict[str, Tensor]:
         """The module's buffers as they are now, where the parameters are."""
@@ -525,10 +531,6 @@ def _by_key(slots: Sequence[Slot]) -> dict[str, list[Slot]]:
     return found
 
 
-def _anything(chosen: Mapping[str, nn.Module]) -> None:
-    """Whatever is chosen is right."""
-
-
 def _all_ranks_run(params: Any) -> bool:
     """Whether every process of the world has a part of these parameters, so that they generate together."""
     nodes = optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, FlatShard))
@@ -536,10 +538,6 @@ def _all_ranks_run(params: Any) -> bool:
     if not shards or not dist.is_initialized():
         return False
     return shards[0].layout.grid.size(tuple(name for name, _ in shards[0].layout.grid.sizes)) == dist.get_world_size()
-
-
-def _device_of(params: Any) -> torch.device | None:
-    return next((x.device for x in optree.tree_leaves(params) if isinstance(x, Tensor)), None)
 
 
 def _some(names: Sequence[str]) -> str:

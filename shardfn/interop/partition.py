@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardfn.interop.placeholder import Part, Place, Placeholder, Slot, placeholder
 from shardfn.interop.refusals import aliases, refuse_shared_memory, refuse_taken
+from shardfn.mesh.spec import joined
 from shardfn.mesh.which import Chosen
 from shardfn.quoting import listed
 
@@ -68,7 +69,6 @@ def taken_apart(
     """
     refuse_taken(module)
     named = list(module.named_parameters(remove_duplicate=False))
-    known = {id(p): p for _, p in named}
     refuse_shared_memory(module, named)
     canonical = _canonical(module, named)
     if unused := loose.unused([*[name for name, _ in named], *canonical.values()]):
@@ -79,51 +79,33 @@ def taken_apart(
 
     chosen = boundaries(module, stages, min_num_params, small, is_loose)
     refuse(chosen)
-    _keep_as_they_are(module)
-    parts = {path: Part(path, m) for path, m in chosen.items()}
-    rest = Part(LOOSE, module)
+    _keep_order(module)
+    parts, rest = {path: Part(path, m) for path, m in chosen.items()}, Part(LOOSE, module)
     there = dict(module.named_modules(remove_duplicate=False))
     part_of, add = _by_name(there, parts, rest), _Once()
+    every = {**parts, LOOSE: rest}
+    paths_of = {name: dict.fromkeys([part_of(name).path, *[LOOSE] * is_loose(name)]) for name, _ in named}
     readers: dict[int, dict[str, None]] = {}
     for name, p in named:
-        readers.setdefault(id(p), {})[part_of(name).path] = None
-        if is_loose(name):
-            readers[id(p)][LOOSE] = None
-    tree: dict[str, Any] = {path: {} for path in (*parts, LOOSE)}
-    frozen: dict[str, None] = {}
+        readers.setdefault(id(p), {}).update(paths_of[name])
+    tree: dict[str, Any] = {path: {} for path in every}
     stand_ins: dict[int, Placeholder] = {}
     devices = {p.device for _, p in named if not p.is_meta}
     place = Place(devices.pop() if len(devices) == 1 else torch.device("cpu"), gather_dtype)
-    slots = _slots(module, set(known))
-    elsewhere: dict[int, list[tuple[Any, Any]]] = {}
-    for holder, at, number in aliases(module, known):
-        elsewhere.setdefault(number, []).append((holder, at))
+    places = _places(module, {id(p): p for _, p in named})
     for name, p in named:
-        key, homes = canonical[name], list(readers[id(p)])
-        alone = len(homes) == 1
-        part = part_of(name)
-        owner = homes[0] if alone else key
-        short = key.removeprefix(f"{owner}.") if alone and owner else key
-        if alone:
-            tree[owner][short] = p.detach()
-        else:
-            tree.setdefault(key, p.detach())
+        key, paths = canonical[name], list(readers[id(p)])
+        alone = len(paths) == 1
+        short = key.removeprefix(f"{paths[0]}.") if alone and paths[0] else key
+        (tree[paths[0]] if alone else tree).setdefault(short, p.detach())
         if id(p) not in stand_ins:
-            stand_ins[id(p)] = placeholder(p, key, owner if alone else LOOSE if LOOSE in homes else homes[0], place)
-        for one in dict.fromkeys((part.path, LOOSE) if is_loose(name) else (part.path,)):
-            target = parts.get(one, rest)
-            for holder, at in (slots[name], *elsewhere.get(id(p), ())):
-                add(target.own if alone else target.shared, Slot(holder, at, short))
-        if not p.requires_grad:
-            frozen[re.escape(key)] = None
-    buffers = dict(module.named_buffers(remove_duplicate=False))
-    first = {id(b): name for name, b in reversed(buffers.items())}
-    same = {name: first[id(b)] for name, b in buffers.items()}
-    for name, key in same.items():
-        parent, _, attribute = name.rpartition(".")
-        for part in (part_of(name), rest):
-            add(part.buffers, Slot(there[parent]._buffers, attribute, key))
-    for part in (*parts.values(), rest):
+            stand_ins[id(p)] = placeholder(p, key, LOOSE if LOOSE in paths else paths[0], place)
+        for path in paths_of[name]:
+            for holder, at in places[name]:
+                add(every[path].own if alone else every[path].shared, Slot(holder, at, short))
+    frozen = dict.fromkeys(re.escape(canonical[name]) for name, p in named if not p.requires_grad)
+    buffers, same = _buffers(module, there, part_of, rest, add)
+    for part in every.values():
         for holder, at, _ in (*part.own, *part.shared):
             holder[at] = stand_ins.get(id(holder[at]), holder[at])
     if stand_ins:
@@ -140,11 +122,29 @@ def _refuse_values(module: nn.Module, *_: Any) -> None:
     )
 
 
-def _keep_as_they_are(module: nn.Module) -> None:
+def _keep_order(module: nn.Module) -> None:
     """Layers of bitsandbytes reorder their weight for the CPU at the first call, and remember that they did."""
     for m in module.modules():
         if getattr(m, "support_avx512bf16_for_cpu", False):
             m.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def _buffers(
+    module: nn.Module,
+    modules: Mapping[str, nn.Module],
+    part_of: Callable[[str], Part],
+    rest: Part,
+    add: Callable[[list[Slot], Slot], None],
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Gives parts their buffers; returns these by name, and of each name the first that the same buffer has."""
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    first = {id(b): name for name, b in reversed(buffers.items())}
+    same = {name: first[id(b)] for name, b in buffers.items()}
+    for name, key in same.items():
+        parent, _, attribute = name.rpartition(".")
+        for part in (part_of(name), rest):
+            add(part.buffers, Slot(modules[parent]._buffers, attribute, key))
+    return buffers, same
 
 
 def _by_name(there: Mapping[str, nn.Module], parts: Mapping[str, Part], rest: Part) -> Callable[[str], Part]:
@@ -171,14 +171,17 @@ class _Once:
             slots.append(slot)
 
 
-def _slots(module: nn.Module, known: set[int]) -> dict[str, tuple[Any, str]]:
-    """Where each parameter is, by name."""
-    found = {}
-    for path, m in module.named_modules(remove_duplicate=False):
-        for attribute, p in m._parameters.items():
-            if p is not None and id(p) in known:
-                found[f"{path}.{attribute}" if path else attribute] = (m._parameters, attribute)
-    return found
+def _places(module: nn.Module, parameters: Mapping[int, Tensor]) -> dict[str, list[tuple[Any, Any]]]:
+    """Where each parameter is, by name: in its module, and wherever else modules keep it."""
+    elsewhere: dict[int, list[tuple[Any, Any]]] = {}
+    for holder, at, number in aliases(module, parameters):
+        elsewhere.setdefault(number, []).append((holder, at))
+    return {
+        joined(path, attribute): [(m._parameters, attribute), *elsewhere.get(id(p), ())]
+        for path, m in module.named_modules(remove_duplicate=False)
+        for attribute, p in m._parameters.items()
+        if p is not None
+    }
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
@@ -195,7 +198,7 @@ def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[s
     for path, m in module.named_modules():
         tied = getattr(m, "all_tied_weights_keys", None) or getattr(m, "_tied_weights_keys", None)
         for alias, source in tied.items() if isinstance(tied, dict) else ():
-            here, there = (f"{path}.{one}" if path else one for one in (alias, source))
+            here, there = joined(path, alias), joined(path, source)
             if here in by_name and by_name.get(there) is by_name[here]:
                 first[id(by_name[here])] = there
     return {name: first[id(p)] for name, p in named}
@@ -230,48 +233,28 @@ def boundaries(
 
     def eligible(path: str, m: nn.Module) -> bool:
         held = [name for name, _ in m.named_parameters(path)]
-        return bool(path and held and _called(m) and not all(map(loose, held)))
+        called = type(m).forward is not nn.Module.forward and not isinstance(m, _CONTAINERS)
+        return bool(path and held and called and not all(map(loose, held)))
 
-    def outermost(path: str, m: nn.Module, chooses: Callable[[str, nn.Module], bool]) -> None:
+    def choose(path: str, m: nn.Module, chooses: Callable[[str, nn.Module], bool]) -> None:
+        """Of a module and those inside, the outermost."""
+        if path in chosen:
+            return
         if eligible(path, m) and chooses(path, m):
             chosen[path] = m
             return
-        for child_path, child in _children(path, m):
-            outermost(child_path, child, chooses)
+        for name, child in m.named_children():
+            choose(joined(path, name), child, chooses)
 
-    above = {""}
-
-    def rest(path: str, m: nn.Module) -> None:
-        if path in chosen:
-            return
-        if path not in above and eligible(path, m) and _numel(m) >= small:
-            chosen[path] = m
-            return
-        for child_path, child in _children(path, m):
-            rest(child_path, child)
-
-    outermost("", module, _policy(module, stages, min_num_params))
-    above |= {path[:i] for path in chosen for i, letter in enumerate(path) if letter == "."}
-    rest("", module)
-    chosen = _apart(chosen)
-    order = {name: i for i, (name, _) in enumerate(module.named_modules(remove_duplicate=False))}
-    return dict(sorted(chosen.items(), key=lambda item: order[item[0]]))
-
-
-def _apart(chosen: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Each module once, and none that is also a part of another: one has several paths where its parents share it."""
+    choose("", module, _policy(module, stages, min_num_params))
+    above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
+    choose("", module, lambda path, m: path not in above and _numel(m) >= small)
+    # Each module once, and none that is also a part of another: one has several paths where its parents share it.
     once = {id(m): path for path, m in reversed(chosen.items())}
     inside = {id(part) for m in chosen.values() for part in m.modules() if part is not m}
-    return {path: m for path, m in chosen.items() if once[id(m)] == path and id(m) not in inside}
-
-
-def _children(path: str, m: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return [(f"{path}.{name}" if path else name, child) for name, child in m.named_children()]
-
-
-def _called(m: nn.Module) -> bool:
-    """Whether it has a function of its own: containers have none."""
-    return type(m).forward is not nn.Module.forward and not isinstance(m, _CONTAINERS)
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    apart = {path for path, m in chosen.items() if once[id(m)] == path and id(m) not in inside}
+    return {path: chosen[path] for path in names if path in apart}
 
 
 def _numel(m: nn.Module) -> int:
