@@ -166,7 +166,9 @@ class Functional:
         self._fitting: dict[int, Layout] = {}
         self._loose, self._place = anatomy.loose, anatomy.place
         self._adapting = Adapting(self._loose)
-        self._same, self._places = anatomy.same, _by_key(anatomy.loose.buffers)
+        self._same, self._places = anatomy.same, dict[str, list[Slot]]()
+        for slot in anatomy.loose.buffers:
+            self._places.setdefault(slot.key, []).append(slot)
         self._held = {key: slots[0].holder[slots[0].at] for key, slots in self._places.items()}
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
@@ -521,13 +523,6 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
         m = module.get_submodule(name.rpartition(".")[0])
         if name not in found and keeps_statistics(m):
             found[name] = m
-    return found
-
-
-def _by_key(slots: Sequence[Slot]) -> dict[str, list[Slot]]:
-    found: dict[str, list[Slot]] = {}
-    for slot in slots:
-        found.setdefault(slot.key, []).append(slot)
     return found
 
 

@@ -192,10 +192,6 @@ def _split(x: Assembled, sizes: int | Sequence[int], dim: int = 0) -> tuple[Asse
     return tuple(_narrow(x, dim, start, n) for start, n in zip(starts, lengths, strict=False))
 
 
-def _chunk(x: Assembled, chunks: int, dim: int = 0) -> tuple[Assembled, ...]:
-    return _split(x, max(1, -(-x.shape[dim] // chunks)), dim)
-
-
 def _transpose(x: Assembled, dim0: int, dim1: int) -> Assembled:
     def swapped(numbers: Ints) -> Ints:
         order = list(numbers)
@@ -220,7 +216,7 @@ def _rearranged(x: Assembled, numbers: Callable[[Ints], Ints], values: Callable[
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.stack: _stack, torch.cat: _cat, torch.split: _split, torch.chunk: _chunk, torch.transpose: _transpose,
-    torch.squeeze: _squeeze, torch.narrow: _narrow,
+    torch.stack: _stack, torch.cat: _cat, torch.split: _split, torch.transpose: _transpose, torch.squeeze: _squeeze,
+    torch.narrow: _narrow, torch.chunk: lambda x, chunks, dim=0: _split(x, max(1, -(-x.shape[dim] // chunks)), dim),
 }  # fmt: skip
 _METHODS = {func.__name__: method for func, method in _FUNCTIONS.items() if func not in (torch.stack, torch.cat)}

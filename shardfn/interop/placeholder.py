@@ -45,13 +45,13 @@ class Place:
 class Placeholder(nn.Parameter):
     """Knows shape, dtype, device and name of a parameter, and refuses to be computed with.
 
-    It has the attributes that somebody gave to the parameter, which are `said`.
+    It has the attributes that somebody gave to the parameter, which are in `given`.
     """
 
     path: str
     owner: str
     place: Place
-    said: dict[str, Any]
+    given: dict[str, Any]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,7 +129,7 @@ def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Place
     """
     made = Placeholder(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
-    made.path, made.owner, made.place, made.said = path, owner, place, dict(vars(parameter))
+    made.path, made.owner, made.place, made.given = path, owner, place, dict(vars(parameter))
     return made
 
 
@@ -172,11 +172,11 @@ class Part:
 
 @contextlib.contextmanager
 def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
-    """Values in their places, while the block runs, with what somebody said of the parameters in attributes."""
+    """Values in their places, while the block runs, with the attributes that somebody gave to the parameters."""
     before = [holder[at] for holder, at, _ in slots]
     for (holder, at, _), value, there in zip(slots, values, before, strict=True):
-        if type(there) is Placeholder and there.said:
-            vars(value).update(there.said)
+        if type(there) is Placeholder and there.given:
+            vars(value).update(there.given)
         holder[at] = value
     try:
         yield

@@ -177,10 +177,6 @@ def dims(m: nn.Module) -> tuple[int, int]:
     return (1, 0) if is_conv1d(m) else (0, 1)
 
 
-def _is_linear(m: nn.Module) -> bool:
-    return type(m).forward is nn.Linear.forward or is_conv1d(m)
-
-
 def is_conv1d(m: nn.Module) -> bool:
     """The transposed linear layer of `transformers`."""
     return type(m).__name__ == "Conv1D" and type(m).__module__ == "transformers.pytorch_utils"
@@ -286,7 +282,8 @@ def _cut(m: nn.Module, path: str, word: str, words: dict[str, str]) -> Cut:
         _check_experts(m, kind, words)
         good = True
     else:
-        good = word in ("replicate", "replicated_with_grad_allreduce") or _is_linear(m)
+        whole = word in ("replicate", "replicated_with_grad_allreduce")
+        good = whole or type(m).forward is nn.Linear.forward or is_conv1d(m)
     if not good or (word in (*_BY_COLUMNS, *_BY_ROWS) and m._parameters.get("weight") is None):
         raise ValueError(
             f"functional: tensor: {kind} is said to be {word!r}, which is for "

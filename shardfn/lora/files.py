@@ -209,20 +209,26 @@ def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[s
         return []
     above = list(saved)
     left = [path for path, _ in model.module.named_modules() if path and not inside(path, above)]
-    for names in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
-        said = named(names, "targets")
-        if {path for path in left if said.matching(path)} == paths:
-            return names
-    return f"({'|'.join(re.escape(path) for path in sorted(paths))})"
+    return _names_of(paths, left, "targets") or f"({'|'.join(re.escape(path) for path in sorted(paths))})"
 
 
 def _bare_targets(model: Functional, paths: set[str]) -> list[str] | None:
     """Names by which peft finds these parameters, and no others."""
-    for names in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
-        said = named(names, PARAMETERS)
-        if {name for name in model.names if said.matching(name)} == paths:
-            return names or None
-    raise ValueError(f"lora.save_pretrained: peft has no names for {listed(sorted(paths), 4)} and no other parameters")
+    names = _names_of(paths, model.names, PARAMETERS) if paths else None
+    if paths and not names:
+        raise ValueError(
+            f"lora.save_pretrained: peft has no names for {listed(sorted(paths), 4)} and no other parameters"
+        )
+    return names
+
+
+def _names_of(paths: set[str], there: Iterable[str], argument: str) -> list[str] | None:
+    """Ends of paths that match these and none of the others that are there: last words, if that is enough."""
+    every = list(there)
+    for ends in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
+        if set(filter(named(ends, argument).matching, every)) == paths:
+            return ends
+    return None
 
 
 def _task(name: str) -> str | None:

@@ -171,7 +171,7 @@ def _changed(params: Any, given: Mapping[str, Any], change: Callable[[str, Range
 
     def one(path: str, leaf: Any) -> Any:
         if is_flat(leaf):
-            used.update(_names(leaf) & set(given))
+            used.update(entry.path for entry in leaf.layout.entries if entry.path in given)
             made = FlatShard(copying.clone(leaf.values), leaf.layout)
             views = local_parameters(made)
             for at in leaf.layout.ranges(rank):
@@ -215,10 +215,6 @@ def _elements(whole: Tensor, at: Range) -> Tensor:
     for dim, (begin, length) in enumerate(zip(at.corner, at.shape, strict=True)):
         whole = whole.narrow(dim, begin, length)
     return whole.reshape(-1)[at.start : at.stop]
-
-
-def _names(flat: FlatShard) -> set[str]:
-    return {entry.path for entry in flat.layout.entries}
 
 
 def _lost(paths: list[str]) -> str:
