@@ -449,7 +449,7 @@ def _flatten(adapter: Adapter) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
     return values, adapter.recipe, PARTS[adapter.recipe.kind][: len(values)]
 
 
-pytrees.register(Adapter, _flatten, lambda recipe, children: Adapter(*(*children, None)[:3], recipe))
+pytrees.register(Adapter, _flatten, lambda recipe, x: Adapter(x[0], x[1], (*x, None)[2], recipe))
 pytrees.register(
     Adapted,
     lambda w: ((w._weight, w._adapter), (w._training, w._outputs_first), ("", "")),
