@@ -3,9 +3,9 @@
 Imports `checkpoint`, `stages`, `parallel`, `shards`, `collectives`, `mesh` and `compat`.
 """
 
+from shardfn.interop.deferred_init import meta
 from shardfn.interop.functional import Functional, functional
 from shardfn.interop.loading import load
-from shardfn.interop.meta import meta
 from shardfn.interop.saving import save_pretrained
 from shardfn.interop.tensor_plan import GPT2, LLAMA
 

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from shardfn.interop.anatomy import Part, Slot, placed
+from shardfn.interop.placeholder import Part, Slot, placed
 from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
 from shardfn.shards.layout import Layout, assemble, is_stage, stage_shards

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.checkpoint.team import CheckpointError
-from shardfn.interop.assembled import Assembled, Computed, lazy
+from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 from shardfn.interop.tensor_plan import is_conv1d
 from shardfn.quant import bitsandbytes
 from shardfn.quant.formats import Format

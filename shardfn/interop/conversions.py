@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardfn.checkpoint.team import CheckpointError
-from shardfn.interop.assembled import Assembled, Computed, lazy
+from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 
 
 class Converted(NamedTuple):

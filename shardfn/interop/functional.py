@@ -13,10 +13,7 @@ from torch import Tensor, nn
 
 from shardfn.compat import dispatch, functorch
 from shardfn.interop.adapting import Adapting
-from shardfn.interop.anatomy import Anatomy, Part, Slot, taken_apart
-from shardfn.interop.attributes import Attributes, undone
 from shardfn.interop.batch_norm import in_one_dtype, is_batch_norm, keeps_statistics, synchronised
-from shardfn.interop.boundaries import Boundaries
 from shardfn.interop.in_place import (
     along_tensor,
     arguments,
@@ -26,11 +23,14 @@ from shardfn.interop.in_place import (
     unasked,
     uncached,
 )
-from shardfn.interop.placeholder import Placeholder
-from shardfn.interop.refused_calls import drawn_layers, refuse_apart, refuse_checkpointing
-from shardfn.interop.tensor_parallel import Region, TensorParallel
+from shardfn.interop.module_state import Attributes, undone
+from shardfn.interop.partition import Anatomy, Boundaries, taken_apart
+from shardfn.interop.placeholder import Part, Placeholder, Slot
+from shardfn.interop.refusals import drawn_layers, refuse_apart, refuse_checkpointing
+from shardfn.interop.stage_module import Run, Shell, Unit
+from shardfn.interop.tensor_checks import Region
+from shardfn.interop.tensor_parallel import TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
-from shardfn.interop.unit import Run, Shell, Unit
 from shardfn.mesh.grid import AxisName
 from shardfn.mesh.spec import P, joined
 from shardfn.mesh.which import Chosen, Which, chosen
@@ -112,7 +112,7 @@ def functional(
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
-    refuse = _anything if plan is None else plan.refuse_outside
+    refuse = (lambda chosen: None) if plan is None else plan.refuse_outside
     anatomy = taken_apart(module, stages, min_num_params, small, rules[0], stage_options.get("gather_dtype"), refuse)
     return Functional(module, anatomy, rules[1], sync_batch_norm, plan, compile, stage_options)
 
@@ -166,7 +166,9 @@ class Functional:
         self._fitting: dict[int, Layout] = {}
         self._loose, self._place = anatomy.loose, anatomy.place
         self._adapting = Adapting(self._loose)
-        self._same, self._places = anatomy.same, _by_key(anatomy.loose.buffers)
+        self._same, self._places = anatomy.same, dict[str, list[Slot]]()
+        for slot in anatomy.loose.buffers:
+            self._places.setdefault(slot.key, []).append(slot)
         self._held = {key: slots[0].holder[slots[0].at] for key, slots in self._places.items()}
         self._changing = {self._same[name]: m for name, m in _changing(module, anatomy.buffers, mutable).items()}
         self._checkpointing = [(path, m) for path, m in module.named_modules() if hasattr(m, "gradient_checkpointing")]
@@ -258,23 +260,12 @@ class Functional:
         self._check_adapters(adapters)
         if self._running.now is None:
             self._refuse_altered()
-        device = _device_of(params)
-        changing = self._changes()
-        if changing and buffers is None:
-            raise ValueError(
-                f"{type(self.module).__name__} changes buffers while it trains, {listed(sorted(changing), 3)} "
-                f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
-                f"buffers=buffers)`; or call model.module.eval() first"
-            )
+        changing = self._changing_now(buffers)
         refuse_checkpointing(self.module, self._checkpointing)
         if self._running.now is None:
             refuse_apart(self.module, self._drawn, params)
-        if unknown := set(buffers or ()) - set(self.buffers):
-            raise ValueError(
-                f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
-                f"{_some(list(self.buffers))}"
-            )
-        self._place.device = device or self._place.device
+        tensors = (x for x in optree.tree_leaves(params) if isinstance(x, Tensor))
+        self._place.device = next((x.device for x in tensors), self._place.device)
         given = self._given(buffers or {}, self._place.device)
         own = self._own_buffers(self._place.device)
         known = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
@@ -439,8 +430,25 @@ class Functional:
             return False
         return all(dispatch.plain(x) and not functorch.wrapped(x) and not x.is_meta for x in loose.values())
 
-    def _changes(self) -> set[str]:
-        return {name for name, m in self._changing.items() if m is None or m.training}
+    def _changing_now(self, given: Mapping[str, Tensor] | None) -> set[str]:
+        """The buffers that a call changes, by key.
+
+        Raises:
+            ValueError: it was given none of them, or others than the module has.
+        """
+        changing = {key for key, m in self._changing.items() if m is None or m.training}
+        if changing and given is None:
+            raise ValueError(
+                f"{type(self.module).__name__} changes buffers while it trains, {listed(sorted(changing), 3)} "
+                f"and so on: pass buffers=model.buffers, and take them back: `out, buffers = model(params, x, "
+                f"buffers=buffers)`; or call model.module.eval() first"
+            )
+        if unknown := set(given or ()) - set(self.buffers):
+            raise ValueError(
+                f"{type(self.module).__name__} has no buffer {_some(sorted(unknown))}; its buffers are "
+                f"{_some(list(self.buffers))}"
+            )
+        return changing
 
     def _own_buffers(self, device: torch.device) -> dict[str, Tensor]:
         """The module's buffers as they are now, where the parameters are."""
@@ -518,17 +526,6 @@ def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen)
     return found
 
 
-def _by_key(slots: Sequence[Slot]) -> dict[str, list[Slot]]:
-    found: dict[str, list[Slot]] = {}
-    for slot in slots:
-        found.setdefault(slot.key, []).append(slot)
-    return found
-
-
-def _anything(chosen: Mapping[str, nn.Module]) -> None:
-    """Whatever is chosen is right."""
-
-
 def _all_ranks_run(params: Any) -> bool:
     """Whether every process of the world has a part of these parameters, so that they generate together."""
     nodes = optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, FlatShard))
@@ -536,10 +533,6 @@ def _all_ranks_run(params: Any) -> bool:
     if not shards or not dist.is_initialized():
         return False
     return shards[0].layout.grid.size(tuple(name for name, _ in shards[0].layout.grid.sizes)) == dist.get_world_size()
-
-
-def _device_of(params: Any) -> torch.device | None:
-    return next((x.device for x in optree.tree_leaves(params) if isinstance(x, Tensor)), None)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from shardfn.compat import functorch, parametrize
 from shardfn.compat.autograd import storage_of
 from shardfn.interop.adapting import Adapting, cloned
-from shardfn.interop.anatomy import Part, left_in, placed
-from shardfn.interop.tensor_parallel import Following, Region
+from shardfn.interop.placeholder import Part, left_in, placed
+from shardfn.interop.tensor_checks import Following, Region
 from shardfn.mesh.scope import current_mesh, mesh_of, scope
 from shardfn.shards.layout import is_flat
 from shardfn.stages.returned import first_written, sums_of

@@ -22,10 +22,10 @@ from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.collectives.agree import agree
 from shardfn.compat import process_groups
 from shardfn.interop import coded, conversions
-from shardfn.interop.assembled import Assembled, Computed, lazy
-from shardfn.interop.beginning import beginning
 from shardfn.interop.coded import Coded
+from shardfn.interop.deferred_init import beginning
 from shardfn.interop.functional import Functional, expect_functional
+from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes

@@ -1,9 +1,12 @@
-"""What stands in a module in place of a parameter that was taken out."""
+"""What stands in a module in place of parameters that were taken out, and how values get there for a call."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -42,13 +45,13 @@ class Place:
 class Placeholder(nn.Parameter):
     """Knows shape, dtype, device and name of a parameter, and refuses to be computed with.
 
-    It has the attributes that somebody gave to the parameter, which are `said`.
+    It has the attributes that somebody gave to the parameter, which are in `given`.
     """
 
     path: str
     owner: str
     place: Place
-    said: dict[str, Any]
+    given: dict[str, Any]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,5 +129,69 @@ def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Place
     """
     made = Placeholder(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
-    made.path, made.owner, made.place, made.said = path, owner, place, dict(vars(parameter))
+    made.path, made.owner, made.place, made.given = path, owner, place, dict(vars(parameter))
     return made
+
+
+class Slot(NamedTuple):
+    """A place of the module that holds a parameter or a buffer.
+
+    Attributes:
+        holder: a dict of the module's, or a list.
+        at: its key there.
+        key: of the value, in what a call is given.
+    """
+
+    holder: Any
+    at: Any
+    key: str
+
+
+@dataclass
+class Part:
+    """A stage's, or what is loose.
+
+    Attributes:
+        path: of the module; "" for what is loose.
+        module: that is the stage.
+        own: places of parameters that it alone has; keys are names without the path.
+        shared: of those that others read, too; keys are whole names.
+        buffers: of the stage, and for what is loose of the whole module; keys are whole names.
+    """
+
+    path: str
+    module: nn.Module
+    own: list[Slot] = field(default_factory=list)
+    shared: list[Slot] = field(default_factory=list)
+    buffers: list[Slot] = field(default_factory=list)
+
+    def shared_keys(self) -> tuple[str, ...]:
+        """Names of what others read, too, each once."""
+        return tuple(dict.fromkeys(slot.key for slot in self.shared))
+
+
+@contextlib.contextmanager
+def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
+    """Values in their places, while the block runs, with the attributes that somebody gave to the parameters."""
+    before = [holder[at] for holder, at, _ in slots]
+    for (holder, at, _), value, there in zip(slots, values, before, strict=True):
+        if type(there) is Placeholder and there.given:
+            vars(value).update(there.given)
+        holder[at] = value
+    try:
+        yield
+    finally:
+        for (holder, at, _), value in zip(slots, before, strict=True):
+            holder[at] = value
+
+
+def left_in(part: Part, slot: Slot) -> Any:
+    """What is in the place of a parameter after the module ran.
+
+    A parametrisation that forward registers and removes, as peft's of experts, puts a plain tensor among the buffers
+    afterwards, where nobody would replace it: it leaves them here.
+    """
+    if not isinstance(slot.holder, dict) or slot.at in slot.holder:
+        return slot.holder[slot.at]
+    owner = next((m for m in part.module.modules() if m._parameters is slot.holder), None)
+    return None if owner is None else owner._buffers.pop(slot.at, None)

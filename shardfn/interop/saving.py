@@ -25,8 +25,8 @@ from shardfn.checkpoint.safetensors import OURS, Elements, Plan, begin, clear, f
 from shardfn.checkpoint.saving import finish
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop import coded, conversions
-from shardfn.interop.assembled import Assembled, Part, lazy
 from shardfn.interop.functional import Functional, expect_functional
+from shardfn.interop.lazy_tensors import Assembled, Part, lazy
 from shardfn.mesh import waiting
 from shardfn.mesh.spec import dotted
 from shardfn.quant import bitsandbytes

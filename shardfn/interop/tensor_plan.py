@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardfn.interop.anatomy import canonical_names
+from shardfn.interop.partition import canonical_names
 from shardfn.mesh.spec import P
 from shardfn.quoting import listed
 
@@ -55,6 +55,7 @@ PARTS = {"qkv_colwise": 3, "packed_colwise": 2}
 """Matrices in one."""
 _SAME = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _BY_COLUMNS = ("colwise", "colwise_gather_output", *PARTS)
+_BY_ROWS = ("rowwise", "rowwise_split_input")
 LOCAL = ("colwise", *PARTS)
 """After these each rank has other features."""
 COUNTS = (
@@ -176,10 +177,6 @@ def dims(m: nn.Module) -> tuple[int, int]:
     return (1, 0) if is_conv1d(m) else (0, 1)
 
 
-def _is_linear(m: nn.Module) -> bool:
-    return type(m).forward is nn.Linear.forward or is_conv1d(m)
-
-
 def is_conv1d(m: nn.Module) -> bool:
     """The transposed linear layer of `transformers`."""
     return type(m).__name__ == "Conv1D" and type(m).__module__ == "transformers.pytorch_utils"
@@ -285,8 +282,9 @@ def _cut(m: nn.Module, path: str, word: str, words: dict[str, str]) -> Cut:
         _check_experts(m, kind, words)
         good = True
     else:
-        good = word in ("replicate", "replicated_with_grad_allreduce") or _is_linear(m)
-    if not good or (word in (*_BY_COLUMNS, "rowwise", "rowwise_split_input") and m._parameters.get("weight") is None):
+        whole = word in ("replicate", "replicated_with_grad_allreduce")
+        good = whole or type(m).forward is nn.Linear.forward or is_conv1d(m)
+    if not good or (word in (*_BY_COLUMNS, *_BY_ROWS) and m._parameters.get("weight") is None):
         raise ValueError(
             f"functional: tensor: {kind} is said to be {word!r}, which is for "
             f"{'nn.Embedding' if word == 'embedding_rowwise' else 'nn.Linear and Conv1D, with a weight of their own'}"
@@ -356,7 +354,8 @@ def _specs(module: nn.Module, cuts: Mapping[nn.Module, Cut], axis: str) -> dict[
             if p is None:
                 continue
             alias = f"{path}.{name}" if path else name
-            spec = _spec(m, name, p.ndim, cuts[m], axis) if m in cuts else P()
+            dim = cut_dim(m, cuts[m], name) if m in cuts else None
+            spec = P() if dim is None else P(*[None] * dim, axis)
             before, other = found.setdefault(names[alias], (spec, alias))
             if not before.same(spec):
                 raise ValueError(
@@ -366,14 +365,16 @@ def _specs(module: nn.Module, cuts: Mapping[nn.Module, Cut], axis: str) -> dict[
     return {name: spec for name, (spec, _) in found.items()}
 
 
-def _spec(m: nn.Module, name: str, ndim: int, cut: Cut, axis: str) -> P:
+def cut_dim(m: nn.Module, cut: Cut, name: str) -> int | None:
+    """The dimension along which a parameter is cut; None for one that is whole."""
     word = cut.words.get(name, cut.word)
     if cut.words:
-        return P(*[None] * (ndim - 1), axis) if word == "rowwise" else P(*[None] * (ndim - 2), axis)
-    if word == "embedding_rowwise":
-        return P(axis)
-    if word in _BY_COLUMNS and name == "bias":
-        return P(axis)
-    if word in (*_BY_COLUMNS, "rowwise", "rowwise_split_input") and name == "weight":
-        return P(*[None] * dims(m)[word not in _BY_COLUMNS], axis)
-    return P()
+        return len(cut.shapes[name]) - (1 if word == "rowwise" else 2)
+    if word == "embedding_rowwise" or (word in _BY_COLUMNS and name == "bias"):
+        return 0
+    return dims(m)[word in _BY_ROWS] if word in (*_BY_COLUMNS, *_BY_ROWS) and name == "weight" else None
+
+
+def weights_of(m: nn.Module, cut: Cut) -> list[str]:
+    """The parameters of a cut module that it has now, but for the bias."""
+    return [name for name in cut.shapes if name != "bias" and m._parameters.get(name) is not None]

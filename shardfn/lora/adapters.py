@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardfn.compat import pytrees
-from shardfn.mesh.spec import joined
+from shardfn.mesh.spec import dotted, joined
 from shardfn.quant.packed import Packed
 from shardfn.shards.layout import is_stage
 
@@ -153,6 +153,12 @@ def kind_of(m: nn.Module, parameter: str | None = None) -> Kind | None:
 def is_adapter(x: Any) -> bool:
     """Whether it is an adapter."""
     return type(x) is Adapter
+
+
+def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree by their paths."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
+    return dict(zip(map(dotted, accessors), leaves, strict=True))
 
 
 # --- a weight and its adapter, as one ---
@@ -398,42 +404,38 @@ def _adapted(base: Any, adapters: Any, training: bool, path: str) -> Any:
             f"with its parameters and their adapters, both of which it meets whole"
         )
     if is_adapter(adapters):
-        return _on(base, adapters, training, path)
+        is_weight = isinstance(base, (Tensor, Packed))
+        if wrong := adapters.unlike(base.shape) if is_weight else f"{_kind(base)}, with an adapter":
+            raise ValueError(f"adapted: {path or 'it'} is {wrong}")
+        return adapters.on(base.decoded() if isinstance(base, Packed) else base, training)
     if isinstance(adapters, Tensor):
         if not isinstance(base, Tensor) or base.shape != adapters.shape:
             raise ValueError(f"adapted: {path} is {_kind(base)}, and what replaces it {_kind(adapters)}")
         return adapters
     if isinstance(adapters, Mapping):
-        return _merged(base, adapters, training, path) if adapters else base
+        return _with_items(base, adapters, training, path) if adapters else base
     if isinstance(adapters, (list, tuple)) and isinstance(base, (list, tuple)) and len(adapters) == len(base):
-        return _merged(base, dict(enumerate(adapters)), training, path)
+        return _with_items(base, dict(enumerate(adapters)), training, path)
     raise ValueError(f"adapted: {path or 'the tree'} is {_kind(base)} with adapters of {_kind(adapters)}")
 
 
-def _on(base: Any, adapter: Adapter, training: bool, path: str) -> Any:
-    if not isinstance(base, (Tensor, Packed)) or (wrong := adapter.unlike(base.shape)):
-        wrong = wrong if isinstance(base, (Tensor, Packed)) else f"{_kind(base)}, with an adapter"
-        raise ValueError(f"adapted: {path or 'it'} is {wrong}")
-    return adapter.on(base.decoded() if isinstance(base, Packed) else base, training)
-
-
-def _merged(base: Any, adapters: Mapping[Any, Any], training: bool, path: str) -> Any:
-    """A container with other items at some keys."""
+def _with_items(base: Any, adapters: Mapping[Any, Any], training: bool, path: str) -> Any:
+    """A container with adapted items at some keys."""
     if isinstance(base, Mapping):
-        made: Any = dict(base)
+        items: Any = dict(base)
     elif isinstance(base, tuple) and hasattr(base, "_fields"):
-        made = dict(zip(base._fields, base, strict=True))
+        items = dict(zip(base._fields, base, strict=True))
     elif isinstance(base, (list, tuple)):
-        made = dict(enumerate(base))
+        items = dict(enumerate(base))
     else:
         raise ValueError(f"adapted: {path or 'the tree'} is {_kind(base)}, with adapters of {sorted(adapters)}")
-    for key, one in adapters.items():
-        if key not in made:
+    for key, adapter in adapters.items():
+        if key not in items:
             raise ValueError(f"adapted: there is no {joined(path, key)} that an adapter could be of")
-        made[key] = _adapted(made[key], one, training, joined(path, key))
+        items[key] = _adapted(items[key], adapter, training, joined(path, key))
     if isinstance(base, Mapping):
-        return made
-    return type(base)(**made) if hasattr(base, "_fields") else type(base)(made.values())
+        return items
+    return type(base)(**items) if hasattr(base, "_fields") else type(base)(items.values())
 
 
 def _kind(x: Any) -> str:
@@ -443,17 +445,11 @@ def _kind(x: Any) -> str:
 
 def _flatten(adapter: Adapter) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:
     dora = adapter.magnitude is not None
-    values = (adapter.a, adapter.b, adapter.magnitude) if dora else (adapter.a, adapter.b)
-    return values, (adapter.recipe, dora), PARTS[adapter.recipe.kind][: len(values)]
+    values = (adapter.a, adapter.b, adapter.magnitude)[: 3 if dora else 2]
+    return values, adapter.recipe, PARTS[adapter.recipe.kind][: len(values)]
 
 
-def _unflatten(meant: Any, children: Any) -> Adapter:
-    recipe, dora = meant
-    a, b, *rest = children
-    return Adapter(a, b, rest[0] if dora else None, recipe)
-
-
-pytrees.register(Adapter, _flatten, _unflatten)
+pytrees.register(Adapter, _flatten, lambda recipe, x: Adapter(x[0], x[1], (*x, None)[2], recipe))
 pytrees.register(
     Adapted,
     lambda w: ((w._weight, w._adapter), (w._training, w._outputs_first), ("", "")),

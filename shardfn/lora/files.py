@@ -21,8 +21,19 @@ from shardfn.checkpoint.disk import sync, write_whole
 from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.team import CheckpointError, on_each_rank, team_of
 from shardfn.interop.functional import Functional, expect_functional
-from shardfn.lora.adapters import BARE, PARTS, Adapter, Kind, Recipe, is_adapter, kind_of, parameter_of, thin
-from shardfn.lora.init import described, values_of
+from shardfn.lora.adapters import (
+    BARE,
+    PARTS,
+    Adapter,
+    Kind,
+    Recipe,
+    is_adapter,
+    kind_of,
+    leaves_by_path,
+    parameter_of,
+    thin,
+)
+from shardfn.lora.init import by_stage, values_of, without_values
 from shardfn.lora.targets import (
     PARAMETERS,
     SAVED,
@@ -38,11 +49,10 @@ from shardfn.lora.targets import (
     patterned,
     refuse_parts,
     refuse_several_homes,
-    stage_of,
 )
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import grid_of
-from shardfn.mesh.spec import dotted, joined
+from shardfn.mesh.spec import joined
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import is_flat, is_stage
 from shardfn.shards.placement import Strategy
@@ -103,9 +113,7 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
     """
     expect_functional("lora.save_pretrained", model)
     model._check_adapters(adapters)
-    like = optree.tree_map(described, adapters, is_leaf=is_stage)
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(like, is_leaf=is_adapter)
-    found = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
+    found = leaves_by_path(optree.tree_map(without_values, adapters, is_leaf=is_stage), is_adapter)
     own: dict[str, Adapter] = {path: one for path, one in found.items() if is_adapter(one)}
     if not own:
         raise ValueError("lora.save_pretrained: there are no adapters")
@@ -123,7 +131,8 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
     dora = _once("dora", (one.magnitude is not None for one in own.values()))
     dropout = _once("dropout", (one.dropout for one in recipes.values() if one.kind != "embedding"), 0.0)
     rank, ranks = _patterns({path: one.rank for path, one in recipes.items()})
-    alpha, alphas = _patterns({path: _plain(one.alpha) for path, one in recipes.items()})
+    scales = {path: one.alpha for path, one in recipes.items()}
+    alpha, alphas = _patterns({path: int(x) if float(x).is_integer() else x for path, x in scales.items()})
     saved, bias = _copied(model, {path for path in found if path not in own}, adapted)
     module: Any = model.module
     return {
@@ -194,30 +203,32 @@ def _patterns(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return common, others
 
 
-def _plain(x: float) -> float:
-    return int(x) if float(x).is_integer() else x
-
-
 def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[str] | str:
     """Names by which peft finds these modules, and no others: their last words if possible."""
     if not paths:
         return []
     above = list(saved)
     left = [path for path, _ in model.module.named_modules() if path and not inside(path, above)]
-    for names in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
-        said = named(names, "targets")
-        if {path for path in left if said.matching(path)} == paths:
-            return names
-    return f"({'|'.join(re.escape(path) for path in sorted(paths))})"
+    return _names_of(paths, left, "targets") or f"({'|'.join(re.escape(path) for path in sorted(paths))})"
 
 
 def _bare_targets(model: Functional, paths: set[str]) -> list[str] | None:
     """Names by which peft finds these parameters, and no others."""
-    for names in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
-        said = named(names, PARAMETERS)
-        if {name for name in model.names if said.matching(name)} == paths:
-            return names or None
-    raise ValueError(f"lora.save_pretrained: peft has no names for {listed(sorted(paths), 4)} and no other parameters")
+    names = _names_of(paths, model.names, PARAMETERS) if paths else None
+    if paths and not names:
+        raise ValueError(
+            f"lora.save_pretrained: peft has no names for {listed(sorted(paths), 4)} and no other parameters"
+        )
+    return names
+
+
+def _names_of(paths: set[str], there: Iterable[str], argument: str) -> list[str] | None:
+    """Ends of paths that match these and none of the others that are there: last words, if that is enough."""
+    every = list(there)
+    for ends in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
+        if set(filter(named(ends, argument).matching, every)) == paths:
+            return ends
+    return None
 
 
 def _task(name: str) -> str | None:
@@ -229,14 +240,13 @@ def _task(name: str) -> str | None:
 
 def _tensors(model: Functional, adapters: Any) -> dict[str, Tensor]:
     """By their names in a file."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(adapters, is_leaf=is_adapter)
-    given = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
+    given = leaves_by_path(adapters, is_adapter)
     kinds = {path: one.recipe.kind for path, one in given.items() if is_adapter(one)}
     names = in_files(model, kinds, given.keys() - kinds.keys())
     return {
-        PREFIX + joined(names[path], dotted(accessor)): x.detach().cpu().contiguous()
+        PREFIX + joined(names[path], part): x.detach().cpu().contiguous()
         for path, one in given.items()
-        for accessor, x in zip(*optree.tree_flatten_with_accessor(one)[:2], strict=True)
+        for part, x in leaves_by_path(one).items()
     }
 
 
@@ -357,18 +367,16 @@ def _understood(
     copies = {name: x for name, x in others.items() if name in trained or inside(name, saved)}
     _refuse_several_names(model, adapted)
     refuse_several_homes(model, [*adapted, *{path.rpartition(".")[0] for path in copies}])
-    find, made = stage_of(model), dict[str, dict[str, Any]]()
+    made: dict[str, Any] = {}
     for path, parts in found.items():
-        stage, name = find(path)
         weight = model.module.get_parameter(parameter_of(path, kinds[path]))
-        made.setdefault(stage, {})[name] = _adapter(config, path, kinds[path], weight, parts)
+        made[path] = _adapter(config, path, kinds[path], weight, parts)
     for path, x in copies.items():
-        stage, name = find(path)
         own = model.module.get_parameter(path)
         if own.shape != x.shape:
             raise CheckpointError(f"{path} has shape {list(x.shape)}, which the model's has not")
-        made.setdefault(stage, {})[name] = x.to(torch.promote_types(own.dtype, torch.float32), copy=True)
-    return made, {name: x for name, x in others.items() if name not in copies}
+        made[path] = x.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    return by_stage(model, made), {name: x for name, x in others.items() if name not in copies}
 
 
 def _configuration(file: Path) -> dict[str, Any]:

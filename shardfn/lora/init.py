@@ -12,9 +12,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from shardfn.interop.adapting import described as described_by
+from shardfn.interop.adapting import described
 from shardfn.interop.functional import Functional
-from shardfn.lora.adapters import Adapter, Kind, Recipe, norms, parameter_of, thin
+from shardfn.lora.adapters import Adapter, Kind, Recipe, leaves_by_path, norms, parameter_of, thin
 from shardfn.lora.targets import (
     ALL,
     PARAMETERS,
@@ -22,15 +22,15 @@ from shardfn.lora.targets import (
     Names,
     biases,
     holder_of,
+    inside,
     modules,
     named,
     parameters,
     patterned,
     refuse_parts,
     saved_modules,
-    stage_of,
 )
-from shardfn.mesh.spec import dotted, joined
+from shardfn.mesh.spec import joined
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_stage, stage_shards
@@ -151,10 +151,10 @@ class _Make:
 
     def check(self, paths: Iterable[str]) -> None:
         """Raises ValueError for a pattern of ranks or alphas that matches none of the targets."""
-        listed = list(paths)
+        targets = list(paths)
         for argument, patterns in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas)):
             for key in patterns:
-                if not any(patterned({key: True}, path, False) for path in listed):
+                if not any(patterned({key: True}, path, False) for path in targets):
                     raise ValueError(f"lora: {argument}: nothing that gets an adapter matches {key!r}")
 
     def adapter(self, path: str, kind: Kind, shape: Sequence[int], dtype: torch.dtype, value: Tensor | None) -> Adapter:
@@ -213,47 +213,53 @@ def _of_model(
     copies = trained + [
         joined(path, name) for path in own for name, _ in model.module.get_submodule(path).named_parameters()
     ]
-    wanted = [*copies, *(joined(path, "weight") for path in kinds if make.dora)]
-    values = values_of(model, params, wanted)
-    find, made = stage_of(model), dict[str, dict[str, Any]]()
+    values = values_of(model, params, [*copies, *(joined(path, "weight") for path in kinds if make.dora)])
+    made: dict[str, Any] = {}
     for path, kind in kinds.items():
         weight = model.module.get_parameter(parameter_of(path, kind))
-        stage, name = find(path)
-        value = values.get(joined(path, "weight"))
-        made.setdefault(stage, {})[name] = make.adapter(path, kind, weight.shape, weight.dtype, value)
-    for path in copies:
-        stage, name = find(path)
-        made.setdefault(stage, {})[name] = _copy(values[path])
-    return made
+        made[path] = make.adapter(path, kind, weight.shape, weight.dtype, values.get(joined(path, "weight")))
+    return by_stage(model, made | {path: _copy(values[path]) for path in copies})
 
 
 def values_of(model: Functional, params: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Whole parameters by any of their names, one stage gathered after another."""
-    wanted = list(names)
-    if not wanted:
+    """Whole parameters of a model by any of their names."""
+    canonical = {name: model.names[name] for name in names}
+    if not canonical:
         return {}
     params = getattr(model, "tree", None) if params is None else params
     if params is None:
         raise ValueError("lora.init: dora= and modules_to_save= need values of parameters: pass params=")
     model._check(params)
-    find, found = stage_of(model), dict[str, Tensor]()
-    by_stage: dict[str, dict[str, str]] = {}
-    for canonical in dict.fromkeys(model.names[name] for name in wanted):
-        key, name = (canonical, "") if canonical in params else find(canonical)
-        by_stage.setdefault(key, {})[canonical] = name
-    for key, own in by_stage.items():
-        part = whole_part(params[key], own)
-        for canonical, name in own.items():
-            x = part[name] if name else part
-            if (x.values if is_packed(x) else x).is_meta:
-                raise ValueError(f"lora.init: {canonical} has no values yet: load the model, and pass params=")
-            found[canonical] = x.decoded() if is_packed(x) else x
-    return {name: found[model.names[name]] for name in wanted}
+    values = whole_values(params, canonical.values())
+    if empty := next((name for name, x in values.items() if x.is_meta), None):
+        raise ValueError(f"lora.init: {empty} has no values yet: load the model, and pass params=")
+    return {name: values[key] for name, key in canonical.items()}
 
 
-def whole_part(part: Any, names: Iterable[str]) -> Any:
-    """A stage's parameters, at least these, as whole tensors; others may be None."""
-    return unshard(part, only=[re.escape(name) for name in names]) if is_stage(part) else part
+def whole_values(params: Any, paths: Iterable[str]) -> dict[str, Tensor]:
+    """Whole parameters by path, as far as they are there, in full precision; one stage after another is gathered."""
+    wanted, values = set(paths), dict[str, Tensor]()
+    for here, node in leaves_by_path(params, is_stage_or_packed).items():
+        if is_stage(node):
+            held = wanted & {entry.path for flat in stage_shards(node) for entry in flat.layout.entries}
+            node = unshard(node, only=list(map(re.escape, sorted(held)))) if held else None
+        leaves = leaves_by_path(node, is_packed)
+        values |= {path: leaf for inner, leaf in leaves.items() if (path := joined(here, inner)) in wanted}
+    return {path: leaf.decoded() if is_packed(leaf) else leaf for path, leaf in values.items()}
+
+
+def is_stage_or_packed(x: Any) -> bool:
+    """Whether it is the flat shards of a stage, or a parameter in few bits."""
+    return is_stage(x) or is_packed(x)
+
+
+def by_stage(model: Functional, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What belongs to modules and parameters of a model, by path, as its stages take it; what is loose under ""."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        stage = next((stage for stage in model.stages if inside(path, [stage])), "")
+        grouped.setdefault(stage, {})[path.removeprefix(f"{stage}.") if stage else path] = value
+    return grouped
 
 
 # --- of trees ---
@@ -262,9 +268,8 @@ def whole_part(part: Any, names: Iterable[str]) -> Any:
 def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Names, turned: bool | Names) -> Any:
     if isinstance(targets, str) and targets.lower() == ALL:
         raise ValueError(f"lora: targets={ALL!r} is for modules: name the parameters of your own functions")
-    like = optree.tree_map(described, base, is_leaf=is_stage)
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(like, is_leaf=is_packed)
-    shapes = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
+    like = optree.tree_map(without_values, base, is_leaf=is_stage)
+    shapes = leaves_by_path(like, is_packed)
     rules = {"targets": targets, "exclude": exclude, "modules_to_save": saved}
     said = {argument: named(names, argument) for argument, names in rules.items() if names}
     if isinstance(turned, bool):
@@ -272,8 +277,8 @@ def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Name
     else:
         said["fan_in_fan_out"] = named(turned, "fan_in_fan_out")
         is_turned = said["fan_in_fan_out"].matching
-    for one in said.values():
-        one.check(shapes, "parameters")
+    for names in said.values():
+        names.check(shapes, "parameters")
     chosen: dict[str, list[str]] = {
         argument: [path for path in shapes if argument in said and said[argument].matching(path)] for argument in rules
     }
@@ -282,32 +287,17 @@ def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Name
     if not paths:
         raise ValueError(f"lora: targets: nothing is left of what {targets!r} matches, or nothing was named")
     make.check(paths)
-    values = _values_of_tree(base, [*copies, *(paths if make.dora else ())])
-    found: dict[str, Any] = {path: _copy(values[path]) for path in copies}
+    values = whole_values(base, [*copies, *(paths if make.dora else ())])
+    made: dict[str, Any] = {path: _copy(values[path]) for path in copies}
     for path in paths:
         kind: Kind = "conv1d" if is_turned(path) else "linear"
-        found[path] = make.adapter(path, kind, shapes[path].shape, shapes[path].dtype, values.get(path))
-    return _pruned(like, found, "")
+        made[path] = make.adapter(path, kind, shapes[path].shape, shapes[path].dtype, values.get(path))
+    return _pruned(like, made, "")
 
 
-def described(node: Any) -> Any:
-    """A stage's parameters without values."""
-    return described_by([flat.layout for flat in stage_shards(node)]) if is_stage(node) else node
-
-
-def _values_of_tree(base: Any, paths: list[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(base, is_leaf=lambda x: is_stage(x) or is_packed(x))
-    for accessor, node in zip(accessors, nodes, strict=True):
-        here = dotted(accessor)
-        own = [path for path in paths if path == here or path.startswith(f"{here}.") or not here]
-        if not own:
-            continue
-        part = whole_part(node, own)
-        for inner, x in zip(*optree.tree_flatten_with_accessor(part, is_leaf=is_packed)[:2], strict=True):
-            if (path := joined(here, dotted(inner))) in own:
-                found[path] = x.decoded() if is_packed(x) else x
-    return found
+def without_values(node: Any) -> Any:
+    """A stage's parameters on the device meta; anything else as it is."""
+    return described([flat.layout for flat in stage_shards(node)]) if is_stage(node) else node
 
 
 def _pruned(node: Any, found: Mapping[str, Any], path: str) -> Any:

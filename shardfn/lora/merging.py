@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor
 
 from shardfn.compat import process_groups
 from shardfn.interop.functional import Functional, expect_functional
-from shardfn.lora.adapters import BARE, Adapter, is_adapter, parameter_of
+from shardfn.lora.adapters import BARE, Adapter, is_adapter, leaves_by_path, parameter_of
+from shardfn.lora.init import is_stage_or_packed, whole_values
 from shardfn.mesh import waiting
 from shardfn.mesh.scope import mesh_of
 from shardfn.mesh.spec import dotted
@@ -53,24 +53,23 @@ def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
     given = _given(adapters, model)
     _check(params, given)
     if few := [node for node in _stages(params) if _in_few_bits(node)]:
-        if all(map(_is_first, few)):
+        ranks = [stage_shards(node)[0].layout.grid.ranks for node in few if is_stage(node)]
+        if all(process_groups.global_rank() == min(those) for those in ranks):  # one warning, not one of each rank
             _log.warning(
                 "lora.merge: parameters that were kept in few bits are in full precision now: merged ones would have "
                 "to be rounded to few bits again"
             )
-        params = optree.tree_map(_in_full, params, is_leaf=_is_stage_or_packed)
-    ratios = {
-        path: _ratio(params, path, one) for path, one in given.items() if is_adapter(one) and one.magnitude is not None
-    }
+        params = optree.tree_map(_in_full, params, is_leaf=is_stage_or_packed)
+    ratios = {path: _ratio(params, path, x) for path, x in given.items() if is_adapter(x) and x.magnitude is not None}
 
     def change(path: str, at: Range, values: Tensor) -> Tensor:
-        one = given[path]
-        if not is_adapter(one):
-            return _elements(one, at)
-        changed = values + _delta(one, at).to(values.device)
+        adapter = given[path]
+        if not is_adapter(adapter):
+            return _elements(adapter, at)
+        changed = values + _delta(adapter, at).to(values.device)
         if path in ratios:
-            column = ratios[path] if one.recipe.kind != "linear" else ratios[path][:, None]
-            changed = changed * _elements(column.expand(one.shape()), at).to(values.device)
+            column = ratios[path] if adapter.recipe.kind != "linear" else ratios[path][:, None]
+            changed = changed * _elements(column.expand(adapter.shape()), at).to(values.device)
         return changed
 
     return _changed(params, given, change)
@@ -113,9 +112,7 @@ def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
     Raises:
         ValueError: a weight that is tied to others.
     """
-    whole = unshard(adapters)
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(whole, is_leaf=is_adapter)
-    found = {dotted(accessor): leaf for accessor, leaf in zip(accessors, leaves, strict=True)}
+    found = leaves_by_path(unshard(adapters), is_adapter)
     if model is None:
         return found
     expect_functional("lora", model)
@@ -129,9 +126,8 @@ def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
         bare = attribute if is_adapter(one) and one.recipe.kind in BARE else None
         if is_adapter(one) and (wrong := one.misfit(model.module.get_submodule(holder), bare)):
             raise ValueError(f"lora: {path} is {wrong}: are these adapters of another model?")
-        holders = {
-            id(model.module.get_submodule(alias.rpartition(".")[0])): alias for alias in _aliases(model, canonical)
-        }
+        aliases = [alias for alias, name_in_tree in model.names.items() if name_in_tree == canonical]
+        holders = {id(model.module.get_submodule(alias.rpartition(".")[0])): alias for alias in aliases}
         if len(holders) > 1:
             others = listed(alias for alias in holders.values() if alias != name)
             raise ValueError(
@@ -144,12 +140,10 @@ def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
 
 def _check(params: Any, given: Mapping[str, Any]) -> None:
     """Raises ValueError for adapters of other weights than are there, the same on every rank."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(params, is_leaf=lambda x: is_flat(x) or is_packed(x))
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        layout = leaf.layout if is_flat(leaf) else None
-        shapes = {
-            entry.path: layout.meant_shape(number) for number, entry in enumerate(layout.entries)
-        } if layout else {dotted(accessor): tuple(leaf.shape)}  # fmt: skip
+    for name, leaf in leaves_by_path(params, lambda x: is_flat(x) or is_packed(x)).items():
+        shapes = {name: tuple(leaf.shape)} if not is_flat(leaf) else {
+            entry.path: leaf.layout.meant_shape(number) for number, entry in enumerate(leaf.layout.entries)
+        }  # fmt: skip
         for path in shapes.keys() & given.keys():
             one, shape = given[path], shapes[path]
             wrong = one.unlike(shape) if is_adapter(one) else ""
@@ -159,25 +153,11 @@ def _check(params: Any, given: Mapping[str, Any]) -> None:
                 raise ValueError(f"lora: {path} is {wrong}: are these adapters of other parameters?")
 
 
-def _aliases(model: Functional, canonical: str) -> list[str]:
-    return [alias for alias, name in model.names.items() if name == canonical]
-
-
 def _ratio(params: Any, path: str, adapter: Adapter) -> Tensor:
-    """Of DoRA: for each output what its weights are multiplied by, from the whole weight."""
-    for accessor, node in zip(*optree.tree_flatten_with_accessor(params, is_leaf=is_stage)[:2], strict=True):
-        here = dotted(accessor)
-        if is_stage(node) and any(path in _names(flat) for flat in stage_shards(node)):
-            part = unshard(node, only=[re.escape(path)])
-            leaves = [x for x in optree.tree_leaves(part) if x is not None]
-            return _ratio_on(leaves[0], adapter)
-        if here == path:
-            return _ratio_on(node, adapter)
-    raise ValueError(_lost([path]))
-
-
-def _ratio_on(weight: Tensor, adapter: Adapter) -> Tensor:
-    """Where the weight is."""
+    """Of DoRA: for each output what its weights are multiplied by, from the whole weight, and where that is."""
+    weight = whole_values(params, [path]).get(path)
+    if weight is None:
+        raise ValueError(_lost([path]))
     there: Adapter = optree.tree_map(lambda x: x.to(weight.device), adapter)
     return there.on(weight, training=False)._ratio()
 
@@ -191,7 +171,7 @@ def _changed(params: Any, given: Mapping[str, Any], change: Callable[[str, Range
 
     def one(path: str, leaf: Any) -> Any:
         if is_flat(leaf):
-            used.update(_names(leaf) & set(given))
+            used.update(entry.path for entry in leaf.layout.entries if entry.path in given)
             made = FlatShard(copying.clone(leaf.values), leaf.layout)
             views = local_parameters(made)
             for at in leaf.layout.ranges(rank):
@@ -237,10 +217,6 @@ def _elements(whole: Tensor, at: Range) -> Tensor:
     return whole.reshape(-1)[at.start : at.stop]
 
 
-def _names(flat: FlatShard) -> set[str]:
-    return {entry.path for entry in flat.layout.entries}
-
-
 def _lost(paths: list[str]) -> str:
     return (
         f"lora: there is no parameter {listed(paths, 4)} that an adapter could be of: are these the "
@@ -252,20 +228,11 @@ def _lost(paths: list[str]) -> str:
 
 
 def _stages(params: Any) -> list[Any]:
-    return optree.tree_leaves(params, is_leaf=_is_stage_or_packed)
-
-
-def _is_stage_or_packed(x: Any) -> bool:
-    return is_stage(x) or is_packed(x)
+    return optree.tree_leaves(params, is_leaf=is_stage_or_packed)
 
 
 def _in_few_bits(node: Any) -> bool:
     return bool(stage_shards(node)[0].layout.packed) if is_stage(node) else is_packed(node)
-
-
-def _is_first(node: Any) -> bool:
-    """Whether this rank is the first of those that have a stage."""
-    return not is_stage(node) or process_groups.global_rank() == min(stage_shards(node)[0].layout.grid.ranks)
 
 
 def _in_full(node: Any) -> Any:

@@ -286,18 +286,6 @@ def refuse_several_homes(model: Functional, paths: Iterable[str]) -> None:
             )
 
 
-def stage_of(model: Functional) -> Callable[[str], tuple[str, str]]:
-    """What finds, by the path of a module or parameter, its stage and its name there; `("", path)` if it is loose."""
-
-    def find(path: str) -> tuple[str, str]:
-        for stage in model.stages:
-            if path == stage or path.startswith(f"{stage}."):
-                return stage, path[len(stage) + 1 :]
-        return "", path
-
-    return find
-
-
 def _kind(path: str, m: nn.Module) -> Kind:
     kind = kind_of(m)
     if kind is None or m._parameters.get("weight") is None:

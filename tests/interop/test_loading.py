@@ -27,7 +27,7 @@ from shardfn import P, checkpoint, interop
 from shardfn.checkpoint import huggingface
 from shardfn.checkpoint.boxes import Box, flaw, whole
 from shardfn.interop import loading, saving
-from shardfn.interop.assembled import lazy
+from shardfn.interop.lazy_tensors import lazy
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
 from tests.checkpoint.test_huggingface import peak

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import shardfn as sf
 from shardfn.interop import functional
-from shardfn.interop.refused import disables_checkpointing
+from shardfn.interop.refusals import disables_checkpointing
 from shardfn.testing import World
 from tests.interop import zoo
 from tests.interop.test_behaviour import Block, Net, mapped, meshed, seeded

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.compat import functorch
-from shardfn.interop import recorders
+from shardfn.interop import output_capturing
 from shardfn.interop.adapting import Adapting
-from shardfn.interop.anatomy import Part, Slot
-from shardfn.interop.attributes import Attributes, Before
 from shardfn.interop.in_place import arguments, buffers_in_place, replaced, unasked, uncached
-from shardfn.interop.placeholder import Running
-from shardfn.interop.refused_calls import (
+from shardfn.interop.module_state import Attributes, Before
+from shardfn.interop.placeholder import Part, Running, Slot
+from shardfn.interop.pytrees import Forms
+from shardfn.interop.refusals import (
     refuse_again,
     refuse_caches,
     refuse_hooks,
@@ -26,8 +26,7 @@ from shardfn.interop.refused_calls import (
     refuse_rebound,
     refuse_written,
 )
-from shardfn.interop.structures import Forms
-from shardfn.interop.tensor_parallel import Region
+from shardfn.interop.tensor_checks import Region
 from shardfn.stages.signature import cast
 from shardfn.stages.stage import skip, stage
 
@@ -110,7 +109,7 @@ class Unit:
         own, shared, *adapters = arguments(now.params, self.part, now.adapters)
         given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
         before = self.attributes.now()
-        wanted = recorders.wanted()
+        wanted = output_capturing.wanted()
         found, outer, changed = self.stage(own, shared, buffers, changing, given, form, wanted, before, *adapters)
         found = [cast(x, self.output_dtype) for x in found] if self.output_dtype else found
         for key, value in changed.items():
@@ -119,7 +118,7 @@ class Unit:
         if transformed:
             refuse_kept(self.part, leaves)
         out, recorded = self.forms.unflatten(found, outer)
-        recorders.hand_on(recorded)
+        output_capturing.hand_on(recorded)
         return out
 
     def skip(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -158,7 +157,7 @@ class Unit:
                 self.adapting.placed(slots, values, adapters) as there,
                 buffers_in_place(part, self._constant(buffers), changing) as changed,
                 replaced(self.instead),
-                recorders.recording(wanted) as recorded,
+                output_capturing.recording(wanted) as recorded,
                 contextlib.nullcontext()
                 if self.region is None
                 else self.region.entered(part.module.training, leaves, slots, again=bool(wanted)) as followed,

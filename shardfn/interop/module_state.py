@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from shardfn.compat import functorch
-from shardfn.interop.refused import OF_TORCH
+from shardfn.interop.refusals import OF_TORCH
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 _OF_TORCH = {*vars(nn.Module()), "forward", "_flat_weights", "_flat_weight_refs"}
 
 
-class Place(NamedTuple):
+class Attribute(NamedTuple):
     """An attribute, by the module's `__dict__` and its name there; whether forward puts another tensor there."""
 
     own: dict[str, Any]
@@ -40,7 +40,7 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.owners = [vars(m) for m in modules]
-        self.changed: list[Place] = []
+        self.changed: list[Attribute] = []
         self.drawn: list[Source] = []
         self.looked: set[tuple[bool, ...]] = set()
 
@@ -50,7 +50,10 @@ class Attributes:
         if training in self.looked:
             return Before(self, training, self.changed, self.drawn)
         places = [
-            Place(own, name) for own in self.owners for name, x in own.items() if name not in _OF_TORCH and _known(x)
+            Attribute(own, name)
+            for own in self.owners
+            for name, x in own.items()
+            if name not in _OF_TORCH and _known(x)
         ]
         return Before(self, training, places, _sources())
 
@@ -82,7 +85,9 @@ class Before:
     objects that they are, since others may hold them too: what was in them is put into them.
     """
 
-    def __init__(self, of: Attributes, training: tuple[bool, ...], places: list[Place], sources: list[Source]) -> None:
+    def __init__(
+        self, of: Attributes, training: tuple[bool, ...], places: list[Attribute], sources: list[Source]
+    ) -> None:
         self.of, self.training, self.places, self.sources = of, training, places, sources
         self.values = [_copied(own.get(name), rebound) for own, name, rebound in places]
         self.contents = _contents(self.values)
@@ -99,7 +104,7 @@ class Before:
             if self.training not in self.of.looked:
                 self._look()
             return
-        places = [*(Place(own, "training") for own in self.of.owners), *self.places]
+        places = [*(Attribute(own, "training") for own in self.of.owners), *self.places]
         kept = [own.get(name) for own, name, _ in places]
         contents = _contents([*kept, *self.values])
         states = [source.get() for source in self.sources]
@@ -191,7 +196,7 @@ def _mark(x: Any) -> Any:
     return x, _contents([x])
 
 
-def _differs(place: Place, mark: Any) -> bool:
+def _differs(place: Attribute, mark: Any) -> bool:
     now, (before, state) = place.own.get(place.name), mark
     if now is not before:
         return True
@@ -205,7 +210,7 @@ def _same_items(one: Any, other: Any) -> bool:
     return len(one) == len(other) and all(a is b and k is l for (k, a), (l, b) in zip(*both, strict=True))
 
 
-def _put(places: list[Place], values: list[Any], contents: list[tuple[Any, Any]]) -> None:
+def _put(places: list[Attribute], values: list[Any], contents: list[tuple[Any, Any]]) -> None:
     for (own, name, _), value in zip(places, values, strict=True):
         own[name] = value
     _refill(contents)

@@ -192,36 +192,31 @@ def _split(x: Assembled, sizes: int | Sequence[int], dim: int = 0) -> tuple[Asse
     return tuple(_narrow(x, dim, start, n) for start, n in zip(starts, lengths, strict=False))
 
 
-def _chunk(x: Assembled, chunks: int, dim: int = 0) -> tuple[Assembled, ...]:
-    return _split(x, max(1, -(-x.shape[dim] // chunks)), dim)
-
-
 def _transpose(x: Assembled, dim0: int, dim1: int) -> Assembled:
     def swapped(numbers: Ints) -> Ints:
         order = list(numbers)
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return tuple(order)
 
-    parts = [
-        Part(Box(swapped(part.box.offsets), swapped(part.box.sizes)), part.values.transpose(dim0, dim1), part.origin)
-        for part in x.parts
-    ]
-    return Assembled(swapped(x.shape), x.dtype, parts)
+    return _rearranged(x, swapped, lambda values: values.transpose(dim0, dim1))
 
 
 def _squeeze(x: Assembled, dim: int) -> Any:
     dim %= x.ndim
-    if x.shape[dim] != 1:
-        return x
+    return x if x.shape[dim] != 1 else _rearranged(x, lambda numbers: _at(numbers, dim), lambda v: v.squeeze(dim))
+
+
+def _rearranged(x: Assembled, numbers: Callable[[Ints], Ints], values: Callable[[Tensor], Tensor]) -> Assembled:
+    """With other dimensions: what becomes of the numbers of each, and of the elements."""
     parts = [
-        Part(Box(_at(part.box.offsets, dim), _at(part.box.sizes, dim)), part.values.squeeze(dim), part.origin)
+        Part(Box(numbers(part.box.offsets), numbers(part.box.sizes)), values(part.values), part.origin)
         for part in x.parts
     ]
-    return Assembled(_at(x.shape, dim), x.dtype, parts)
+    return Assembled(numbers(x.shape), x.dtype, parts)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.stack: _stack, torch.cat: _cat, torch.split: _split, torch.chunk: _chunk, torch.transpose: _transpose,
-    torch.squeeze: _squeeze, torch.narrow: _narrow,
+    torch.stack: _stack, torch.cat: _cat, torch.split: _split, torch.transpose: _transpose, torch.squeeze: _squeeze,
+    torch.narrow: _narrow, torch.chunk: lambda x, chunks, dim=0: _split(x, max(1, -(-x.shape[dim] // chunks)), dim),
 }  # fmt: skip
 _METHODS = {func.__name__: method for func, method in _FUNCTIONS.items() if func not in (torch.stack, torch.cat)}

@@ -1,0 +1,301 @@
+"""Which modules become stages, and which parameters and buffers each stage has, under which names.
+
+Found once; then the module is a shell: its parameters are placeholders, in whose places the values of a call are put
+while it runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardfn.interop.placeholder import Part, Place, Placeholder, Slot, placeholder
+from shardfn.interop.refusals import aliases, refuse_shared_memory, refuse_taken
+from shardfn.mesh.spec import joined
+from shardfn.mesh.which import Chosen
+from shardfn.quoting import listed
+
+Boundaries = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Iterable[str | type[nn.Module]]
+"""Names of classes, classes, regular expressions of paths, or a predicate of a path and a module."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+LOOSE = ""
+"""Key of the parameters that no stage has: gathered once a call."""
+
+
+@dataclass
+class Anatomy:
+    """Of a module that is a shell now.
+
+    Attributes:
+        tree: stage path -> names -> values; what several stages read stands under its whole name alone.
+        names: every name that the module has for a parameter, aliases too -> the one in the tree.
+        frozen: patterns for the parameters that need no gradient.
+        buffers: by whole name.
+        same: every name that the module has for a buffer -> the one that the places of it have as their key.
+        parts: by path.
+        loose: what no stage has.
+        place: of the placeholders.
+    """
+
+    tree: dict[str, Any]
+    names: dict[str, str]
+    frozen: tuple[str, ...]
+    buffers: dict[str, Tensor]
+    same: dict[str, str]
+    parts: dict[str, Part]
+    loose: Part
+    place: Place
+
+
+def taken_apart(
+    module: nn.Module,
+    stages: Boundaries | None,
+    min_num_params: int | None,
+    small: int,
+    loose: Chosen,
+    gather_dtype: torch.dtype | None,
+    refuse: Callable[[Mapping[str, nn.Module]], None],
+) -> Anatomy:
+    """Takes a module's parameters out of it; before that, `refuse` may object to the stages that were chosen.
+
+    Raises:
+        TypeError: a module whose parameters are elsewhere already, or of which somebody else took charge.
+        ValueError: patterns that match nothing.
+    """
+    refuse_taken(module)
+    named = list(module.named_parameters(remove_duplicate=False))
+    refuse_shared_memory(module, named)
+    canonical = _canonical(module, named)
+    if unused := loose.unused([*[name for name, _ in named], *canonical.values()]):
+        raise ValueError(f"functional: loose: nothing matches {listed(sorted(unused))}")
+
+    def is_loose(name: str) -> bool:
+        return loose(name, ()) or loose(canonical[name], ())
+
+    chosen = boundaries(module, stages, min_num_params, small, is_loose)
+    refuse(chosen)
+    _keep_order(module)
+    parts, rest = {path: Part(path, m) for path, m in chosen.items()}, Part(LOOSE, module)
+    there = dict(module.named_modules(remove_duplicate=False))
+    part_of, add = _by_name(there, parts, rest), _Once()
+    every = {**parts, LOOSE: rest}
+    paths_of = {name: dict.fromkeys([part_of(name).path, *[LOOSE] * is_loose(name)]) for name, _ in named}
+    readers: dict[int, dict[str, None]] = {}
+    for name, p in named:
+        readers.setdefault(id(p), {}).update(paths_of[name])
+    tree: dict[str, Any] = {path: {} for path in every}
+    stand_ins: dict[int, Placeholder] = {}
+    devices = {p.device for _, p in named if not p.is_meta}
+    place = Place(devices.pop() if len(devices) == 1 else torch.device("cpu"), gather_dtype)
+    places = _places(module, {id(p): p for _, p in named})
+    for name, p in named:
+        key, paths = canonical[name], list(readers[id(p)])
+        alone = len(paths) == 1
+        short = key.removeprefix(f"{paths[0]}.") if alone and paths[0] else key
+        (tree[paths[0]] if alone else tree).setdefault(short, p.detach())
+        if id(p) not in stand_ins:
+            stand_ins[id(p)] = placeholder(p, key, LOOSE if LOOSE in paths else paths[0], place)
+        for path in paths_of[name]:
+            for holder, at in places[name]:
+                add(every[path].own if alone else every[path].shared, Slot(holder, at, short))
+    frozen = dict.fromkeys(re.escape(canonical[name]) for name, p in named if not p.requires_grad)
+    buffers, same = _buffers(module, there, part_of, rest, add)
+    for part in every.values():
+        for holder, at, _ in (*part.own, *part.shared):
+            holder[at] = stand_ins.get(id(holder[at]), holder[at])
+    if stand_ins:
+        module.register_load_state_dict_pre_hook(_refuse_values)
+    tree = {key: value for key, value in tree.items() if not isinstance(value, dict) or value}
+    return Anatomy(tree, canonical, tuple(frozen), buffers, same, parts, rest, place)
+
+
+def _refuse_values(module: nn.Module, *_: Any) -> None:
+    """Raises RuntimeError where a state dict is loaded into what has no parameters any more."""
+    raise RuntimeError(
+        f"load_state_dict: the parameters of this {type(module).__name__} were taken out of it. Load them into the "
+        f"module before `functional`, or load their files by `interop.load`, which gives a tree of them"
+    )
+
+
+def _keep_order(module: nn.Module) -> None:
+    """Layers of bitsandbytes reorder their weight for the CPU at the first call, and remember that they did."""
+    for m in module.modules():
+        if getattr(m, "support_avx512bf16_for_cpu", False):
+            m.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def _buffers(
+    module: nn.Module,
+    modules: Mapping[str, nn.Module],
+    part_of: Callable[[str], Part],
+    rest: Part,
+    add: Callable[[list[Slot], Slot], None],
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Gives parts their buffers; returns these by name, and of each name the first that the same buffer has."""
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    first = {id(b): name for name, b in reversed(buffers.items())}
+    same = {name: first[id(b)] for name, b in buffers.items()}
+    for name, key in same.items():
+        parent, _, attribute = name.rpartition(".")
+        for part in (part_of(name), rest):
+            add(part.buffers, Slot(modules[parent]._buffers, attribute, key))
+    return buffers, same
+
+
+def _by_name(there: Mapping[str, nn.Module], parts: Mapping[str, Part], rest: Part) -> Callable[[str], Part]:
+    """The stage that a name goes through; a module may have several names."""
+    of_module = {id(part.module): part for part in parts.values()}
+
+    def part_of(name: str) -> Part:
+        words = name.split(".")
+        paths = (".".join(words[:n]) for n in range(1, len(words)))
+        return next((of_module[id(there[path])] for path in paths if id(there[path]) in of_module), rest)
+
+    return part_of
+
+
+class _Once:
+    """Adds a place once, by however many names it is reached."""
+
+    def __init__(self) -> None:
+        self.listed: set[tuple[int, int, Any]] = set()
+
+    def __call__(self, slots: list[Slot], slot: Slot) -> None:
+        if (where := (id(slots), id(slot.holder), slot.at)) not in self.listed:
+            self.listed.add(where)
+            slots.append(slot)
+
+
+def _places(module: nn.Module, parameters: Mapping[int, Tensor]) -> dict[str, list[tuple[Any, Any]]]:
+    """Where each parameter is, by name: in its module, and wherever else modules keep it."""
+    elsewhere: dict[int, list[tuple[Any, Any]]] = {}
+    for holder, at, number in aliases(module, parameters):
+        elsewhere.setdefault(number, []).append((holder, at))
+    return {
+        joined(path, attribute): [(m._parameters, attribute), *elsewhere.get(id(p), ())]
+        for path, m in module.named_modules(remove_duplicate=False)
+        for attribute, p in m._parameters.items()
+        if p is not None
+    }
+
+
+def canonical_names(module: nn.Module) -> dict[str, str]:
+    """For each name of a parameter, aliases too, the one that stands in the tree."""
+    return _canonical(module, list(module.named_parameters(remove_duplicate=False)))
+
+
+def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
+    """For each name the one that stands in the tree: where parameters are tied, the one that the model's class says."""
+    first: dict[int, str] = {}
+    by_name = dict(named)
+    for name, p in named:
+        first.setdefault(id(p), name)
+    for path, m in module.named_modules():
+        tied = getattr(m, "all_tied_weights_keys", None) or getattr(m, "_tied_weights_keys", None)
+        for alias, source in tied.items() if isinstance(tied, dict) else ():
+            here, there = joined(path, alias), joined(path, source)
+            if here in by_name and by_name.get(there) is by_name[here]:
+                first[id(by_name[here])] = there
+    return {name: first[id(p)] for name, p in named}
+
+
+# --- which modules are stages ---
+
+
+def boundaries(
+    module: nn.Module,
+    stages: Boundaries | None,
+    min_num_params: int | None,
+    small: int,
+    loose: Callable[[str], bool],
+) -> dict[str, nn.Module]:
+    """The modules that are stages, by path, in the order in which the module holds them; none inside another.
+
+    Args:
+        module: whole.
+        stages: which, as `functional` takes it.
+        min_num_params: or instead: the smallest modules that hold as many parameters.
+        small: what holds fewer parameters is none, unless it was chosen.
+        loose: whether a parameter, by its path, is left to no stage.
+
+    Raises:
+        ValueError: a name, class or pattern that matches nothing; two ways of choosing at once.
+        TypeError: something else than these.
+    """
+    if stages is not None and min_num_params is not None:
+        raise ValueError("functional: stages= and min_num_params= both say which modules are stages: pass one")
+    chosen: dict[str, nn.Module] = {}
+
+    def eligible(path: str, m: nn.Module) -> bool:
+        held = [name for name, _ in m.named_parameters(path)]
+        called = type(m).forward is not nn.Module.forward and not isinstance(m, _CONTAINERS)
+        return bool(path and held and called and not all(map(loose, held)))
+
+    def choose(path: str, m: nn.Module, chooses: Callable[[str, nn.Module], bool]) -> None:
+        """Of a module and those inside, the outermost."""
+        if path in chosen:
+            return
+        if eligible(path, m) and chooses(path, m):
+            chosen[path] = m
+            return
+        for name, child in m.named_children():
+            choose(joined(path, name), child, chooses)
+
+    choose("", module, _policy(module, stages, min_num_params))
+    above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
+    choose("", module, lambda path, m: path not in above and _numel(m) >= small)
+    # Each module once, and none that is also a part of another: one has several paths where its parents share it.
+    once = {id(m): path for path, m in reversed(chosen.items())}
+    inside = {id(part) for m in chosen.values() for part in m.modules() if part is not m}
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    apart = {path for path, m in chosen.items() if once[id(m)] == path and id(m) not in inside}
+    return {path: chosen[path] for path in names if path in apart}
+
+
+def _numel(m: nn.Module) -> int:
+    return sum(p.numel() for p in m.parameters())
+
+
+def _policy(
+    module: nn.Module, stages: Boundaries | None, min_num_params: int | None
+) -> Callable[[str, nn.Module], bool]:
+    if min_num_params is not None:
+        enough: int = min_num_params
+        return lambda path, m: _numel(m) >= enough and all(_numel(child) < enough for child in m.children())
+    if stages is not None:
+        return _said(module, stages)
+    names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+    if any(type(m).__name__ in names for m in module.modules()):
+        return lambda path, m: type(m).__name__ in names
+    lists = [m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    repeated = {id(child) for m in lists for child in m.children()}
+    return lambda path, m: id(m) in repeated
+
+
+def _said(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
+    if callable(stages) and not isinstance(stages, type):
+        return lambda path, m: bool(stages(path, m))
+    asked = [stages] if isinstance(stages, (str, type)) else list(stages)
+    for one in asked:
+        if not isinstance(one, (str, type)):
+            raise TypeError(
+                f"functional: stages={stages!r}; it is names of classes, classes, regular expressions of paths, or a "
+                f"function of a path and a module"
+            )
+
+    def matches(one: Any, path: str, m: nn.Module) -> bool:
+        if isinstance(one, type):
+            return isinstance(m, one)
+        return type(m).__name__ == one or re.fullmatch(one, path) is not None
+
+    there = list(module.named_modules(remove_duplicate=False))
+    for one in asked:
+        if not any(matches(one, path, m) for path, m in there):
+            classes = listed(dict.fromkeys(type(m).__name__ for _, m in there if any(True for _ in m.parameters())))
+            raise ValueError(f"functional: stages: nothing is or matches {one!r}; the module has {classes}")
+    return lambda path, m: any(matches(one, path, m) for one in asked)

@@ -1,0 +1,411 @@
+"""The cut layers of one stage while they run: its heads are divided, and what the table does not say is an error.
+
+What runs between a layer that is cut by columns and one that is cut by rows meets this rank's features and heads; all
+else meets what every rank has. The first run of each stage is followed, and where that cannot be enough, compared with
+one on whole layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardfn.collectives.agree import agree, gathered
+from shardfn.collectives.functional import all_gather, axis_index, axis_size
+from shardfn.compat.dispatch import plain
+from shardfn.interop import output_capturing
+from shardfn.interop.placeholder import Part, Slot, placed
+from shardfn.interop.pytrees import Forms, is_cache, mapped
+from shardfn.interop.tensor_plan import COUNTS, Cut, Holder, cut_dim, weights_of
+from shardfn.mesh.grid import Axis
+from shardfn.mesh.scope import bound_axis
+from shardfn.shards.replicated import checksum
+
+if TYPE_CHECKING:
+    from shardfn.interop.tensor_parallel import TensorParallel
+
+_MARK = "_shardfn_cut"
+
+
+class Region:
+    """The modules of one stage that are cut, and those around them."""
+
+    def __init__(
+        self, owner: TensorParallel, path: str, cuts: Mapping[nn.Module, Cut], holders: Mapping[nn.Module, Holder]
+    ) -> None:
+        self.owner, self.axis, self.path = owner, owner.plan.axis, path or "the model"
+        self.cuts, self.holders = cuts, holders
+        self.sample = next(
+            (
+                (m, name, cut.shapes[name])
+                for m, cut in cuts.items()
+                for name in weights_of(m, cut)
+                if cut.word != "replicated_with_grad_allreduce"
+            ),
+            None,
+        )
+        self.followed: set[Any] = set()
+        self.numbers: dict[int, tuple[list[Slot], list[Any]]] = {}
+        proves = holders or any(cut.word == "replicated_with_grad_allreduce" for cut in cuts.values())
+        self.proved = _NOTHING if proves else _GRADIENTS
+
+    def size(self) -> int:
+        """Ranks that have a part of these parameters each; 1 where they came whole."""
+        if self.sample is None:
+            return 1
+        m, name, whole = self.sample
+        shape = m._parameters[name].shape  # type: ignore[union-attr]
+        return 1 if shape == whole else axis_size(self.axis)
+
+    @contextlib.contextmanager
+    def entered(
+        self, training: bool, given: Sequence[Any], slots: Sequence[Slot], again: bool
+    ) -> Iterator[Following | None]:
+        """Runs the block on this rank's part; gives what follows it, where it must be followed.
+
+        Args:
+            training: whether the module is.
+            given: its arguments.
+            slots: of its parameters.
+            again: whether it is to be followed though it was before.
+        """
+        before, self.owner.size = self.owner.size, self.size()
+        try:
+            with self._cut(self.owner.size, training, given, slots, again) as following:
+                yield following
+        finally:
+            self.owner.size = before
+
+    @contextlib.contextmanager
+    def _cut(
+        self, size: int, training: bool, given: Sequence[Any], slots: Sequence[Slot], again: bool
+    ) -> Iterator[Following | None]:
+        if size == 1:
+            yield None
+            return
+        state = size, training, torch.is_grad_enabled()
+        follows = (state not in self.followed or again) and not torch.compiler.is_compiling()
+        if state not in self.followed:
+            self._check_heads(size)
+            _check_same(bound_axis(self.axis, self.path), self.axis, self.path, given)
+        try:
+            with placed(*self._divided(size)):
+                if follows:
+                    with Following(self, given, slots) as following:
+                        yield following
+                else:
+                    yield None
+            self.followed.add(state)
+        except TypeError as error:
+            if Unsaid.__name__ not in str(error):
+                raise
+            numbers = [x for x in self._divided(size)[1] if isinstance(x, Unsaid)]
+            raise RuntimeError("; or ".join(x.said() for x in numbers)) from error  # torch's own says less
+        finally:
+            self.owner.entrance.last = None
+
+    def _check_heads(self, size: int) -> None:
+        """Raises ValueError where heads do not divide."""
+        for m, one in self.holders.items():
+            counts = {**one.heads, **{f"{one.path}.{name}": vars(m)[name] for name in one.divided}}
+            for path, count in counts.items():
+                if count % size:
+                    raise ValueError(
+                        f"{path} has {count} heads, which {size} ranks along {self.axis!r} cannot have in equal "
+                        f"parts: leave the layers of {one.path} out of the table, or make {self.axis!r} an axis whose "
+                        f"size divides {count}"
+                    )
+
+    def _divided(self, size: int) -> tuple[list[Slot], list[Any]]:
+        """Numbers of heads are those of this rank, and what nobody spoke of cannot be computed with."""
+        if size not in self.numbers:
+            slots: list[Slot] = []
+            values: list[Any] = []
+            for m, one in self.holders.items():
+                own = vars(m)
+                slots += [Slot(own, name, name) for name in (*one.divided, *one.refused)]
+                values += [own[name] // size for name in one.divided]
+                within = ".".join("*" if word.isdigit() else word for word in one.path.split("."))
+                values += [
+                    Unsaid(one.path, name, self.axis, f'add "{within}.{name}": "divided", or "whole", to the table')
+                    for name in one.refused
+                ]
+                if "config" in own:
+                    slots.append(Slot(own, "config", "config"))
+                    values.append(_Config(own["config"], one.path, self.axis))
+            self.numbers[1] = slots, [holder[at] for holder, at, _ in slots]
+            self.numbers[size] = slots, values
+        return self.numbers[size]
+
+    def prove(self, part: Part, slots: Sequence[Slot], forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Compares, once, what the stage computes on this rank's part with what it does on whole layers.
+
+        Nothing else knows whether the module's code splits, normalises or counts what is cut here. It takes the stage's
+        whole parameters and two runs more, in float64 where the module can, without dropout; where gradients are
+        recorded, two backward passes too, since code that nothing follows, a function of its own say, may have the
+        right values and this rank's part of a gradient.
+
+        Raises:
+            ValueError: the two differ.
+        """
+        level = _GRADIENTS if torch.is_grad_enabled() else _VALUES
+        given = list(_tensors((args, kwargs)))
+        size = self.owner.size
+        if self.proved >= level or size == 1 or torch.compiler.is_compiling() or not all(map(plain, given)):
+            return
+        self.owner.proving = True
+        modes = [Slot(vars(m), "training", "training") for m in part.module.modules()]
+        with torch.no_grad(), output_capturing.recording(("_nothing",)), placed(modes, [False] * len(modes)):
+            values = [holder[at].detach() for holder, at, _ in slots]
+            moving = [holder[at].requires_grad and level == _GRADIENTS for holder, at, _ in slots]
+            at_dim = self._dims_of(slots)
+            whole = [v if d is None else all_gather(v, self.axis, dim=d) for v, d in zip(values, at_dim, strict=True)]
+
+            def run(values: Sequence[Tensor], ranks: int, dtype: torch.dtype | None) -> Results:
+                self.owner.size, self.owner.entrance.last = ranks, None
+                kept = [holder[at].clone() for holder, at, _ in part.buffers]
+                leaves = [_cast(x, dtype, needs) for x, needs in zip(values, moving, strict=True)]
+                arguments = mapped(
+                    lambda x: _cast(x, dtype, level == _GRADIENTS and getattr(x, "requires_grad", False)),
+                    (args, kwargs),
+                )
+                inputs = [x for x in _tensors(arguments) if x.is_floating_point()]
+                with (
+                    torch.set_grad_enabled(level == _GRADIENTS),
+                    placed(slots, leaves),
+                    placed(part.buffers, kept),
+                    placed(*self.numbers[ranks]),
+                ):
+                    outputs = list(_tensors(forward(*arguments[0], **arguments[1])))
+                    slopes = _slopes(outputs, [*leaves, *inputs])
+                return [y.detach() for y in outputs], slopes[: len(leaves)], slopes[len(leaves) :]
+
+            try:
+                try:
+                    got, want = run(values, size, torch.float64), run(whole, 1, torch.float64)
+                except (RuntimeError, TypeError, NotImplementedError):  # kernels that take no float64
+                    got, want = run(values, size, None), run(whole, 1, None)
+            finally:
+                self.owner.size, self.owner.entrance.last, self.owner.proving = size, None, False
+            here = axis_index(self.axis)
+            pieces = [g if d is None else g.chunk(size, d)[here] for g, d in zip(
+                want[1], at_dim, strict=True)]  # fmt: skip
+        self._refuse_differing(got[0], want[0])
+        self._refuse_slopes([key for _, _, key in slots], got[1], pieces)
+        self._refuse_slopes(["what it is given"] * len(got[2]), got[2], want[2])
+        self.proved = level
+
+    def _dims_of(self, slots: Sequence[Slot]) -> list[int | None]:
+        """The dimension along which each parameter came cut."""
+        cut = {
+            id(m._parameters[name]): cut_dim(m, one, name)
+            for m, one in self.cuts.items()
+            for name, p in m._parameters.items()
+            if p is not None and p.shape != one.shapes[name]
+        }
+        return [cut.get(id(holder[at])) for holder, at, _ in slots]
+
+    def _refuse_differing(self, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+        for one, other in zip(got, want, strict=True):
+            scale = float(other.double().nan_to_num().abs().max()) if other.numel() else 0.0
+            exact = not one.is_floating_point()
+            if not (torch.equal(one, other) if exact else _within(one, other, scale, _ROUNDING)):
+                raise ValueError(
+                    f"{self.path} computes something else with layers that are cut over {self.axis!r} than with whole "
+                    f"ones: its code splits, normalises or counts the features of a layer that is said to be "
+                    f"{', '.join(sorted({self.cuts[m].word for m in self.cuts}))}. Say qkv_colwise or packed_colwise "
+                    f"of several matrices in one, or colwise_gather_output and rowwise_split_input"
+                )
+
+    def _refuse_slopes(self, names: Sequence[str], got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+        scale = max((float(g.double().abs().max()) for g in want if g.numel()), default=0.0)
+        for name, one, other in zip(names, got, want, strict=True):
+            if not _within(one, other, scale, _SLOPE):
+                raise ValueError(
+                    f"{self.path}: with layers that are cut over {self.axis!r} the gradient of {name} is another than "
+                    f"with whole ones: it meets what each rank has alone, or is said to and does not. Say in the table "
+                    f'that its module is "replicated_with_grad_allreduce" if it is applied to what is cut, and leave '
+                    f"it out if it is not"
+                )
+
+
+_NOTHING, _VALUES, _GRADIENTS = range(3)
+"""What was compared."""
+Results = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+def _slopes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of a number that depends on all outputs, in one way on all ranks; zeros where none is needed."""
+    ends = [y for y in outputs if y.requires_grad]
+    known = [x for x in inputs if x.requires_grad]
+    along = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in ends]
+    found = iter(torch.autograd.grad(ends, known, along, allow_unused=True) if ends and known else ())
+    each = [next(found, None) if x.requires_grad else None for x in inputs]
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, each, strict=True)]
+
+
+def _cast(x: Any, dtype: torch.dtype | None, differentiated: bool) -> Any:
+    if is_cache(x):
+        return copy.deepcopy(x)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    return x.detach().to(dtype or x.dtype).requires_grad_(differentiated)
+
+
+def _within(one: Tensor, other: Tensor, scale: float, rounding: float) -> bool:
+    """Whether two tensors are equal, but for rounding of numbers of this size."""
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    away = (one.double() - other.double()).nan_to_num().abs().max()
+    return bool(away <= max(rounding, 32 * torch.finfo(one.dtype).eps) * scale)
+
+
+_ROUNDING = 1e-6  # modules compute some things in float32 whatever they are given
+_SLOPE = 1e-4
+
+
+class Following(TorchFunctionMode):
+    """A context: values that this rank alone has are followed through the module's own code.
+
+    Raises:
+        ValueError: one meets a value that is the same on all ranks and is differentiated.
+    """
+
+    def __init__(self, region: Region, given: Sequence[Any], slots: Sequence[Slot]) -> None:
+        super().__init__()
+        self.region, self.group = region, bound_axis(region.axis, region.path).group
+        self.names: dict[int, str] = {}
+        pieces = {
+            id(m._parameters[name])
+            for m, cut in region.cuts.items()
+            for name in cut.shapes
+            if m._parameters.get(name) is not None and m._parameters[name].shape != cut.shapes[name]  # type: ignore[union-attr]
+        }
+        for holder, at, key in slots:
+            value = holder[at]
+            self.names[id(value)] = key
+            setattr(value, _MARK, id(value) in pieces)
+        for x in given:
+            if isinstance(x, Tensor):
+                setattr(x, _MARK, False)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.region.owner.proving:
+            return out
+        known = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
+        results = list(_tensors(out)) if known else []
+        if isinstance(func, torch._ops.OpOverload) and func.namespace.startswith("shardfn"):
+            op = str(func.name()).split("::")[-1]
+            if self.group in args:
+                cut = op not in ("psum", "all_gather_invariant")
+            else:
+                cut = any(map(is_cut, known))
+        else:
+            cut = any(map(is_cut, known))
+            if cut and any(x.requires_grad for x in results):
+                self._meet(known, getattr(func, "__name__", str(func)))
+        for x in results:
+            setattr(x, _MARK, cut)
+        return out
+
+    def _meet(self, known: list[Tensor], what: str) -> None:
+        for x in known:
+            if x.requires_grad and not is_cut(x) and what not in _SHAPES:
+                name = self.names.get(id(x))
+                said = f"the parameter {name}" if name else f"a value of shape {tuple(x.shape)}"
+                raise ValueError(
+                    f"{self.region.path}: in {what}, {said} that all ranks along {self.region.axis!r} have meets what "
+                    f"each of them has alone, and its gradient would be this rank's part: say in the table that its "
+                    f'module is "replicated_with_grad_allreduce", or cut what it meets otherwise'
+                )
+
+    def check(self, results: Any) -> None:
+        """Raises ValueError unless all ranks have what the stage returns."""
+        for x in _tensors(results):
+            if is_cut(x):
+                raise ValueError(
+                    f"{self.region.path} returns a value of shape {tuple(x.shape)} of which each rank along "
+                    f"{self.region.axis!r} has its own part, as attentions of its own heads are: ask for no such "
+                    f'output, or end it in the table by a layer that is "rowwise" or "colwise_gather_output"'
+                )
+
+
+_SHAPES = ("expand_as", "view_as", "reshape_as", "type_as", "to")
+
+
+def is_cut(x: Any) -> bool:
+    """Whether a value that is followed is this rank's alone."""
+    return bool(getattr(x, _MARK, False))
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (x for x in Forms().flatten(tree)[0] if isinstance(x, Tensor))
+
+
+_SUMMARY = 1e-3
+
+
+def _check_same(axis: Axis, name: str, path: str, given: Sequence[Any]) -> None:
+    """Raises ValueError, on every rank along the axis, where they are given different values."""
+    tensors = [x.detach() for x in given if isinstance(x, Tensor) and plain(x) and not x.is_meta and x.numel()]
+    advice = (
+        f"Along {name!r}, which cuts matrices, all ranks take the same batch and draw the same random numbers: cut the "
+        f"batch over other axes, and seed these ranks alike"
+    )
+    subject = ("what it is given", advice)
+    agree([f"{x.dtype} {tuple(x.shape)}" for x in tensors], axis, path, subject=subject)
+    exact = [x for x in tensors if not x.is_floating_point() and not x.is_complex()]
+    agree([f"numbers with checksum {checksum(x)}" for x in exact], axis, path, subject=subject)
+    sums = [n for x in tensors if x.is_floating_point() for n in (x.double().sum(), x.double().abs().sum())]
+    if not sums:
+        return
+    rows = gathered(torch.stack(sums).cpu(), axis, what="comparing what it is given", of=path)
+    spread = (rows.amax(0) - rows.amin(0))[:, None].reshape(-1, 2).amax(1)
+    if bool((spread > _SUMMARY * rows.abs().amax(0).reshape(-1, 2)[:, 1]).any()):
+        raise ValueError(f"{path}: what it is given differs between ranks. {advice}")
+
+
+class Unsaid:
+    """In place of a number, while heads are cut: it refuses to be computed with."""
+
+    def __init__(self, path: str, name: str, axis: str, fix: str) -> None:
+        self.path, self.name, self.axis, self.fix = path, name, axis, fix
+
+    def said(self) -> str:
+        """What is wrong."""
+        return (
+            f"{self.path} computes with its {self.name} while {self.axis!r} cuts its layers, and nothing says whether "
+            f"that counts what one rank has or what all have: {self.fix}"
+        )
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(self.said())
+
+
+for _name in (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow",
+    "rpow", "neg", "eq", "ne", "lt", "le", "gt", "ge", "index", "int", "float", "hash", "bool",
+):  # fmt: skip
+    setattr(Unsaid, f"__{_name}__", Unsaid._refuse)
+
+
+class _Config:
+    """A model's config as it is, but for the numbers of heads, which are not those of one rank."""
+
+    def __init__(self, config: Any, path: str, axis: str) -> None:
+        self.__dict__.update(_config=config, _path=path, _axis=axis)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in COUNTS:
+            return Unsaid(self._path, f"config.{name}", self._axis, "leave its layers out of the table")
+        return getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
