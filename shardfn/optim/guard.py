@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.compat import dynamo
-from shardfn.optim.away import NOWHERE, placed, placed_together, refuse_elsewhere, released
 from shardfn.optim.checks import gradients_differ, moves, state_differs
+from shardfn.optim.state_offload import NOWHERE, placed, placed_together, refuse_elsewhere, released
 from shardfn.shards.layout import FlatShard
 from shardfn.shards.pieces import Piece, is_unit
 

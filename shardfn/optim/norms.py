@@ -17,8 +17,8 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import differentiable, tied, varied
+from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
-from shardfn.optim.ranges import check, kind
 from shardfn.quoting import listed
 from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
 from shardfn.tiers.placing import held

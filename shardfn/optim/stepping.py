@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.compat import dynamo
-from shardfn.optim.away import on_whole
 from shardfn.optim.differentiable import tied, varied
-from shardfn.optim.kept import Kept, Opened, Stored
+from shardfn.optim.hyperparameters import at_step, check, check_rule
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
-from shardfn.optim.ranges import at_step, check, check_rule
+from shardfn.optim.state_dtype import Kept, Opened, Stored
+from shardfn.optim.state_offload import on_whole
 from shardfn.quoting import listed
 from shardfn.shards.blocks import Runs
 from shardfn.shards.pieces import Unit, Units, dense, joined, pairs, refuse_complex, runs, units, zeros_like

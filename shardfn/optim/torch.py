@@ -11,9 +11,9 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.optim.away import NOWHERE, on_whole
+from shardfn.optim.hyperparameters import at_step, check, kind, whole
 from shardfn.optim.optimizer import Optimizer
-from shardfn.optim.ranges import at_step, check, kind, whole
+from shardfn.optim.state_offload import NOWHERE, on_whole
 from shardfn.quoting import listed
 from shardfn.shards.pieces import Unit, Units, dense, is_unit, pairs, stretches, units
 
