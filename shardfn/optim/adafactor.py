@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfn.optim.differentiable import filled, lent, numbered
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.hyperparameters import at_step, check
+from shardfn.optim.hyperparameters import at_step, check, constants
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
@@ -111,12 +111,11 @@ class _Factored:
 
 
 def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bool) -> Optimizer:
-    constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def init(params: Any) -> Any:
         known = units(params)
         refuse_complex(known, "adafactor")
-        return {"step": 0, "numbers": dict(constant), "square": kind.init(known)}
+        return {"step": 0, "numbers": constants(numbers), "square": kind.init(known)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardfn.optim.differentiable import filled, numbered
 from shardfn.optim.elementwise import Schedule
-from shardfn.optim.hyperparameters import at_step, check, whole
+from shardfn.optim.hyperparameters import at_step, check, constants, whole
 from shardfn.optim.muon_plan import on_everyone, on_owner
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
 from shardfn.optim.state_offload import on_whole
@@ -65,7 +65,6 @@ def muon(
     whole("muon", "iterations", iterations, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"muon: dtype={dtype!r}; it is a floating dtype, or None for the gradient's")
-    constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def orthogonalize(x: Tensor) -> Tensor:
         return orthogonalised(x, iterations, dtype)
@@ -74,7 +73,7 @@ def muon(
         refuse_complex(units(params), "muon")
         for unit in units(params).each:
             _refuse(unit)
-        return {"step": 0, "numbers": dict(constant), "momentum": zeros_like(params)}
+        return {"step": 0, "numbers": constants(numbers), "momentum": zeros_like(params)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)
