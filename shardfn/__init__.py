@@ -32,8 +32,7 @@ from shardfn.mesh.grid import AxisName
 from shardfn.mesh.make import make_mesh
 from shardfn.mesh.spec import P, by_path, global_shape, local_shape
 from shardfn.optim.norms import vdot
-from shardfn.plan.figures import Memory
-from shardfn.plan.memory import memory
+from shardfn.plan.memory import Memory, memory
 from shardfn.plan.showing import show
 from shardfn.shards.init import init, init_sharded
 from shardfn.shards.layout import FlatShard, Layout, local_parameters

@@ -68,7 +68,7 @@ MUTANTS = [
         "tiers/streaming.py",
         "if coming is not None and kept:",
         "if False:",
-        "tests/optim/test_away.py::test_steps_are_the_same_wherever_things_are_kept[adamw]",
+        "tests/optim/test_state_offload.py::test_steps_are_the_same_wherever_things_are_kept[adamw]",
     ),
     Mutant(
         "what was read before it changed is taken",
@@ -79,10 +79,10 @@ MUTANTS = [
     ),
     Mutant(
         "a state that has left its tier passes",
-        "optim/away.py",
+        "optim/state_offload.py",
         "if node.layout.trainable and placing.plain(node.values) and not _there(node, tier):",
         "if False:",
-        "tests/optim/test_away.py::test_a_state_that_has_left_its_tier_is_refused",
+        "tests/optim/test_state_offload.py::test_a_state_that_has_left_its_tier_is_refused",
     ),
     Mutant(
         "no wait for gradients that leave",

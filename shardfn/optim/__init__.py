@@ -8,8 +8,7 @@ from shardfn.optim.elementwise import adam, adamw, adamw8bit, lion, lion8bit, sg
 from shardfn.optim.muon import muon
 from shardfn.optim.norms import Norms, clip_by_global_norm, clip_by_value, global_norm, norms, vdot
 from shardfn.optim.optimizer import Optimizer, Transform, chain, shard_state
-from shardfn.optim.precision import master, stochastic_rounding
-from shardfn.optim.scaling import loss_scaled
+from shardfn.optim.precision import loss_scaled, master, stochastic_rounding
 from shardfn.optim.schedules import linear, warmup_cosine, wsd
 from shardfn.optim.torch import from_torch
 from shardfn.optim.wrappers import accumulate, ema, finite, masked, skip_nonfinite

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.away import on_whole
-from shardfn.optim.differentiable import lent, numbered, tied
+from shardfn.optim.differentiable import filled, lent, numbered
 from shardfn.optim.elementwise import Schedule
+from shardfn.optim.hyperparameters import at_step, check, constants
 from shardfn.optim.norms import squares, totals, wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
-from shardfn.optim.ranges import at_step, check
+from shardfn.optim.state_offload import on_whole
 from shardfn.optim.wrappers import masked
 from shardfn.shards.pieces import Segment, Unit, Units, home, pairs, refuse_complex, spread, units, zeros
 
@@ -105,21 +105,17 @@ class _Factored:
 
     def of(self, known: Units, state: Any, i: int, least: float) -> Tensor:
         unit = known.each[i]
-        flat, rows, last = unit.values.new_ones(unit.values.numel()), [], 0
+        ones = torch.ones_like(unit.values)
         means, ties = lent(state, unit)
-        for one in unit.filled:
-            rows += [flat[last : one.start], _estimate(one, means[one.path], least).to(flat.dtype)]
-            last = one.stop
-        return tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), ties)
+        return filled(ones, unit, (_estimate(one, means[one.path], least).to(ones.dtype) for one in unit.filled), ties)
 
 
 def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bool) -> Optimizer:
-    constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def init(params: Any) -> Any:
         known = units(params)
         refuse_complex(known, "adafactor")
-        return {"step": 0, "numbers": dict(constant), "square": kind.init(known)}
+        return {"step": 0, "numbers": constants(numbers), "square": kind.init(known)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)
@@ -151,11 +147,9 @@ def _optimizer(kind: Any, numbers: dict[str, Any], eps: float | None, donate: bo
 
 def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: int) -> Tensor:
     """A unit's values after the step, each parameter's by its own sizes."""
-    (of_params, some), (of_updates, more), (rates, others) = (
-        *(lent(known, unit) for known in sizes),
-        numbered(now["lr"], unit),
-    )
-    flat, rows, last = unit.values.reshape(-1), [], 0
+    (of_params, some), (of_updates, more) = (lent(known, unit) for known in sizes)
+    rates, others = numbered(now["lr"], unit)
+    flat, parts = unit.values.reshape(-1), []
     for one in unit.filled:
         n, p = math.prod(one.whole), flat[one.start : one.stop]
         lr = rates[one.path]
@@ -163,11 +157,8 @@ def _moved(unit: Unit, update: Tensor, sizes: Any, now: dict[str, Any], count: i
         rate = (of_params[one.path] / n).sqrt().clamp(min=now["least"]) * most
         rate = rate / ((of_updates[one.path] / n).sqrt() / now["clip"]).clamp(min=1.0)
         keep = 1 - lr * of_rule(now["weight_decay"], one)
-        moved = p * keep - rate.to(p.dtype) * update.reshape(-1)[one.start : one.stop]
-        rows += [flat[last : one.start], moved]
-        last = one.stop
-    made = torch.cat([*rows, flat[last:]]).view(unit.values.shape)
-    return tied(made, [update, *some, *more, *others])
+        parts.append(p * keep - rate.to(p.dtype) * update.reshape(-1)[one.start : one.stop])
+    return filled(unit.values, unit, parts, [update, *some, *more, *others])
 
 
 # --- rows and columns of a matrix, or of a stack of them, of which a stretch of elements is here ---

@@ -58,7 +58,7 @@ def _unit_differs(name: str, p: Any, g: Any) -> str:
     if p.layout.trainable and not isinstance(p.values, Tensor):
         return f"{name}: the parameters are {_shown(p.values)}, not a tensor"
     if not belongs(g, p):
-        return f"{name}: the gradient is of other parameters: of {_of(g)}, and the parameter is {_of(p)}"
+        return f"{name}: the gradient is of other parameters: of {g.layout}, and the parameter is {p.layout}"
     if not p.layout.trainable or g.values is None:
         return ""
     held = p.stop - p.start if type(p) is Piece else p.layout.held(process_groups.global_rank())
@@ -141,10 +141,10 @@ def state_differs(want: Any, state: Any) -> Exception | None:
         return TypeError("the state is None; it is what init makes of the parameters: state = optimizer.init(params)")
     for path, w, s in _side_by_side(want, state):
         name = path or "the state"
-        if is_unit(w) and is_unit(s) and not _same_place(w, s):
+        if is_unit(w) and is_unit(s) and not (belongs(s, w) and s.layout == w.layout):
             return ValueError(
-                f"this state is of other parameters: {name} is of {_of(s)}, and the parameter is {_of(w)}: make one by "
-                f"init(params), or load it from a checkpoint like that one"
+                f"this state is of other parameters: {name} is of {s.layout}, and the parameter is {w.layout}: make "
+                f"one by init(params), or load it from a checkpoint like that one"
             )
         if is_unit(w) and is_unit(s):
             w, s = w.values, s.values
@@ -166,10 +166,6 @@ def state_differs(want: Any, state: Any) -> Exception | None:
             how = _structures(name, w, s, "init(params)", "it")
             return ValueError(f"this state is of another optimizer, or of other parameters: {how}")
     return None
-
-
-def _same_place(w: Any, s: Any) -> bool:
-    return belongs(s, w) and s.layout == w.layout
 
 
 def _like(w: Any, s: Any) -> bool:
@@ -221,9 +217,9 @@ def _structures(name: str, one: Any, other: Any, this: str = "the parameters", t
     """How two nodes at one place differ, in words."""
     mine, theirs = _inside(one), _inside(other)
     where = f" at {name}" if name and name != "the state" else ""
-    if mine is None or theirs is None or type(one) is not type(other) or is_unit(one) or is_unit(other):
-        return f"{that} has {_shown(other)}{where}, {this} {_shown(one)}".replace("gradients has", "gradients have")
-    return f"{that} has {_names(theirs)}{where}, {this} {_names(mine)}".replace("gradients has", "gradients have")
+    alike = mine is not None and theirs is not None and type(one) is type(other) and not is_unit(one)
+    shown = (_names(theirs or {}), _names(mine or {})) if alike else (_shown(other), _shown(one))
+    return f"{that} {'have' if that.endswith('s') else 'has'} {shown[0]}{where}, {this} {shown[1]}"
 
 
 def _names(found: dict[str, Any]) -> str:
@@ -236,7 +232,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
-
-
-def _of(unit: Any) -> str:
-    return f"{unit.layout}"

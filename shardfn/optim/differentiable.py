@@ -15,7 +15,7 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.compat import functorch
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.shards.pieces import Unit, spread
+from shardfn.shards.pieces import Unit, joined, spread
 
 
 def lent(known: dict[str, Tensor], unit: Unit) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -47,6 +47,12 @@ def tied(x: Tensor, others: Iterable[Tensor]) -> Tensor:
     """
     rest = [other.reshape(-1)[:0].to(x.dtype) for other in others if differentiable(other)]
     return torch.cat([x.reshape(-1), *rest]).view(x.shape) if rest else x
+
+
+def filled(around: Tensor, unit: Unit, parts: Iterable[Tensor], ties: Iterable[Tensor] = ()) -> Tensor:
+    """A tensor like a unit's values, with new numbers in each of its segments, as a result of the ties, too."""
+    spans = [(one.start, one.stop) for one in unit.filled]
+    return tied(joined(list(parts), unit._replace(values=around.reshape(-1)), spans).view(around.shape), ties)
 
 
 def numbered(number: Any, unit: Unit) -> tuple[dict[str, Any], list[Tensor]]:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.kept import Coded, Rounded
+from shardfn.optim.hyperparameters import check
 from shardfn.optim.optimizer import Optimizer, Rule
-from shardfn.optim.ranges import check
+from shardfn.optim.state_dtype import Coded, Rounded
 from shardfn.optim.stepping import Elementwise, optimizer
 
 Number = float | Tensor
@@ -25,24 +25,14 @@ Schedule = Callable[[int], Any]
 # --- the rules ---
 
 
-def _sgd_in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) -> None:
-    del step
-    torch._fused_sgd_(
-        ps,
-        gs,
-        slots[0] if slots else [],
-        weight_decay=n["weight_decay"],
-        momentum=n.get("momentum", 0.0),
-        lr=n["lr"],
-        dampening=0.0,
-        nesterov=n.get("nesterov", False),
-        maximize=False,
-        is_first_step=False,
-    )
+def _sgd_in_place(ps: Any, gs: Any, slots: Any, _: int, n: dict[str, Any]) -> None:
+    own = {"momentum": n.get("momentum", 0.0), "nesterov": n.get("nesterov", False)}
+    constant = {"dampening": 0.0, "maximize": False, "is_first_step": False}
+    momenta = slots[0] if slots else []
+    torch._fused_sgd_(ps, gs, momenta, lr=n["lr"], weight_decay=n["weight_decay"], **own, **constant)
 
 
-def _sgd_pure(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    del step
+def _sgd_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
     g = g + n["weight_decay"] * p
     if not slots:
         return p - n["lr"] * g, ()
@@ -54,20 +44,8 @@ def _adam_in_place(kernel: Any) -> Callable[..., None]:
     def run(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n: dict[str, Any]) -> None:
         # A number that is filled in; one that is copied from the host's memory would be waited for.
         steps = [torch.full((), float(step), dtype=torch.float32, device=ps[0].device)] * len(ps)
-        kernel(
-            ps,
-            gs,
-            *slots,
-            [],
-            steps,
-            lr=n["lr"],
-            beta1=n["b1"],
-            beta2=n["b2"],
-            weight_decay=n["weight_decay"],
-            eps=n["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        own = {"lr": n["lr"], "beta1": n["b1"], "beta2": n["b2"], "weight_decay": n["weight_decay"], "eps": n["eps"]}
+        kernel(ps, gs, *slots, [], steps, amsgrad=False, maximize=False, **own)
 
     return run
 
@@ -88,8 +66,7 @@ def _adam_pure(decoupled: bool) -> Callable[..., tuple[Tensor, tuple[Tensor, ...
     return run
 
 
-def _lion_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n: dict[str, Any]) -> None:
-    del step
+def _lion_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, _: int, n: dict[str, Any]) -> None:
     (ms,) = slots
     moves = torch._foreach_lerp(ms, gs, 1 - n["b1"])
     torch._foreach_sign_(moves)
@@ -102,8 +79,7 @@ def _lion_in_place(ps: list[Tensor], gs: list[Tensor], slots: Any, step: int, n:
     torch._foreach_lerp_(ms, gs, 1 - n["b2"])
 
 
-def _lion_pure(p: Tensor, g: Tensor, slots: Any, step: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    del step
+def _lion_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
     (m,) = slots
     move = torch.sign(n["b1"] * m + (1 - n["b1"]) * g)
     return p * (1 - n["lr"] * n["weight_decay"]) - n["lr"] * move, (n["b2"] * m + (1 - n["b2"]) * g,)
@@ -119,6 +95,11 @@ def _kept(name: str, dtype: torch.dtype | None) -> Rounded | None:
             f"For 8 bits there are adamw8bit and lion8bit"
         )
     return Rounded(dtype)
+
+
+ADAM = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_), _adam_pure(decoupled=False))
+ADAMW = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
+LION = Elementwise(("mean",), _lion_in_place, _lion_pure)
 
 
 # --- what users call ---
@@ -216,8 +197,7 @@ def adam(
         ``adam(warmup_cosine(3e-4, warmup=100, steps=10_000), b2=0.95)``
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adam_), _adam_pure(decoupled=False))
-    return optimizer("adam", rule, numbers, donate, _kept("adam", state_dtype), seed)
+    return optimizer("adam", ADAM, numbers, donate, _kept("adam", state_dtype), seed)
 
 
 def adamw(
@@ -261,8 +241,7 @@ def adamw(
         ``adamw(3e-4, weight_decay=lambda path, shape: 0.1 if len(shape) > 1 else 0.0)``
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
-    return optimizer("adamw", rule, numbers, donate, _kept("adamw", state_dtype), seed)
+    return optimizer("adamw", ADAMW, numbers, donate, _kept("adamw", state_dtype), seed)
 
 
 def lion(
@@ -305,9 +284,7 @@ def lion(
         ``lion(1e-4, weight_decay=1.0)``: a learning rate of about a tenth of AdamW's, and ten times its weight decay
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}
-    return optimizer(
-        "lion", Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate, _kept("lion", state_dtype), seed
-    )
+    return optimizer("lion", LION, numbers, donate, _kept("lion", state_dtype), seed)
 
 
 def adamw8bit(
@@ -350,8 +327,7 @@ def adamw8bit(
         ``masked(adamw8bit(3e-4), lambda path, shape: "embed" not in path, adamw(3e-4))``
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
-    rule = Elementwise(("mean", "square"), _adam_in_place(torch._fused_adamw_), _adam_pure(decoupled=True))
-    return optimizer("adamw8bit", rule, numbers, donate, Coded())
+    return optimizer("adamw8bit", ADAMW, numbers, donate, Coded())
 
 
 def lion8bit(
@@ -385,4 +361,4 @@ def lion8bit(
         ``lion8bit(1e-4, weight_decay=1.0)``
     """
     numbers = {"lr": lr, "b1": b1, "b2": b2, "weight_decay": weight_decay}
-    return optimizer("lion8bit", Elementwise(("mean",), _lion_in_place, _lion_pure), numbers, donate, Coded())
+    return optimizer("lion8bit", LION, numbers, donate, Coded())

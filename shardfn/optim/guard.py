@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.compat import dynamo
-from shardfn.optim.away import NOWHERE, placed, placed_together, refuse_elsewhere, released
 from shardfn.optim.checks import gradients_differ, moves, state_differs
+from shardfn.optim.state_offload import NOWHERE, placed, placed_together, refuse_elsewhere, released
 from shardfn.shards.layout import FlatShard
 from shardfn.shards.pieces import Piece, is_unit
 
@@ -28,8 +28,6 @@ Init = Callable[[Any], Any]
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 Places = tuple[int | None, int | None, list[int]]
-
-TAKES = "{} takes (params, grads, state)"
 
 
 @dataclass(frozen=True)
@@ -70,21 +68,21 @@ class Guard:
     """
 
     def __init__(self, name: str, init: Init) -> None:
-        self.name, self.init = name, init
+        self.name, self.init, self._takes = name, init, f"{name} takes (params, grads, state)"
         self.away = False  # whether anything is kept elsewhere than on the device
         self._passed: tuple[Any, list[Any], int, int, Places] | None = None
         self._used: Use | None = None
-        self._known: Callable[[], Any] = _nothing
+        self._known: Callable[[], Any] = lambda: None
 
     def keep(self, params: Any) -> None:
         """Remembers what the parameters are."""
         if torch.compiler.is_compiling():
             return
         first: Any = next(optree.tree_iter(params, is_leaf=is_unit), None)
-        values = first.values if is_unit(first) else first
+        values = _values(first)
         if isinstance(values, Tensor) and values.is_meta:  # which only stand for those that it knows
             return
-        self._known = weakref.ref(values) if isinstance(values, Tensor) else _nothing
+        self._known = weakref.ref(values) if isinstance(values, Tensor) else lambda: None
 
     def compare(self, params: Any, grads: Any, state: Any) -> tuple[list[Any], Places] | None:
         """The leaves of all three, and where among them is what `use` looks at; None in a graph, which has no memory.
@@ -119,16 +117,16 @@ class Guard:
 
     def _refuse_swapped(self, leaves: list[Any], first: int, last: int, spec: Any) -> None:
         known = self._known()
-        if known is None or not leaves or getattr(leaves[0], "values", leaves[0]) is known:
+        if known is None or not leaves or _values(leaves[0]) is known:
             return
-        tensors = [leaf.values if is_unit(leaf) else leaf for leaf in leaves]
+        tensors = [*map(_values, leaves)]
         if any(x is known for x in tensors[:first]):
             return
         alike = spec.child(0) == spec.child(2)  # a state that is like the parameters may come in their place
         for place, others in (("grads", tensors[first:last]), ("state", tensors[last:] if alike else [])):
             if any(x is known for x in others):
                 raise ValueError(
-                    f"{self._takes()}: the parameters came as {place} here; if they are meant as that, pass a copy"
+                    f"{self._takes}: the parameters came as {place} here; if they are meant as that, pass a copy"
                 )
 
     def use(self, leaves: list[Any], places: Places, state: Any) -> Use | None:
@@ -165,9 +163,8 @@ class Guard:
 
     def _refuse(self, params: Any, grads: Any, state: Any) -> None:
         wrong = gradients_differ(params, grads)
-        if wrong is None:
-            expected = self._expected(params)
-            wrong = None if expected is None else state_differs(*expected, state)
+        if wrong is None and (expected := self._expected(params)) is not None:
+            wrong = state_differs(*expected, state)
         if wrong is not None:
             raise self._order(params, grads, state) or type(wrong)(f"{self.name}: {wrong}")
 
@@ -183,22 +180,17 @@ class Guard:
         for p, g, s in list(itertools.permutations(given))[1:]:
             if self._fit(given[p], given[g], given[s]):
                 if s == "state":
-                    return TypeError(
-                        f"{self._takes()}: the {place[g]} argument has gradients, the {place[p]} parameters"
-                    )
+                    where = f"the {place[g]} argument has gradients, the {place[p]} parameters"
+                    return TypeError(f"{self._takes}: {where}")
                 optax = ", which is where optax's update takes it" if s == "grads" else ""
-                return TypeError(f"{self._takes()}: the state came as the {place[s]} argument{optax}")
+                return TypeError(f"{self._takes}: the state came as the {place[s]} argument{optax}")
         return None
-
-    def _takes(self) -> str:
-        return TAKES.format(self.name)
 
     def _fit(self, params: Any, grads: Any, state: Any) -> bool:
         with contextlib.suppress(Exception):  # a state is not parameters
             expected = self._expected(params)
-            return expected is not None and gradients_differ(params, grads) is None and (
-                state_differs(*expected, state) is None
-            )  # fmt: skip
+            if expected is not None and gradients_differ(params, grads) is None:
+                return state_differs(*expected, state) is None
         return False
 
     def _expected(self, params: Any) -> tuple[Any] | None:
@@ -259,16 +251,15 @@ def guarded_update(init: Init, update: Callable[..., tuple[Any, Any]]) -> tuple[
 
 def _places(leaves: list[Any], own: int, others: int) -> Places:
     """Where the first trained parameter is, the first tensor of the state, and the ints of the state."""
-    trained = (i for i in range(own) if _trained(leaves[i]))
-    slots = (
-        i for i in range(others, len(leaves)) if isinstance(_values(leaves[i]), Tensor) and _values(leaves[i]).ndim
+    values = [*map(_values, leaves)]
+    trained = (
+        i
+        for i, leaf in enumerate(leaves[:own])
+        if isinstance(values[i], Tensor) and (leaf.layout.trainable if is_unit(leaf) else moves(leaf))
     )
-    return next(trained, None), next(slots, None), [i for i in range(others, len(leaves)) if type(leaves[i]) is int]
-
-
-def _trained(leaf: Any) -> bool:
-    values = _values(leaf)
-    return isinstance(values, Tensor) and (leaf.layout.trainable if is_unit(leaf) else moves(values))
+    state = range(others, len(leaves))
+    slots = (i for i in state if isinstance(values[i], Tensor) and values[i].ndim)
+    return next(trained, None), next(slots, None), [i for i in state if type(leaves[i]) is int]
 
 
 def _values(leaf: Any) -> Any:
@@ -286,7 +277,3 @@ def _kind(leaf: Any) -> Any:
 
 def _hollow(leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
-
-
-def _nothing() -> None:
-    return None

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.away import on_whole
-from shardfn.optim.differentiable import numbered, tied
+from shardfn.optim.differentiable import filled, numbered
 from shardfn.optim.elementwise import Schedule
+from shardfn.optim.hyperparameters import at_step, check, constants, whole
 from shardfn.optim.muon_plan import on_everyone, on_owner
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
-from shardfn.optim.ranges import at_step, check, whole
+from shardfn.optim.state_offload import on_whole
 from shardfn.shards.pieces import Unit, pairs, refuse_complex, units, zeros_like
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -65,7 +65,6 @@ def muon(
     whole("muon", "iterations", iterations, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"muon: dtype={dtype!r}; it is a floating dtype, or None for the gradient's")
-    constant = {name: value for name, value in numbers.items() if not callable(value)}
 
     def orthogonalize(x: Tensor) -> Tensor:
         return orthogonalised(x, iterations, dtype)
@@ -74,7 +73,7 @@ def muon(
         refuse_complex(units(params), "muon")
         for unit in units(params).each:
             _refuse(unit)
-        return {"step": 0, "numbers": dict(constant), "momentum": zeros_like(params)}
+        return {"step": 0, "numbers": constants(numbers), "momentum": zeros_like(params)}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)
@@ -86,13 +85,15 @@ def muon(
         if not at:
             return params, state | {"step": count}
         with torch.set_grad_enabled(not donate and torch.is_grad_enabled()):
-            ms: list[Tensor] = [momenta[i] for i in at]
-            ms = _mixed(ms, gs, now["momentum"], donate)
-            updates = list(torch._foreach_lerp(gs, ms, now["momentum"])) if nesterov else ms
+            ms = [momenta[i] for i in at]
+            new = ms if donate else torch._foreach_lerp(ms, gs, 1 - now["momentum"])
+            if donate:
+                torch._foreach_lerp_(ms, gs, 1 - now["momentum"])
+            updates = list(torch._foreach_lerp(gs, new, now["momentum"])) if nesterov else list(new)
             chosen = [known.each[i] for i in at]
             orthogonal = (on_owner if donate else on_everyone)(chosen, updates, orthogonalize, cost, dtype)
             values = [unit.values for unit in known.each]
-            for i, unit, o, m in zip(at, chosen, orthogonal, ms, strict=True):
+            for i, unit, o, m in zip(at, chosen, orthogonal, new, strict=True):
                 values[i], momenta[i] = _moved(unit, o, now, donate), m
         made = params if donate else known.like(values)
         return made, state | {"step": count, "momentum": known.like(momenta)}
@@ -100,18 +101,10 @@ def muon(
     return Optimizer(init, on_whole(step))
 
 
-def _mixed(ms: list[Tensor], gs: list[Tensor], momentum: float, donate: bool) -> list[Tensor]:
-    if not donate:
-        return list(torch._foreach_lerp(ms, gs, 1 - momentum))
-    torch._foreach_lerp_(ms, gs, 1 - momentum)
-    return ms
-
-
 def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
     """A unit's values after their step along `o`."""
     flat = unit.values.reshape(-1)
-    rows: list[Tensor] = []
-    last = 0
+    parts: list[Tensor] = []
     rates, ties = numbered(now["lr"], unit)
     for one in unit.filled:
         lr = rates[one.path]
@@ -123,11 +116,10 @@ def _moved(unit: Unit, o: Tensor, now: dict[str, Any], donate: bool) -> Tensor:
             # As alpha a tensor would be read by the host.
             p.sub_(direction * scale) if isinstance(scale, Tensor) else p.add_(direction, alpha=-scale)
         else:
-            rows += [flat[last : one.start], p * keep - scale * direction]
-            last = one.stop
+            parts.append(p * keep - scale * direction)
     if donate:
         return unit.values if unit.values.is_contiguous() else unit.values.copy_(flat.view(unit.values.shape))
-    return tied(torch.cat([*rows, flat[last:]]).view(unit.values.shape), [o, *ties])
+    return filled(unit.values, unit, parts, [o, *ties])
 
 
 def _refuse(unit: Unit) -> None:

@@ -23,7 +23,7 @@ from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.optim.differentiable import tied
+from shardfn.optim.differentiable import filled, tied
 from shardfn.shards.layout import Layout, Range
 from shardfn.shards.pieces import Unit
 
@@ -116,11 +116,7 @@ def on_everyone(
                 part = None if matrix.layout is None else matrix.part(process_groups.global_rank())
                 mine = result if part is None else _block(result, part)
                 rows[matrix.path] = mine.reshape(-1)[one.first : one.first + one.stop - one.start]
-        flat, filled, last = torch.zeros_like(tensor).reshape(-1), [], 0
-        for one in unit.filled:
-            filled += [flat[last : one.start], rows[one.path]]
-            last = one.stop
-        made.append(tied(torch.cat([*filled, flat[last:]]).view(tensor.shape), every))
+        made.append(filled(torch.zeros_like(tensor), unit, (rows[one.path] for one in unit.filled), every))
     return made
 
 

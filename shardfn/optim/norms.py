@@ -6,6 +6,7 @@ that hold the same parameter whole. One reduction for each set of axes, however 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.optim.differentiable import differentiable, tied, varied
+from shardfn.optim.hyperparameters import check, kind
 from shardfn.optim.optimizer import Transform
-from shardfn.optim.ranges import check, kind
 from shardfn.quoting import listed
 from shardfn.shards.pieces import Unit, Units, dense, home, spread, units
 from shardfn.tiers.placing import held
@@ -56,7 +57,7 @@ def norms(tree: Any) -> Norms:
     """
     known = units(tree)
     found = squares(known)
-    of = _names(known)
+    of = {path: unit.name for unit in known.each if unit.trainable for _, path, _ in spread(unit)}  # stages
     values = torch.stack([found[name] for name in of]).tolist() if of else []
     parameters, stages = dict(zip(of, values, strict=True)), dict.fromkeys(of.values(), 0.0)
     for name, stage in of.items():
@@ -195,44 +196,30 @@ def clip_by_value(limit: float, *, donate: bool = True) -> Transform:
 
     def update(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         del params
-        known = units(grads)
-        values = [unit.values for unit in known.each if unit.trainable and unit.values is not None]
-        if donate and not values:
-            return grads, state
-        if donate and _writable(known):
-            with torch.no_grad():
-                in_place(values, lambda x: x.clamp_(-limit, limit))
-            return grads, state
-        made = (u.values.clamp(-limit, limit) if u.trainable and u.values is not None else u.values for u in known.each)
-        return known.like(made), state
+        clamped = _changed(grads, donate, lambda x: x.clamp_(-limit, limit), lambda u: u.values.clamp(-limit, limit))
+        return clamped, state
 
     return Transform(lambda params: {"limit": limit}, update)
 
 
 def scaled(tree: Any, factor: Tensor | float, donate: bool) -> Any:
     """A tree times a number or a 0-d tensor, each in its own dtype."""
+    at = functools.cache(lambda device: factor.to(device) if isinstance(factor, Tensor) else factor)
+    return _changed(
+        tree, donate, lambda x: x.mul_(at(x.device)), lambda u: (u.values * varied(factor, u)).to(u.values.dtype)
+    )
+
+
+def _changed(tree: Any, donate: bool, overwrite: Callable[[Tensor], object], replaced: Callable[[Unit], Tensor]) -> Any:
+    """A tree of which each trained tensor is overwritten, or replaced where it must not or cannot be."""
     known = units(tree)
-    if donate and _writable(known):
-        values = [u.values for u in known.each if u.trainable and u.values is not None]
-        factors = {device: _at(factor, device) for device in {x.device for x in values}}
+    trained = [unit for unit in known.each if unit.trainable and unit.values is not None]
+    # In the gradient of a sum, say, an element of memory stands for several.
+    if donate and not any(0 in unit.values.stride() and not dense(unit.values) for unit in trained):
         with torch.no_grad():
-            in_place(values, lambda x: x.mul_(factors[x.device]))
+            in_place([unit.values for unit in trained], overwrite)
         return tree
-    return known.like(
-        (u.values * varied(factor, u)).to(u.values.dtype) if u.trainable and u.values is not None else u.values
-        for u in known.each
-    )
-
-
-def _writable(known: Units) -> bool:
-    """Whether no element stands for several, as in the gradient of a sum."""
-    return not any(
-        0 in u.values.stride() and not dense(u.values) for u in known.each if u.trainable and u.values is not None
-    )
-
-
-def _at(factor: Tensor | float, device: torch.device) -> Tensor | float:
-    return factor.to(device) if isinstance(factor, Tensor) else factor
+    return known.like(replaced(u) if u.trainable and u.values is not None else u.values for u in known.each)
 
 
 def squares(known: Units) -> dict[str, Tensor]:
@@ -301,8 +288,3 @@ def totals(
 def wide(x: Tensor) -> torch.dtype:
     """What numbers of this dtype are added up in."""
     return torch.float64 if x.dtype in (torch.float64, torch.complex128) else torch.float32
-
-
-def _names(known: Units) -> dict[str, str]:
-    """The stage of each trained parameter."""
-    return {path: unit.name for unit in known.each if unit.trainable for _, path, _ in spread(unit)}

@@ -16,8 +16,8 @@ import optree
 from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.spec import dotted
 from shardfn.optim.guard import guarded, guarded_update
-from shardfn.optim.ranges import kind
-from shardfn.optim.state_sharding import divides_init, divides_step
+from shardfn.optim.hyperparameters import kind
+from shardfn.optim.sharded_state import divides_init, divides_step
 from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import Layout

@@ -1,4 +1,4 @@
-"""Optimizers for parameters in 16 bits, which lose small changes: a master in float32, or rounding at random."""
+"""Optimizers for 16 bits: small changes by a master in float32 or rounding at random, small gradients by a scale."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.optim.kept import closed_to, drawn, rounded
-from shardfn.optim.norms import wide
+from shardfn.optim.hyperparameters import check, whole
+from shardfn.optim.norms import scaled, wide
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
-from shardfn.optim.ranges import check
+from shardfn.optim.state_dtype import closed_to, drawn, rounded
+from shardfn.optim.wrappers import finite
 from shardfn.shards.blocks import CHUNK
 from shardfn.shards.pieces import Unit, Units, copied, refuse_complex, units
 from shardfn.shards.random import int_seed
@@ -109,16 +110,70 @@ def stochastic_rounding(optimizer: Optimizer, *, seed: int = 0, donate: bool = T
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)
-        copies = [_detached(_widened(unit), donate) if _narrow(unit) else None for unit in known.each]
+        copies = [_widened(unit) if _narrow(unit) else None for unit in known.each]
+        copies = [x.detach() if donate and x is not None else x for x in copies]
         made, inner = optimizer.step(_with(known, copies), grads, state["optimizer"])
         salt = state["seed"], count, "parameters"
         new = known.beside(made)
-        if donate:
-            with torch.no_grad():
-                new = [_rounded_into(unit, x, salt) for unit, x in zip(known.each, new, strict=True)]
-        else:
-            new = [_rounded(unit, x, salt) for unit, x in zip(known.each, new, strict=True)]
+        round_one = _rounded_into if donate else _rounded
+        new = [round_one(unit, x, salt) if _narrow(unit) else x for unit, x in zip(known.each, new, strict=True)]
         return _moved(known, new, params, donate), {"optimizer": inner, "step": count, "seed": state["seed"]}
+
+    return Optimizer(init, step)
+
+
+def loss_scaled(
+    optimizer: Optimizer,
+    *,
+    scale: float = 2.0**16,
+    growth: float = 2.0,
+    backoff: float = 0.5,
+    every: int = 2000,
+    donate: bool = True,
+) -> Optimizer:
+    """The optimizer, for gradients of `loss * state["scale"]`; overwrites gradients unless `donate=False`.
+
+    It divides them by the scale. If a number of theirs is not finite, on whatever rank, all ranks leave out the step
+    and the scale shrinks; after `every` steps in a row it grows.
+
+    State: `"scale"`, `"good"` (steps since it last changed), `"skipped"`, and the optimizer's.
+
+    Args:
+        optimizer: any.
+        scale: the first, above 0.
+        growth: what it is multiplied by when it grows, 1 or more.
+        backoff: what it is multiplied by when it shrinks, above 0 and at most 1.
+        every: after so many finite steps in a row it grows, 1 or more.
+        donate: overwrite gradients.
+
+    Returns:
+        An `Optimizer`.
+
+    Raises:
+        TypeError, ValueError: what is not an optimizer; a number out of its range.
+
+    Sources: Micikevicius et al., Mixed precision training (2018), section 3.2.
+
+    Example:
+        ``grads = sf.grad(lambda p: loss(p) * state["scale"])(params); params, state = opt.step(params, grads, state)``
+    """
+    must_be_optimizer("loss_scaled", optimizer)
+    check("loss_scaled", {"scale": scale, "growth": growth, "backoff": backoff, "donate": donate})
+    whole("loss_scaled", "every", every, 1)
+
+    def init(params: Any) -> Any:
+        return {"optimizer": optimizer.init(params), "scale": float(scale), "good": 0, "skipped": 0}
+
+    def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+        if not finite(grads):
+            skipped = {"scale": state["scale"] * backoff, "good": 0, "skipped": state["skipped"] + 1}
+            return params, state | skipped
+        divided = scaled(grads, 1 / state["scale"], donate)
+        params, inner = optimizer.step(params, divided, state["optimizer"])
+        state = state | {"optimizer": inner, "good": state["good"] + 1}
+        if state["good"] >= every:
+            state |= {"scale": state["scale"] * growth, "good": 0}
+        return params, state
 
     return Optimizer(init, step)
 
@@ -131,27 +186,20 @@ def _widened(unit: Unit) -> Tensor:
     return unit.values.to(wide(unit.values))
 
 
-def _detached(x: Tensor, donate: bool) -> Tensor:
-    return x.detach() if donate else x
-
-
 def _with(known: Units, copies: list[Any]) -> Any:
     """The tree with copies in place of what has one."""
     return known.like(unit.values if x is None else x for unit, x in zip(known.each, copies, strict=True))
 
 
 def _rounded(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
-    if not _narrow(unit):
-        return x
     n = unit.values.numel()
     (bits,) = drawn(unit, 0, n, 1, salt) if n else (torch.zeros(0, dtype=torch.int32, device=x.device),)
     return closed_to(x, unit.values.dtype, bits.view(x.shape))
 
 
+@torch.no_grad()
 def _rounded_into(unit: Unit, x: Tensor, salt: tuple[Any, ...]) -> Tensor:
     """The unit's values, overwritten, a few at a time."""
-    if not _narrow(unit):
-        return x
     source, target = x.reshape(-1), unit.values.reshape(-1)
     for start in range(0, len(source), CHUNK):
         stop = min(start + CHUNK, len(source))

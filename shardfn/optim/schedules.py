@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from shardfn.optim.ranges import check, whole
+from shardfn.optim.hyperparameters import check, whole
 
 Schedule = Callable[[int], float]
 

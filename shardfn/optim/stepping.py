@@ -6,7 +6,7 @@ What is kept otherwise than in the parameters' dtype is opened for the rule, and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardfn.compat import dynamo
-from shardfn.optim.away import on_whole
 from shardfn.optim.differentiable import tied, varied
-from shardfn.optim.kept import Kept, Opened, Stored
+from shardfn.optim.hyperparameters import at_step, check, check_rule, constants
 from shardfn.optim.norms import wide
 from shardfn.optim.optimizer import Optimizer, Rule, of_rule
-from shardfn.optim.ranges import at_step, check, check_rule
+from shardfn.optim.state_dtype import Kept, Opened, Stored
+from shardfn.optim.state_offload import on_whole
 from shardfn.quoting import listed
 from shardfn.shards.blocks import Runs
 from shardfn.shards.pieces import Unit, Units, dense, joined, pairs, refuse_complex, runs, units, zeros_like
@@ -45,6 +45,23 @@ class Elementwise:
     pure: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 
 
+@dataclass
+class _Step:
+    """One step of a rule: the numbers that it goes by, and how slots are kept; None is in the parameters' dtype."""
+
+    rule: Elementwise
+    kept: Kept | None
+    known: Units
+    count: int
+    now: dict[str, Any]
+    salt: Any
+
+    def closed(self, every: Sequence[Opened], *, together: bool) -> list[list[Stored]]:
+        """What is to be kept of numbers."""
+        assert self.kept is not None, "slots in the parameters' dtype are not closed"
+        return self.kept.closed(self.known, self.rule.slots, every, self.salt, together=together)
+
+
 def optimizer(
     name: str, rule: Elementwise, numbers: dict[str, Any], donate: bool, kept: Kept | None = None, seed: int = 0
 ) -> Optimizer:
@@ -53,12 +70,11 @@ def optimizer(
     Its slots are in the parameters' dtype, or kept otherwise, by random numbers from a seed.
     """
     check(name, numbers | {"donate": donate}, numbers)
-    constant = {name: value for name, value in numbers.items() if not callable(value)}
     varying = {name: value for name, value in numbers.items() if callable(value) and name != "lr"}
     drawing = {} if kept is None or kept.dtypes != (torch.bfloat16,) else {"seed": int_seed(seed)}
 
     def init(params: Any) -> Any:
-        state = {"step": 0, "numbers": dict(constant)} | drawing
+        state = {"step": 0, "numbers": constants(numbers)} | drawing
         if kept is None:
             return state | {slot: zeros_like(params) for slot in rule.slots}
         known = units(params)
@@ -66,31 +82,24 @@ def optimizer(
         return state | kept.init(known, rule.slots)
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-        count = state["step"] + 1
+        count, known = state["step"] + 1, units(params)
         now = dict(state["numbers"])
         if callable(numbers["lr"]):
             now["lr"] = at_step(numbers["lr"], count)
-        known = units(params)
         slots = [known.beside(state[s]) if kept is None else kept.stored(known, state, s) for s in rule.slots]
         each = enumerate(pairs(known, grads))
         work = [_Work(i, unit, grad, [slot[i] for slot in slots]) for i, (unit, grad) in each]
         every = [(one, _spans(one.unit, varying)) for one in work if one.grad is not None]
+        this = _Step(rule, kept, known, count, now, (state.get("seed", 0), count))
         if donate:
             if torch.compiler.is_compiling():
                 dynamo.refuse_in_graph(
                     f"{name}: donate=True overwrites parameters by fused kernels, which a graph of torch.compile "
                     f"cannot hold: pass donate=False to what is compiled"
                 )
-            if kept is None:
-                _overwrite(rule, every, count, now)
-            else:
-                _overwrite_kept(rule, kept, known, every, count, now, (state.get("seed", 0), count))
+            (_overwrite if kept is None else _overwrite_kept)(this, every)
             return params, state | {"step": count}
-        if kept is None:
-            for one, spans in every:
-                _replace(rule, one, spans, count, now)
-        else:
-            _replace_kept(rule, kept, known, every, count, now, (state.get("seed", 0), count))
+        (_replace_all if kept is None else _replace_kept)(this, every)
         made = known.like(one.values for one in work)
         new = {slot: [one.slots[i] for one in work] for i, slot in enumerate(rule.slots)}
         trees = {slot: known.like(x) for slot, x in new.items()} if kept is None else kept.entries(known, new)
@@ -129,7 +138,7 @@ def _spans(unit: Unit, varying: dict[str, Rule]) -> list[Span]:
     return found
 
 
-def _overwrite(rule: Elementwise, work: list[tuple[_Work, list[Span]]], count: int, now: dict[str, Any]) -> None:
+def _overwrite(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
     groups: dict[Any, tuple[list[Tensor], list[Tensor], list[list[Tensor]]]] = {}
     moved: list[tuple[Tensor, Tensor]] = []
     with torch.no_grad():
@@ -137,36 +146,34 @@ def _overwrite(rule: Elementwise, work: list[tuple[_Work, list[Span]]], count: i
         if away:
             for one, _ in away:
                 _refuse_dtypes(one)
-            stream(_windows(rule, away, count, now))
+            stream(_windows(this, away))
             work = [one for one in work if not streams(one[0].columns)]
         for one, spans in work:
             for key, start, stop in spans:
                 kind = (key, one.unit.values.dtype, one.unit.values.device)
-                ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in rule.slots]))
+                ps, gs, slots = groups.setdefault(kind, ([], [], [[] for _ in this.rule.slots]))
                 whole = (start, stop) == (0, one.unit.values.numel())
                 every = [_real(x if whole else x[start:stop]) for x in (one.unit.values, one.grad, *one.slots)]
                 _refuse_dtypes(one)
                 for into, x in zip((ps, gs, *slots), _in_order(every, moved), strict=True):
                     into.append(x)
         for (key, *_), (ps, gs, slots) in groups.items():
-            rule.in_place(ps, gs, slots, count, now | dict(key))
+            this.rule.in_place(ps, gs, slots, this.count, this.now | dict(key))
             torch.autograd.graph.increment_version([*ps, *(x for slot in slots for x in slot)])  # fused kernels do not
         for x, made in moved:
             x.copy_(made)
 
 
-def _windows(
-    rule: Elementwise, work: list[tuple[_Work, list[Span]]], count: int, now: dict[str, Any]
-) -> Iterator[Window]:
+def _windows(this: _Step, work: list[tuple[_Work, list[Span]]]) -> Iterator[Window]:
     """What is not on the device, a few elements at a time."""
     for one, spans in work:
         columns = [_real(x) for x in one.columns]
         for key, start, stop in spans:
-            own = now | dict(key)
+            own = this.now | dict(key)
 
             def move(some: list[Tensor], own: dict[str, Any] = own) -> None:
                 p, g, *slots = some
-                rule.in_place([p], [g], [[slot] for slot in slots], count, own)
+                this.rule.in_place([p], [g], [[slot] for slot in slots], this.count, own)
 
             for a, b in windows_of(start, stop):
                 yield Window([x[a:b] for x in columns], [True, False, *[True] * len(one.slots)], move)
@@ -197,9 +204,14 @@ def _refuse_dtypes(one: _Work) -> None:
             )
 
 
-def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: dict[str, Any]) -> None:
+def _replace_all(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
+    for one, spans in work:
+        _replace(this, one, spans)
+
+
+def _replace(this: _Step, one: _Work, spans: list[Span]) -> None:
     assert one.grad is not None
-    now = {name: varied(number, one.unit) for name, number in now.items()}
+    now = {name: varied(number, one.unit) for name, number in this.now.items()}
     made: list[tuple[Tensor, tuple[Tensor, ...]]] = []
     for key, start, stop in spans:
         whole = (start, stop) == (0, one.unit.values.numel())
@@ -208,7 +220,7 @@ def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: 
             name: x[start:stop].view(-1, *(1,) * (p.ndim - 1)) if isinstance(x, Tensor) and x.ndim else x
             for name, x in now.items()
         }
-        new, after = rule.pure(p, g, tuple(slots), count, own | dict(key))
+        new, after = this.rule.pure(p, g, tuple(slots), this.count, own | dict(key))
         if one.unit.values.is_complex():
             new, after = torch.view_as_complex(new), tuple(map(torch.view_as_complex, after))
         made.append((new, after))
@@ -223,30 +235,20 @@ def _replace(rule: Elementwise, one: _Work, spans: list[Span], count: int, now: 
 # --- slots that are kept otherwise ---
 
 
-def _overwrite_kept(
-    rule: Elementwise,
-    kept: Kept,
-    known: Units,
-    work: list[tuple[_Work, list[Span]]],
-    count: int,
-    now: dict[str, Any],
-    salt: Any,
-) -> None:
+def _overwrite_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
     """As `_overwrite`, a few elements at a time, of which the slots are opened, moved and closed again."""
+    kept = this.kept
+    assert kept is not None
     waiting: list[tuple[_Work, Opened]] = []
-
-    def close(one: _Work, opened: Opened) -> list[Stored]:
-        if not opened.ready:
-            waiting.append((one, opened))
-            return []
-        return kept.closed(known, rule.slots, [opened], salt, together=False)[0]
-
     with torch.no_grad():
-        for one, _ in work:
+        ordered = []
+        for one, spans in work:
             _refuse_other_dtypes(one, kept)
-        ordered = [(one, spans, *_flat(one)) for one, spans in work]
+            assert one.grad is not None
+            # Kernels go by the order of elements, in which a parameter need not lie.
+            ordered.append((one, spans, one.values.contiguous().view(-1), one.grad.contiguous().view(-1)))
         stream(
-            _kept_window(rule, kept, one, (p, g), part, count, now | dict(key), close)
+            _kept_window(this, kept, one, (p, g), part, this.now | dict(key), waiting)
             for one, spans, p, g in ordered
             for key, start, stop in spans
             for part in kept.chunks(one.unit, start, stop)
@@ -255,39 +257,38 @@ def _overwrite_kept(
             if p.data_ptr() != one.values.data_ptr():
                 one.values.copy_(p.view(one.values.shape))
             torch.autograd.graph.increment_version([one.values])  # fused kernels do not
-        closed = kept.closed(known, rule.slots, [opened for _, opened in waiting], salt, together=True)
+        closed = this.closed([opened for _, opened in waiting], together=True)
         for (one, opened), slots in zip(waiting, closed, strict=True):
             for stored, new in zip(one.slots, slots, strict=True):
                 for x, place, part in zip(stored, kept.places(opened.part), new, strict=True):
                     x.view(-1)[place] = part
 
 
-def _flat(one: _Work) -> tuple[Tensor, Tensor]:
-    """A parameter and its gradient in the order that kernels go by."""
-    assert one.grad is not None
-    return one.values.contiguous().view(-1), one.grad.contiguous().view(-1)
-
-
 def _kept_window(
-    rule: Elementwise,
+    this: _Step,
     kept: Kept,
     one: _Work,
     flat: tuple[Tensor, Tensor],
     part: Runs,
-    count: int,
     now: dict[str, Any],
-    close: Callable[[_Work, Opened], list[Stored]],
+    waiting: list[tuple[_Work, Opened]],
 ) -> Window:
-    """A few elements, and what is done to them."""
+    """A few elements, and what is done to them; those that other ranks have to be asked about wait, opened."""
     n = len(kept.dtypes)
 
     def move(some: list[Tensor]) -> None:
         p, g, *parts = some
+        dtype = wide(p)
         slots = [tuple(parts[i : i + n]) for i in range(0, len(parts), n)]
-        numbers = [kept.opened(*each, part).to(wide(p)) for each in zip(rule.slots, slots, strict=True)]
-        opened = Opened(one.number, part, numbers)
-        _move(rule, p, g, opened, count, now)
-        for x, new in zip(parts, itertools.chain.from_iterable(close(one, opened)), strict=False):
+        numbers = [kept.opened(*each, part).to(dtype) for each in zip(this.rule.slots, slots, strict=True)]
+        opened, moving = Opened(one.number, part, numbers), p.to(dtype)
+        _move_all(this, [moving, g.to(dtype), *numbers], now)
+        if moving is not p:
+            p.copy_(moving)
+        if not opened.ready:
+            waiting.append((one, opened))
+            return
+        for x, new in zip(parts, itertools.chain.from_iterable(this.closed([opened], together=False)[0]), strict=True):
             x.copy_(new)
 
     columns = [x[part[0].start : part[-1].stop] for x in flat]
@@ -296,24 +297,7 @@ def _kept_window(
     return Window(columns, [i != 1 for i in range(len(columns))], move)
 
 
-def _opened(rule: Elementwise, kept: Kept, one: _Work, part: Any) -> list[Tensor]:
-    """The numbers of some elements in each slot, in the dtype that is computed in."""
-    places, dtype = kept.places(part), wide(one.unit.values)
-    return [
-        kept.opened(slot, tuple(x.reshape(-1)[place] for x, place in zip(stored, places, strict=True)), part).to(dtype)
-        for slot, stored in zip(rule.slots, one.slots, strict=True)
-    ]
-
-
-def _move(rule: Elementwise, p: Tensor, g: Tensor, opened: Opened, count: int, now: dict[str, Any]) -> None:
-    dtype = wide(p)
-    moving = p.to(dtype)
-    _move_all(rule, [moving, g.to(dtype), *opened.numbers], count, now)
-    if moving is not p:
-        p.copy_(moving)
-
-
-def _move_all(rule: Elementwise, columns: list[Tensor], count: int, now: dict[str, Any]) -> None:
+def _move_all(this: _Step, columns: list[Tensor], now: dict[str, Any]) -> None:
     """Moves a vector of parameters, by one of gradients and those of the slots.
 
     On the CPU kernels round what remains behind whole vectors of the processor otherwise: it goes through them in
@@ -325,22 +309,16 @@ def _move_all(rule: Elementwise, columns: list[Tensor], count: int, now: dict[st
     ends = [F.pad(x[n - rest :], (0, LANES - rest)) for x in columns] if rest else []
     groups += [ends] if rest else []
     ps, gs, *slots = (list(each) for each in zip(*groups, strict=True))
-    rule.in_place(ps, gs, slots, count, now)
+    this.rule.in_place(ps, gs, slots, this.count, now)
     for i, end in enumerate(ends):
         if i != 1:  # the gradient
             columns[i][n - rest :] = end[:rest]
 
 
-def _replace_kept(
-    rule: Elementwise,
-    kept: Kept,
-    known: Units,
-    work: list[tuple[_Work, list[Span]]],
-    count: int,
-    now: dict[str, Any],
-    salt: Any,
-) -> None:
-    """As `_replace`, on the numbers that slots stand for."""
+def _replace_kept(this: _Step, work: list[tuple[_Work, list[Span]]]) -> None:
+    """As `_replace_all`, on the numbers that slots stand for."""
+    kept = this.kept
+    assert kept is not None
     every: list[tuple[_Work, Opened]] = []
     for one, spans in work:
         _refuse_other_dtypes(one, kept)
@@ -348,16 +326,20 @@ def _replace_kept(
         part, values = kept.whole(one.unit), one.values
         start, stop = (part[0].start, part[-1].stop) if part else (0, 0)
         nothing = values.new_zeros(values.numel(), dtype=wide(values))
-        opened = _opened(rule, kept, one, part) if part else [nothing[:0] for _ in rule.slots]
-        slots = [torch.cat((nothing[:start], x, nothing[stop:])).view(values.shape) for x in opened]
-        moving = _Work(
-            one.number, one.unit._replace(values=values.to(nothing.dtype)), one.grad.to(nothing.dtype), slots
-        )
-        _replace(rule, moving, spans, count, now)
+        slots = []
+        for slot, stored in zip(this.rule.slots, one.slots, strict=True):
+            opened = nothing[:0]
+            if part:
+                here = tuple(x.reshape(-1)[at] for x, at in zip(stored, kept.places(part), strict=True))
+                opened = kept.opened(slot, here, part).to(nothing.dtype)
+            slots.append(torch.cat((nothing[:start], opened, nothing[stop:])).view(values.shape))
+        unit = one.unit._replace(values=values.to(nothing.dtype))
+        moving = _Work(one.number, unit, one.grad.to(nothing.dtype), slots)
+        _replace(this, moving, spans)
         one.values = moving.values.to(values.dtype)
         if part:  # a rank that has nothing takes part in derivatives nevertheless
             every.append((one, Opened(one.number, part, [x.reshape(-1)[start:stop] for x in moving.slots])))
-    closed = kept.closed(known, rule.slots, [some for _, some in every], salt, together=True)
+    closed = this.closed([some for _, some in every], together=True)
     for (one, some), stored in zip(every, closed, strict=True):
         places = kept.places(some.part)
         for i, new in enumerate(stored):

@@ -11,11 +11,12 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.optim.away import NOWHERE, on_whole
+from shardfn.optim.hyperparameters import at_step, check, constants, kind, whole
 from shardfn.optim.optimizer import Optimizer
-from shardfn.optim.ranges import at_step, check, kind, whole
+from shardfn.optim.state_offload import NOWHERE, on_whole
 from shardfn.quoting import listed
-from shardfn.shards.pieces import Unit, Units, dense, is_unit, pairs, stretches, units
+from shardfn.shards.layout import Layout
+from shardfn.shards.pieces import Unit, dense, is_unit, pairs, stretches, units
 
 
 def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **options: Any) -> Optimizer:
@@ -47,18 +48,18 @@ def from_torch(make: Callable[..., torch.optim.Optimizer], *, block: int = 1, **
         raise TypeError(f"from_torch takes an optimizer's class, such as torch.optim.RMSprop, not {kind(make)}")
     if "lr" in options:
         check("from_torch", {"lr": options["lr"]})
-    _refuse_coupled(make, options, block)
+    name = getattr(make, "__name__", str(make))
+    _refuse_coupled(name, make, options, block)
     draws = _draws(make, options, block)
     rules = {name: value for name, value in options.items() if callable(value) and name != "lr"}
-    constant = {name: value for name, value in options.items() if not callable(value)}
 
     def init(params: Any) -> Any:
         known = units(params)
-        if draws:
-            _refuse_replicas(make, known)
-        _refuse_away(known, block)
+        for unit in known.each:
+            if unit.layout and unit.trainable:
+                _refuse_placed(name, unit, unit.layout, block, draws)
         memory: list[dict[str, Any]] = [{} for _ in known.each]
-        return {"step": 0, "numbers": dict(constant), "memory": memory}
+        return {"step": 0, "numbers": constants(options), "memory": memory}
 
     def step(params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
         count, known = state["step"] + 1, units(params)
@@ -160,8 +161,7 @@ def _cut(x: Tensor, start: int, stop: int) -> Tensor:
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
     """The options for a parameter of which no rule says anything, at the first step."""
-    plain = {name: value for name, value in options.items() if not callable(value)}
-    return plain | ({"lr": at_step(options["lr"], 1)} if callable(options.get("lr")) else {})
+    return constants(options) | ({"lr": at_step(options["lr"], 1)} if callable(options.get("lr")) else {})
 
 
 def _draws(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> bool:
@@ -176,32 +176,24 @@ def _draws(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], 
         return not torch.equal(before, torch.get_rng_state())
 
 
-def _refuse_replicas(make: Callable[..., torch.optim.Optimizer], known: Units) -> None:
-    """Raises ValueError for parameters of which several ranks hold the same elements."""
-    for unit in known.each:
-        replicas = unit.layout.placement.replicas if unit.layout and unit.trainable else ()
-        if unit.layout and unit.layout.grid.size(replicas) > 1:
-            raise ValueError(
-                f"from_torch: {getattr(make, '__name__', str(make))} draws random numbers, which are others on each "
-                f"rank, and {unit.name} is the same over {listed(map(repr, replicas), separator=' and ')}: its copies "
-                f"would drift apart. Round by stochastic_rounding(from_torch(...)), or take a strategy that cuts the "
-                f"state there"
-            )
+def _refuse_placed(name: str, unit: Unit, layout: Layout, block: int, draws: bool) -> None:
+    """Raises ValueError for parameters whose copies would drift apart, or whose state could not leave the device."""
+    replicas, tier = layout.placement.replicas, layout.placement.tiers.state
+    if draws and layout.grid.size(replicas) > 1:
+        raise ValueError(
+            f"from_torch: {name} draws random numbers, which are others on each rank, and {unit.name} is the same over "
+            f"{listed(map(repr, replicas), separator=' and ')}: its copies would drift apart. Round by "
+            f"stochastic_rounding(from_torch(...)), or take a strategy that cuts the state there"
+        )
+    if block > 1 and tier != NOWHERE.state:  # a state in blocks is not made of plain tensors
+        raise ValueError(
+            f"from_torch: with block={block} its state stays on the device, and the strategy keeps that of "
+            f"{unit.name} on {'disk' if tier == 'disk' else 'the host'}: take adamw8bit or lion8bit, which can, or "
+            f"leave state= out of the strategy's on()"
+        )
 
 
-def _refuse_away(known: Units, block: int) -> None:
-    """Raises ValueError for a state in blocks that would have to leave the device: it is not made of plain tensors."""
-    for unit in known.each:
-        tier = unit.layout.placement.tiers.state if unit.layout and unit.trainable else NOWHERE.state
-        if block > 1 and tier != NOWHERE.state:
-            raise ValueError(
-                f"from_torch: with block={block} its state stays on the device, and the strategy keeps that of "
-                f"{unit.name} on {'disk' if tier == 'disk' else 'the host'}: take adamw8bit or lion8bit, which can, or "
-                f"leave state= out of the strategy's on()"
-            )
-
-
-def _refuse_coupled(make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
+def _refuse_coupled(name: str, make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], block: int) -> None:
     """Raises ValueError unless a vector is trained as its parts are, which are whole blocks."""
     plain = _plain(options)
     start = torch.linspace(-1.0, 2.0, 8 * block, dtype=torch.float32, device="cpu")
@@ -215,12 +207,10 @@ def _refuse_coupled(make: Callable[..., torch.optim.Optimizer], options: dict[st
             try:
                 optimizer.step()
             except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-                name = getattr(make, "__name__", str(make))
                 raise ValueError(f"from_torch: {name} does not step on vectors: {error}") from error
         found.append(torch.cat([x.detach() for x in variables]))
     whole, halves = found
     if not torch.allclose(whole, halves, rtol=1e-5, atol=1e-7):
-        name = getattr(make, "__name__", str(make))
         raise ValueError(
             f"from_torch: {name} moves an element by what its neighbours are, and a shard has not all of them. "
             f"shardfn.optim has adafactor and muon, which know of shards"

@@ -13,8 +13,8 @@ from shardfn.compat import autograd
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.which import Which, chosen
 from shardfn.optim.differentiable import differentiable
+from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer
-from shardfn.optim.ranges import check, whole
 from shardfn.quoting import listed
 from shardfn.shards.pieces import Units, copied, is_unit, joined, pairs, spread, stretches, units, zeros_like
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import optree
@@ -27,7 +28,7 @@ class Planned:
     def __init__(self, flats: list[FlatShard], options: Options) -> None:
         layouts = tuple(flat.layout for flat in flats)
         self.flats = flats
-        self.signature = Signature("", _nothing, options, layouts[0].tree, (), (), layouts)
+        self.signature = Signature("", lambda: None, options, layouts[0].tree, (), (), layouts)
         self.plan: GatherPlan = self.signature.plan([flat.values for flat in flats])
 
     @property
@@ -36,12 +37,8 @@ class Planned:
         return [flat for flat, gather in zip(self.flats, self.plan.each, strict=True) if gather.moves]
 
 
-def _nothing() -> None:
-    return None
-
-
-def planned(tree: Any, options: Options) -> Iterator[list[Planned]]:
-    """The stages on each mesh that this rank runs, each once."""
+def planned(tree: Any, options: Options) -> list[list[Planned]]:
+    """The stages on each mesh that this rank runs, each once. What follows asks for those of one mesh."""
     meshes: dict[Any, dict[int, Planned]] = {}
     for node in optree.tree_leaves(tree, is_leaf=is_stage):
         if not is_stage(node):
@@ -50,16 +47,11 @@ def planned(tree: Any, options: Options) -> Iterator[list[Planned]]:
         if all(flat.layout.here(process_groups.global_rank()) for flat in flats):
             known = meshes.setdefault(flats[0].layout.grid, {})
             known.setdefault(id(flats[0].values), Planned(flats, options))
-    for some in meshes.values():
-        yield list(some.values())
+    return [list(some.values()) for some in meshes.values()]
 
 
-def gathered(tree: Any, options: Options) -> int:
+def gathered(stages: list[Planned], options: Options) -> int:
     """What parameters are gathered into."""
-    return sum(_gathered(some, options) for some in planned(tree, options))
-
-
-def _gathered(stages: list[Planned], options: Options) -> int:
     largest = max(one.plan.nbytes for one in stages)
     kept = [one for one in stages if one.signature.keep in (True, "step")]
     turns = sum(one.plan.nbytes > 0 and one not in kept for one in stages)
@@ -79,21 +71,17 @@ def _secondary(stage: Planned) -> int:
     return nbytes
 
 
-def decoded(tree: Any, options: Options) -> int:
+def decoded(stages: list[Planned], options: Options) -> int:
     """What parameters in few bits are decoded to."""
 
     def of(packed: Packed) -> int:
         return room(packed.numel * (options.gather_dtype or packed.dtype).itemsize)
 
-    return sum(max(sum(map(of, one.signature.packed)) for one in some) for some in planned(tree, options))
+    return max(sum(map(of, one.signature.packed)) for one in stages)
 
 
-def reducing(tree: Any, options: Options) -> int:
+def reducing(stages: list[Planned], options: Options) -> int:
     """What gradients take off from, and what arrives; and those that are about to leave the device."""
-    return sum(_reducing(some, options) for some in planned(tree, options))
-
-
-def _reducing(stages: list[Planned], options: Options) -> int:
     scratch: dict[int, int] = {}
     away = 0
     for one in stages:
@@ -111,9 +99,8 @@ def _reducing(stages: list[Planned], options: Options) -> int:
 # --- what reads and writes disks ---
 
 
-def moving(tree: Any, options: Options, state: Iterable[tuple[Tensor, str, Layout | None]]) -> int:
-    """What is read ahead and written behind, together for all kinds: the buffers are kept, by their sizes."""
-    every = [one for some in planned(tree, options) for one in some]
+def moving(every: list[Planned], options: Options, state: Iterable[tuple[Tensor, str, Layout | None]]) -> int:
+    """What is read ahead and written behind on all meshes, for all kinds: the buffers are kept, by their sizes."""
     away = any(flat.layout.placement.tiers != Tiers() for one in every for flat in one.flats)
     return _read(every, options) + _written(every) + _streamed(every, state) + away * _rounded(copying.ROOM)
 
@@ -130,11 +117,7 @@ def _most(counts: Iterable[dict[int, int]], at_once: int) -> int:
 
 
 def _sizes(nbytes: Iterable[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for n in nbytes:
-        if n:
-            found[_rounded(n)] = found.get(_rounded(n), 0) + 1
-    return found
+    return Counter(_rounded(n) for n in nbytes if n)
 
 
 def _read(stages: list[Planned], options: Options) -> int:
@@ -179,9 +162,5 @@ def _streamed(stages: list[Planned], state: Iterable[tuple[Tensor, str, Layout |
 
 def _any_length(columns: list[tuple[int, int]]) -> dict[int, int]:
     """How many buffers of each size the stretches of some columns may need, of whatever length these are."""
-    found: dict[int, int] = {}
-    for nbytes, itemsize in columns:
-        longest = _rounded(min(nbytes, streaming.CHUNK * itemsize) + 2 * ALIGNMENT)
-        for size in range(UNIT, longest + 1, UNIT):
-            found[size] = found.get(size, 0) + 1
-    return found
+    longest = (_rounded(min(nbytes, streaming.CHUNK * itemsize) + 2 * ALIGNMENT) for nbytes, itemsize in columns)
+    return Counter(size for most in longest for size in range(UNIT, most + 1, UNIT))

@@ -254,12 +254,10 @@ def _instead(tree: Any) -> str:
     return f"neither flat shards nor tensors: the tree has {listed(kinds) if kinds else 'no leaves'}"
 
 
-def _ends(node: Any) -> bool:
-    return is_stage(node) or is_unit(node) or is_packed(node) or type(node) is Blocks
-
-
 def _stages(tree: Any) -> Iterator[Stage]:
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=_ends)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(
+        tree, is_leaf=lambda node: is_stage(node) or is_unit(node) or is_packed(node) or type(node) is Blocks
+    )
     first_at: dict[int, str] = {}
     waiting: list[Plain] = []
     name = ""
@@ -306,13 +304,12 @@ def _plain(leaf: Any, path: str, stage: str, first_at: dict[int, str]) -> Plain 
     if before != path:
         return replace(plain, nbytes=0, whole=0, numel=0, note=f"the same as {before}")
     here = values.to_local().nbytes if is_dtensor(values) else values.nbytes  # type: ignore[attr-defined]
-    return replace(plain, nbytes=here, note=_note(leaf))
-
-
-def _note(leaf: Any) -> str:
     if is_dtensor(leaf):
-        return f"DTensor, {', '.join(map(str, leaf.placements))}"
-    return "" if isinstance(leaf, Tensor) or is_packed(leaf) else f"this rank's, of {leaf.layout.stage or 'the tree'}"
+        note = f"DTensor, {', '.join(map(str, leaf.placements))}"
+    else:
+        whole = isinstance(leaf, Tensor) or is_packed(leaf)
+        note = "" if whole else f"this rank's, of {leaf.layout.stage or 'the tree'}"
+    return replace(plain, nbytes=here, note=note)
 
 
 def word(dtype: torch.dtype) -> str:

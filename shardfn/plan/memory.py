@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
@@ -16,11 +18,10 @@ from shardfn.mesh.which import Which
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.torch import comes_later
 from shardfn.plan import buffers, hollow
-from shardfn.plan.figures import Bytes, Memory, together
 from shardfn.quant.formats import Format
 from shardfn.quoting import short_errors
 from shardfn.shards.blocks import Blocks
-from shardfn.shards.layout import FlatShard, Layout, is_flat
+from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Strategy
 from shardfn.shards.sharding import Specs
@@ -31,6 +32,83 @@ from shardfn.tiers.files import ALIGNMENT
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """How many bytes of something a rank has where.
+
+    Attributes:
+        device: on the device that computes; on a mesh of CPUs also what is in the host's memory, which is the same.
+        host: in the host's memory, where that is another.
+        disk: in files, in whole blocks of 4096.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device + other.device, self.host + other.host, self.disk + other.disk)
+
+    @property
+    def total(self) -> int:
+        """On all of them."""
+        return self.device + self.host + self.disk
+
+
+def together(some: Iterable[Bytes]) -> Bytes:
+    """Their sum."""
+    return sum(some, Bytes())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank has during a step, by kind and tier, as `memory` counts them.
+
+    The first three are there from the first step to the last, and exact. Of the others each one is the most that there
+    is at once: `gathered` to the byte where the backward of every stage reads its parameters, the others at most.
+
+    Attributes:
+        parameters: this rank's pieces, padding included: elements that its layouts hold, times the bytes of one.
+        gradients: of what is trained, as `value_and_grad` returns them, in the parameters' dtype: elements that the
+            layouts of the state hold, times the bytes of one. One set of them: a loop that keeps the last ones while it
+            computes new ones has two.
+        state: the tensors of `optimizer.init(params)`.
+        gathered: the ring, `1 + prefetch` buffers (or one for each stage, if there are fewer) of the size of the
+            largest stage; in addition to these, of each stage that is not given back after forward, its whole size;
+            and what `hpz` leaves for backward. The size of a stage is the sum over its buffers, each rounded up to
+            512 bytes; of what need not be gathered, because it is whole here and in its own dtype, it is 0.
+        decoded: what parameters in few bits are decoded to: the largest stage's, in the dtype that it computes with.
+        reducing: what gradients take off from: for each of a stage's buffers two gradients of the largest stage, and
+            two of what arrives; and where gradients go to another tier, three pieces of the largest one.
+        moving: what reads and writes disks, through buffers of whole MiB: of parameters, those of `1 + 2 prefetch`
+            stages; of gradients, three; of an optimizer's step, five stretches of 2^19 elements of each column that is
+            on disk, of which there may be some for each size of the last stretch; and 9 MiB by which values were put
+            there.
+    """
+
+    parameters: Bytes = Bytes()
+    gradients: Bytes = Bytes()
+    state: Bytes = Bytes()
+    gathered: Bytes = Bytes()
+    decoded: Bytes = Bytes()
+    reducing: Bytes = Bytes()
+    moving: Bytes = Bytes()
+
+    @property
+    def total(self) -> Bytes:
+        """Of all kinds, by tier: what a step takes, but for activations and what functions compute with."""
+        return together(getattr(self, one.name) for one in fields(self))
+
+    def __str__(self) -> str:
+        rows = {one.name: getattr(self, one.name) for one in fields(self)} | {"total": self.total}
+        unit, name = (1e9, "GB") if self.total.total >= 1e10 else (1e6, "MB")
+        lines = [f"{name + ' a rank':<12}" + "".join(f"{tier:>12}" for tier in ("device", "host", "disk"))]
+        for kind, some in rows.items():
+            cells = (f"{n / unit:.3f}" if n else "-" for n in (some.device, some.host, some.disk))
+            lines.append(f"{kind:<12}" + "".join(f"{cell:>12}" for cell in cells))
+        return "\n".join(lines)
 
 
 @short_errors
@@ -82,29 +160,28 @@ def memory(
     Example:
         ``print(memory(init_makers, adamw(3e-4), full_shard("shard").on(state="disk"), mesh=mesh))``
     """
-    stage(_nothing, reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, gather=gather)  # which looks at them
+    # A stage looks at what it is asked for.
+    stage(lambda: None, reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, gather=gather)
     options = Options(
         reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype, gather=gather
     )
     if optimizer is not None:
         must_be_optimizer("memory", optimizer)
     tree = hollow.without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
-    leaves = distinct(optree.tree_leaves(tree, is_leaf=is_flat))
-    flats = [leaf for leaf in leaves if is_flat(leaf)]
+    every = optree.tree_leaves(tree, is_leaf=is_flat)
+    leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in every}.values()  # each once
     state = [] if optimizer is None else _state(optimizer, tree)
+    meshes = buffers.planned(tree, options)
+    moving = buffers.moving([*itertools.chain(*meshes)], options, state)  # in the host's memory, where that is another
     return Memory(
         parameters=together(_parameter(leaf) for leaf in leaves),
         gradients=together(_gradient(leaf) for leaf in leaves),
         state=together(on(tier, x, layout) for x, tier, layout in state),
-        gathered=Bytes(buffers.gathered(tree, options)),
-        decoded=Bytes(buffers.decoded(tree, options)),
-        reducing=Bytes(buffers.reducing(tree, options)),
-        moving=_near(flats, buffers.moving(tree, options, state)),
+        gathered=Bytes(sum(buffers.gathered(some, options) for some in meshes)),
+        decoded=Bytes(sum(buffers.decoded(some, options) for some in meshes)),
+        reducing=Bytes(sum(buffers.reducing(some, options) for some in meshes)),
+        moving=Bytes(host=moving) if any(_apart(leaf.layout) for leaf in leaves if is_flat(leaf)) else Bytes(moving),
     )
-
-
-def _nothing() -> None:
-    return None
 
 
 def _laid_out(
@@ -130,11 +207,6 @@ def _laid_out(
     return hollow.laid_out(params, mesh, strategy, stages, frozen, specs)
 
 
-def distinct(leaves: Iterable[Any]) -> list[Any]:
-    """Tensors and flat shards, each once."""
-    return list({id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in leaves}.values())
-
-
 # --- one tensor ---
 
 
@@ -149,11 +221,6 @@ def on(tier: str, x: Tensor | int, layout: Layout | None) -> Bytes:
 def _apart(layout: Layout | None) -> bool:
     """Whether the host's memory is another than the device's."""
     return layout is not None and mesh_of(layout.grid, f"stage {layout.stage!r}").device_type != "cpu"
-
-
-def _near(flats: list[FlatShard], nbytes: int) -> Bytes:
-    """In the host's memory, which may be the device's."""
-    return Bytes(host=nbytes) if any(_apart(flat.layout) for flat in flats) else Bytes(nbytes)
 
 
 def _parameter(leaf: Any) -> Bytes:
@@ -190,8 +257,8 @@ def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | 
             "leave the optimizer out, and count what its documentation says"
         )
     seen = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
-    away = [flat.layout.placement.tiers.params != "device" for flat in optree.tree_leaves(tree, is_leaf=is_flat)
-            if is_flat(flat)]  # fmt: skip
+    flats = [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
+    away = [flat.layout.placement.tiers.params != "device" for flat in flats]
     found = []
     for x, layout in _tensors(state):
         if autograd.storage_of(x) in seen:

@@ -188,17 +188,17 @@ def _of_pairs(values: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
 def _stepped(name: str, bits: int) -> Code:
     """The whole numbers, as many to either side."""
     most = float(2 ** (bits - 1) - 1)
+
+    def encode(x: Tensor) -> Tensor:
+        return x.round().to(torch.int8).view(torch.uint8)
+
     if bits == 8:
-        return Code(name, 8, most, lambda x: x.round().to(torch.int8).view(torch.uint8), _signed)
+        return Code(name, 8, most, encode, lambda codes: codes.view(torch.int8).float())
 
     def numbers() -> Tensor:
         return torch.arange(16).add(8).remainder(16).sub(8).to(torch.float32)
 
-    return Code(name, 4, most, lambda x: _paired(x.round().to(torch.int8).view(torch.uint8) & 15), _of_pairs(numbers))
-
-
-def _signed(codes: Tensor) -> Tensor:
-    return codes.view(torch.int8).float()
+    return Code(name, 4, most, lambda x: _paired(encode(x) & 15), _of_pairs(numbers))
 
 
 def _floating(name: str, dtype: torch.dtype) -> Code:

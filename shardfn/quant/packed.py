@@ -207,13 +207,8 @@ def _shape(x: Any) -> tuple[int, ...] | None:
     return tuple(x.shape) if isinstance(x, (Tensor, Packed)) else None
 
 
-def _flatten(packed: Packed) -> tuple[tuple[Any], Any, tuple[str]]:
-    return (packed.values,), (packed.format, packed.shape, packed.dtype), ("",)
-
-
-def _unflatten(meant: Any, children: Any) -> Packed:
-    (values,) = children
-    return Packed(values, *meant)
-
-
-pytrees.register(Packed, _flatten, _unflatten)
+pytrees.register(
+    Packed,
+    lambda packed: ((packed.values,), (packed.format, packed.shape, packed.dtype), ("",)),
+    lambda meant, children: Packed(*children, *meant),
+)

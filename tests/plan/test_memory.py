@@ -18,7 +18,7 @@ import shardfn.optim as so
 from shardfn import P, interop, quant
 from shardfn.compat import autograd
 from shardfn.mesh.scope import scope as sf_scope
-from shardfn.plan.figures import Bytes
+from shardfn.plan.memory import Bytes
 from shardfn.stages.engine import engine_of
 from shardfn.testing import world
 from shardfn.tiers import placing, tensors, transfers

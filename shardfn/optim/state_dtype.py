@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,43 +27,6 @@ Stored = tuple[Tensor, ...]  # what is kept of a unit in one slot
 POSITIVE = ("square",)  # slots without negative numbers
 
 
-class Kept(Protocol):
-    """A way to keep slots: trees of tensors that stand for numbers, and are entries of the optimizer's state."""
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the tensors."""
-
-    def init(self, known: Units, slots: Sequence[str]) -> dict[str, Any]:
-        """The entries of slots that are zero."""
-
-    def stored(self, known: Units, state: Any, slot: str) -> list[Stored | None]:
-        """What a slot has of each unit."""
-
-    def entries(self, known: Units, slots: dict[str, list[Stored | None]]) -> dict[str, Any]:
-        """The entries of slots that have this."""
-
-    def chunks(self, unit: Unit, start: int, stop: int) -> Sequence[Runs]:
-        """Elements `start` to `stop` of a unit, a few at a time."""
-
-    def whole(self, unit: Unit) -> Runs:
-        """All of them."""
-
-    def opened(self, slot: str, stored: Stored, part: Runs) -> Tensor:
-        """The numbers of some elements, as a vector."""
-
-    def closed(
-        self, known: Units, slots: Sequence[str], every: Sequence[Opened], salt: Any, *, together: bool
-    ) -> list[list[Stored]]:
-        """What is to be kept of numbers: for each `Opened`, what replaces that part in each slot.
-
-        `together` all ranks call it once in a step; by itself a rank calls it for what is `ready`.
-        """
-
-    def places(self, part: Runs) -> tuple[slice, ...]:
-        """Where in what is stored this part is."""
-
-
 @dataclass
 class Opened:
     """Elements that an optimizer works on: a unit by its number, which part of it, and new numbers by slot."""
@@ -80,66 +43,64 @@ class Opened:
 
 @dataclass(frozen=True)
 class Coded:
-    """Codes of 8 bits, and for each block its largest magnitude, which the largest code stands for."""
+    """Codes of 8 bits, and for each block its largest magnitude, which the largest code stands for.
+
+    Attributes:
+        dtypes: of the tensors that are kept of a unit in one slot.
+    """
 
     dtypes = torch.uint8, torch.float32
 
     def init(self, known: Units, slots: Sequence[str]) -> dict[str, Any]:
-        """Codes and scales of zeros."""
+        """The entries of slots that are zero: codes and scales."""
+
+        def zeros(unit: Unit, slot: str) -> Stored:
+            zero = 0 if slot in POSITIVE else 127
+            return slot_of(unit, dtype=torch.uint8, fill=zero), slot_of(unit, (blocks.count(unit),), torch.float32)
+
         return self.entries(
-            known,
-            {
-                slot: [self._zeros(unit, _code(slot)) if unit.trainable else None for unit in known.each]
-                for slot in slots
-            },
+            known, {slot: [zeros(u, slot) if u.trainable else None for u in known.each] for slot in slots}
         )
 
-    def _zeros(self, unit: Unit, code: Code) -> Stored:
-        zero = 0 if code is codes.positive else 127
-        return slot_of(unit, dtype=torch.uint8, fill=zero), slot_of(unit, (blocks.count(unit),), torch.float32)
-
     def stored(self, known: Units, state: Any, slot: str) -> list[Stored | None]:
-        """Codes and scales of each unit."""
+        """What a slot has of each unit: codes and scales."""
         each = zip(known.beside(state["codes"][slot]), blocks.beside(known, state["scales"][slot]), strict=True)
         return [None if of_codes is None else (of_codes, scales) for of_codes, scales in each]
 
     def entries(self, known: Units, slots: dict[str, list[Stored | None]]) -> dict[str, Any]:
-        """Trees of codes, and trees of scales, by slot."""
-        return {
-            "codes": {
-                slot: known.like(None if one is None else one[0] for one in stored) for slot, stored in slots.items()
-            },
-            "scales": {
-                slot: known.rebuilt(
-                    blocks.like(unit, None if one is None else one[1])
-                    for unit, one in zip(known.each, stored, strict=True)
-                )
-                for slot, stored in slots.items()
-            },
-        }
+        """The entries of the optimizer's state: trees of codes, and trees of scales, by slot."""
+        entries: dict[str, Any] = {"codes": {}, "scales": {}}
+        for slot, stored in slots.items():
+            of_codes, scales = zip(*(one or (None, None) for one in stored), strict=True) if stored else ((), ())
+            entries["codes"][slot] = known.like(of_codes)
+            entries["scales"][slot] = known.rebuilt(map(blocks.like, known.each, scales))
+        return entries
 
     def chunks(self, unit: Unit, start: int, stop: int) -> Sequence[Runs]:
-        """Whole blocks."""
+        """Elements `start` to `stop` of a unit, a few at a time: whole blocks."""
         return blocks.chunks(unit, start, stop)
 
     def whole(self, unit: Unit) -> Runs:
-        """All blocks."""
+        """All elements of a unit, as its blocks."""
         return blocks.runs(unit)
 
     def places(self, part: Runs) -> tuple[slice, ...]:
-        """Of its codes, and of its scales."""
+        """Where in what is stored this part is: of its codes, and of its scales."""
         last = part[-1]
         return slice(part[0].start, last.stop), slice(part[0].at, last.at + last.blocks)
 
     def opened(self, slot: str, stored: Stored, part: Runs) -> Tensor:
-        """The numbers that codes and scales stand for."""
+        """The numbers of some elements, as a vector."""
         of_codes, scales = stored
         return blocks.times(_code(slot).decode(of_codes), scales, part)
 
     def closed(
         self, known: Units, slots: Sequence[str], every: Sequence[Opened], salt: Any, *, together: bool
     ) -> list[list[Stored]]:
-        """New codes and scales."""
+        """What is to be kept of numbers: for each `Opened`, what replaces that part in each slot.
+
+        `together` all ranks call it once in a step; by itself a rank calls it for what is `ready`.
+        """
         del salt
         largest = [[blocks.largest(x.detach(), one.part) for x in one.numbers] for one in every]
         if together:
@@ -195,11 +156,8 @@ class Rounded:
 
     def init(self, known: Units, slots: Sequence[str]) -> dict[str, Any]:
         """Zeros."""
-        found: dict[str, list[Stored | None]] = {
-            slot: [(slot_of(unit, dtype=self.dtype),) if unit.trainable else None for unit in known.each]
-            for slot in slots
-        }
-        return self.entries(known, found)
+        each = {slot: [slot_of(u, dtype=self.dtype) if u.trainable else None for u in known.each] for slot in slots}
+        return {slot: known.like(zeros) for slot, zeros in each.items()}
 
     def stored(self, known: Units, state: Any, slot: str) -> list[Stored | None]:
         """The tensors."""
@@ -236,17 +194,13 @@ class Rounded:
         for one in every:
             (run,) = one.part
             unit = known.each[one.unit]._replace(values=one.numbers[0])  # which may not be where it is kept
-            found.append(
-                [
-                    (closed_to(x, self.dtype, bits),)
-                    for x, bits in zip(
-                        one.numbers,
-                        drawn(unit, run.start, run.stop, len(one.numbers), salt),
-                        strict=True,
-                    )
-                ]
-            )
+            bits = drawn(unit, run.start, run.stop, len(one.numbers), salt)
+            found.append([(closed_to(x, self.dtype, some),) for x, some in zip(one.numbers, bits, strict=True)])
         return found
+
+
+Kept = Coded | Rounded
+"""A way to keep slots: trees of tensors that stand for numbers, and are entries of the optimizer's state."""
 
 
 # --- rounding at random ---

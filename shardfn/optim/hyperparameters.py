@@ -46,10 +46,13 @@ def check(name: str, numbers: dict[str, Any], rules: Container[str] = ("weight_d
                 raise TypeError(f"{name}: {key}={_short(value)} is {kind(value)}; it is True or False")
         elif callable(value) and not isinstance(value, type) and (key == "lr" or key in rules):
             continue
-        elif isinstance(value, Tensor):
-            _check_tensor(name, key, value)
-        else:
+        elif not isinstance(value, Tensor):
             in_range(name, key, value)
+        elif key != "lr":
+            raise TypeError(f"{name}: {key} is a tensor; only lr may be one, and have a gradient: pass {key}.item()")
+        elif value.ndim or not value.is_floating_point():
+            shape = tuple(value.shape)
+            raise ValueError(f"{name}: lr is a tensor of shape {shape}, {value.dtype}; it is one floating number")
 
 
 def in_range(name: str, key: str, value: Any) -> None:
@@ -77,6 +80,11 @@ def check_rule(name: str, found: tuple[tuple[str, Any], ...]) -> None:
         in_range(f"{name}: a rule for a parameter", key, value)
 
 
+def constants(numbers: dict[str, Any]) -> dict[str, Any]:
+    """Those that are neither schedules nor rules, which a state keeps."""
+    return {name: value for name, value in numbers.items() if not callable(value)}
+
+
 def at_step(value: Any, step: int) -> Any:
     """A learning rate, or what a schedule says of a step."""
     if not callable(value):
@@ -86,15 +94,6 @@ def at_step(value: Any, step: int) -> Any:
         return found
     in_range(f"the schedule at step {step}", "lr", found)
     return found
-
-
-def _check_tensor(name: str, key: str, value: Tensor) -> None:
-    if key != "lr":
-        raise TypeError(f"{name}: {key} is a tensor; only lr may be one, and have a gradient: pass {key}.item()")
-    if value.ndim or not value.is_floating_point():
-        raise ValueError(
-            f"{name}: lr is a tensor of shape {tuple(value.shape)}, {value.dtype}; it is one floating number"
-        )
 
 
 def _said(key: str, low: float, high: float, ends: str) -> str:
