@@ -119,9 +119,8 @@ class Lock:
         """Whose words these are, and whether that is a process of this host."""
         try:
             about = json.loads(said)
-            return f"process {about['pid']} on {about['host']}, since {about['since']}", about[
-                "host"
-            ] == socket.gethostname()
+            host = about["host"]
+            return f"process {about['pid']} on {host}, since {about['since']}", host == socket.gethostname()
         except (ValueError, KeyError, TypeError):
             return f"{self.path} does not say which", True
 

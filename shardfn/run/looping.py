@@ -115,6 +115,9 @@ def loop(
              "evaluate": evaluate, "report": report, "seed": seed, "limit": limit, "flops": flops,
              "peak": peak}  # fmt: skip
     where, places, wanted = _asked(team, step, state, batches, given)
+    saver = None
+    if wanted.save is not None:
+        saver = Saver(wanted.save, Keeping(wanted.keep, wanted.best), Origin(wanted.seed, wanted.identity))
     run = LoopState(
         team=team,
         asked=wanted,
@@ -123,9 +126,7 @@ def loop(
         exchange=Exchange(team),
         reports=Reports(wanted.reports if team.rank == 0 else ()),
         figures=Figures(wanted.flops, wanted.peak, team.size, places),
-        saver=None
-        if wanted.save is None
-        else Saver(wanted.save, Keeping(wanted.keep, wanted.best), Origin(wanted.seed, wanted.identity)),
+        saver=saver,
     )
     with Interrupts(wanted.limit) as interrupts:
         run.interrupts = interrupts
