@@ -169,9 +169,7 @@ def _made(
     who = peers(mesh, axes, NAME, lengths, unequal=isinstance(source, Stream))
     size = portion(batch, max(who.places) + 1, axes)
     first = who.places[who.ranks.index(dist.get_rank())] * size
-    known: dict[str, str | int] = {
-        "seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last,
-    }  # fmt: skip
+    known: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last}
     device = device_of(mesh.device_type)
     if isinstance(source, Stream):
         streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)

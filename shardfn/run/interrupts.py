@@ -43,7 +43,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._outer = next((one for one in _within[-1:]), None)
+            self._outer = _within[-1] if _within else None
             _within.append(self)
             self.signalled = unheard.pop() if unheard else None
             self._before = {number: signal.signal(number, self._asked) for number in SIGNALS}

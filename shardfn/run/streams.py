@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,7 @@ from shardfn.run.feeding import ahead, locked, owned
 from shardfn.run.fingerprints import digest
 from shardfn.run.order import Last, permuted
 from shardfn.run.randomness import lent_generators, seed_host
-from shardfn.run.sources import by_workers, made
+from shardfn.run.sources import NAME, by_workers, made
 from shardfn.shards.random import mixed
 
 ReadRows = Callable[[Any], Iterable[Any]]
@@ -177,23 +177,11 @@ class Lane:
             raise ValueError(f"Stream: {name} has {count} rows, and lengths says {lengths[file]}: correct it")
 
 
-NAME = "sf.run.batches"
-
-
 def stream_fingerprint(stream: Stream) -> str:
     """Of the names of the files, of lanes, block and lengths; rows are not read for it."""
     names = [Path(str(file)).name for file in stream.files]
     lengths = None if stream.lengths is None else list(stream.lengths)
     return f"{digest([names, stream.lanes, stream.block, lengths]):014x}"
-
-
-@dataclass
-class _Taken:
-    """What a lane gave for one step: rows, and which of them count; `ended` if it had to give too few."""
-
-    rows: list[Any] = field(default_factory=list)
-    real: list[bool] = field(default_factory=list)
-    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,28 +243,22 @@ class Streamed:
     def steps(self, start: int, lanes: range) -> Generator[tuple[State, Any]]:
         """The rows that come from these lanes, collated."""
         each = self.batch // self.stream.lanes
-        open_ = [
-            (
-                Lane(self.stream, lane, self.seed, self.shuffle),
-                max(0, self.first - lane * each),
-                self.stop - lane * each,
-            )
-            for lane in lanes
-        ]
-        rows = [_OpenLane(self, lane, each, slice(low, min(each, high)), start) for lane, low, high in open_]
-        step = start
-        while True:
+        open_lanes = []
+        for number in lanes:
+            part = slice(max(0, self.first - number * each), min(each, self.stop - number * each))
+            open_lanes.append(_OpenLane(self, Lane(self.stream, number, self.seed, self.shuffle), each, part, start))
+        for step in itertools.count(start):
             with lent_generators():
-                taken = [lane.take() for lane in rows]
-                ended = any(one.ended for one in taken)
-                batch = None if ended else self._collated([row for one in taken for row in one.rows], step, lanes)
+                parts = [lane.take() for lane in open_lanes]
+                taken = [pair for part in parts for pair in part or ()]
+                ended = None in parts
+                batch = None if ended else self._collated([row for row, _ in taken], step, lanes)
             if ended:
                 yield State.END, None
                 return
-            real = [one for part in taken for one in part.real]
+            real = [counts for _, counts in taken]
             whole = masked(batch, np.array(real)) if self.last == "pad" else batch
             yield State.BATCH if any(real) else State.FILLED, whole
-            step += 1
 
     def _collated(self, rows: list[Any], step: int, lanes: range) -> Any:
         seed_host(mixed(self.seed, "collate", step, lanes.start, self.first))
@@ -292,17 +274,19 @@ class _OpenLane:
         self._rows = lane.rows(start * each, end)
         self._filler: tuple[Any, int] | None = None
 
-    def take(self) -> _Taken:
-        """The rows of a step that are of this rank; where an end comes before, what `last` says."""
-        found, epochs = _Taken(), self.whole.epochs
+    def take(self) -> list[tuple[Any, bool]] | None:
+        """The rows of a step that are of this rank, and whether each counts; where an end comes before, as `last` says.
+
+        None if the step has no batch.
+        """
+        taken, epochs = [], self.whole.epochs
         for _ in range(self.each):
-            one = next(self._rows, None)
-            if one is None and self.whole.last == "drop":
-                return _Taken(ended=True)
-            row, epoch = one or self._filled()
-            found.rows.append(row)
-            found.real.append(epochs is None or epoch < epochs)
-        return _Taken(found.rows[self.part], found.real[self.part])
+            next_row = next(self._rows, None)
+            if next_row is None and self.whole.last == "drop":
+                return None
+            row, epoch = next_row or self._filled()
+            taken.append((row, epochs is None or epoch < epochs))
+        return taken[self.part]
 
     def _filled(self) -> tuple[Any, int]:
         """The lane's first row, in no epoch that counts."""
