@@ -3,16 +3,13 @@
 Imports `checkpoint`, `optim`, `transforms`, `shards`, `tiers`, `collectives` and `mesh`.
 """
 
-from shardfn.run.batching import Batches, batches
+from shardfn.run.batching import Batches, Feed, batches
 from shardfn.run.checking import Checked, checked
-from shardfn.run.feed import Feed
-from shardfn.run.history import Run
-from shardfn.run.logs import jsonl, tensorboard
+from shardfn.run.loop_state import Run
 from shardfn.run.looping import loop
-from shardfn.run.progress import progress
+from shardfn.run.reports import jsonl, progress, tensorboard
 from shardfn.run.streams import Stream
-from shardfn.run.tokens import TokenFile, write_tokens
-from shardfn.run.windows import packed_windows, token_windows
+from shardfn.run.tokens import TokenFile, packed_windows, token_windows, write_tokens
 
 __all__ = [
     "Batches",

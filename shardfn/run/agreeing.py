@@ -1,7 +1,11 @@
-"""What the ranks of a run tell each other: how it was called, and at every step whether it goes on."""
+"""What the ranks of a run tell each other: how it was called, at every step whether it goes on, and who has failed."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn.checkpoint.team import Team
+from shardfn.compat import process_groups
 from shardfn.mesh import waiting
 from shardfn.quoting import findings
 
@@ -93,6 +98,11 @@ class Exchange:
         return Word(*map(int, said.tolist()))
 
 
+def ranks_of(team: Team) -> list[int]:
+    """The global ranks of a team, in their order in it."""
+    return [process_groups.global_rank()] if team.group is None else dist.get_process_group_ranks(team.group)
+
+
 def compare(team: Team, facts: dict[str, str], mine: Exception | None) -> None:
     """Raises on every rank, if arguments are wrong on one or differ between ranks.
 
@@ -119,3 +129,39 @@ def compare(team: Team, facts: dict[str, str], mine: Exception | None) -> None:
                 f"sf.run.loop: ranks differ in {findings(differ)}. All ranks pass the same: what only one of them "
                 f"knows, it sends to the others first"
             )
+
+
+TOGETHER = 1.0  # seconds within which ranks fail together
+
+
+class Failing:
+    """One run's: a context around what may fail on this rank alone."""
+
+    def __init__(self, team: Team) -> None:
+        # Ranks may have made different numbers of runs before, so that a number here would not do.
+        name = team.gathered(uuid.uuid4().hex, "starting the run")[0]
+        self.key = f"shardfn/run/{name}/failed"
+        self.ranks = ranks_of(team)
+        self.alone = team.group is None or process_groups.worlds_of_threads()
+        waiting.goes_on()
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """Of an error that does not come to all ranks within a second, those that wait for this one learn."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.alone:
+                with contextlib.suppress(RuntimeError):  # the store has gone with a rank
+                    self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        store = process_groups.default_store()
+        store.set(f"{self.key}/{dist.get_rank()}", "")
+        every, until = [f"{self.key}/{rank}" for rank in self.ranks], time.monotonic() + TOGETHER
+        while time.monotonic() < until:
+            if store.check(every):
+                return
+            time.sleep(0.01)
+        waiting.failed(error)

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from shardfn.checkpoint.folders import seen
-from shardfn.run.choosing import Resume
+from shardfn.run.checkpoints import identity_of
+from shardfn.run.folder import Best, Resume, best_of
 from shardfn.run.interrupts import seconds_of
-from shardfn.run.keeping import Best, best_of
-from shardfn.run.progress import progress
-from shardfn.run.reporting import Report
-from shardfn.run.resuming import identity_of
+from shardfn.run.reports import Report, progress
 from shardfn.shards.random import int_seed
 
 Evaluate = Callable[[Any], Mapping[str, Any]]

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+import itertools
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 
 from shardfn.collectives.agree import agree
-from shardfn.mesh.axes import check_axes, sizes
-from shardfn.mesh.grid import AxisName, as_names
+from shardfn.mesh.axes import sizes
+from shardfn.mesh.grid import AxisName
 from shardfn.quoting import short_errors
-from shardfn.run.collating import Collate
+from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
+from shardfn.run.collating import Collate, Lengths, Pad, lengths_of
 from shardfn.run.feeding import ahead, device_of, locked
 from shardfn.run.order import Last, Order
-from shardfn.run.padding import Lengths, Pad, lengths_of
-from shardfn.run.reading import Reader, by_workers, fingerprint, steps_from
-from shardfn.run.sources import NAME, opened, portion
-from shardfn.run.streaming import Streamed, stream_fingerprint
-from shardfn.run.streams import Stream
-from shardfn.run.together import Peers, Read, State, peers, together
+from shardfn.run.sources import NAME, Reader, by_workers, fingerprint, opened, portion
+from shardfn.run.streams import Stream, Streamed, stream_fingerprint
 from shardfn.shards.random import int_seed
 
 if TYPE_CHECKING:
@@ -70,7 +68,8 @@ class Batches:
         Raises:
             ValueError: a negative step.
         """
-        return together(self._open(_checked_start(start)), start, self._peers, device_of(self._peers.mesh.device_type))
+        _checked_int("start", start, 0)
+        return together(self._open(start), start, self._peers, device_of(self.mesh.device_type))
 
     def __iter__(self) -> Generator[Any]:
         return self(self.start)
@@ -138,17 +137,14 @@ def batches(
     Raises:
         TypeError, ValueError: on every rank, an argument that is wrong; or ranks have different arguments or sources.
     """
-    names = as_names(axes) if isinstance(axes, (str, tuple)) else axes
     sizes(mesh)
     try:
         lengths = lengths_of(pad, collate, NAME)
-        made = _made(
-            source, mesh, names, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch, lengths
-        )
+        made = _made(source, mesh, axes, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch, lengths)
     except Exception as error:
         agree([str(error)], mesh, NAME, mine=error)
         raise
-    compared = {**made.identity, "start": start, "epochs": epochs, "axes": names, "pad": made._peers.lengths}
+    compared = {**made.identity, "start": start, "epochs": epochs, "axes": made.axes, "pad": made._peers.lengths}
     agree([f"{name}={value!r}" for name, value in compared.items()], mesh, NAME, subject=_SOURCES)
     return made
 
@@ -157,14 +153,12 @@ def _made(
     source: Any, mesh: DeviceMesh, axes: Any, batch: int, seed: int, start: int, epochs: int | None, shuffle: bool,
     last: Last, collate: Collate | None, workers: int, prefetch: int, lengths: Lengths | None,
 ) -> Batches:  # fmt: skip
-    if not isinstance(axes, tuple) or not all(isinstance(name, str) for name in axes):
-        raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, 'data', or a tuple of names")
-    check_axes(axes, mesh, f"{NAME}(axes={axes!r})")
+    axes = axes_of(axes, mesh, NAME)
     for name, value, least in (("batch", batch, 1), ("workers", workers, 0), ("prefetch", prefetch, 0)):
         _checked_int(name, value, least)
     if epochs is not None:
         _checked_int("epochs", epochs, 1)
-    _checked_start(start)
+    _checked_int("start", start, 0)
     if last not in get_args(Last):
         raise ValueError(f"{NAME}: last={last!r}; what becomes of an epoch's last rows is one of {get_args(Last)}")
     if collate is not None and not callable(collate):
@@ -175,9 +169,7 @@ def _made(
     who = peers(mesh, axes, NAME, lengths, unequal=isinstance(source, Stream))
     size = portion(batch, max(who.places) + 1, axes)
     first = who.places[who.ranks.index(dist.get_rank())] * size
-    known: dict[str, str | int] = {
-        "seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last,
-    }  # fmt: skip
+    known: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last}
     device = device_of(mesh.device_type)
     if isinstance(source, Stream):
         streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)
@@ -201,9 +193,8 @@ def _reads(reader: Reader, workers: int, prefetch: int, device: torch.device, st
     """A rank's batches: by workers, by a thread, or when they are asked for."""
     steps = reader.order.steps
     if workers:
-        found = ahead(
-            partial(by_workers, reader, steps_from(start, steps), workers, prefetch), max(1, prefetch), device
-        )
+        numbers = itertools.count(start) if steps is None else range(start, steps)
+        found = ahead(partial(by_workers, reader, numbers, workers, prefetch), max(1, prefetch), device)
     elif reader.ready and prefetch:
         found = ahead(partial(reader.each, start, steps), prefetch, device)
     else:
@@ -220,6 +211,8 @@ def _checked_int(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{NAME}: {name}={value}; it is at least {least}")
 
 
-def _checked_start(start: int) -> int:
-    _checked_int("start", start, 0)
-    return start
+class Feed(Protocol):
+    """Gives a run's batches, from any step on."""
+
+    def __call__(self, start: int) -> Iterator[Any]:
+        """This rank's part of the batches of step `start`, and of those after it."""

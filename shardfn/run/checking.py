@@ -11,11 +11,11 @@ import torch
 
 from shardfn.collectives.agree import agree
 from shardfn.compat import loaders
-from shardfn.mesh.axes import check_axes, sizes
-from shardfn.mesh.grid import AxisName, as_names
-from shardfn.run.owning import fresh, owned
-from shardfn.run.padding import Pad, lengths_of, of_dicts
-from shardfn.run.together import Peers, Read, State, peers, together
+from shardfn.mesh.axes import sizes
+from shardfn.mesh.grid import AxisName
+from shardfn.run.batch_consistency import Peers, Read, State, axes_of, peers, together
+from shardfn.run.collating import Pad, lengths_of, of_dicts
+from shardfn.run.feeding import fresh, owned
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,12 +90,9 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
     Raises:
         TypeError, ValueError: on every rank, a loader that is none, or an axis that the mesh does not have.
     """
-    names = as_names(axes) if isinstance(axes, (str, tuple)) else axes
     sizes(mesh)
     try:
-        if not isinstance(names, tuple):
-            raise TypeError(f"{NAME}: axes={axes!r}; it is the name of a mesh axis, 'data', or a tuple of names")
-        check_axes(names, mesh, f"{NAME}(axes={axes!r})")
+        names = axes_of(axes, mesh, NAME)
         if not isinstance(loader, Iterable):
             raise TypeError(f"{NAME}: the loader is of type {type(loader).__name__}, which gives no batches")
         lengths = lengths_of(pad, getattr(loader, "collate_fn", None), NAME)

@@ -1,19 +1,23 @@
-"""Batches are read ahead by a thread, and copied to the device beside what it computes."""
+"""Batches get memory of their own, are read ahead by a thread, and are copied to the device beside what it computes."""
 
 from __future__ import annotations
 
 import atexit
+import copy
+import dataclasses
 import queue
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 LOOK = 1.0  # seconds between two looks whether the thread is alive
 PATIENCE = 10.0  # seconds until a thread that reads is left to itself
@@ -118,11 +122,12 @@ def locked(batch: Any, device: torch.device) -> Any:
     """A batch whose tensors an accelerator can read by itself."""
     if device.type == "cpu":
         return batch
-    return optree.tree_map(lambda x: x.pin_memory() if _on_host(x) else x, batch)
 
+    def lock(x: Any) -> Any:
+        free = isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_pinned()
+        return x.pin_memory() if free else x
 
-def _on_host(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_pinned()
+    return optree.tree_map(lock, batch)
 
 
 class Copier:
@@ -139,7 +144,7 @@ class Copier:
         if self.device.type == "cpu":
             return Copy(batch, None)
         with self._module.stream(self._stream):
-            moved = optree.tree_map(lambda x: self._moved(x), batch)
+            moved = optree.tree_map(self._moved, batch)
             return Copy(moved, self._stream.record_event())
 
     def _moved(self, x: Any) -> Any:
@@ -169,3 +174,43 @@ def device_of(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def owned(batch: Any) -> Any:
+    """A copy of all tensors and arrays in what somebody's code has made, who may fill them again.
+
+    Which of them will be, nobody can know: a slice of a data set looks like a part of a buffer. A copy stays on the
+    device, and in locked memory. Objects of no known kind are left as they are.
+    """
+    return optree.tree_map(_copied, batch, none_is_leaf=True)
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        pinned = type(leaf) is Tensor and _pinned(leaf)
+        return torch.empty_like(leaf, pin_memory=True).copy_(leaf) if pinned else leaf.clone()
+    if isinstance(leaf, (np.ndarray, bytearray)):
+        return leaf.copy()
+    if isinstance(leaf, MutableMapping):  # of a class of its own, as tokenizers give
+        made = copy.copy(leaf)
+        for key, value in leaf.items():
+            made[key] = owned(value)
+        return made
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        like: Any = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(like, field.name, owned(getattr(leaf, field.name)))
+        return like
+    clone = getattr(leaf, "clone", None)  # tensor dicts, graphs
+    return clone() if callable(clone) else leaf
+
+
+def _pinned(x: Tensor) -> bool:
+    if get_worker_info() is not None:  # a forked process must not touch CUDA, and to ask already does
+        return False
+    return x.layout is torch.strided and x.device.type == "cpu" and x.is_pinned()
+
+
+def fresh(loader: Any) -> bool:
+    """Whether each batch has memory of its own: torch stacks rows, and nobody's code comes after that."""
+    return type(loader) is DataLoader and loader.collate_fn is default_collate

@@ -69,10 +69,15 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
     return ()
 
 
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a pytree, None among them, each with its path as a program writes it."""
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    return [(written(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
+
+
 def kinds(batch: Any) -> list[str]:
     """The leaves of a batch, a line for each: `['x'] float32 [8, 3]`."""
-    paths, leaves, _ = optree.tree_flatten_with_path(batch, none_is_leaf=True)
-    return [f"{written(path)} {described(leaf)}".lstrip() for path, leaf in zip(paths, leaves, strict=True)]
+    return [f"{name} {described(leaf)}".lstrip() for name, leaf in named_leaves(batch)]
 
 
 def rows_of(batch: Any) -> list[int]:

@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 from shardfn.checkpoint.folders import seen
 from shardfn.checkpoint.team import CheckpointError
@@ -120,7 +119,8 @@ class Lock:
         """Whose words these are, and whether that is a process of this host."""
         try:
             about = json.loads(said)
-            return f"process {about['pid']} on {about['host']}, since {about['since']}", _here(about)
+            host = about["host"]
+            return f"process {about['pid']} on {host}, since {about['since']}", host == socket.gethostname()
         except (ValueError, KeyError, TypeError):
             return f"{self.path} does not say which", True
 
@@ -129,10 +129,6 @@ def _about() -> bytes:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "mark": uuid.uuid4().hex}
     return json.dumps(about).encode()
-
-
-def _here(about: dict[str, Any]) -> bool:
-    return about["host"] == socket.gethostname()
 
 
 def _key(found: os.stat_result) -> tuple[int, int, int]:

@@ -12,21 +12,16 @@ from typing import Any, TypeVar
 from shardfn.checkpoint.team import Team, team_of
 from shardfn.optim.torch import comes_later
 from shardfn.quoting import listed, short_errors
-from shardfn.run.agreeing import REASONS, Exchange, Word, common, compare
+from shardfn.run.agreeing import REASONS, Exchange, Failing, Word, common, compare
 from shardfn.run.arguments import Asked, Evaluation, asked
-from shardfn.run.choosing import Choice, Resume, chosen, put_aside
-from shardfn.run.early import ended, refuse
-from shardfn.run.failing import Failing
-from shardfn.run.figures import Figures
-from shardfn.run.going import Going
-from shardfn.run.history import Run
-from shardfn.run.interrupts import Interrupts
-from shardfn.run.keeping import Keeping, compared
-from shardfn.run.late import STEPS, checked
-from shardfn.run.nonfinite import explain, wrong_metrics
+from shardfn.run.async_metrics import STEPS, Figures, checked
+from shardfn.run.checkpoints import Origin, Saver, loaded
+from shardfn.run.folder import Choice, Keeping, Resume, chosen, compared, put_aside
+from shardfn.run.interrupts import Interrupts, ended, refuse
+from shardfn.run.loop_state import LoopState, Run
+from shardfn.run.nonfinite import explain, not_numbers, wrong_metrics
 from shardfn.run.randomness import grids, place, seed_all
-from shardfn.run.reporting import Report, Reports
-from shardfn.run.resuming import Origin, Saver, loaded, not_numbers
+from shardfn.run.reports import Report, Reports
 from shardfn.run.stepping import Stepping, kinds_of
 
 State = TypeVar("State")
@@ -120,7 +115,10 @@ def loop(
              "evaluate": evaluate, "report": report, "seed": seed, "limit": limit, "flops": flops,
              "peak": peak}  # fmt: skip
     where, places, wanted = _asked(team, step, state, batches, given)
-    going = Going(
+    saver = None
+    if wanted.save is not None:
+        saver = Saver(wanted.save, Keeping(wanted.keep, wanted.best), Origin(wanted.seed, wanted.identity))
+    run = LoopState(
         team=team,
         asked=wanted,
         failing=Failing(team),
@@ -128,37 +126,31 @@ def loop(
         exchange=Exchange(team),
         reports=Reports(wanted.reports if team.rank == 0 else ()),
         figures=Figures(wanted.flops, wanted.peak, team.size, places),
-        saver=_saver(wanted),
+        saver=saver,
     )
     with Interrupts(wanted.limit) as interrupts:
-        going.interrupts = interrupts
+        run.interrupts = interrupts
         try:
-            state, start = _begun(going, state)
-            going.reports.begin(start, wanted.steps)
-            state, reached, why = _trained(going, state, start)
-            if going.saver is not None:
-                going.saver.finish()
+            state, start = _begun(run, state)
+            run.reports.begin(start, wanted.steps)
+            state, reached, why = _trained(run, state, start)
+            if run.saver is not None:
+                run.saver.finish()
             ended(wanted.save, why)
-            found = _best(going, reached)
+            found = _best(run, reached)
             interrupts.leaves(REASONS.index(why))
-            going.close()
+            run.close()
         except BaseException:
-            if going.saver is not None:
-                going.saver.abandon()
+            if run.saver is not None:
+                run.saver.abandon()
             with contextlib.suppress(Exception):  # what has failed says more
-                going.close()
+                run.close()
             raise
         finally:
-            going.reports.end()
-            if going.saver is not None:
-                going.saver.lock.release()
-    return state, Run(start, reached, why, going.history, found)
-
-
-def _saver(asked: Asked) -> Saver | None:
-    if asked.save is None:
-        return None
-    return Saver(asked.save, Keeping(asked.keep, asked.best), Origin(asked.seed, asked.identity))
+            run.reports.end()
+            if run.saver is not None:
+                run.saver.lock.release()
+    return state, Run(start, reached, why, run.history, found)
 
 
 def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any]) -> tuple[int, int, Asked]:
@@ -175,31 +167,31 @@ def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any
     return *where, found
 
 
-def _begun(going: Going, state: Any) -> tuple[Any, int]:
+def _begun(run: LoopState, state: Any) -> tuple[Any, int]:
     """The state to go on from, and its step; a new run is saved first, so that there always is a checkpoint."""
-    saver = going.saver
+    saver = run.saver
     if saver is None:
         return state, 0
-    going.team.first(f"lock {saver.folder}", saver.lock.take)
-    choice = chosen(going.team, saver.folder, going.asked.resume)
+    run.team.first(f"lock {saver.folder}", saver.lock.take)
+    choice = chosen(run.team, saver.folder, run.asked.resume)
     if choice.path is not None:
-        return _gone_on(going, saver, state, choice)
+        return _gone_on(run, saver, state, choice)
     if comes_later(state):
         raise ValueError(
             "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
             "that no checkpoint of this run could be loaded: take one step first, and pass the state that it gives"
         )
-    _refuse_nan(going, state, 0)
-    saver.save(state, 0, going.history)
+    _refuse_nan(run, state, 0)
+    saver.save(state, 0, run.history)
     saver.finish()
     return state, 0
 
 
-def _gone_on(going: Going, saver: Saver, state: Any, choice: Choice) -> tuple[Any, int]:
+def _gone_on(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[Any, int]:
     """The state of a checkpoint, and its step."""
     path = choice.path
     assert path is not None, "there is one to go on from"
-    if not going.asked.resume:
+    if not run.asked.resume:
         raise ValueError(
             f"sf.run.loop: resume=False, and {path} is of a run already: pass another folder, delete it, or go on "
             f"from it with resume=True"
@@ -209,153 +201,153 @@ def _gone_on(going: Going, saver: Saver, state: Any, choice: Choice) -> tuple[An
     step = head["step"]
     saver.saved, saver.seconds = step, time.monotonic() - began
     saver.keeping.recall(head["run.best"])
-    if step > going.asked.steps:
+    if step > run.asked.steps:
         raise ValueError(
-            f"sf.run.loop: steps={going.asked.steps}, and {path} is of step {step} already: `steps` counts from "
+            f"sf.run.loop: steps={run.asked.steps}, and {path} is of step {step} already: `steps` counts from "
             f"the run's beginning, so pass more, or another folder"
         )
-    if step < going.asked.steps:
-        going.team.first(f"write to {saver.folder}", saver.lock.check)
-    put_aside(going.team, choice.torn)
+    if step < run.asked.steps:
+        run.team.first(f"write to {saver.folder}", saver.lock.check)
+    put_aside(run.team, choice.torn)
     return state, step
 
 
-def _best(going: Going, step: int) -> int | None:
+def _best(run: LoopState, step: int) -> int | None:
     """The step whose checkpoint is the best one."""
-    saver = going.saver
+    saver = run.saver
     if saver is None or saver.keeping.best is None:
         return None
-    return saver.keeping.best.of(saver.values(going.team, step, [], going.history))
+    return saver.keeping.best.of(saver.values(run.team, step, [], run.history))
 
 
-def _trained(going: Going, state: Any, start: int) -> tuple[Any, int, str]:
+def _trained(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
     """The state after the last step that is taken, how many have been, and why no more are."""
     reached = start
     if start:  # whoever wrote this checkpoint may have ended before the evaluation that follows it
-        _evaluated(going, state, start)
-        if going.interrupts.cut:
+        _evaluated(run, state, start)
+        if run.interrupts.cut:
             return state, reached, REASONS[2]
-    with going.failing.here():
-        going.rows = going.stepping.rows(start) if start < going.asked.steps else iter(())
-    going.figures.restart()
-    while reached < going.asked.steps:
+    with run.failing.here():
+        run.rows = run.stepping.rows(start) if start < run.asked.steps else iter(())
+    run.figures.restart()
+    while reached < run.asked.steps:
         began = time.monotonic()
-        with going.failing.here():
-            state = _stepped(going, state, reached, first=reached == start)
-        going.recent.append(time.monotonic() - began)
+        with run.failing.here():
+            state = _stepped(run, state, reached, first=reached == start)
+        run.recent.append(time.monotonic() - began)
         reached += 1
-        if going.saver is not None:
-            going.saver.look()
-        heard = going.exchange.turn(reached, going.word(reached))
-        if not heard and not going.due(reached):
+        if run.saver is not None:
+            run.saver.look()
+        heard = run.exchange.turn(reached, run.word(reached))
+        if not heard and not run.due(reached):
             continue
-        word = common(heard, _settled(going, reached))
-        _raise_wrong(going, state, word)
-        if word.stop or going.saves(reached):
-            _saved(going, state, reached)
-        if word.stop and reached < going.asked.steps:
+        word = common(heard, _settled(run, reached))
+        _raise_wrong(run, state, word)
+        if word.stop or run.saves(reached):
+            _saved(run, state, reached)
+        if word.stop and reached < run.asked.steps:
             return state, reached, REASONS[word.stop]
-        _evaluated(going, state, reached)
-        if going.interrupts.cut:  # the next program evaluates again, at this step
-            if going.saver is not None and going.saver.saved != reached:
-                _saved(going, state, reached)
+        _evaluated(run, state, reached)
+        if run.interrupts.cut:  # the next program evaluates again, at this step
+            if run.saver is not None and run.saver.saved != reached:
+                _saved(run, state, reached)
             return state, reached, REASONS[2]
-    _raise_wrong(going, state, _settled(going, reached))
+    _raise_wrong(run, state, _settled(run, reached))
     return state, reached, REASONS[0]
 
 
-def _stepped(going: Going, state: Any, n: int, first: bool) -> Any:
+def _stepped(run: LoopState, state: Any, n: int, first: bool) -> Any:
     """Launches step `n`, which counts from 0, and reads the metrics of an earlier one."""
     if first and not comes_later(state):
-        going.kinds = kinds_of(state)
-    state, metrics, batch = going.stepping.one(n, going.rows, state)
+        run.kinds = kinds_of(state)
+    state, metrics, batch = run.stepping.one(n, run.rows, state)
     if first:
-        if going.kinds is None:
-            going.kinds = kinds_of(state)
-        going.kinds.check(kinds_of(state))
-    going.late.put(n + 1, metrics)
-    _read(going, n + 1 - STEPS)
-    going.figures.launched(n + 1, batch)
+        if run.kinds is None:
+            run.kinds = kinds_of(state)
+        run.kinds.check(kinds_of(state))
+    run.late.put(n + 1, metrics)
+    _read(run, n + 1 - STEPS)
+    run.figures.launched(n + 1, batch)
     return state
 
 
-def _read(going: Going, until: int) -> None:
-    for step, metrics in going.late.until(until):
+def _read(run: LoopState, until: int) -> None:
+    for step, metrics in run.late.until(until):
         wrong = wrong_metrics(metrics)
-        if wrong and going.bad is None:
-            going.bad = step, listed(wrong, separator=" and ")
-        going.tell(step, metrics, going.figures.of(step, metrics))
+        if wrong and run.bad is None:
+            run.bad = step, listed(wrong, separator=" and ")
+        run.tell(step, metrics, run.figures.of(step, metrics))
 
 
-def _settled(going: Going, reached: int) -> Word:
+def _settled(run: LoopState, reached: int) -> Word:
     """What all ranks say when each has read its metrics to the end."""
-    with going.failing.here():
-        _read(going, going.asked.steps)
-    return going.exchange.now(going.word(reached))
+    with run.failing.here():
+        _read(run, run.asked.steps)
+    return run.exchange.now(run.word(reached))
 
 
-def _raise_wrong(going: Going, state: Any, word: Word) -> None:
+def _raise_wrong(run: LoopState, state: Any, word: Word) -> None:
     """Raises on all ranks, if something has failed on one, or was not finite."""
     if word.failed:
-        _raise_failed(going)
+        _raise_failed(run)
     if word.bad_step is not None:
-        found = going.bad[1] if going.bad is not None and going.bad[0] == word.bad_step else ""
-        raise _explained(going, state, word.bad_step, found)
+        found = run.bad[1] if run.bad is not None and run.bad[0] == word.bad_step else ""
+        raise _explained(run, state, word.bad_step, found)
 
 
-def _explained(going: Going, state: Any, step: int, found: str) -> FloatingPointError:
+def _explained(run: LoopState, state: Any, step: int, found: str) -> FloatingPointError:
     """The error for a step that is not finite, when steps since the last checkpoint have run again."""
-    if going.saver is not None:
-        going.saver.finish()
-    with going.failing.here():
-        going.close()  # which read the same
-    return explain(going.team, going.stepping, state, going.saver, step, found)
+    if run.saver is not None:
+        run.saver.finish()
+    with run.failing.here():
+        run.close()  # which read the same
+    return explain(run.team, run.stepping, state, run.saver, step, found)
 
 
-def _raise_failed(going: Going) -> None:
+def _raise_failed(run: LoopState) -> None:
     """Raises on all ranks what has failed on one."""
-    error = going.error
-    if going.saver is not None and error is not going.saver.error:
-        going.saver.finish()
-    every = going.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
+    error = run.error
+    if run.saver is not None and error is not run.saver.error:
+        run.saver.finish()
+    every = run.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
     if error is not None:
         raise error
     rank, text = next((rank, text) for rank, text in enumerate(every) if text is not None)
     raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
 
 
-def _evaluated(going: Going, state: Any, step: int) -> None:
-    began, names = time.monotonic(), going.evaluations(step)
+def _evaluated(run: LoopState, state: Any, step: int) -> None:
+    began, names = time.monotonic(), run.evaluations(step)
     for name in names:
-        with going.failing.here():
-            seed_all(going.asked.seed, name, step, going.stepping.place)
-            found = checked(going.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
-            if going.interrupts.cut:
+        with run.failing.here():
+            seed_all(run.asked.seed, name, step, run.stepping.place)
+            found = checked(run.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
+            if run.interrupts.cut:
                 break
-            compared(going.asked.best, name, found)
-            going.tell(step, {f"{name}/{key}": float(value) for key, value in found.items()}, {})
+            compared(run.asked.best, name, found)
+            run.tell(step, {f"{name}/{key}": float(value) for key, value in found.items()}, {})
     if names:
-        going.evaluation = max(going.evaluation, time.monotonic() - began)
-    going.figures.restart()
+        run.evaluation = max(run.evaluation, time.monotonic() - began)
+    run.figures.restart()
 
 
-def _saved(going: Going, state: Any, step: int) -> None:
-    if going.saver is not None:
-        with going.failing.here():
-            if going.kinds is not None:  # None before the first step
-                going.kinds.check(kinds_of(state))
-        _refuse_nan(going, state, step)
-        going.saver.save(state, step, going.history)
-        going.figures.restart()
+def _saved(run: LoopState, state: Any, step: int) -> None:
+    if run.saver is not None:
+        with run.failing.here():
+            if run.kinds is not None:  # None before the first step
+                run.kinds.check(kinds_of(state))
+        _refuse_nan(run, state, step)
+        run.saver.save(state, step, run.history)
+        run.figures.restart()
 
 
-def _refuse_nan(going: Going, state: Any, step: int) -> None:
+def _refuse_nan(run: LoopState, state: Any, step: int) -> None:
     """Raises FloatingPointError on all ranks for a state that has nan on one, though its metrics were finite."""
-    with going.failing.here():
+    with run.failing.here():
         found = not_numbers(state)
-    names = list(dict.fromkeys(name for some in going.team.gathered(found, "looking for nan") for name in some))
+    names = list(dict.fromkeys(name for some in run.team.gathered(found, "looking for nan") for name in some))
     if not names:
         return
     if step == 0:
         raise FloatingPointError(f"sf.run.loop: the state has nan before the first step, in {listed(names)}")
-    raise _explained(going, state, step, f"the state has nan in {listed(names)}")
+    raise _explained(run, state, step, f"the state has nan in {listed(names)}")

@@ -1,17 +1,28 @@
-"""Which stage made the first number that is not finite: steps since the last checkpoint run again, and are watched."""
+"""Numbers that are not finite: which tensors have them, and which stage made the first.
+
+To find the stage, steps since the last checkpoint run again, and are watched.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import optree
+import torch
+from torch import Tensor
+
+from shardfn.checkpoint.contents import contents
 from shardfn.checkpoint.team import Team
 from shardfn.debugging import debug
 from shardfn.quoting import listed, short
-from shardfn.run.choosing import chosen
-from shardfn.run.resuming import Saver, loaded, not_numbers
+from shardfn.run.checkpoints import Saver, loaded
+from shardfn.run.folder import chosen
 from shardfn.run.stepping import Stepping
+from shardfn.tiers import copying
+from shardfn.tiers.tensors import on_disk
 
 
 def wrong_metrics(metrics: dict[str, float]) -> list[str]:
@@ -85,3 +96,37 @@ def _after(state: Any, metrics: dict[str, Any]) -> str:
     if names := not_numbers(state):
         return f"the update made nan in {listed(names)}, though no stage did"
     return ""
+
+
+def not_numbers(state: Any) -> list[str]:
+    """The names, as in a checkpoint, of those tensors in a state of which this rank holds a nan.
+
+    It waits for the device. The least nested come first: parameters before what an optimizer has of them.
+    """
+    flags = [_has_nan(x) for x in _floating(state)]
+    if not flags or not bool(torch.stack([x.cpu() for x in flags]).any()):
+        return []
+    held = contents({"state": state}, shared=False)
+    named = [(box.name, box.values) for box in held.boxes] + list(held.plain.items())
+    found = dict.fromkeys(name for name, x in named if any(bool(_has_nan(y)) for y in _floating(x)))
+    return sorted(found, key=lambda name: name.count("."))
+
+
+def _floating(state: Any) -> Iterator[Tensor]:
+    for x in optree.tree_leaves(state):
+        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.numel():
+            yield x.detach()
+
+
+def _has_nan(x: Tensor) -> Tensor:
+    parts = copying.portions(x) if on_disk(x) else [x]
+    return torch.stack([_lowest(part).isnan() for part in parts]).any()
+
+
+def _lowest(x: Tensor) -> Tensor:
+    """The smallest number, or nan where there is one; it takes no memory, as `isnan` would."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    if x.dtype.itemsize == 1:
+        return torch.stack([part.float().amin() for part in x.reshape(-1).split(2**22)]).amin()
+    return x.amin()

@@ -1,8 +1,10 @@
-"""Random numbers of a step: a function of the seed, the step, and this rank's place among those with other rows."""
+"""Random numbers of steps and of data sets: functions of the seed, of what is drawn, and of this rank's place."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import optree
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import grid_of
@@ -57,29 +60,20 @@ def _of_strategies(state: Any, grid: Grid) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Generators:
-    """Where the generators are that `seed_all` seeds; of devices, only the current one."""
+    """States of the generators that `seed_all` seeds; of devices, only the current one's."""
 
-    python: Any
-    numpy: Any
-    cpu: Tensor
+    host: tuple[Any, Any, Tensor]
     device: Tensor | None
 
     @staticmethod
     def now() -> Generators:
         """Their states; it does not wait."""
         module = _module()
-        return Generators(
-            random.getstate(),
-            np.random.get_state(),
-            torch.default_generator.get_state(),
-            None if module is None else module.get_rng_state(),
-        )
+        return Generators(_host_states(), None if module is None else module.get_rng_state())
 
     def restore(self) -> None:
         """They go on from there."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.default_generator.set_state(self.cpu)
+        _restore_host(self.host)
         module = _module()
         if module is not None and self.device is not None:
             module.set_rng_state(self.device)
@@ -92,12 +86,43 @@ def _module() -> Any:
     return module if getattr(module, "is_initialized", lambda: True)() else None
 
 
+def _host_states() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def _restore_host(states: tuple[Any, Any, Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+
+
 def seed_all(seed: int, *what: int | str) -> None:
     """Seeds torch's default generators on all devices, `random` and numpy's, by a seed and more; it does not wait."""
     number = mixed(seed, *what)
-    torch.default_generator.manual_seed(number)  # torch.manual_seed looks at devices that are not there, for 1 ms
+    seed_host(number)
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         torch.get_device_module(device).manual_seed_all(number)
-    random.seed(number)
-    np.random.seed(number % 2**32)
+
+
+def seed_host(seed: int) -> None:
+    """Seeds the generators of Python, numpy, and torch on the CPU, as for the code of a data set.
+
+    What that draws depends on the seed and the row, on whichever process reads it.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks at devices that are not there, for 1 ms
+
+
+@contextlib.contextmanager
+def lent_generators() -> Iterator[None]:
+    """What the block does to the generators on the host is undone; a worker has them for itself."""
+    if get_worker_info() is not None:
+        yield
+        return
+    states = _host_states()
+    try:
+        yield
+    finally:
+        _restore_host(states)

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.run.late import checked
+from shardfn.run.async_metrics import checked
 from shardfn.run.randomness import Generators, seed_all
 
 

@@ -7,21 +7,29 @@ the seed, the lanes and the block alone; and a rank reads no lanes but those who
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from shardfn.quoting import listed
-from shardfn.run.order import permuted
-from shardfn.run.owning import owned
-from shardfn.run.seeding import seed_all
+from shardfn.run.batch_consistency import Read, State
+from shardfn.run.collating import Collate, joined, masked
+from shardfn.run.feeding import ahead, locked, owned
+from shardfn.run.fingerprints import digest
+from shardfn.run.order import Last, permuted
+from shardfn.run.randomness import lent_generators, seed_host
+from shardfn.run.sources import NAME, by_workers, made
 from shardfn.shards.random import mixed
 
-Read = Callable[[Any], Iterable[Any]]
+ReadRows = Callable[[Any], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Stream:
     """
 
     files: Sequence[Any]
-    read: Read
+    read: ReadRows
     lanes: int
     block: int = 1
     lengths: Sequence[int] | None = None
@@ -157,13 +165,145 @@ class Lane:
         """All rows of one file, each read with random numbers of its own."""
         name, lengths, count = self.stream.files[file], self.stream.lengths, 0
         try:
-            seed_all(mixed(self.seed, "row", epoch, file, 0))
+            seed_host(mixed(self.seed, "row", epoch, file, 0))
             for row in self.stream.read(name):
                 count += 1
                 yield row
-                seed_all(mixed(self.seed, "row", epoch, file, count))
+                seed_host(mixed(self.seed, "row", epoch, file, count))
         except Exception as error:
             error.add_note(f"sf.run.Stream: row {count} of {name} was read")
             raise
         if lengths is not None and count != lengths[file]:
             raise ValueError(f"Stream: {name} has {count} rows, and lengths says {lengths[file]}: correct it")
+
+
+def stream_fingerprint(stream: Stream) -> str:
+    """Of the names of the files, of lanes, block and lengths; rows are not read for it."""
+    names = [Path(str(file)).name for file in stream.files]
+    lengths = None if stream.lengths is None else list(stream.lengths)
+    return f"{digest([names, stream.lanes, stream.block, lengths]):014x}"
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A stream in batches, of which one place along the axes has rows `first` to `stop`."""
+
+    stream: Stream
+    seed: int
+    shuffle: bool
+    last: Last
+    epochs: int | None
+    batch: int
+    first: int
+    stop: int
+    collate: Collate | None
+
+    def __post_init__(self) -> None:
+        if self.batch % self.stream.lanes:
+            raise ValueError(
+                f"{NAME}: batch={self.batch} rows a step do not come in equal parts from lanes={self.stream.lanes} of "
+                f"the stream: let lanes divide batch"
+            )
+
+    def opened(self, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
+        """Batches from a step on, by so many workers."""
+        found: Generator[tuple[State, Any]] = self.steps(start, self.lanes)
+        if workers:
+            found = ahead(partial(self._by_workers, start, workers, prefetch), max(1, prefetch), device)
+        with contextlib.closing(found):
+            for state, batch in found:
+                yield Read(state, locked(batch, device))
+
+    def check(self, workers: int) -> None:
+        """Raises ValueError if there are more workers than lanes to read."""
+        lanes = len(self.lanes)
+        if workers > lanes:
+            raise ValueError(
+                f"{NAME}: workers={workers}, and this rank reads {lanes} of the {self.stream.lanes} lanes of the "
+                f"stream, of which each worker needs one: say workers={lanes}, or let the stream have more lanes"
+            )
+
+    @property
+    def lanes(self) -> range:
+        """Those that have rows of this rank."""
+        each = self.batch // self.stream.lanes
+        return range(self.first // each, -(-self.stop // each))
+
+    def _by_workers(self, start: int, workers: int, prefetch: int) -> Iterator[tuple[State, Any]]:
+        """Each worker has some of the lanes, and what they give for a step comes one after the other."""
+        parts = by_workers(_Parts(self, start), None, workers, prefetch)
+        for some in zip(*[parts] * workers, strict=True):
+            states = [state for state, _ in some]
+            if State.END in states:
+                yield State.END, None
+                return
+            full = State.BATCH if State.BATCH in states else State.FILLED
+            yield full, joined([batch for _, batch in some])
+
+    def steps(self, start: int, lanes: range) -> Generator[tuple[State, Any]]:
+        """The rows that come from these lanes, collated."""
+        each = self.batch // self.stream.lanes
+        open_lanes = []
+        for number in lanes:
+            part = slice(max(0, self.first - number * each), min(each, self.stop - number * each))
+            open_lanes.append(_OpenLane(self, Lane(self.stream, number, self.seed, self.shuffle), each, part, start))
+        for step in itertools.count(start):
+            with lent_generators():
+                parts = [lane.take() for lane in open_lanes]
+                taken = [pair for part in parts for pair in part or ()]
+                ended = None in parts
+                batch = None if ended else self._collated([row for row, _ in taken], step, lanes)
+            if ended:
+                yield State.END, None
+                return
+            real = [counts for _, counts in taken]
+            whole = masked(batch, np.array(real)) if self.last == "pad" else batch
+            yield State.BATCH if any(real) else State.FILLED, whole
+
+    def _collated(self, rows: list[Any], step: int, lanes: range) -> Any:
+        seed_host(mixed(self.seed, "collate", step, lanes.start, self.first))
+        return made(rows, range(len(rows)), self.collate)
+
+
+class _OpenLane:
+    """One open lane, and how it ends."""
+
+    def __init__(self, whole: Streamed, lane: Lane, each: int, part: slice, start: int) -> None:
+        self.whole, self.lane, self.each, self.part = whole, lane, each, part
+        end = None if whole.last == "wrap" else whole.epochs
+        self._rows = lane.rows(start * each, end)
+        self._filler: tuple[Any, int] | None = None
+
+    def take(self) -> list[tuple[Any, bool]] | None:
+        """The rows of a step that are of this rank, and whether each counts; where an end comes before, as `last` says.
+
+        None if the step has no batch.
+        """
+        taken, epochs = [], self.whole.epochs
+        for _ in range(self.each):
+            next_row = next(self._rows, None)
+            if next_row is None and self.whole.last == "drop":
+                return None
+            row, epoch = next_row or self._filled()
+            taken.append((row, epochs is None or epoch < epochs))
+        return taken[self.part]
+
+    def _filled(self) -> tuple[Any, int]:
+        """The lane's first row, in no epoch that counts."""
+        if self._filler is None:
+            self._filler = next(self.lane.rows(0, None))[0], self.whole.epochs or 0
+        return self._filler
+
+
+class _Parts(IterableDataset[Any]):
+    """What one worker reads: its share of a rank's lanes. It never ends by itself, so that workers stay in turn."""
+
+    def __init__(self, whole: Streamed, start: int) -> None:
+        self.whole, self.start = whole, start
+
+    def __iter__(self) -> Iterator[tuple[State, Any]]:
+        worker, lanes = cast(Any, get_worker_info()), self.whole.lanes
+        low, high = (len(lanes) * (worker.id + more) // worker.num_workers for more in (0, 1))
+        yield from self.whole.steps(self.start, lanes[low:high])
+        while True:
+            yield State.END, None

@@ -16,7 +16,7 @@ def reset() -> None:
     torch.default_generator.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     for world in worlds():
-        world.agreed.pop("run that ended early", None)  # which is `shardfn.run.early.KEY`
+        world.agreed.pop("run that ended early", None)  # which is `shardfn.run.interrupts.KEY`
 
 
 @contextmanager

@@ -15,9 +15,9 @@ import pytest
 import shardfn as sf
 from examples.run import end
 from shardfn.run import interrupts
-from shardfn.run.early import forget
-from shardfn.run.keeping import Keeping
-from shardfn.run.resuming import Origin, Saver
+from shardfn.run.checkpoints import Origin, Saver
+from shardfn.run.folder import Keeping
+from shardfn.run.interrupts import forget
 from shardfn.testing import World
 from tests.refusals import told
 from tests.run.toy import Rows, begin, mesh_here, step_of

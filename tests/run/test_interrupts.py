@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.run import interrupts
-from shardfn.run.early import forget
-from shardfn.run.interrupts import process_start
+from shardfn.run.interrupts import forget, process_start
 from shardfn.testing import World
 from tests.run.toy import Rows, begin, mesh_here, step_of
 

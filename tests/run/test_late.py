@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn.run.late import Late
+from shardfn.run.async_metrics import Late
 from shardfn.testing import simulated, world
 
 

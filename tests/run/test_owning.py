@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import shardfn as sf
-from shardfn.run.owning import fresh, owned
+from shardfn.run.feeding import fresh, owned
 from tests.refusals import told
 
 COUNT, ROWS = 6, 4

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import shardfn as sf
-from shardfn.run.figures import peak_of
-from shardfn.run.progress import described, lasting
+from shardfn.run.async_metrics import peak_of
+from shardfn.run.reports import described, lasting
 from shardfn.testing import World
 from tests.refusals import told
 
@@ -139,7 +139,7 @@ print([(one.step, one.value) for one in found.Scalars("loss")])
 
 
 def test_without_tensorboard_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("shardfn.run.logs.find_spec", lambda name: None)
+    monkeypatch.setattr("shardfn.run.reports.find_spec", lambda name: None)
     said = told(lambda: sf.run.tensorboard(tmp_path))
     assert said == (
         "ModuleNotFoundError: sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: "
@@ -164,8 +164,8 @@ def test_without_a_terminal_progress_is_lines_now_and_then(capsys: pytest.Captur
 PROGRAM = """
 import sys, time, shardfn as sf
 if sys.argv[1:]:
-    import shardfn.run.progress as module
-    sys.modules["shardfn.run.progress"].find_spec = lambda name: None
+    import shardfn.run.reports as module
+    sys.modules["shardfn.run.reports"].find_spec = lambda name: None
 def step(state, batch):
     time.sleep(0.05)
     return state, {"loss": 1.5}

@@ -1,27 +1,74 @@
-"""A run that is under way: what is known of it, and what comes next."""
+"""A run: its state while it is under way, and what it gives at its end."""
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn.checkpoint.team import Team
-from shardfn.run.agreeing import Exchange, Word
+from shardfn.run.agreeing import Exchange, Failing, Word
 from shardfn.run.arguments import Asked
-from shardfn.run.failing import Failing
-from shardfn.run.figures import Figures
-from shardfn.run.history import Series
+from shardfn.run.async_metrics import Figures, Late
+from shardfn.run.checkpoints import Saver
 from shardfn.run.interrupts import Interrupts
-from shardfn.run.late import Late
-from shardfn.run.reporting import Reports
-from shardfn.run.resuming import Saver
+from shardfn.run.reports import Reports
 from shardfn.run.stepping import Kinds, Stepping
 
 
+class Series(Mapping[int, float]):
+    """One metric: step -> value, in the order of the steps, in 16 bytes each."""
+
+    def __init__(self) -> None:
+        self._steps, self._values = array("q"), array("d")
+
+    def add(self, step: int, value: float) -> None:
+        """The next step's."""
+        self._steps.append(step)
+        self._values.append(value)
+
+    def __getitem__(self, step: int) -> float:
+        at = bisect_left(self._steps, step)
+        if at == len(self._steps) or self._steps[at] != step:
+            raise KeyError(step)
+        return self._values[at]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `loop` did.
+
+    Attributes:
+        start: the step that it went on from; 0 of a new run.
+        step: how many steps have been taken in all.
+        ended: `"finished"` after the last step; `"preempted"` by a signal, or `"time"` before the limit, and then the
+            program should end, with a status other than 0, and the same call in the next one goes on from there.
+        metrics: name -> step -> value, of the steps taken here; steps count from 1. Those that `evaluate` gave are
+            `eval/...`.
+        best: with `best`, the step whose checkpoint is the best of those that stay; None where none has been compared.
+    """
+
+    start: int
+    step: int
+    ended: str
+    metrics: Mapping[str, Mapping[int, float]] = field(repr=False)
+    best: int | None = None
+
+
 @dataclass
-class Going:
+class LoopState:
     """A run that is under way.
 
     Attributes:

@@ -6,16 +6,11 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import optree
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from shardfn import checkpoint
 from shardfn.checkpoint.contents import contents
@@ -23,13 +18,11 @@ from shardfn.checkpoint.folders import source_of
 from shardfn.checkpoint.saving import begin, finish
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
 from shardfn.checkpoint.writing import Save
-from shardfn.compat import process_groups
 from shardfn.quoting import findings
-from shardfn.run.keeping import HEAD, Keeping
+from shardfn.run.agreeing import ranks_of
+from shardfn.run.folder import HEAD, Keeping
 from shardfn.run.locking import Lock
 from shardfn.run.randomness import grids
-from shardfn.tiers import copying
-from shardfn.tiers.tensors import on_disk
 from shardfn.transforms.fitting import recall, remembered
 
 MOMENT = 3.0  # seconds for which a run that failed lets its last checkpoint go on
@@ -100,7 +93,7 @@ def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]
     """
     # The numbers first: what is of another run must not overwrite the state.
     finish()
-    team = _team(state)
+    team = team_of(grids(state), "run")
     head = team.together(f"load {path}", lambda: _head(path) if team.rank == 0 else {})[0]
     origin.check(Origin(head["run.seed"], head["run.batches"]), path)
     if team.rank == 0:
@@ -122,14 +115,6 @@ def _tell_changed(path: Path, state: Any) -> None:
             )  # fmt: skip
 
 
-def _team(state: Any) -> Team:
-    return team_of(grids(state), "run")
-
-
-def _ranks(team: Team) -> list[int]:
-    return [process_groups.global_rank()] if team.group is None else dist.get_process_group_ranks(team.group)
-
-
 def _head(path: Path) -> dict[str, Any]:
     """What a checkpoint has besides the state, by name."""
     numbers = source_of(path).numbers
@@ -144,15 +129,15 @@ def _head(path: Path) -> dict[str, Any]:
 
 def _parts(state: Any) -> str:
     """In how many parts batches have fitted, on all ranks of a state, as JSON; once, where all ranks know the same."""
-    team = _team(state)
-    every = team.gathered(remembered(_ranks(team)), "comparing the parts of batches")
+    team = team_of(grids(state), "run")
+    every = team.gathered(remembered(ranks_of(team)), "comparing the parts of batches")
     return json.dumps(every[:1] if len(set(every)) == 1 else every)
 
 
 def _recall(team: Team, parts: str) -> None:
     every = json.loads(parts)
     known = every[0] if len(every) == 1 else every[team.rank] if len(every) == team.size else "[]"
-    recall(known, _ranks(team))
+    recall(known, ranks_of(team))
 
 
 @dataclass
@@ -194,7 +179,7 @@ class Saver:
         """
         self.finish()
         steps = [] if self.saved is None else [self.saved]
-        self.keeping.values = self.values(_team(state), step, steps, history)
+        self.keeping.values = self.values(team_of(grids(state), "run"), step, steps, history)
         self.began, self.saved = time.monotonic(), step
         held = tree(state, step, self.origin, _parts(state), self.keeping.packed())
         surplus = partial(self.keeping.surplus, values=dict(self.keeping.values))
@@ -247,37 +232,3 @@ class Saver:
         if pending.done():
             with contextlib.suppress(Exception):  # the log has it
                 pending.wait()
-
-
-def not_numbers(state: Any) -> list[str]:
-    """The names, as in a checkpoint, of those tensors in a state of which this rank holds a nan.
-
-    It waits for the device. The least nested come first: parameters before what an optimizer has of them.
-    """
-    flags = [_has_nan(x) for x in _floating(state)]
-    if not flags or not bool(torch.stack([x.cpu() for x in flags]).any()):
-        return []
-    held = contents({"state": state}, shared=False)
-    named = [(box.name, box.values) for box in held.boxes] + list(held.plain.items())
-    found = dict.fromkeys(name for name, x in named if any(bool(_has_nan(y)) for y in _floating(x)))
-    return sorted(found, key=lambda name: name.count("."))
-
-
-def _floating(state: Any) -> Iterator[Tensor]:
-    for x in optree.tree_leaves(state):
-        if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.numel():
-            yield x.detach()
-
-
-def _has_nan(x: Tensor) -> Tensor:
-    parts = copying.portions(x) if on_disk(x) else [x]
-    return torch.stack([_lowest(part).isnan() for part in parts]).any()
-
-
-def _lowest(x: Tensor) -> Tensor:
-    """The smallest number, or nan where there is one; it takes no memory, as `isnan` would."""
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
-    if x.dtype.itemsize == 1:
-        return torch.stack([part.float().amin() for part in x.reshape(-1).split(2**22)]).amin()
-    return x.amin()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,13 @@ from torch import Tensor
 from shardfn.collectives.agree import agree, gathered
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting
-from shardfn.mesh.axes import grid_of, per_mesh, sizes
+from shardfn.mesh.axes import check_axes, grid_of, per_mesh, sizes
+from shardfn.mesh.grid import as_names
 from shardfn.mesh.groups import cpu_group
 from shardfn.quoting import listed, short
+from shardfn.run.collating import SIZES, Lengths, kinds_but_sizes, sizes_of
 from shardfn.run.feeding import Copier, Copy
 from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
-from shardfn.run.padding import SIZES, Lengths, kinds_but_sizes, sizes_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -81,6 +82,24 @@ class Peers:
         """All of them, in order."""
         return sorted(grid_of(self.mesh).ranks)
 
+    @property
+    def along(self) -> str:
+        """The axes, for messages."""
+        return " x ".join(self.axes) or "no axes"
+
+
+def axes_of(axes: Any, mesh: DeviceMesh, name: str) -> tuple[str, ...]:
+    """The argument `axes` of a function of this name.
+
+    Raises:
+        TypeError, ValueError: it names no axes of the mesh.
+    """
+    names = as_names(axes) if isinstance(axes, (str, tuple)) else axes
+    if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
+        raise TypeError(f"{name}: axes={names!r}; it is the name of a mesh axis, 'data', or a tuple of names")
+    check_axes(names, mesh, f"{name}(axes={names!r})")
+    return names
+
 
 def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths | None, **how: bool) -> Peers:
     """All ranks of a mesh."""
@@ -129,11 +148,10 @@ def together(batches: Generator[Read], start: int, who: Peers, device: torch.dev
             other rows than those that stand at the same place.
         RuntimeError: another rank failed to read its batch. The rank that failed raises its own error.
     """
-    copier, seen, number = (
-        Copier(device),
-        _Seen(len(who.places) > 1 and process_groups.between_processes()),
-        _number(who),
-    )
+    copier = Copier(device)
+    seen = _Seen(looking=len(who.places) > 1 and process_groups.between_processes())
+    counter: itertools.count[int] = per_mesh(who.mesh, "feeds", itertools.count)
+    number = next(counter)  # of the mesh's iterators: ranks that iterate differently see it
     with contextlib.closing(batches):
         this, said = _took(batches, start, who, seen, copier, number)
         for step in itertools.count(start):
@@ -144,12 +162,6 @@ def together(batches: Generator[Read], start: int, who: Peers, device: torch.dev
             batch = copier.arrived(copy)
             yield batch if sizes is None or who.lengths is None else who.lengths.padded(batch, *sizes, who.name)
             del copy, batch
-
-
-def _number(who: Peers) -> int:
-    """Which of the mesh's iterators this is."""
-    counter: itertools.count[int] = per_mesh(who.mesh, "feeds", itertools.count)
-    return next(counter)
 
 
 @dataclass(frozen=True)
@@ -204,16 +216,32 @@ def _sizes(said: _Said | None, mine: Read, step: int, who: Peers) -> tuple[list[
         every = gathered(own, who.mesh, None, "how long batches are", who.name)
     else:
         every = said.rows[:, -SIZES:]
+    _first_at_places(every.tolist(), "have other shapes", step, who)
+    return every.amin(0).tolist(), every.amax(0).tolist()
+
+
+def _first_at_places(every: Sequence[Any], differ: str, step: int, who: Peers) -> dict[int, int]:
+    """The first rank, by its index, at each place along the axes.
+
+    Args:
+        every: what is known of each rank's batch.
+        differ: what that says of batches where it is not the same.
+        step: whose batches they are.
+        who: compares.
+
+    Raises:
+        ValueError: it is not the same on ranks at the same place.
+    """
     first: dict[int, int] = {}
     for i, place in enumerate(who.places):
         j = first.setdefault(place, i)
-        if not torch.equal(every[i], every[j]):
+        if every[i] != every[j]:
             raise ValueError(
-                f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} stand at the same place along "
-                f"{' x '.join(who.axes) or 'no axes'}, and so must get the same rows, but their batches of step {step} "
-                f"have other shapes. Name all axes along which rows differ in axes=, or give both the same rows"
+                f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} stand at the same place along {who.along}, and "
+                f"so must get the same rows, but their batches of step {step} {differ}. Name all axes along which rows "
+                f"differ in axes=, or give both the same rows"
             )
-    return every.amin(0).tolist(), every.amax(0).tolist()
+    return first
 
 
 def _among_threads(mine: Read, who: Peers) -> Read:
@@ -312,16 +340,7 @@ def _differ(mine: Read, step: int, who: Peers) -> None:
 
 
 def _compare(contents: list[int], rows: list[int], step: int, who: Peers) -> None:
-    along = " x ".join(who.axes) or "no axes"
-    first: dict[int, int] = {}
-    for i, place in enumerate(who.places):
-        j = first.setdefault(place, i)
-        if contents[i] != contents[j]:
-            raise ValueError(
-                f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} stand at the same place along {along}, and so "
-                f"must get the same rows, but their batches of step {step} differ. Name all axes along which rows "
-                f"differ in axes=, or give both the same rows"
-            )
+    first = _first_at_places(contents, "differ", step, who)
     if not who.distinct:
         return
     owner: dict[int, int] = {}
@@ -330,7 +349,7 @@ def _compare(contents: list[int], rows: list[int], step: int, who: Peers) -> Non
         if i != j and rows[i] >= TELLING:
             raise ValueError(
                 f"{who.name}: ranks {who.ranks[j]} and {who.ranks[i]} get the same rows, though they stand at places "
-                f"{who.places[j]} and {place} along {along}: up to step {step} their batches were equal, and "
+                f"{who.places[j]} and {place} along {who.along}: up to step {step} their batches were equal, and "
                 f"{rows[i]} different rows were in them. Give a sampler num_replicas={len(first)} and each rank its "
                 f"place, as torch's DistributedSampler takes them; or let sf.run.batches cut the rows"
             )

@@ -1,0 +1,301 @@
+"""What is told of each step, on the first rank: on the terminal, in lines of JSON, or to TensorBoard."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class jsonl:
+    """A report that appends a line of JSON for each step: `{"step": 12, "loss": 3.25, ...}`.
+
+    A run that goes on from a step first cuts off what the file has of later ones, so that no step is there twice, and
+    what is evaluated again at that step replaces what there was. One that begins with the first step moves a file with
+    steps away, to `metrics.jsonl.1`, or the next number that is free. What is not finite becomes `null`, since JSON has
+    no such numbers.
+
+    Args:
+        path: of the file, which is made with its folder. A file that has anything else than such lines is an error, and
+            stays as it is.
+
+    Example:
+        ``loop(..., report=[sf.run.progress(), sf.run.jsonl("runs/1/metrics.jsonl")])``
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+        self._start, self._at = 0, 0
+        self._there: dict[frozenset[str], str] = {}  # the lines of the step that it goes on from, by their names
+
+    def begin(self, step: int, steps: int) -> None:
+        """Opens the file, and cuts it off after a step.
+
+        Raises:
+            ValueError: it has something else than metrics.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._start, self._at, self._there = step, 0, {}
+        kept, later = self._kept(step)
+        if step == 0 and later:
+            beside = (self.path.with_name(f"{self.path.name}.{n}") for n in itertools.count(1))
+            self.path.rename(next(path for path in beside if not path.exists()))
+        elif self.path.is_file():
+            os.truncate(self.path, kept)
+        self._file = self.path.open("a")
+
+    def _kept(self, step: int) -> tuple[int, bool]:
+        """How many bytes are of steps up to one, and whether there are whole lines of later ones."""
+        kept, last, later = 0, 0.0, False
+        if not self.path.is_file():
+            return kept, later
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                # A disk that lost its power has zeros where a line was to be.
+                found = _step(line if number == 1 else line.rstrip(b"\0"))
+                if found is None or found < last:
+                    raise ValueError(
+                        f"sf.run.jsonl: line {number} of {self.path} is none of a run's metrics, and the file is left "
+                        f"as it is: pass the path of a new one, or of one that sf.run.jsonl has written"
+                    )
+                if found <= step:
+                    kept += len(line)
+                if found < step:
+                    self._at = kept
+                elif found == step:
+                    self._there[frozenset(json.loads(line))] = line.decode()
+                last, later = found, later or step < found < math.inf
+        return kept, later
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        """Appends a line."""
+        assert self._file is not None, "`begin` comes first"
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **known} | {"step": step}) + "\n"
+        if step == self._start:
+            self._there[frozenset({"step", *known})] = line
+            self._file.truncate(self._at)
+            line = "".join(self._there.values())
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)  # which a full disk does not say
+            raise
+
+    def end(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _step(line: bytes) -> float | None:
+    """The step of a line; infinity of one that was torn; None if it is no line of metrics."""
+    if not line.endswith(b"\n"):
+        return math.inf if line.startswith(_BEGINS) or _BEGINS.startswith(line) else None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        return None
+    return found["step"] if all(isinstance(x, int | float | None) for x in found.values()) else None
+
+
+_BEGINS = b'{"step": '
+
+
+class tensorboard:
+    """A report that writes for TensorBoard, in which a run that goes on from a step replaces later ones.
+
+    Args:
+        folder: of its files.
+
+    Raises:
+        ModuleNotFoundError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        if find_spec("tensorboard") is None:
+            raise ModuleNotFoundError(
+                "sf.run.tensorboard needs tensorboard, which is in the extra tensorboard: "
+                "pip install 'shardfn[tensorboard]'"
+            )
+        self.folder = Path(folder)
+        self._writer: Any = None
+
+    def begin(self, step: int, steps: int) -> None:
+        """Opens a file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1)
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        """Adds each metric as a scalar."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def end(self) -> None:
+        """Closes the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+_log = logging.getLogger("shardfn")
+
+Report = Callable[[int, dict[str, float]], Any]
+"""Is called as `report(step, metrics)` after each step, which counts from 1. One that has a method `begin(step, steps)`
+is told first which step the run goes on from, and which is its last; one that has `end()`, that there are no more."""
+
+
+class Reports:
+    """The reports of one run; one that fails has failed the run, of which all ranks hear.
+
+    Attributes:
+        error: of the first that failed.
+    """
+
+    def __init__(self, every: Sequence[Report]) -> None:
+        self.every = every
+        self.error: Exception | None = None
+
+    def begin(self, step: int, steps: int) -> None:
+        """A run goes on from a step."""
+        self._each(lambda one: getattr(one, "begin", _nothing)(step, steps))
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """The metrics of a step, for each to do with as it likes."""
+        self._each(lambda one: one(step, dict(metrics)))
+
+    def end(self) -> None:
+        """There are no more. The run is over, so that a report which fails now is told in the log."""
+        for one in self.every:
+            try:
+                getattr(one, "end", _nothing)()
+            except Exception as error:
+                _log.error("the report %r failed at its end, and may be incomplete: %r", one, error, exc_info=error)
+
+    def _each(self, tell: Callable[[Report], Any]) -> None:
+        if self.error is not None:
+            return
+        try:
+            for one in self.every:
+                tell(one)
+        except Exception as error:
+            self.error = error
+
+
+def _nothing(*_: object) -> None:
+    """What a plain function does before the first step, and after the last."""
+
+
+REFRESH = 0.25  # seconds between two changes of a bar
+
+
+class progress:
+    """A report that shows step, loss, tokens a second, memory, use of the device, and time left, on standard error.
+
+    On a terminal, where rich is installed (the extra `cli`), it is a bar; otherwise a line now and then.
+
+    Args:
+        seconds: between two lines.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        if not seconds > 0:
+            raise ValueError(f"sf.run.progress: seconds={seconds!r}; it is more than 0")
+        self.seconds = seconds
+        self._bar: Any = None
+        self._shown: dict[str, float] = {}
+
+    def begin(self, step: int, steps: int) -> None:
+        """Starts to show a run that goes on from a step."""
+        self.steps, self.first = steps, step
+        self.began = self.before = time.monotonic()
+        self.said, self.step, self._shown = -1, step, {}
+        if sys.stderr.isatty() and find_spec("rich") is not None:
+            self._bar = _bar(step, steps)
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        """Shows a step, if it is time to."""
+        self.step = step
+        self._shown |= metrics
+        if step == self.first:  # evaluated again: how long a step takes is not known yet
+            return
+        now = time.monotonic()
+        first = self.said < 0
+        if first or now - self.before >= (self.seconds if self._bar is None else REFRESH):
+            self.before = now
+            self._show()
+
+    def end(self) -> None:
+        """Shows the last step."""
+        if self._shown and self.said != self.step:
+            self._show()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _show(self) -> None:
+        self.said = self.step
+        left = (time.monotonic() - self.began) / (self.step - self.first) * (self.steps - self.step) if (
+            self.step > self.first) else 0.0  # fmt: skip
+        text = described(self._shown)
+        if self._bar is None:
+            print(f"step {self.step}/{self.steps}  {text}  {lasting(left)} left", file=sys.stderr, flush=True)
+        else:
+            self._bar.update(0, completed=self.step, shown=text, left=lasting(left))
+            self._bar.refresh()
+
+
+def _bar(step: int, steps: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = [TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=20),
+               TextColumn("{task.fields[shown]}"), TextColumn("{task.fields[left]} left")]  # fmt: skip
+    bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    bar.start()
+    bar.add_task("", total=steps, completed=step, shown="", left="?")
+    return bar
+
+
+def described(metrics: dict[str, float]) -> str:
+    """Metrics in a line: the loss and what was evaluated first, then figures in their units."""
+    units: dict[str, Callable[[float], str]] = {
+        "tokens_per_second": lambda x: f"{_short(x)} tokens/s",
+        "seconds": lambda x: f"{x:.3g} s/step",
+        "memory_gib": lambda x: f"{x:.2f} GiB",
+        "tflops": lambda x: f"{x:.3g} TFLOP/s",
+        "mfu": lambda x: f"{x:.1%} MFU",
+    }
+    own = [f"{name} {value:.4g}" for name, value in metrics.items() if name not in units and name != "tokens"]
+    return "  ".join(own[:6] + [write(metrics[name]) for name, write in units.items() if name in metrics])
+
+
+def _short(number: float) -> str:
+    for power, letter in ((9, "G"), (6, "M"), (3, "k")):
+        if number >= 10**power:
+            return f"{number / 10**power:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def lasting(seconds: float) -> str:
+    """A length of time, as `3 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
