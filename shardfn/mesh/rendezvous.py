@@ -1,12 +1,17 @@
-"""How this process reaches the store by which the ranks of its world meet: torch's own, which rank 0 serves."""
+"""How this process reaches the store by which the ranks of its world meet: one of torch's, of rank 0 or of torchrun.
+
+torchrun starts processes again, and its store may outlive them: what those that died left there is not met again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
+import uuid
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +19,14 @@ import torch.distributed as dist
 
 from shardfn.mesh import waiting
 from shardfn.mesh.launchers import Start
-from shardfn.mesh.lives import agents_store
 
 NAMED = 20.0  # seconds in which the name of a host must become known
 ANSWERS = 20.0  # seconds in which what listens must answer as a store does
 COMPLAINS = 10.0  # seconds for which a process that cannot join tries to tell the others
 LISTENS = 3.0  # of these, in which what listens must answer as a store does
+PAUSE = 0.01  # seconds between two looks of rank 0, at first; at most twenty times as long
 
+_HERE, _LIFE = "shardfn/here/{}", "shardfn/life/{}"
 _log = logging.getLogger("shardfn")
 
 
@@ -39,50 +45,49 @@ def store_of(start: Start, limit: float) -> Any:
     _resolve(start)
     if not serves:
         _reach(start, limit)
-    found: list[Any] = []
-
-    def connect() -> None:
-        try:
-            found.append(
-                dist.TCPStore(  # type: ignore[attr-defined]
-                    start.host, start.port, start.size, serves, timedelta(seconds=ANSWERS),
-                    wait_for_workers=False, multi_tenant=True,
-                )
-            )  # fmt: skip
-        except RuntimeError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=connect, daemon=True)  # torch waits for ever for an answer
-    thread.start()
-    thread.join(ANSWERS + 1)
-    if found and not isinstance(found[0], RuntimeError):
-        found[0].set_timeout(timedelta(seconds=limit))
-        return found[0]
-    error = str(found[0]) if found else "no answer"
+    store = _connected(start.host, start.port, start.size, serves, ANSWERS)
+    if not isinstance(store, RuntimeError):
+        store.set_timeout(timedelta(seconds=limit))
+        return store
+    error = str(store)
     if "EADDRINUSE" in error:
         raise PortInUse(
             f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program "
             f"uses, or another process that is rank 0, too: RANK is another one for each process; or export "
             f"MASTER_PORT=PORT, a free one, for all ranks, or end what is left of an earlier run"
         ) from None
-    raise RuntimeError(_refused(start, serves, error)) from None
-
-
-def _refused(start: Start, serves: bool, error: str) -> str:
     where = f"MASTER_ADDR:MASTER_PORT = {start.host}:{start.port}"
+    brief = error.split("\n")[0].split("Exception raised from")[0][:200].rstrip(" .")
     if serves:
-        return (
-            f"make_mesh: rank 0 runs on {socket.gethostname()} and does not find itself at {where} ({_brief(error)}): "
+        raise RuntimeError(
+            f"make_mesh: rank 0 runs on {socket.gethostname()} and does not find itself at {where} ({brief}): "
             f"MASTER_ADDR names the host on which rank 0 runs"
-        )
-    return (
-        f"make_mesh: what listens at {where} is not rank 0 of this world ({_brief(error)}): another program uses that "
+        ) from None
+    raise RuntimeError(
+        f"make_mesh: what listens at {where} is not rank 0 of this world ({brief}): another program uses that "
         f"port. Export MASTER_PORT=PORT, a free one, for all ranks"
-    )
+    ) from None
 
 
-def _brief(error: str) -> str:
-    return error.split("\n")[0].split("Exception raised from")[0][:200].rstrip(" .")
+def _connected(host: str, port: int, size: int | None, serves: bool, seconds: float) -> Any:
+    """The store there, or the RuntimeError that says why there is none."""
+    result: list[Any] = []
+
+    def connect() -> None:
+        try:
+            result.append(
+                dist.TCPStore(  # type: ignore[attr-defined]
+                    host, port, size, serves, timedelta(seconds=seconds), wait_for_workers=False, multi_tenant=True
+                )
+            )
+        except RuntimeError as error:
+            result.append(error)
+
+    # On a thread of its own, since torch waits for ever for the answer of something that listens and is no store.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(seconds + 1)
+    return result[0] if result else RuntimeError("no answer")
 
 
 def _resolve(start: Start) -> None:
@@ -128,15 +133,41 @@ def reached_soon(host: str, port: int) -> Any:
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
             socket.create_connection((host, port), timeout=1).close()
-            found: list[Any] = []
-
-            def connect(found: list[Any] = found) -> None:
-                with contextlib.suppress(RuntimeError):
-                    found.append(dist.TCPStore(host, port, None, False, timedelta(seconds=LISTENS)))  # type: ignore[attr-defined]
-
-            thread = threading.Thread(target=connect, daemon=True)
-            thread.start()
-            thread.join(LISTENS)
-            return found[0] if found else None
+            store = _connected(host, port, None, False, LISTENS)
+            return None if isinstance(store, RuntimeError) else store
         time.sleep(0.2)
     return None
+
+
+def agents_store() -> bool:
+    """Whether the store is torchrun's own, and not one that rank 0 serves."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_this_life(store: Any, rank: int, size: int) -> Any:
+    """What only the processes of this life read and write, in a store that earlier ones may have used.
+
+    torchrun's own number of restarts would not do: each host counts those that its own processes caused, so that hosts
+    which go on together have different ones. Instead every process says a name that nobody had before, and rank 0
+    answers to each of them. What is left of one that has died is answered, too, and nobody reads it.
+
+    Raises:
+        RuntimeError: a rank did not come within the store's timeout.
+    """
+    me = uuid.uuid4().hex
+    if rank > 0:
+        store.set(_HERE.format(rank), me)
+        life = store.get(_LIFE.format(me)).decode()
+        store.add(_LIFE.format(life), 1)
+        return dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
+    end, pause, answered = time.monotonic() + store.timeout.total_seconds(), PAUSE, set()
+    while store.add(_LIFE.format(me), 0) < size - 1:
+        for other in range(1, size):
+            if store.check([_HERE.format(other)]) and (name := store.get(_HERE.format(other))) not in answered:
+                store.set(_LIFE.format(name.decode()), me)
+                answered.add(name)
+        if time.monotonic() > end:
+            raise RuntimeError(f"of {size} ranks only {len(answered) + 1} came within {store.timeout}")
+        time.sleep(pause)
+        pause = min(2 * pause, 20 * PAUSE)
+    return dist.PrefixStore(f"life {me}", store)  # type: ignore[attr-defined]
