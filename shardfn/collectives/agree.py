@@ -42,7 +42,7 @@ def agree(
 ) -> None:
     """Raises ValueError on every rank of the mesh unless all of them say the same.
 
-    A rank that waits for others longer than `waiting.PATIENCE` says so in the log.
+    A rank that waits for others longer than `watchdog.PATIENCE` says so in the log.
 
     Args:
         described: what this rank was given, a line for each argument.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
-from shardfn.mesh import waiting
+from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.lanes import lane
 
@@ -55,7 +55,7 @@ def world_of_thread() -> World:
                     _worlds.clear()  # of one that has ended nothing is used again
                 found = _worlds[id(group)] = World(group)
                 if group is not None:
-                    waiting.joined()
+                    watchdog.joined()
     return found
 
 

@@ -267,7 +267,9 @@ def _below(name: str, value: int | None, limit: str, size: int | None) -> None:
 
 
 def hosts(nodelist: str) -> Iterator[str]:
-    """The names in a list of SLURM's, in the order in which they are written. The last of several brackets counts fastest.
+    """The names in a list of SLURM's, in the order in which they are written.
+
+    The last of several brackets counts fastest.
 
     Raises:
         ValueError: it is not written so.

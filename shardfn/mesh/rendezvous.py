@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardfn.mesh import waiting
+from shardfn.mesh import watchdog
 from shardfn.mesh.launchers import Start
 
 NAMED = 20.0  # seconds in which the name of a host must become known
@@ -108,7 +108,7 @@ def _resolve(start: Start) -> None:
 
 def _reach(start: Start, limit: float) -> None:
     """Waits until something listens there."""
-    begun, speaks = time.monotonic(), waiting.PATIENCE
+    begun, speaks = time.monotonic(), watchdog.PATIENCE
     while True:
         try:
             socket.create_connection((start.host, start.port), timeout=5).close()

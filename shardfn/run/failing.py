@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardfn.checkpoint.team import Team
 from shardfn.compat import process_groups
-from shardfn.mesh import waiting
+from shardfn.mesh import watchdog
 
 TOGETHER = 1.0  # seconds within which ranks fail together
 
@@ -25,7 +25,7 @@ class Failing:
         self.key = f"shardfn/run/{name}/failed"
         self.ranks = list(range(team.size)) if team.group is None else dist.get_process_group_ranks(team.group)
         self.alone = team.group is None or process_groups.worlds_of_threads()
-        waiting.goes_on()
+        watchdog.goes_on()
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
@@ -46,4 +46,4 @@ class Failing:
             if store.check(every):
                 return
             time.sleep(0.01)
-        waiting.failed(error)
+        watchdog.failed(error)
