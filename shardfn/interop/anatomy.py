@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardfn.interop.boundaries import Boundaries, boundaries
 from shardfn.interop.placeholder import Place, Placeholder, placeholder
 from shardfn.interop.refused import aliases, refuse_shared_memory, refuse_taken
-from shardfn.mesh.which import Chosen
+from shardfn.mesh.selectors import Chosen
 from shardfn.quoting import listed
 
 LOOSE = ""

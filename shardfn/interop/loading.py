@@ -30,8 +30,8 @@ from shardfn.interop.functional import Functional, expect_functional
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes
+from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import dotted
-from shardfn.mesh.which import Which
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.quoting import listed, short_errors

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardfn.mesh import watchdog
-from shardfn.mesh.verdict import ranks_named
+from shardfn.mesh.deadlock import ranks_named
 
 GRACE = 10.0  # seconds for which the others wait longer than rank 0, which tells them what is wrong
 

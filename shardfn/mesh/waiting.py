@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh import positions, watchdog
-from shardfn.mesh.verdict import CALL, SHOWN, State, advised, ranks_named, standing
+from shardfn.mesh import callsites, watchdog
+from shardfn.mesh.deadlock import CALL, SHOWN, State, advised, ranks_named, standing
 from shardfn.mesh.watchdog import arrivals, broken_groups, waits
 
 MOST_KINDS = 4096  # that are counted of one group
@@ -88,7 +88,7 @@ class on:
             waits[get_ident()] = before
         if isinstance(error, RuntimeError) and (told := _failed(self, error)) is not error:
             if self.ranks is None and not self.renewed and watchdog.STAYS not in str(told):
-                broken_groups[self.group] = f"{positions.caller()}, where {told}"
+                broken_groups[self.group] = f"{callsites.caller()}, where {told}"
             raise told from None  # what the backend says of it is in there, and comes after
 
     @property
@@ -108,7 +108,7 @@ def during(call: str) -> Iterator[None]:
     me = get_ident()
     own = me not in watchdog.calls
     if own:
-        watchdog.calls[me] = f"{call}, called at {positions.caller()}" if debugging.collectives else call
+        watchdog.calls[me] = f"{call}, called at {callsites.caller()}" if debugging.collectives else call
     try:
         yield
     finally:
@@ -141,7 +141,7 @@ def forget(groups: Iterable[str]) -> None:
         arrivals.pop(key, None)
     for name in names:
         broken_groups.pop(name, None)
-    positions.forget(names)
+    callsites.forget(names)
 
 
 def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
@@ -231,7 +231,7 @@ def _failed(wait: on, error: RuntimeError) -> RuntimeError:
     if known and not gone:
         return RuntimeError(advised(f"{told}: {standing(known, states)}"))
     who = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
-    after = f", after {positions.last()}" if positions.last() else ""
+    after = f", after {callsites.last()}" if callsites.last() else ""
     return RuntimeError(f"{told}: {who} ended{silently}{after}; look at its output first ({brief(error)})")
 
 

@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh import positions, silence
-from shardfn.mesh.verdict import (
+from shardfn.mesh import callsites, liveness
+from shardfn.mesh.deadlock import (
     State,
     Thread,
     Vain,
@@ -82,15 +82,15 @@ def joined() -> None:
     _clear()
     watcher = Watcher(dist.get_rank())
     store = process_groups.default_store()
-    store.set(_ADDRESSES.format(watcher.rank), json.dumps(silence.own_addresses()))
-    watcher.home = silence.addresses_of(process_groups.host_of(store))
+    store.set(_ADDRESSES.format(watcher.rank), json.dumps(liveness.own_addresses()))
+    watcher.home = liveness.addresses_of(process_groups.host_of(store))
     threading.Thread(target=watcher.run, name="shardfn-waiting", daemon=True).start()
 
 
 def _clear() -> None:
     for kept in (waits, arrivals, broken_groups):
         kept.clear()
-    positions.clear()
+    callsites.clear()
 
 
 def _forked() -> None:
@@ -142,7 +142,7 @@ def goes_on() -> None:
 
 def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: str = "") -> State:
     """What this rank tells others of itself, where these waits take long."""
-    told = {"beat": beat, "ended": ended, "vain": vain or {}, "last": positions.last(), "left": positions.left()}
+    told = {"beat": beat, "ended": ended, "vain": vain or {}, "last": callsites.last(), "left": callsites.left()}
     told["broken"] = dict(broken_groups)
     if not stuck and not ended:
         return {**told, "threads": None, "counts": {}}
@@ -165,7 +165,7 @@ def state_of(beat: int, stuck: dict[int, on], vain: Vain | None = None, ended: s
 def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
     if wait is None:
         return None
-    here = positions.reaching.get(thread)
+    here = callsites.reaching.get(thread)
     return {
         "group": wait.group,
         "ranks": ranks_of(wait),
@@ -180,7 +180,7 @@ def _wait(thread: int, wait: on | None) -> dict[str, Any] | None:
 
 def text_of(wait: on, thread: int) -> str:
     """What a thread waits for, in words for others."""
-    call, here = calls.get(thread), positions.reaching.get(thread)
+    call, here = calls.get(thread), callsites.reaching.get(thread)
     what = str(wait) if here is None else here.text
     return f"{what} in {call}" if call else what
 
@@ -286,15 +286,15 @@ class Watcher:
         self.spoke = {thread: when for thread, when in self.spoke.items() if thread in stuck}
         if any(now - began >= tick for _, began in since.values()) and self.vanished(stuck):
             return
-        if stuck or self.told or self.stands != (positions.last(), positions.left()):
+        if stuck or self.told or self.stands != (callsites.last(), callsites.left()):
             self.tell(stuck)
         if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
             self.think(stuck, now)
 
     def vanished(self, stuck: dict[int, on]) -> bool:
         """Gives up what waits for a host that does not answer any more; whether the store cannot be asked now."""
-        quiet = silence.quiet_hosts(silence.readings())
-        gone = {address for address, seconds in quiet.items() if seconds >= silence.SILENCE} if stuck else set()
+        quiet = liveness.quiet_hosts(liveness.readings())
+        gone = {address for address, seconds in quiet.items() if seconds >= liveness.SILENCE} if stuck else set()
         unreachable = bool(self.home & quiet.keys())
         if self.home & gone:
             self.hang_up(self.home & gone, "the host of the store by which the ranks have met", quiet, stuck)
@@ -319,7 +319,7 @@ class Watcher:
                     f"It has gone, or the network between has"
                 )
                 _log.error("%s", wait.verdict)
-        silence.hang_up(lost)
+        liveness.hang_up(lost)
         for group in {wait.group for wait in stuck.values() if wait.ranks is None}:
             process_groups.break_group(process_groups.group_of(group))
 
@@ -333,7 +333,7 @@ class Watcher:
         """Says how this rank stands, with these waits."""
         self.reach()
         self.beat += 1
-        self.told, self.stands = bool(stuck), (positions.last(), positions.left())
+        self.told, self.stands = bool(stuck), (callsites.last(), callsites.left())
         self.publish(self.store, self.beat, stuck, self.ended)
 
     def publish(self, store: Any, beat: int, stuck: dict[int, on], ended: str) -> None:

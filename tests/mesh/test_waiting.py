@@ -19,9 +19,9 @@ import torch.distributed as dist
 import shardfn as sf
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting, watchdog
+from shardfn.mesh.deadlock import State, waits_in_vain
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.scope import mesh_of
-from shardfn.mesh.verdict import State, waits_in_vain
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.errors import GRACE
 from tests.heard import heard

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn.mesh import silence, watchdog
-from shardfn.mesh.silence import Reading, addresses_of, hang_up, own_addresses, quiet_hosts, readings
+from shardfn.mesh import liveness, watchdog
+from shardfn.mesh.liveness import Reading, addresses_of, hang_up, own_addresses, quiet_hosts, readings
 from shardfn.testing import World
 
 
@@ -78,7 +78,7 @@ def quiet(whose: str) -> str:
             total(torch.ones(1))
         return "it came late"
     there = {"rank 1": "127.0.0.1", "store": "10.9.9.9", "nobody": "10.8.8.8"}[whose]
-    with mock.patch.object(silence, "readings", return_value=[Reading(there, 4, 11.0)]):
+    with mock.patch.object(liveness, "readings", return_value=[Reading(there, 4, 11.0)]):
         try:
             total(torch.ones(1))
         except RuntimeError as error:
