@@ -48,7 +48,7 @@ import shardfn as sf
 import shardfn.optim as so
 from shardfn.check.varying import varying
 from shardfn.checkpoint import saving
-from shardfn.mesh.nodes import across
+from shardfn.mesh.make import across
 from shardfn.mesh.scope import scope
 from shardfn.mesh.spec import Leaf
 from shardfn.run.order import Order

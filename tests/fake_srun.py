@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-from shardfn.mesh.nodelist import hosts
+from shardfn.mesh.launchers import hosts
 
 
 def number(options, name, default):

@@ -15,11 +15,11 @@ from torch import Tensor
 from shardfn.collectives import kernels
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
-from shardfn.mesh import positions, waiting
+from shardfn.mesh import callsites, waiting
 from shardfn.mesh.axes import axis_of, sizes
+from shardfn.mesh.deadlock import ranks_named
 from shardfn.mesh.grid import Axis
 from shardfn.mesh.groups import cpu_group
-from shardfn.mesh.verdict import ranks_named
 from shardfn.quoting import bounded, findings, short
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def agree(
 ) -> None:
     """Raises ValueError on every rank of the mesh unless all of them say the same.
 
-    A rank that waits for others longer than `waiting.PATIENCE` says so in the log.
+    A rank that waits for others longer than `watchdog.PATIENCE` says so in the log.
 
     Args:
         described: what this rank was given, a line for each argument.
@@ -62,7 +62,7 @@ def agree(
     what, advice = subject
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
-    place = positions.outside(f"a comparison of {what} of {name!r}", whole.group) if debugging.collectives else None
+    place = callsites.outside(f"a comparison of {what} of {name!r}", whole.group) if debugging.collectives else None
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
     alone = (
@@ -71,14 +71,14 @@ def agree(
     )
     row = torch.tensor([digest, -len(text) if mine else len(text)])
     try:
-        with contextlib.nullcontext() if place is None else positions.at(place):
+        with contextlib.nullcontext() if place is None else callsites.at(place):
             digests, marked = gathered(row, mesh, axes, f"comparing {what}", name, alone).T.tolist()
     except RuntimeError as error:
         more = alone if waiting.elsewhere(error) else f"{alone}. {advice}"
         raise RuntimeError(bounded(f"{error}. {more}")) from waiting.cause(error)
     if len(set(digests)) == 1:
         return
-    positions.alike()
+    callsites.alike()
     failed, lengths = [n < 0 for n in marked], [abs(n) for n in marked]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardfn.collectives import into_buffers, messages
 from shardfn.compat import process_groups
-from shardfn.mesh import waiting
+from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.axes import axis_groups, forget_runs
 from shardfn.mesh.groups import cpu_group, groups_of_steps, world_of_thread
 from shardfn.mesh.lanes import in_lane, lane
@@ -75,13 +75,13 @@ class Attempt:
         self._store: Any = None
 
     def __enter__(self) -> Attempt:
-        waiting.looking[id(self)] = self._look
+        watchdog.looking[id(self)] = self._look
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self.lock:
             self.over = True
-        waiting.looking.pop(id(self), None)
+        watchdog.looking.pop(id(self), None)
 
     @property
     def store(self) -> Any:

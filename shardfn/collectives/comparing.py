@@ -15,7 +15,7 @@ from shardfn.collectives.agree import ALIKE, gathered, told
 from shardfn.collectives.ledger import attribution, unrecorded
 from shardfn.compat import autograd, functorch
 from shardfn.debugging import debugging
-from shardfn.mesh import positions, waiting
+from shardfn.mesh import callsites, waiting
 from shardfn.mesh.grid import Axis
 
 DEBUG = "debug(collectives=True)"
@@ -41,15 +41,15 @@ def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DE
     if axis.size == 1:
         return
     leaf = f"{attribution.leaf}: " if attribution.leaf else ""
-    what, line, failed = f"{op}({leaf}{values})", positions.caller(), positions.failure(axis.group)
+    what, line, failed = f"{op}({leaf}{values})", callsites.caller(), callsites.failure(axis.group)
     along = waiting.named(axis.group)
     text = f"{what}{f' over {along}' if along else ''}{_purpose(served, line)}, called at {line}{failed}"
-    here = positions.place(axis.group, text)
+    here = callsites.place(axis.group, text)
     same = [what, attribution.stage, _backward(), here.inside > 1, line if debugging.collectives and not served else ""]
-    with positions.at(here), functorch.outside_transforms(), unrecorded():
+    with callsites.at(here), functorch.outside_transforms(), unrecorded():
         found = _difference(repr(same), f"{text}\n{_counted(here)}", axis, by)
     if found:
-        positions.alike()
+        callsites.alike()
         raise ValueError(f"{by}: collectives differ between ranks: {found}. {ALIKE}{_dropped(found)}")
 
 
@@ -84,7 +84,7 @@ def _purpose(served: bool, line: str) -> str:
     return f"{way} (that ran forward at {began})" if backward and began != line else way
 
 
-def _counted(here: positions.Place) -> str:
+def _counted(here: callsites.Place) -> str:
     return f"number {here.inside} of the call at {here.where}" if here.inside else "outside of any call"
 
 

@@ -17,8 +17,8 @@ from shardfn.collectives.comparing import DEBUG, compare, values
 from shardfn.collectives.primitive import Op, primitive
 from shardfn.compat import dispatch, process_groups
 from shardfn.debugging import debugging
+from shardfn.mesh.callsites import caller
 from shardfn.mesh.grid import Axis
-from shardfn.mesh.positions import caller
 
 
 def collective(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:

@@ -20,14 +20,8 @@ _RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
 
 _gather_into = "all_gather_single" if _RENAMED else "_allgather_base"
-
-
 _scatter_into = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
-
-
 _gathering, _scattering = torch._C._distributed_c10d.AllgatherOptions(), dist.ReduceScatterOptions()
-
-
 _gathering.asyncOp = _scattering.asyncOp = True
 
 
@@ -52,7 +46,7 @@ def group_of(name: str) -> dist.ProcessGroup:
 
 def backend_of(group: dist.ProcessGroup, device: str) -> str:
     """Which backend moves a group's tensors on a kind of device: `"gloo"`, `"nccl"`, ..."""
-    return dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",")).get(device, "undefined")
+    return _backends(group).get(device, "undefined")
 
 
 def global_rank() -> int:
@@ -141,7 +135,7 @@ def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
             continue
         if name not in made:
             found = _PrefixStore(f"{meeting}/{name}", store)
-            made[name] = (_new_gloo if name == "gloo" else _new_nccl)(group, kind, found), _renewed.get(group, _FIRST)
+            made[name] = _new_backend(group, kind, name, found), _renewed.get(group, _FIRST)
             _renewed[group] = made[name][1] + 1
         backend, number = made[name]
         # A group keeps the first backend of each type, so that another one needs another type.
@@ -150,20 +144,14 @@ def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
     group._set_group_desc(described)
 
 
-def _new_gloo(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
-    # The options hold what listens, and its thread, which the new backend has in common with the old one.
+def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> Any:
+    # The options hold what listens for gloo, and its thread, which the new backend has in common with the old one.
     old: Any = group._get_backend(torch.device(kind))
     options = getattr(old, "options", None) or default_store().timeout
-    made = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
-    made._set_sequence_number_for_group()
-    return made
-
-
-def _new_nccl(group: dist.ProcessGroup, kind: str, store: Any) -> Any:
-    options: Any = group._get_backend(torch.device(kind)).options
-    made = dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
-    made._set_sequence_number_for_group()
-    return made
+    create: Any = dist.ProcessGroupGloo if name == "gloo" else dist.ProcessGroupNCCL
+    backend = create(store, group.rank(), group.size(), options)
+    backend._set_sequence_number_for_group()
+    return backend
 
 
 _made_up = {"fake"}  # backends

@@ -32,8 +32,8 @@ from shardfn.interop.tensor_checks import Region
 from shardfn.interop.tensor_parallel import TensorParallel
 from shardfn.interop.tensor_plan import Table, TensorPlan, planned
 from shardfn.mesh.grid import AxisName
+from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import P, joined
-from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, Layout
 from shardfn.shards.placement import Strategy

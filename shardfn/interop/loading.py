@@ -29,8 +29,8 @@ from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 from shardfn.interop.reading import Source, fingerprint, in_files, tensors_of
 from shardfn.mesh import waiting
 from shardfn.mesh.axes import axis_of, grid_of, sizes
+from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import dotted
-from shardfn.mesh.which import Which
 from shardfn.quant.formats import Format
 from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.quoting import listed, short_errors

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
-from shardfn.mesh import waiting
+from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.lanes import lane
 
@@ -55,7 +55,7 @@ def world_of_thread() -> World:
                     _worlds.clear()  # of one that has ended nothing is used again
                 found = _worlds[id(group)] = World(group)
                 if group is not None:
-                    waiting.joined()
+                    watchdog.joined()
     return found
 
 
@@ -89,7 +89,9 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
         found = world.made.setdefault(key, made)
         if found is made:
             try:
-                made.set_result(_made(ranks, use, repr(key), backend))
+                if process_groups.between_processes():
+                    waiting.meet(repr(key), ranks, "the making of a group", use or "axes")
+                made.set_result(process_groups.new_group(ranks, repr(key), backend))
             except BaseException as error:
                 world.made.pop(key)
                 made.set_exception(error)
@@ -124,9 +126,3 @@ def groups_of_steps(ranks: list[int]) -> list[dist.ProcessGroup]:
     found += [world.group] if world.group is not None and not part else []
     among = set(ranks)
     return [one for one in found if one.size() > 1 and among.issuperset(dist.get_process_group_ranks(one))]
-
-
-def _made(ranks: list[int], use: str, name: str, backend: str | None) -> dist.ProcessGroup:
-    if process_groups.between_processes():
-        waiting.meet(name, ranks, "the making of a group", use or "axes")
-    return process_groups.new_group(ranks, name, backend)

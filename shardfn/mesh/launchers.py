@@ -1,54 +1,33 @@
-"""Who started this process, and as which rank of how many: read from the environment alone."""
+"""Who started this process, as which rank of how many, and on which nodes: read from the environment alone."""
 
 from __future__ import annotations
 
+import itertools
+import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-from shardfn.mesh.nodelist import hosts
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 Environ = Mapping[str, str]
 
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")  # in SLURM's lists of hosts: node[001-003,7],gpu-a[1-2]b
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 SPECIAL_STEPS = 0xFFFFFFF0  # SLURM's numbers from here on are of steps that srun has not started: shells, batch scripts
 FIRST_PORT, PORTS = 61440, 4096  # above those that Linux gives to whoever asks for any
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a scheduler says of this process, one of several that it has started.
-
-    Attributes:
-        launcher: `"srun"` or `"mpirun"`.
-        variables: those that say its rank, the number of processes, and its rank on this node, in this order.
-        rank: among those processes.
-        size: how many there are.
-        local_rank: on this node, where it is said.
-        host: of rank 0; empty where that is not said.
-        port: that rank 0 can listen on, the same for all of them.
-    """
-
-    launcher: str
-    variables: tuple[str, str, str]
-    rank: int
-    size: int
-    local_rank: int | None
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
 class Start:
-    """How this process enters a world of several.
+    """How this process enters a world of several, as one launcher says.
 
     Attributes:
-        launcher: whose variables say so: `"torchrun"`, which stands for all who set RANK and WORLD_SIZE, `"srun"` or
-            `"mpirun"`.
+        launcher: `"torchrun"`, which stands for all who set RANK and WORLD_SIZE, `"srun"` or `"mpirun"`.
         rank: of this process.
         size: of the world.
         local_rank: on this node, where it is said.
-        host: where rank 0 listens, or torchrun does.
-        port: on which.
+        host: where rank 0 listens, or torchrun does; empty where a scheduler does not say that.
+        port: on which: the same for all of them.
+        names: of the variables that say its rank, the number of processes, and its rank on this node, in this order.
     """
 
     launcher: str
@@ -57,6 +36,7 @@ class Start:
     local_rank: int | None
     host: str
     port: int
+    names: tuple[str, str, str] = field(default=("RANK", "WORLD_SIZE", "LOCAL_RANK"), compare=False)
 
     def variables(self) -> dict[str, str]:
         """What torchrun would have set."""
@@ -88,15 +68,11 @@ def found(environ: Environ, pid: int) -> Start | None:
         host, port = address(environ, task, "torchrun")
         return Start("torchrun", rank, size, local, host, port)
     if task is not None:
-        for name, value, its, mine in zip(
-            ("RANK", "WORLD_SIZE", "LOCAL_RANK"), (rank, size, local), task.variables,
-            (task.rank, task.size, task.local_rank), strict=True,
-        ):  # fmt: skip
-            if value is not None and mine is not None and value != mine:
-                raise ValueError(f"make_mesh: {name}={value}, but {task.launcher} has set {its}={mine}. {_unset(name)}")
+        _refuse_others(task, rank, size, local)
         if task.size == 1:
             return None
-        return Start(task.launcher, task.rank, task.size, task.local_rank, *address(environ, task, task.launcher))
+        host, port = address(environ, task, task.launcher)
+        return replace(task, host=host, port=port)
     half = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
     if half:
         missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in half)
@@ -107,7 +83,7 @@ def found(environ: Environ, pid: int) -> Start | None:
     return None
 
 
-def scheduled(environ: Environ, pid: int) -> Task | None:
+def scheduled(environ: Environ, pid: int) -> Start | None:
     """What mpirun or srun says of this process, whatever else has been started since.
 
     Raises:
@@ -131,13 +107,13 @@ def said_by_job(environ: Environ) -> int:
     return _number(environ, "SLURM_NTASKS", least=1) or 1
 
 
-def _of_srun(environ: Environ, pid: int) -> Task | None:
+def _of_srun(environ: Environ, pid: int) -> Start | None:
     step = _step(environ)
     if step is None:
         return None
-    variables = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
-    rank, size = _needed(environ, variables[0], "srun"), _needed(environ, variables[1], "srun", least=1)
-    _below(variables[0], rank, variables[1], size)
+    names = "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"
+    rank, size = _needed(environ, names[0], "srun"), _needed(environ, names[1], "srun", least=1)
+    _below(names[0], rank, names[1], size)
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", least=1)
     if tasks is not None and tasks != size:
         raise ValueError(
@@ -156,7 +132,7 @@ def _of_srun(environ: Environ, pid: int) -> Task | None:
     if _number(environ, "SLURM_STEP_NUM_NODES", least=1) == 1:
         host = "127.0.0.1"
     port = FIRST_PORT + (31 * job + step) % PORTS
-    return Task("srun", variables, rank, size, _number(environ, variables[2]), host, port)
+    return Start("srun", rank, size, _number(environ, names[2]), host, port, names)
 
 
 def _step(environ: Environ) -> int | None:
@@ -165,27 +141,27 @@ def _step(environ: Environ) -> int | None:
     return None if step is None or step >= SPECIAL_STEPS else step
 
 
-def _of_mpirun(environ: Environ) -> Task | None:
+def _of_mpirun(environ: Environ) -> Start | None:
     """By Open MPI's variables, or those of MPICH and Intel MPI, whose launcher is named Hydra."""
-    variables = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
+    names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
     on_node = "OMPI_COMM_WORLD_LOCAL_SIZE"
-    if not any(environ.get(name) for name in variables):
-        variables, on_node = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), "MPI_LOCALNRANKS"
-        if not environ.get(variables[2]):  # srun sets the others, too
+    if not any(environ.get(name) for name in names):
+        names, on_node = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), "MPI_LOCALNRANKS"
+        if not environ.get(names[2]):  # srun sets the others, too
             return None
-    rank, size = _needed(environ, variables[0], "mpirun"), _needed(environ, variables[1], "mpirun", least=1)
-    local, here = _number(environ, variables[2]), _number(environ, on_node, least=1)
-    _below(variables[0], rank, variables[1], size)
-    _below(variables[2], local, on_node, here)
+    rank, size = _needed(environ, names[0], "mpirun"), _needed(environ, names[1], "mpirun", least=1)
+    local, here = _number(environ, names[2]), _number(environ, on_node, least=1)
+    _below(names[0], rank, names[1], size)
+    _below(names[2], local, on_node, here)
     job, port = environ.get("PMIX_NAMESPACE") or environ.get("SLURM_JOB_ID"), 29500  # torch's own
     if job:
         port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
-    return Task("mpirun", variables, rank, size, local, "127.0.0.1" if here == size else "", port)
+    return Start("mpirun", rank, size, local, "127.0.0.1" if here == size else "", port, names)
 
 
-def _one_world(environ: Environ, task: Task, rank: int, size: int, local: int | None) -> None:
+def _one_world(environ: Environ, task: Start, rank: int, size: int, local: int | None) -> None:
     """Raises ValueError if RANK and WORLD_SIZE are not of a world of all tasks of a scheduler."""
-    several = f"{task.launcher} has started {task.size} tasks ({task.variables[1]})"
+    several = f"{task.launcher} has started {task.size} tasks ({task.names[1]})"
     if environ.get("TORCHELASTIC_RUN_ID"):
         starters = _number(environ, "GROUP_WORLD_SIZE", least=1) or 1
         if starters < task.size:
@@ -198,12 +174,15 @@ def _one_world(environ: Environ, task: Task, rank: int, size: int, local: int | 
             f"make_mesh: {several}, each with WORLD_SIZE={size}. {_unset('RANK and WORLD_SIZE')}. {_APART}"
         )
     elif size == task.size:
-        for name, value, its, mine in (
-            ("RANK", rank, task.variables[0], task.rank),
-            ("LOCAL_RANK", local, task.variables[2], task.local_rank),
-        ):
-            if None not in (value, mine) and value != mine:
-                raise ValueError(f"make_mesh: {name}={value}, but {task.launcher} has set {its}={mine}. {_unset(name)}")
+        _refuse_others(task, rank, size, local)
+
+
+def _refuse_others(task: Start, *own: int | None) -> None:
+    """Raises ValueError if RANK, WORLD_SIZE or LOCAL_RANK is set and not what a scheduler says."""
+    said = task.rank, task.size, task.local_rank
+    for name, value, its, theirs in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), own, task.names, said, strict=True):
+        if value is not None and theirs is not None and value != theirs:
+            raise ValueError(f"make_mesh: {name}={value}, but {task.launcher} has set {its}={theirs}. {_unset(name)}")
 
 
 def check_begun(environ: Environ, pid: int, size: int) -> None:
@@ -212,12 +191,12 @@ def check_begun(environ: Environ, pid: int, size: int) -> None:
     if task is not None and size == 1 and task.size > 1:
         raise ValueError(
             f"make_mesh: torch.distributed was started with a world of one process, but {task.launcher} has started "
-            f"{task.size} ({task.variables[1]}): leave init_process_group to make_mesh, or give it their rank and "
+            f"{task.size} ({task.names[1]}): leave init_process_group to make_mesh, or give it their rank and "
             f"number. {_APART}"
         )
 
 
-def address(environ: Environ, task: Task | None, launcher: str) -> tuple[str, int]:
+def address(environ: Environ, task: Start | None, launcher: str) -> tuple[str, int]:
     """Where rank 0 listens: what the user says, or else the scheduler.
 
     Raises:
@@ -285,3 +264,34 @@ def _needed(environ: Environ, name: str, launcher: str, least: int = 0) -> int:
 def _below(name: str, value: int | None, limit: str, size: int | None) -> None:
     if value is not None and size is not None and value >= size:
         raise ValueError(f"make_mesh: {name}={value} is not below {limit}={size}. {_LEFT_OVER}")
+
+
+def hosts(nodelist: str) -> Iterator[str]:
+    """The names in a list of SLURM's, in the order in which they are written.
+
+    The last of several brackets counts fastest.
+
+    Raises:
+        ValueError: it is not written so.
+
+    Example:
+        >>> list(hosts("node[001-003,7],gpu-a[1-2]b"))
+        ['node001', 'node002', 'node003', 'node7', 'gpu-a1b', 'gpu-a2b']
+    """
+    for name in re.split(r",(?![^\[\]]*\])", nodelist):
+        *pieces, end = _BRACKET.split(name)
+        if not name or re.search(r"[\[\]\s,]", "".join([*pieces[::2], end])):
+            raise ValueError(f"{nodelist!r} is no list of hosts as SLURM writes them, such as node[001-003,7],gpu1")
+        texts, ranges = pieces[::2], pieces[1::2]
+        for numbers in itertools.product(*(list(_in_bracket(one, nodelist)) for one in ranges)):
+            yield "".join(itertools.chain.from_iterable(zip(texts, numbers, strict=True))) + end
+
+
+def _in_bracket(ranges: str, nodelist: str) -> Iterator[str]:
+    """What a bracket holds: numbers as wide as they are written."""
+    for one in ranges.split(","):
+        found = _RANGE.fullmatch(one)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise ValueError(f"{nodelist!r}: [{ranges}] does not hold numbers and ranges, such as [001-003,7]")
+        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
+            yield str(number).zfill(len(found[1]))

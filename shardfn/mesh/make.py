@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +17,6 @@ import torch.distributed as dist
 from shardfn.mesh.axes import grid_of, per_mesh, row
 from shardfn.mesh.grid import Grid, show
 from shardfn.mesh.groups import group_over
-from shardfn.mesh.nodes import across
 from shardfn.mesh.start import check_device, claim_device, patience, start_distributed
 from shardfn.quoting import short, short_errors
 
@@ -118,3 +120,34 @@ def made_again(grid: Grid, device: str) -> DeviceMesh:
     mesh = _mesh(torch.tensor(grid.ranks).view(lengths), names, device)
     grid_of(mesh)
     return mesh
+
+
+def across(hosts: Sequence[str], sizes: dict[str, int]) -> str:
+    """What to say of an axis that spans nodes though it would fit into one; empty where there is none.
+
+    Args:
+        hosts: of each rank.
+        sizes: axis name -> ranks along it, slowest-varying first.
+    """
+    inner, largest = 1, max(Counter(hosts).values(), default=0)
+    for name, size in reversed(sizes.items()):
+        inner *= size
+        if inner > largest:
+            return ""
+        for first in range(0, len(hosts), inner):
+            row = hosts[first : first + inner]
+            if len(set(row)) > 1:
+                shown = ", ".join(row[:8]) + (", ..." if len(row) > 8 else "")
+                apart = sum(one != other for one, other in pairwise(hosts)) >= len(set(hosts))
+                return (
+                    f"axis {name!r} spans nodes, though a node has up to {largest} ranks: ranks {first} to "
+                    f"{first + inner - 1} are on {shown}. {_CONSECUTIVE if apart else _DIVIDING}"
+                )
+    return ""
+
+
+_CONSECUTIVE = (
+    "Let the ranks of a node be consecutive: srun --distribution=block, mpirun --map-by slot, torchrun --node-rank in "
+    "the order of the nodes"
+)
+_DIVIDING = "Let the sizes of the last axes divide the ranks of each node, and start as many on every node"

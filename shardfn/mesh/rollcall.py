@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardfn.mesh import waiting
-from shardfn.mesh.verdict import ranks_named
+from shardfn.mesh import watchdog
+from shardfn.mesh.deadlock import ranks_named
 
 GRACE = 10.0  # seconds for which the others wait longer than rank 0, which tells them what is wrong
 
@@ -64,7 +64,7 @@ def roll_call(
     else:
         store.set(_CARD.format(rank), json.dumps(asdict(mine)))
     come: dict[int, Card] = {}
-    pause, speaks = 0.001, waiting.PATIENCE
+    pause, speaks = 0.001, watchdog.PATIENCE
     while True:
         if store.check([_WRONG]):
             raise RuntimeError(_heard(store, rank, len(come)))
@@ -124,7 +124,7 @@ def _missing(store: Any, rank: int, size: int, come: Mapping[int, Card]) -> str:
 def _heard(store: Any, rank: int, come: int) -> str:
     """What is wrong. Rank 0, with which the store may go, leaves when the others have heard, too."""
     told = bytes(store.get(_WRONG)).decode()
-    until = time.monotonic() + waiting.PATIENCE
+    until = time.monotonic() + watchdog.PATIENCE
     heard = store.add(_HEARD, 1)
     while rank == 0 and heard < come and time.monotonic() < until:
         time.sleep(0.05)

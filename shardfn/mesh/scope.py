@@ -11,7 +11,7 @@ import torch
 
 from shardfn.compat import autograd, dynamo
 from shardfn.debugging import debugging
-from shardfn.mesh import lanes, positions
+from shardfn.mesh import callsites, lanes
 from shardfn.mesh.axes import Axes, axis_of, grid_of, known_axes, mesh_numbered
 from shardfn.mesh.grid import ALONE, Axis, AxisName, Grid, as_names
 from shardfn.mesh.groups import world_of_thread
@@ -42,7 +42,7 @@ def scope(mesh: DeviceMesh, axes: Axes | None = None) -> contextlib.AbstractCont
 
 @contextlib.contextmanager
 def _watched(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
-    with positions.body(), _scoped(mesh, axes):
+    with callsites.body(), _scoped(mesh, axes):
         yield
 
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardfn.compat import process_groups
-from shardfn.mesh import joining, launchers, waiting
+from shardfn.mesh import launchers, rendezvous, waiting
 from shardfn.mesh.groups import world_of_thread
-from shardfn.mesh.lives import agents_store, store_of_this_life
+from shardfn.mesh.rendezvous import agents_store, store_of_this_life
 from shardfn.mesh.rollcall import Card, local_rank, roll_call, say_wrong
 
 LEAVE_TOGETHER = timedelta(seconds=10)
@@ -94,8 +94,8 @@ def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
     for name, value in start.variables().items():
         os.environ[name] = os.environ.get(name) or value  # as torchrun does, for what else the program uses
     try:
-        store = joining.store_of(start, limit)
-    except joining.PortInUse as error:  # by another rank 0 perhaps, which waits for the others
+        store = rendezvous.store_of(start, limit)
+    except rendezvous.PortInUse as error:  # by another rank 0 perhaps, which waits for the others
         _complain(error)
         raise
     life = store_of_this_life(store, start.rank, start.size) if agents_store() else _life(store)
@@ -120,7 +120,7 @@ def _complain(error: Exception) -> None:
             task = launchers.scheduled(os.environ, os.getpid())
         except ValueError:
             task = None
-        store = joining.reached_soon(*launchers.address(os.environ, task, ""))
+        store = rendezvous.reached_soon(*launchers.address(os.environ, task, ""))
         if store is not None:
             told = str(error).removeprefix("make_mesh: ")
             said = f"process {os.getpid()} of {socket.gethostname()} does not come: {told}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardfn.collectives import functional
 from shardfn.compat import autograd
 from shardfn.mesh.scope import mesh_of, scope
-from shardfn.mesh.which import Which, chosen
+from shardfn.mesh.selectors import Which, chosen
 from shardfn.optim.differentiable import differentiable
 from shardfn.optim.hyperparameters import check, whole
 from shardfn.optim.optimizer import Optimizer, Rule, must_be_optimizer

@@ -162,15 +162,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 @functools.lru_cache(maxsize=256)
 def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_vjp:
     def pure(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        size = axis_size(axis)
         k, v = (_repeated(all_gather(x, axis, dim=2), q.shape[1] // x.shape[1]) for x in (k, v))
         scores = q @ k.mT * scale
         if causal:
-            own = q.shape[2]
-            mine = _places(own, axis_index(axis), size, balanced, q.device)
-            every = torch.cat([_places(own, index, size, balanced, q.device) for index in range(size)])
-            unseen = every[None, :] > mine[:, None]
-            scores = scores.masked_fill(unseen, -torch.inf)
+            scores = scores.masked_fill(_unseen(q.shape[2], axis, balanced, q.device), -torch.inf)
         return (scores.softmax(-1) @ v,)
 
     def fwd(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -224,6 +219,12 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         return [dq.to(q.dtype), dk, dv]
 
     return custom_vjp(pure, fwd, bwd)
+
+
+def _unseen(own: int, axis: AxisName, balanced: bool, device: torch.device) -> Tensor:
+    """Which keys, of all ranks, come after each of this rank's queries, where each rank has `own` of both."""
+    every = [_places(own, index, axis_size(axis), balanced, device) for index in range(axis_size(axis))]
+    return torch.cat(every)[None, :] > every[axis_index(axis)][:, None]
 
 
 def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Block]:

@@ -103,16 +103,11 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         made = logits(x, w)
         return (of_rows(made, made.logsumexp(1), targets)[0],)
 
-    def shares(made: Tensor) -> tuple[Tensor, Tensor]:
-        """The softmax over the columns here, and the logarithm of its sums."""
-        found = made.softmax(1)
-        return found, made.amax(1) - found.amax(1).log()
-
     def fwd(x: Tensor, w: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         found = []
         for some in _chunks(len(x), rows):
             made = logits(x[some], w)
-            parts = shares(made)
+            parts = _shares(made)
             found.append(of_rows(made, parts[1], targets[some]))
         losses, every = (torch.cat(each) for each in zip(*found, strict=True))
         return (losses,), (x, w, targets, every, *(parts if len(found) == 1 else ()))
@@ -127,7 +122,7 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         dx = torch.empty_like(x) if needs[0] else None
         dw: Tensor | None = None
         for some in _chunks(len(x), rows):
-            found, sums = parts or shares(logits(x[some], w))
+            found, sums = parts or _shares(logits(x[some], w))
             p = found * ((sums - every[some]).exp() * ct[some])[:, None]
             column, here = own(targets[some], p.shape[1])
             p = p.scatter_add_(1, column[:, None], -ct[some, None].where(here[:, None], 0)).to(x.dtype)
@@ -138,6 +133,12 @@ def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
         return [dx, dw, None]
 
     return custom_vjp(pure, fwd, bwd)
+
+
+def _shares(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax over the columns here, and the logarithm of its sums."""
+    shares = logits.softmax(1)
+    return shares, logits.amax(1) - shares.amax(1).log()
 
 
 def _chunks(n: int, rows: int) -> Iterator[slice]:

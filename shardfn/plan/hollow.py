@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import dotted, joined
-from shardfn.mesh.which import Which
 from shardfn.quant.packed import is_packed
 from shardfn.quoting import listed
 from shardfn.shards.layout import FlatShard, is_flat

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardfn.compat import autograd, process_groups
 from shardfn.mesh.scope import current_mesh, mesh_of
+from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import P
-from shardfn.mesh.which import Which
 from shardfn.optim.optimizer import Optimizer, must_be_optimizer
 from shardfn.optim.torch import comes_later
 from shardfn.plan import buffers, hollow

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardfn.compat import pytrees
+from shardfn.mesh.selectors import Which, chosen
 from shardfn.mesh.spec import dotted, is_dtensor, places_itself
-from shardfn.mesh.which import Which, chosen
 from shardfn.quant.formats import Format, check_format
 from shardfn.quoting import listed, short_errors
 

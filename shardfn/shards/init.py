@@ -10,8 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
+from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import P, dotted, joined
-from shardfn.mesh.which import Which
 from shardfn.quant.packed import Packed, is_packed, pack
 from shardfn.quoting import short_errors
 from shardfn.shards.placement import Strategy

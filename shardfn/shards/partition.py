@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import optree
 from torch import Tensor
 
+from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import dotted
-from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, is_flat
 

@@ -21,8 +21,8 @@ from shardfn.mesh import waiting
 from shardfn.mesh.axes import check_axes, grid_of, per_mesh
 from shardfn.mesh.grid import Grid
 from shardfn.mesh.scope import mesh_of, scope
+from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
-from shardfn.mesh.which import Chosen, Which, chosen
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.gathering import device_of, gathered_to, targets

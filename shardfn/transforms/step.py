@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn.compat import autograd
 from shardfn.debugging import debugging
-from shardfn.mesh import positions
+from shardfn.mesh import callsites
 
 Defer = Literal["nothing", "replicas", "everything"]
 
@@ -75,7 +75,7 @@ class Step:
 
     def __enter__(self) -> Step:
         if debugging.collectives:
-            self.watched = positions.body()
+            self.watched = callsites.body()
             self.watched.__enter__()
         _steps.open.append(self)
         self.live = True

@@ -25,7 +25,7 @@ import shardfn as sf
 from shardfn.collectives import into_buffers
 from shardfn.collectives.comparing import compare
 from shardfn.collectives.ledger import attribution
-from shardfn.mesh.verdict import State, waits_in_vain
+from shardfn.mesh.deadlock import State, waits_in_vain
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.errors import GRACE
 from tests.heard import heard

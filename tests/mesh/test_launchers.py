@@ -21,9 +21,8 @@ import torch.distributed as dist
 import shardfn as sf
 from shardfn.mesh import rollcall, start
 from shardfn.mesh.groups import group_over
-from shardfn.mesh.launchers import FIRST_PORT, Start, found, said_by_job
-from shardfn.mesh.nodelist import hosts
-from shardfn.mesh.nodes import across
+from shardfn.mesh.launchers import FIRST_PORT, Start, found, hosts, said_by_job
+from shardfn.mesh.make import across
 from shardfn.mesh.rollcall import Card, contradiction, local_rank
 from shardfn.testing import World
 
@@ -229,8 +228,8 @@ PROGRAM = """
         socket.gethostname = lambda: os.environ["SLURMD_NODENAME"]
     import torch
     import shardfn as sf
-    from shardfn.mesh import joining
-    joining.NAMED = joining.ANSWERS = 2.0
+    from shardfn.mesh import rendezvous
+    rendezvous.NAMED = rendezvous.ANSWERS = 2.0
 
     {before}
     mesh = sf.make_mesh({arguments}, device="cpu")

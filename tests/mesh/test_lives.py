@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardfn.mesh.lives import agents_store, store_of_this_life
+from shardfn.mesh.rendezvous import agents_store, store_of_this_life
 
 
 @pytest.fixture

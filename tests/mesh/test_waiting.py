@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.compat import process_groups
-from shardfn.mesh import waiting
+from shardfn.mesh import waiting, watchdog
+from shardfn.mesh.deadlock import State, waits_in_vain
 from shardfn.mesh.groups import group_over
 from shardfn.mesh.scope import mesh_of
-from shardfn.mesh.verdict import State, waits_in_vain
 from shardfn.testing import World, WorldError, world
 from shardfn.testing.errors import GRACE
 from tests.heard import heard
@@ -112,7 +112,7 @@ ENDINGS: dict[str, tuple[Any, Any, str, str]] = {
 
 
 def program(name: str) -> Any:
-    waiting.PATIENCE, waiting.TICK = 0.3, 0.05
+    watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
     generator = torch.Generator().manual_seed(0)
     plain = {k: torch.randn(40 + 10 * i, 4, dtype=torch.float64, generator=generator) for i, k in enumerate("abc")}
     params = sf.shard(plain, sf.make_mesh(shard=-1, device="cpu"), sf.full_shard("shard"))
@@ -141,7 +141,7 @@ def test_programs_that_cannot_meet_end_with_an_error_on_every_rank(size: int, na
 
 def given_up() -> list[str]:
     """What the same group says at first, and when it is used again; all ranks live on."""
-    waiting.PATIENCE, waiting.TICK = 0.3, 0.05
+    watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
     mesh, x = sf.make_mesh(shard=-1, device="cpu"), torch.ones(3 + dist.get_rank())
     said = []
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_a_rank_that_waits_for_one_that_has_gone_says_so(name: str) -> None:
 
 def only_slow() -> list[str]:
     """Each rank is late in turn, by many times the patience; what the log said."""
-    waiting.PATIENCE, waiting.TICK = 0.1, 0.02
+    watchdog.PATIENCE, watchdog.TICK = 0.1, 0.02
     generator = torch.Generator().manual_seed(0)
     plain = {k: torch.randn(40, 4, dtype=torch.float64, generator=generator) for k in "abc"}
     rank, mesh = dist.get_rank(), sf.make_mesh(shard=-1, device="cpu")
@@ -190,7 +190,7 @@ def only_slow() -> list[str]:
                     time.sleep(0.3)
                 dist.barrier()
     finally:
-        waiting.PATIENCE, waiting.TICK = 5.0, 1.0
+        watchdog.PATIENCE, watchdog.TICK = 5.0, 1.0
     return said
 
 
@@ -202,7 +202,7 @@ def test_ranks_that_are_only_slow_are_waited_for_with_a_word() -> None:
 
 def two_threads_that_cross() -> Any:
     """Rank 0's first thread waits for rank 1's, which is late, as rank 0's second is: nobody waits in vain."""
-    waiting.PATIENCE, waiting.TICK = 0.1, 0.02
+    watchdog.PATIENCE, watchdog.TICK = 0.1, 0.02
     mesh, rank = sf.make_mesh(shard=-1, device="cpu"), dist.get_rank()
     total = sf.shard_map(lambda x: sf.psum(x, "shard"), mesh=mesh, in_specs=..., out_specs=...)
     other = sf.shard_map(lambda x: sf.all_gather(x, "shard"), mesh=mesh, in_specs=..., out_specs=...)
@@ -219,7 +219,7 @@ def two_threads_that_cross() -> Any:
         thread.start()
     for thread in threads:
         thread.join(20)
-    waiting.PATIENCE, waiting.TICK = 5.0, 1.0
+    watchdog.PATIENCE, watchdog.TICK = 5.0, 1.0
     return found
 
 
@@ -342,7 +342,7 @@ def test_ranks_that_are_late_are_waited_for_by_any_store(kind: str, tmp_path: Pa
 
 def after_a_wait_in_vain(names: list[str]) -> list[tuple[str, str]]:
     """What became of a call by different axes, and of later ones by the same, on this rank."""
-    waiting.PATIENCE, waiting.TICK = 0.3, 0.05
+    watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
     mesh, rank = sf.make_mesh(x=2, y=2, device="cpu"), dist.get_rank()
 
     def total(axis: Any, x: float) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import shardfn as sf
 from shardfn.checkpoint.team import team_of
-from shardfn.mesh import waiting
+from shardfn.mesh import watchdog
 from shardfn.mesh.axes import grid_of
 from shardfn.run.agreeing import Exchange, Word
 from shardfn.testing import World
@@ -19,7 +19,7 @@ TURNS = 12
 
 def seen(group: str) -> int:
     """How often others see this rank come to a turn."""
-    found = waiting._state(0, {}, {}, "ended")["counts"].get(group, {})
+    found = watchdog.state_of(0, {}, {}, "ended")["counts"].get(group, {})
     return sum(n for key, n in found.items() if key.startswith("agreeing"))
 
 

@@ -210,7 +210,7 @@ def test_when_one_rank_fails_the_others_end_within_seconds(how: str, tmp_path: P
 def after_failures() -> list[str]:
     mesh = mesh_here()
     told(lambda: sf.run.loop(step_of(mesh), begin(mesh), Rows(mesh, end=2), steps=5, report=[]))
-    time.sleep(7 * dist.get_rank())  # the other one waits longer than `waiting.PATIENCE`
+    time.sleep(7 * dist.get_rank())  # the other one waits longer than `watchdog.PATIENCE`
     return [told(lambda: sf.run.loop(step_of(mesh), begin(mesh), Rows(mesh), steps=5, report=[]))]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import shardfn as sf
 import shardfn.optim as so
 from shardfn import P
-from shardfn.mesh.which import chosen
+from shardfn.mesh.selectors import chosen
 from shardfn.testing import World
 from shardfn.testing import world as shared_world
 

@@ -21,7 +21,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import shardfn as sf
 from shardfn import P
-from shardfn.mesh import waiting
+from shardfn.mesh import watchdog
 from shardfn.mesh.scope import current_mesh
 from shardfn.testing import strategies as draws
 from shardfn.testing import world
@@ -461,7 +461,7 @@ class TestRanksThatDiffer:
     @pytest.mark.parametrize("collective", ["psum", "all_gather", "reduce_scatter"])
     def test_a_last_batch_that_is_short_on_one_rank_is_an_error_and_mixes_nothing(self, collective: str) -> None:
         def body() -> Any:
-            waiting.PATIENCE, waiting.TICK = 0.3, 0.1
+            watchdog.PATIENCE, watchdog.TICK = 0.3, 0.1
             step = sf.shard_map(
                 lambda x: getattr(sf, collective)(torch.ones(4), "a"), mesh=mesh_of(), in_specs=P("a"), out_specs=...
             )

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import shardfn as sf
-from shardfn.mesh import silence, waiting
-from shardfn.mesh.silence import Reading, addresses_of, hang_up, own_addresses, quiet_hosts, readings
+from shardfn.mesh import liveness, watchdog
+from shardfn.mesh.liveness import Reading, addresses_of, hang_up, own_addresses, quiet_hosts, readings
 from shardfn.testing import World
 
 
@@ -65,11 +65,11 @@ def test_only_connections_to_a_host_that_has_gone_end(pair: Any) -> None:
 
 def quiet(whose: str) -> str:
     """For rank 0 the host of rank 1, or of the store, has vanished while it waits; what it says then."""
-    waiting.PATIENCE, waiting.TICK = 0.3, 0.05
+    watchdog.PATIENCE, watchdog.TICK = 0.3, 0.05
     mesh = sf.make_mesh(shard=2, device="cpu")
     total = sf.shard_map(lambda x: sf.psum(x, "shard"), mesh=mesh, in_specs=sf.P("shard"), out_specs=sf.P())
     total(torch.ones(1))
-    watcher = waiting._watcher
+    watcher = watchdog.watcher
     assert watcher is not None
     watcher.home = frozenset({"10.9.9.9"} if whose == "store" else ())
     if mesh.get_rank() == 1:
@@ -78,7 +78,7 @@ def quiet(whose: str) -> str:
             total(torch.ones(1))
         return "it came late"
     there = {"rank 1": "127.0.0.1", "store": "10.9.9.9", "nobody": "10.8.8.8"}[whose]
-    with mock.patch.object(silence, "readings", return_value=[Reading(there, 4, 11.0)]):
+    with mock.patch.object(liveness, "readings", return_value=[Reading(there, 4, 11.0)]):
         try:
             total(torch.ones(1))
         except RuntimeError as error:

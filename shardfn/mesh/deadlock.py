@@ -98,12 +98,17 @@ def came(state: State, group: str, key: str, count: int) -> bool:
 def given_up(found: dict[Thread, list[int]], states: dict[int, State]) -> Vain:
     """What each rank waits for in vain, as others read it."""
     vain: Vain = {}
-    waits = {(rank, t["thread"]): t["wait"] for rank, s in states.items() for t in s["threads"] or ()}
+    waits = waits_by_thread(states)
     for (rank, thread), lost in found.items():
-        wait = waits[(rank, thread)]
+        wait = waits[rank, thread]
         told = f"rank {rank} waits in vain for {wait['told']}: {standing(lost, states, wait)}"
         vain.setdefault(str(rank), [told]).append([thread, wait["group"], wait["key"], wait["count"]])
     return vain
+
+
+def waits_by_thread(states: dict[int, State]) -> dict[Thread, dict[str, Any]]:
+    """What each thread of these ranks waits for, None for nothing."""
+    return {(rank, t["thread"]): t["wait"] for rank, state in states.items() for t in state["threads"] or ()}
 
 
 def standing(ranks: Iterable[int], states: dict[int, State], wait: dict[str, Any] | None = None) -> str:
@@ -123,10 +128,6 @@ def _does(state: State | None) -> str:
         return f"{state['ended']}{after}"
     waits = [thread["wait"]["told"] for thread in state["threads"] or () if thread["wait"]]
     return f"waits for {' and for '.join(waits)}" if waits else "has given up" if state["vain"] else "has not come"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return ranks_named(ranks) + ("" if len(ranks) == 1 else ":")
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
