@@ -8,10 +8,20 @@ from typing import Any
 
 from shardfn.translate import optimizers, precision, schedules
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import TranslateError
 from shardfn.translate.optimizers import Kind
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import natural, number, on, path, positive, whole, whole_or_all, word, words
+from shardfn.translate.values import (
+    TranslateError,
+    natural,
+    number,
+    on,
+    path,
+    positive,
+    whole,
+    whole_or_all,
+    word,
+    words,
+)
 
 STAGES = ("ddp", "zero1", "zero2", "full_shard")
 STAGE = By({str(i): sets(f"the strategy sf.{cut}", cut=cut) for i, cut in enumerate(STAGES)})

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import TranslateError
 from shardfn.translate.schema import Section, Table, always, each, missing, read, sets
-from shardfn.translate.values import number, on, pair, shown
+from shardfn.translate.values import TranslateError, number, on, pair, shown
 
 _ADAM = "lr betas eps weight_decay"
 TAKES = {

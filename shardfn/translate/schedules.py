@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import TranslateError
 from shardfn.translate.schema import Section, each, missing, read, sets
-from shardfn.translate.values import number, on, shown, whole
+from shardfn.translate.values import TranslateError, number, on, shown, whole
 
 # DeepSpeed's first step has its scheduler's -1.
 _WARMUP = """\

@@ -8,9 +8,20 @@ from typing import Any
 
 from shardfn.translate import accelerate, deepspeed, fsdp, schedules
 from shardfn.translate.draft import Draft, Name
-from shardfn.translate.facts import Call, TranslateError
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, missing, read, sets, yours
-from shardfn.translate.values import is_auto, is_open, natural, number, on, shown, whole, whole_or_all, word
+from shardfn.translate.values import (
+    Call,
+    TranslateError,
+    is_auto,
+    is_open,
+    natural,
+    number,
+    on,
+    shown,
+    whole,
+    whole_or_all,
+    word,
+)
 
 ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments", "SFTConfig"}
 TRAINERS = {"Seq2SeqTrainer", "SentenceTransformerTrainer", "SFTTrainer"}
