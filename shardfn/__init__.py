@@ -58,7 +58,8 @@ from shardfn.shards.placement import (
 from shardfn.shards.putting import put
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
-from shardfn.shards.sharding import shard, shard_named, unshard
+from shardfn.shards.sharding import shard, shard_named
+from shardfn.shards.unsharding import unshard
 from shardfn.stages.offloading import offload
 from shardfn.stages.skip import skip
 from shardfn.stages.stage import layers, stage

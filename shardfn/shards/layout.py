@@ -181,16 +181,21 @@ class Layout(Buffer):
         packed = self.packed_at(number)
         return self.whole_shape(number) if packed is None else packed.shape
 
-    def ranges(self, rank: int) -> list[Range]:
-        """Which elements of which parameters the global rank `rank` holds."""
+    def cuts_of(self, rank: int) -> list[tuple[int, int, int, int]]:
+        """What a rank holds, as `cuts` has it; parameters without elements are where their place is."""
         if not self.here(rank):
             return []
-        index, found = self.index(rank), []
-        for number, entry in enumerate(self.entries):
-            low, high, at = self.within(number, index)
-            if low < high or (entry.numel == 0 and 0 <= at < self.piece):
-                found.append(Range(entry.path, low, high, entry.shape, self.corner(entry, rank)))
-        return found
+        every = ((number, *self.within(number, self.index(rank))) for number in range(len(self.entries)))
+        return [
+            (number, low, high, at)
+            for number, low, high, at in every
+            if low < high or (self.entries[number].numel == 0 and 0 <= at < self.piece)
+        ]
+
+    def ranges(self, rank: int) -> list[Range]:
+        """Which elements of which parameters the global rank `rank` holds."""
+        held = ((self.entries[number], low, high) for number, low, high, _ in self.cuts_of(rank))
+        return [Range(entry.path, low, high, entry.shape, self.corner(entry, rank)) for entry, low, high in held]
 
     def whole_shape(self, number: int) -> tuple[int, ...]:
         """Of a parameter, of whose value ranks may have parts."""
@@ -330,11 +335,8 @@ def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
         ``largest = {name: part.abs().max() for name, part in local_parameters(params["head"]).items()}``
     """
     layout, rank = flat.layout, process_groups.global_rank()
-    start = layout.index(rank) * layout.piece
-    offsets = {entry.path: entry.offset - start for entry in layout.entries}
     return {
-        part.path: flat.values[offsets[part.path] + part.start : offsets[part.path] + part.stop]
-        for part in layout.ranges(rank)
+        layout.entries[number].path: flat.values[at : at + high - low] for number, low, high, at in layout.cuts_of(rank)
     }
 
 

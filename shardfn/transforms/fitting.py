@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.agree import agree, gathered
+from shardfn.collectives.agree import agree, digest_of, gathered
 from shardfn.collectives.attempts import Attempt, Fared, can_call_off
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of, sizes
@@ -140,8 +139,9 @@ def _most(batch: Batch | None, wrong: Exception | None, described: Sequence[str]
         TypeError, ValueError: on every rank, what is wrong on one, or differs; or none has a row.
     """
     said = [*described, *(batch.kinds if batch is not None else [str(wrong)])]
-    digest = int.from_bytes(hashlib.blake2b("\n".join(said).encode(), digest_size=7).digest(), "big")
-    row = torch.tensor([digest, *((batch.rows, batch.elements) if batch is not None else (0, 0))])
+    row = torch.tensor(
+        [digest_of("\n".join(said).encode()), *((batch.rows, batch.elements) if batch is not None else (0, 0))]
+    )
     every = gathered(row, axis, None, "comparing the micro-batches", "accumulate")
     if len(every[:, 0].unique()) > 1:
         agree(said, axis, "accumulate", wrong, _SUBJECT)
