@@ -451,7 +451,7 @@ MUTANTS = [
     ),
     Mutant(
         "what escapes is lost",
-        "transforms/owned.py",
+        "transforms/step.py",
         '    raise escaped(owner(leaf) or "")',
         "    return",
         f"{OWN}::test_a_loss_of_what_escaped_is_refused",

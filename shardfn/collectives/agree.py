@@ -116,10 +116,14 @@ ALIKE = "All ranks along an axis call the same collectives, on values of the sam
 def told(along: Axis, said: Sequence[str]) -> str:
     """What each rank along an axis has said, in the order of `gathered`: ranks that say the same together."""
     who: dict[str, list[int]] = {}
-    ranks = sorted(dist.get_process_group_ranks(process_groups.group_of(along.group)))
-    for rank, one in zip(ranks, said, strict=True):
+    for rank, one in zip(ranks_along(along), said, strict=True):
         who.setdefault(one, []).append(rank)
     return findings((f"{ranks_named(some)} {'has' if len(some) == 1 else 'have'} {one}" for one, some in who.items()))
+
+
+def ranks_along(axis: Axis) -> list[int]:
+    """The global ranks along an axis of a process group, in the order of `gathered`."""
+    return sorted(dist.get_process_group_ranks(process_groups.group_of(axis.group)))
 
 
 def texts(own: bytes, lengths: Sequence[int], along: Axis, what: str, of: str) -> list[str]:
@@ -170,8 +174,7 @@ def gathered(
     if whole.size == 1:
         return row[None]
     # A group of its own where backends allow: a rank that does not compare cannot answer with other data.
-    ranks = sorted(dist.get_process_group_ranks(process_groups.group_of(whole.group)))
-    group = cpu_group(ranks, "compare").group_name
+    group = cpu_group(ranks_along(whole), "compare").group_name
     with waiting.on(what, group, of, note=note):
         return kernels.all_gather(row[None], 0, whole.size, group)
 

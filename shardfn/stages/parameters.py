@@ -18,7 +18,7 @@ from shardfn.compat import autograd
 from shardfn.shards.layout import Layout
 from shardfn.stages.ring import Slot, ordinary_tensors
 from shardfn.stages.signature import Gather, GatherPlan
-from shardfn.transforms.owned import owned
+from shardfn.transforms.step import owned
 
 
 def whole_parameters(

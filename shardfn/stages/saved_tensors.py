@@ -19,7 +19,7 @@ from shardfn.stages.signature import Signature
 from shardfn.stages.tape import StageRun
 from shardfn.tiers import placing, tensors
 from shardfn.tiers.files import File
-from shardfn.transforms.owned import escaped
+from shardfn.transforms.step import escaped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
