@@ -297,10 +297,8 @@ class Part(NamedTuple):
 
 def whole_shape(layout: Layout, number: int) -> tuple[int, ...]:
     """Of all numbers of a parameter's blocks."""
-    entry = layout.entries[number]
-    cuts = tuple(layout.grid.size(names) if names else 1 for names in entry.spec.by_dim())
-    cuts += (1,) * (len(entry.shape) - len(cuts))
-    return (*(cuts if math.prod(cuts) > 1 else ()), -(-entry.numel // BLOCK))
+    parts = layout.parts(number)
+    return (*(parts if math.prod(parts) > 1 else ()), -(-layout.entries[number].numel // BLOCK))
 
 
 def parts(node: Blocks, rank: int, mine: bool) -> list[Part]:
@@ -310,14 +308,11 @@ def parts(node: Blocks, rank: int, mine: bool) -> list[Part]:
     """
     layout, found, at = node.layout, [], 0
     for number, start, stop, place in layout.cuts_of(rank):
-        entry = layout.entries[number]
         if number not in node.entries or not node.start <= place <= node.stop:
             continue
         low, high = start // BLOCK, -(-stop // BLOCK)
         skipped = int(mine and start % BLOCK > 0)
-        part = [layout.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]
-        part += [0] * (len(entry.shape) - len(part))
-        corner = tuple(part) if len(whole_shape(layout, number)) > 1 else ()
+        corner = layout.part(number, rank) if len(whole_shape(layout, number)) > 1 else ()
         found.append(Part(number, (*corner, low + skipped), at + skipped, at + high - low))
         at += high - low
     return found

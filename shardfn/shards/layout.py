@@ -194,14 +194,27 @@ class Layout(Buffer):
 
     def ranges(self, rank: int) -> list[Range]:
         """Which elements of which parameters the global rank `rank` holds."""
-        held = ((self.entries[number], low, high) for number, low, high, _ in self.cuts_of(rank))
-        return [Range(entry.path, low, high, entry.shape, self.corner(entry, rank)) for entry, low, high in held]
+        found = []
+        for number, low, high, _ in self.cuts_of(rank):
+            entry = self.entries[number]
+            found.append(Range(entry.path, low, high, entry.shape, self.corner(number, rank)))
+        return found
 
     def whole_shape(self, number: int) -> tuple[int, ...]:
         """Of a parameter, of whose value ranks may have parts."""
+        return tuple(n * k for n, k in zip(self.entries[number].shape, self.parts(number), strict=True))
+
+    def parts(self, number: int) -> tuple[int, ...]:
+        """In how many parts each dimension of a parameter is cut, of which ranks have one as its value."""
         entry = self.entries[number]
-        cuts = [self.grid.size(names) if names else 1 for names in entry.spec.by_dim()]
-        return tuple(n * k for n, k in zip(entry.shape, cuts + [1] * len(entry.shape), strict=False))
+        cuts = [self.grid.size(names) for names in entry.spec.by_dim()]
+        return (*cuts, *(1,) * (len(entry.shape) - len(cuts)))
+
+    def part(self, number: int, rank: int) -> tuple[int, ...]:
+        """Which of these a rank has, in each dimension."""
+        entry = self.entries[number]
+        places = [self.grid.index(rank, names) for names in entry.spec.by_dim()]
+        return (*places, *(0,) * (len(entry.shape) - len(places)))
 
     def cut_axes(self, number: int) -> tuple[str, ...]:
         """Along which ranks hold different elements of a parameter, or some hold none; in the mesh's order."""
@@ -213,11 +226,9 @@ class Layout(Buffer):
         cut = self.cut_axes(number)
         return tuple(name for name, _ in self.grid.sizes if name not in cut)
 
-    def corner(self, entry: Entry, rank: int) -> tuple[int, ...]:
+    def corner(self, number: int, rank: int) -> tuple[int, ...]:
         """Where in the whole parameter the value begins that a rank has."""
-        cuts = [self.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]
-        cuts += [0] * (len(entry.shape) - len(cuts))
-        return tuple(index * length for index, length in zip(cuts, entry.shape, strict=True))
+        return tuple(i * length for i, length in zip(self.part(number, rank), self.entries[number].shape, strict=True))
 
     def __str__(self) -> str:
         spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"

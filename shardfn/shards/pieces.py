@@ -223,7 +223,7 @@ def _segments(layout: Layout, rank: int, entries: tuple[int, ...], start: int, s
     found = []
     for number, low, high, at in cuts_within(layout, rank, entries, start, stop):
         entry, whole = layout.entries[number], layout.whole_shape(number)
-        found.append(Segment(entry.path, whole, entry.shape, layout.corner(entry, rank), low, at, at + high - low))
+        found.append(Segment(entry.path, whole, entry.shape, layout.corner(number, rank), low, at, at + high - low))
     return tuple(found)
 
 

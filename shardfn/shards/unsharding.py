@@ -302,7 +302,7 @@ def _assembled(
             entry = layout.entries[number]
             value = whole[number]
             if entry.spec.axes:
-                value = cut.setdefault((number, layout.corner(entry, rank)), value.new_empty(entry.shape))
+                value = cut.setdefault((number, layout.corner(number, rank)), value.new_empty(entry.shape))
             value.view(-1)[start:stop].copy_(came[at : at + stop - start])
             at += stop - start
     for (number, corner), value in cut.items():
