@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardfn.translate import optimizers, precision, schedules
+from shardfn.translate import optimizers, precision
 from shardfn.translate.draft import Draft
 from shardfn.translate.optimizers import Kind
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
@@ -192,7 +192,7 @@ def _scheduler(draft: Draft, key: str, value: Any) -> None:
     for name, one in value.items():
         if name not in ("type", "params"):
             draft.row(f"{key}.{name}", one, "unknown", "no key of a scheduler that is known here")
-    schedules.of_deepspeed(draft, key, kind, given)
+    optimizers.schedule_of_deepspeed(draft, key, kind, given)
 
 
 _CUT = missing("sequence=1 of parallel.to_parallel cuts activations between layers", "False")
