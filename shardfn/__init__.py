@@ -57,7 +57,8 @@ from shardfn.shards.placement import (
 from shardfn.shards.putting import put
 from shardfn.shards.random import fold_in
 from shardfn.shards.replicated import assert_replicated
-from shardfn.shards.sharding import shard, shard_named, unshard
+from shardfn.shards.sharding import shard, shard_named
+from shardfn.shards.unsharding import unshard
 from shardfn.stages.options import offload
 from shardfn.stages.stage import layers, skip, stage
 from shardfn.transforms.accumulate import accumulate

@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gather that is dropped is forgotten",
-        "collectives/launching.py",
+        "collectives/messages.py",
         "self.left.append(self.works)",
         "pass",
         "tests/stages/test_residency.py::test_a_gather_that_nobody_waits_for_takes_nothing_from_the_next",
@@ -451,7 +451,7 @@ MUTANTS = [
     ),
     Mutant(
         "what escapes is lost",
-        "transforms/owned.py",
+        "transforms/step.py",
         '    raise escaped(owner(leaf) or "")',
         "    return",
         f"{OWN}::test_a_loss_of_what_escaped_is_refused",

@@ -45,7 +45,7 @@ _STAND_INS = (
 )
 _OPS = tuple(
     os.path.join(*place.split("/"))
-    for place in ("collectives/functional.py", "collectives/ops.py", "collectives/primitive.py", "compat/dispatch.py")
+    for place in ("collectives/functional.py", "collectives/ops.py", "compat/dispatch.py")
 )
 """Which are ops, whoever calls them."""
 _ENGINE = tuple(
@@ -53,7 +53,7 @@ _ENGINE = tuple(
     for place in (
         "stages/ring.py", "stages/residency.py", "stages/reduction.py", "stages/prefetch.py", "stages/compressed.py",
         "stages/activation_offload.py", "collectives/into_buffers.py", "collectives/messages.py",
-        "collectives/launching.py", "collectives/agree.py", "collectives/comparing.py",
+        "collectives/agree.py",
     )
 )  # fmt: skip
 """Which fill and empty memory that belongs to no value of the user's."""

@@ -1,11 +1,15 @@
-"""Ranks compare what they were called with, before a difference can hang them or mix up their values."""
+"""Ranks compare what they were called with, before a difference can hang them or mix up their values.
+
+`agree` stands before what needs other ranks: they compare arguments. Where `debugging.collectives` says so, `compare`
+stands before each collective. Both raise on all ranks alike.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardfn.collectives import kernels
-from shardfn.compat import process_groups
+from shardfn.collectives.ledger import attribution, unrecorded
+from shardfn.compat import autograd, functorch, process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import callsites, waiting
 from shardfn.mesh.axes import axis_of, sizes
@@ -61,7 +66,7 @@ def agree(
         return
     what, advice = subject
     text = "\n".join([name, *(" ".join(line.split()) for line in described)]).encode()
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+    digest = digest_of(text)
     place = callsites.outside(f"a comparison of {what} of {name!r}", whole.group) if debugging.collectives else None
     if place is not None:
         text = b"\n".join([place.text.encode(), *text.split(b"\n")[1:]])
@@ -72,7 +77,7 @@ def agree(
     row = torch.tensor([digest, -len(text) if mine else len(text)])
     try:
         with contextlib.nullcontext() if place is None else callsites.at(place):
-            digests, marked = gathered(row, mesh, axes, f"comparing {what}", name, alone).T.tolist()
+            digests, marked = gathered(row, whole, None, f"comparing {what}", name, alone).T.tolist()
     except RuntimeError as error:
         more = alone if waiting.elsewhere(error) else f"{alone}. {advice}"
         raise RuntimeError(bounded(f"{error}. {more}")) from waiting.cause(error)
@@ -80,10 +85,7 @@ def agree(
         return
     callsites.alike()
     failed, lengths = [n < 0 for n in marked], [abs(n) for n in marked]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    rows = gathered(padded, mesh, axes, f"comparing {what}, which differ", name)
-    lines = [bytes(row[:n].tolist()).decode(errors="replace").split("\n") for row, n in zip(rows, lengths, strict=True)]
+    lines = [said.split("\n") for said in texts(text, lengths, whole, f"comparing {what}, which differ", name)]
     if mine:
         raise mine
     if any(failed):
@@ -114,10 +116,46 @@ ALIKE = "All ranks along an axis call the same collectives, on values of the sam
 def told(along: Axis, said: Sequence[str]) -> str:
     """What each rank along an axis has said, in the order of `gathered`: ranks that say the same together."""
     who: dict[str, list[int]] = {}
-    ranks = sorted(dist.get_process_group_ranks(process_groups.group_of(along.group)))
-    for rank, one in zip(ranks, said, strict=True):
+    for rank, one in zip(ranks_along(along), said, strict=True):
         who.setdefault(one, []).append(rank)
     return findings((f"{ranks_named(some)} {'has' if len(some) == 1 else 'have'} {one}" for one, some in who.items()))
+
+
+def ranks_along(axis: Axis) -> list[int]:
+    """The global ranks along an axis of a process group, in the order of `gathered`."""
+    return sorted(dist.get_process_group_ranks(process_groups.group_of(axis.group)))
+
+
+def texts(own: bytes, lengths: Sequence[int], along: Axis, what: str, of: str) -> list[str]:
+    """What each rank along an axis says, in texts of these lengths, of which this rank's is `own`."""
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    rows = gathered(padded, along, None, what, of)
+    return [bytes(row[:n].tolist()).decode(errors="replace") for row, n in zip(rows, lengths, strict=True)]
+
+
+def digest_of(text: bytes) -> int:
+    """The same for the same text, and another one for another, in 56 bits: an int64 holds it."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
+
+
+@contextlib.contextmanager
+def failing_together(
+    meshes: Sequence[DeviceMesh], name: str, kinds: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """What is wrong on one rank is raised on all of them, which come to `agree` next with what they were given.
+
+    Args:
+        meshes: whose ranks hear of it.
+        name: who asks.
+        kinds: of errors, which a rank may meet that the others do not.
+    """
+    try:
+        yield
+    except kinds as error:
+        for mesh in meshes:
+            agree([str(error)], mesh, name, mine=error)
+        raise
 
 
 def gathered(
@@ -135,7 +173,8 @@ def gathered(
     whole = _along(mesh, axes)
     if whole.size == 1:
         return row[None]
-    group = _group(whole.group)
+    # A group of its own where backends allow: a rank that does not compare cannot answer with other data.
+    group = cpu_group(ranks_along(whole), "compare").group_name
     with waiting.on(what, group, of, note=note):
         return kernels.all_gather(row[None], 0, whole.size, group)
 
@@ -144,7 +183,86 @@ def _along(mesh: DeviceMesh | Axis, axes: tuple[str, ...] | None) -> Axis:
     return mesh if isinstance(mesh, Axis) else axis_of(mesh, tuple(sizes(mesh)) if axes is None else axes)
 
 
-def _group(whole: str) -> str:
-    """A group of its own where backends allow, so that a rank which does not compare cannot answer with other data."""
-    ranks = sorted(dist.get_process_group_ranks(process_groups.group_of(whole)))
-    return cpu_group(ranks, "compare").group_name
+# --- collectives, in the debug mode ---
+
+
+DEBUG = "debug(collectives=True)"
+_forwards: dict[str, str] = {}  # the line of each stage's last call
+
+
+def compare(op: str, values: str, axis: Axis, served: bool = False, by: str = DEBUG) -> None:
+    """Raises ValueError on all ranks along an axis unless they are about to do the same.
+
+    Args:
+        op: what.
+        values: of what dtypes and shapes, and the op's other arguments: `"torch.float32 [3], dim=0"`.
+        axis: along which.
+        served: whether a stage's schedule does it.
+        by: who asks for it. In the debug mode the lines have to be the same, too, by which alone it can tell two sums
+            of the same shape apart. Not so for what a schedule does, since ranks may call a stage from different lines,
+            one of them by `shardfn.skip`.
+
+    Raises:
+        ValueError: what they are about to do differs; the message has that of each, and the user's line.
+        RuntimeError: a rank that cannot come any more.
+    """
+    if axis.size == 1:
+        return
+    leaf = f"{attribution.leaf}: " if attribution.leaf else ""
+    what, line, failed = f"{op}({leaf}{values})", callsites.caller(), callsites.failure(axis.group)
+    along = waiting.named(axis.group)
+    text = f"{what}{f' over {along}' if along else ''}{_purpose(served, line)}, called at {line}{failed}"
+    here = callsites.place(axis.group, text)
+    same = [what, attribution.stage, _backward(), here.inside > 1, line if debugging.collectives and not served else ""]
+    with callsites.at(here), functorch.outside_transforms(), unrecorded():
+        found = _difference(repr(same), f"{text}\n{_counted(here)}", axis, by)
+    if found:
+        callsites.alike()
+        raise ValueError(f"{by}: collectives differ between ranks: {found}. {ALIKE}{_dropped(found)}")
+
+
+def _dropped(found: str) -> str:
+    """What to say besides where a rank is in backward."""
+    if "in backward" not in found:
+        return ""
+    return (
+        ". Where a branch drops what a collective gave on some ranks, these have no derivative of it: choose by "
+        "torch.where on all ranks"
+    )
+
+
+def values(dtype: torch.dtype, shape: Sequence[object]) -> str:
+    """`"torch.float32 [3]"`."""
+    return f"{dtype} {list(shape)}"
+
+
+def _backward() -> bool:
+    return autograd.inside_backward() if attribution.backward is None else attribution.backward
+
+
+def _purpose(served: bool, line: str) -> str:
+    """For which stage it is, and in which pass."""
+    stage, backward = attribution.stage, _backward()
+    if not stage:
+        return " in backward" if backward else ""
+    if not backward:
+        _forwards[stage] = line
+    way = f"{' of' if served else ' inside'} stage {stage!r} in {'backward' if backward else 'forward'}"
+    began = _forwards.get(stage, line)
+    return f"{way} (that ran forward at {began})" if backward and began != line else way
+
+
+def _counted(here: callsites.Place) -> str:
+    return f"number {here.inside} of the call at {here.where}" if here.inside else "outside of any call"
+
+
+def _difference(same: str, text: str, axis: Axis, by: str) -> str:
+    """What each rank is about to do, where that is not the same."""
+    data = text.encode()[:4000]
+    row = torch.tensor([digest_of(same.encode()), len(data)])
+    digests, lengths = gathered(row, axis, None, "comparing collectives", by).T.tolist()
+    if len(set(digests)) == 1:
+        return ""
+    every = [said.partition("\n") for said in texts(data, lengths, axis, "comparing collectives that differ", by)]
+    plain = len({brief for brief, _, _ in every}) > 1
+    return told(axis, [brief if plain else f"{brief} ({counted})" for brief, _, counted in every])

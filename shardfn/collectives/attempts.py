@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from shardfn.collectives import into_buffers, messages
+from shardfn.collectives import messages
 from shardfn.compat import process_groups
 from shardfn.mesh import waiting, watchdog
 from shardfn.mesh.axes import axis_groups, forget_runs
@@ -169,8 +169,7 @@ class Attempt:
             without = [r for r in dist.get_process_group_ranks(one) if name not in fared[r].groups]
             if without:
                 raise RuntimeError(f"{self.what}: ranks {without} have not made the group {name} that this rank has")
-        into_buffers.forget(groups)
-        messages.forget(names)
+        messages.forget(groups)
         waiting.forget(names)
         world_of_thread().agreed.pop(lane(), None)  # some may have compared a stage, and others not yet
         forget_runs()

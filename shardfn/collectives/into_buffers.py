@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives import launching
-from shardfn.collectives.comparing import compare, values
+from shardfn.collectives.agree import compare, values
 from shardfn.collectives.ledger import record, recording
+from shardfn.collectives.messages import Launched
 from shardfn.compat import process_groups
 from shardfn.debugging import debugging
 from shardfn.mesh import waiting
@@ -101,11 +101,6 @@ def arrived(work: Handle, op: str, group: str, stage: str) -> None:
         work.wait()
 
 
-def forget(groups: Sequence[Any]) -> None:
-    """All that was under way in these groups has ended, and is nothing to what comes."""
-    launching.forget(groups)
-
-
 def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     """The axes of the mesh, made ready once. All ranks along them take part the first time."""
     return per_mesh(mesh, ("link", lane(), names), lambda: _linked(mesh, names))
@@ -119,7 +114,9 @@ def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
     called = group.group_name, second.group_name
     waiting.along(called[1], " x ".join(names))
-    return Communicator(names, axis, group, second, called, _defaults(backend), _overrides(mesh), backend != "fake")
+    pieces = "direct" if backend == "gloo" else "native"
+    chosen = {"all_gather": pieces, "reduce_scatter": pieces, "all_reduce": "native"}
+    return Communicator(names, axis, group, second, called, chosen, _overrides(mesh), backend != "fake")
 
 
 @contextlib.contextmanager
@@ -203,7 +200,7 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtyp
 def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
     """One collective when another has arrived, whose result it needs."""
     if how == "direct":
-        return launching.Launched(lambda: (first.wait(), [start()])[1])
+        return Launched(lambda: (first.wait(), [start()])[1])
     if device.type == "cpu":
         return Later(first, start)
     module = torch.get_device_module(device)
@@ -362,7 +359,7 @@ def _swap(
         works = [group.recv([x], i, _tagged(tag, x)) for i in others for x in into[i] if x.nbytes]
         return works + [group.send([x], i, _tagged(tag, x)) for i in others for x in out[i] if x.nbytes]
 
-    return launching.Launched(launch, group)
+    return Launched(launch, group)
 
 
 def _tagged(tag: int, x: Tensor) -> int:
@@ -410,9 +407,3 @@ TRANSPORTS: dict[str, dict[str, Callable[..., Any]]] = {
     "reduce_scatter": {"native": _scatter_natively, "direct": _scatter_directly, "exchange": _scatter_by_exchange},
     "all_reduce": {"native": _reduce_natively},
 }
-
-
-def _defaults(backend: str) -> dict[str, str]:
-    if backend == "gloo":
-        return {"all_gather": "direct", "reduce_scatter": "direct", "all_reduce": "native"}
-    return {"all_gather": "native", "reduce_scatter": "native", "all_reduce": "native"}

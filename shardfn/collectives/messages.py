@@ -1,4 +1,4 @@
-"""Collectives on gloo made of messages that only meet their like.
+"""Collectives on gloo made of messages that only meet their like, and the threads that start them.
 
 gloo distinguishes the messages of its own collectives by their order alone: one that is longer than expected ends the
 process, and a shorter one leaves the rest of a buffer as it was. Here each message carries a number made of what it
@@ -10,17 +10,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardfn.collectives.launching import Launched
 from shardfn.compat import dispatch, process_groups
 from shardfn.mesh import waiting
+from shardfn.mesh.lanes import lane
 
 SMALL = 2**18  # bytes that one rank may get from all others to sum them; more are summed in pieces, by all ranks
 What = tuple[Hashable, ...]  # what a message belongs to: an op, a dtype, a shape, ...
@@ -62,10 +64,12 @@ def peers(x: Tensor, group: str) -> Peers | None:
     return known[1]
 
 
-def forget(groups: Sequence[str]) -> None:
-    """The ranks of these groups, who may have called different things, count their calls from the start."""
+def forget(groups: Sequence[Any]) -> None:
+    """All that was under way in these groups has ended; ranks that called different things count their calls anew."""
+    settle()  # what waits there to be started meets the end of its group first
     for group in groups:
-        _known.pop(group, None)
+        _left.pop(group, None)
+        _known.pop(group.group_name, None)
 
 
 def gather(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
@@ -223,3 +227,65 @@ def _digest(what: What) -> int:
 
 def _sendable(x: Tensor) -> Tensor:
     return x.detach().resolve_neg().contiguous()
+
+
+# --- who starts what moves: a send copies to the other side at once if that waits for it ---
+
+
+_LAUNCHER = "shardfn-link"
+_launchers: dict[str, ThreadPoolExecutor] = {}  # by lane: one may wait for a hop, which must not hold up the others
+
+
+class Launched:
+    """Works that another thread starts: in a group, or such as take care of themselves.
+
+    If it is dropped, `left` gets them: gloo would forget a message that nobody holds, and give the next one that the
+    other rank sends to the wrong side of the gap. They are waited for with the next ones.
+    """
+
+    __slots__ = ("left", "works")
+
+    def __init__(self, start: Callable[[], list[Any]], group: Any = None) -> None:
+        self.left = [] if group is None else _left.setdefault(group, [])
+        self.works: Future[list[Any]] | None = launch(start)
+
+    def wait(self) -> None:
+        """Until all have arrived, and all that was dropped before."""
+        while self.left:
+            _wait_for(self.left[-1])
+            self.left.pop()
+        if self.works is not None:
+            _wait_for(self.works)
+        self.works = None
+
+    def __del__(self) -> None:
+        if self.works is not None:
+            self.left.append(self.works)
+
+
+def _wait_for(works: Future[list[Any]]) -> None:
+    every = works.result()
+    while every:
+        every.pop().wait()  # what is interrupted here is not waited for twice: gloo would, for another message
+
+
+_left: weakref.WeakKeyDictionary[Any, list[Future[list[Any]]]] = weakref.WeakKeyDictionary()  # by group
+
+
+def launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
+    """Starts works on the lane's launcher, in the order of the calls, and at once on that thread itself."""
+    if not threading.current_thread().name.startswith(_LAUNCHER):
+        part = lane()
+        if part not in _launchers:
+            _launchers.setdefault(part, ThreadPoolExecutor(1, thread_name_prefix=_LAUNCHER))
+        return _launchers[part].submit(start)
+    done: Future[list[Any]] = Future()
+    done.set_result(start())
+    return done
+
+
+def settle() -> None:
+    """Until all that waits to be started on the lane's launcher has been."""
+    launcher = _launchers.get(lane())
+    if launcher is not None:
+        launcher.submit(lambda: None).result()

@@ -37,7 +37,8 @@ from shardfn.mesh.spec import P, joined
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, Layout
 from shardfn.shards.placement import Strategy
-from shardfn.shards.sharding import Specs, shard, unshard
+from shardfn.shards.sharding import Specs, shard
+from shardfn.shards.unsharding import unshard
 from shardfn.stages.stage import layers, stage
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shardfn.interop.placeholder import Part, Place, Placeholder, Slot, placeholder
 from shardfn.interop.refusals import aliases, refuse_shared_memory, refuse_taken
-from shardfn.mesh.spec import joined
 from shardfn.mesh.selectors import Chosen
+from shardfn.mesh.spec import joined
 from shardfn.quoting import listed
 
 Boundaries = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Iterable[str | type[nn.Module]]

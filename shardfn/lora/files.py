@@ -56,7 +56,8 @@ from shardfn.mesh.spec import joined
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import is_flat, is_stage
 from shardfn.shards.placement import Strategy
-from shardfn.shards.sharding import shard, unshard
+from shardfn.shards.sharding import shard
+from shardfn.shards.unsharding import unshard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -35,7 +35,7 @@ from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import short_errors
 from shardfn.shards.layout import is_stage, stage_shards
 from shardfn.shards.random import int_seed, mixed
-from shardfn.shards.sharding import unshard
+from shardfn.shards.unsharding import unshard
 
 
 @short_errors

@@ -20,7 +20,8 @@ from shardfn.mesh.spec import dotted
 from shardfn.quant.packed import dequantize, is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import FlatShard, Range, is_flat, is_stage, local_parameters, stage_shards
-from shardfn.shards.sharding import Rules, agreed, unshard
+from shardfn.shards.sharding import Rules, agreed
+from shardfn.shards.unsharding import unshard
 from shardfn.tiers import copying
 from shardfn.tiers.placing import brought
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardfn.check.here import paused
 from shardfn.check.recording import current
-from shardfn.collectives.comparing import compare
+from shardfn.collectives.agree import compare
 from shardfn.collectives.into_buffers import Communicator, communicator_of
 from shardfn.collectives.ledger import record
 from shardfn.compat import functorch, process_groups

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardfn.checkpoint.team import Team
 from shardfn.compat import process_groups
-from shardfn.mesh import waiting
+from shardfn.mesh import waiting, watchdog
 from shardfn.quoting import findings
 
 REASONS = ("finished", "time", "preempted")
@@ -143,7 +143,7 @@ class Failing:
         self.key = f"shardfn/run/{name}/failed"
         self.ranks = ranks_of(team)
         self.alone = team.group is None or process_groups.worlds_of_threads()
-        waiting.goes_on()
+        watchdog.goes_on()
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
@@ -164,4 +164,4 @@ class Failing:
             if store.check(every):
                 return
             time.sleep(0.01)
-        waiting.failed(error)
+        watchdog.failed(error)

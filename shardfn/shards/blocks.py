@@ -11,17 +11,15 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from shardfn.collectives import functional
-from shardfn.compat import dynamo, process_groups, pytrees
+from shardfn.compat import dynamo, process_groups
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.spec import P
 from shardfn.shards.layout import Layout
-from shardfn.shards.pieces import Unit, Units, home, is_unit
-from shardfn.tiers import copying
+from shardfn.shards.pieces import Piece, Unit, Units, cuts_within, home, is_unit, node
 
 BLOCK = 256
 CHUNK = 2**16  # elements that are worked on at a time, so that they stay in a cache
@@ -53,24 +51,17 @@ class Run(NamedTuple):
 Runs = tuple[Run, ...]
 
 
-class Blocks:
+class Blocks(Piece):
     """The numbers of the blocks of which this rank has elements: a pytree node with one leaf.
 
     A checkpoint keeps them under the parameter's name, `[blocks]`, or where tensor-parallel axes cut the parameter,
     each part of which has its own blocks, `[*parts, blocks]`.
 
     Attributes:
-        values: the numbers, `[blocks]`.
-        layout: of the flat shard.
-        entries: numbers of the parameters in the layout, on whatever rank they are.
-        start: first element of the unit in the shard.
-        stop: behind the last.
+        values: the numbers, `[blocks]`; the other attributes say of which elements they are.
     """
 
-    __slots__ = ("entries", "layout", "start", "stop", "values")
-
-    def __init__(self, values: Any, layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> None:
-        self.values, self.layout, self.entries, self.start, self.stop = values, layout, entries, start, stop
+    __slots__ = ()
 
     @property
     def spec(self) -> P:
@@ -80,20 +71,8 @@ class Blocks:
     def __repr__(self) -> str:
         return f"Blocks({self.values!r}, of {self.layout})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Blocks:
-        return Blocks(copying.deepcopy(self.values, memo), self.layout, self.entries, self.start, self.stop)
 
-
-def _flatten(node: Blocks) -> tuple[tuple[Any], Any, tuple[str]]:
-    return (node.values,), (node.layout, node.entries, node.start, node.stop), ("values",)
-
-
-def _unflatten(known: Any, children: Any) -> Blocks:
-    (values,) = children
-    return Blocks(values, *known)
-
-
-pytrees.register(Blocks, _flatten, _unflatten, optree.GetAttrEntry)
+node(Blocks)
 
 
 def like(unit: Unit, values: Any) -> Any:
@@ -139,14 +118,8 @@ def _plain(numel: int) -> tuple[tuple[int, ...], ...]:
 def _in_layout(
     layout: Layout, entries: tuple[int, ...], start: int, stop: int, rank: int
 ) -> tuple[tuple[int, ...], ...]:
-    if not layout.here(rank):
-        return ()
-    chosen = [
-        (number, low, high, at - start)
-        for number, low, high, at in layout.cuts[layout.index(rank)]
-        if number in entries and start <= at and at + high - low <= stop
-    ]
-    return tuple(map(tuple, _cut_up(chosen, _shared(layout, entries))))
+    cuts = cuts_within(layout, rank, entries, start, stop)
+    return tuple(map(tuple, _cut_up(cuts, _shared(layout, entries))))
 
 
 def _cut_up(stretches: Iterable[tuple[int, int, int, int]], shared: dict[tuple[int, int], int]) -> list[Run]:
@@ -324,10 +297,8 @@ class Part(NamedTuple):
 
 def whole_shape(layout: Layout, number: int) -> tuple[int, ...]:
     """Of all numbers of a parameter's blocks."""
-    entry = layout.entries[number]
-    cuts = tuple(layout.grid.size(names) if names else 1 for names in entry.spec.by_dim())
-    cuts += (1,) * (len(entry.shape) - len(cuts))
-    return (*(cuts if math.prod(cuts) > 1 else ()), -(-entry.numel // BLOCK))
+    parts = layout.parts(number)
+    return (*(parts if math.prod(parts) > 1 else ()), -(-layout.entries[number].numel // BLOCK))
 
 
 def parts(node: Blocks, rank: int, mine: bool) -> list[Part]:
@@ -336,18 +307,12 @@ def parts(node: Blocks, rank: int, mine: bool) -> list[Part]:
     Parameters without elements have a part where their place is.
     """
     layout, found, at = node.layout, [], 0
-    numbers = {entry.path: number for number, entry in enumerate(layout.entries)}
-    begin = layout.index(rank) * layout.piece + node.start
-    for one in layout.ranges(rank):
-        number = numbers[one.path]
-        entry = layout.entries[number]
-        if number not in node.entries or not begin <= entry.offset + one.start <= begin + node.stop - node.start:
+    for number, start, stop, place in layout.cuts_of(rank):
+        if number not in node.entries or not node.start <= place <= node.stop:
             continue
-        low, high = one.start // BLOCK, -(-one.stop // BLOCK)
-        skipped = int(mine and one.start % BLOCK > 0)
-        place = [layout.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]
-        place += [0] * (len(entry.shape) - len(place))
-        corner = tuple(place) if len(whole_shape(layout, number)) > 1 else ()
+        low, high = start // BLOCK, -(-stop // BLOCK)
+        skipped = int(mine and start % BLOCK > 0)
+        corner = layout.part(number, rank) if len(whole_shape(layout, number)) > 1 else ()
         found.append(Part(number, (*corner, low + skipped), at + skipped, at + high - low))
         at += high - low
     return found

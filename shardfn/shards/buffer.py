@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -45,6 +46,16 @@ def aligned(numel: int, dtype: torch.dtype) -> int:
     return -(-numel // step) * step
 
 
+def _unused(taken: Iterable[tuple[int, int]], length: int) -> tuple[tuple[int, int], ...]:
+    """First element and length of each stretch between those that are taken, `(start, stop)` in order."""
+    found, at = [], 0
+    for start, stop in (*taken, (length, length)):
+        if start > at:
+            found.append((at, start - at))
+        at = stop
+    return tuple(found)
+
+
 class Buffer:
     """Where parameters stand in a buffer of `size` pieces of `piece` elements, and in each piece."""
 
@@ -73,12 +84,7 @@ class Buffer:
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """First element and length of each stretch that no parameter uses."""
-        found, at = [], 0
-        for entry in self.entries:
-            if entry.offset > at:
-                found.append((at, entry.offset - at))
-            at = entry.offset + entry.numel
-        return (*found, (at, self.padded - at))
+        return _unused(((entry.offset, entry.offset + entry.numel) for entry in self.entries), self.padded)
 
     def within(self, number: int, index: int) -> tuple[int, int, int]:
         """Elements `low` to `high` of a parameter that a piece holds, and where in it they begin; none if equal."""
@@ -97,15 +103,9 @@ class Buffer:
     @cached_property
     def holes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Of each piece: first element and length of each stretch that no parameter uses."""
-        found = []
-        for cut in self.cuts:
-            holes, at = [], 0
-            for _, start, stop, begin in cut:
-                if begin > at:
-                    holes.append((at, begin - at))
-                at = begin + stop - start
-            found.append((*holes, (at, self.piece - at)) if at < self.piece else tuple(holes))
-        return tuple(found)
+        return tuple(
+            _unused(((at, at + stop - start) for _, start, stop, at in cuts), self.piece) for cuts in self.cuts
+        )
 
     @cached_property
     def splits(self) -> tuple[list[int], list[int]]:

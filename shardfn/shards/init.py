@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardfn.mesh.selectors import Which
 from shardfn.mesh.spec import P, dotted, joined
-from shardfn.quant.packed import Packed, is_packed, pack
+from shardfn.quant.packed import is_packed, pack
 from shardfn.quoting import short_errors
 from shardfn.shards.placement import Strategy
 from shardfn.shards.random import Drawing, int_seed, mixed
@@ -112,7 +112,10 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
             refuse_sparse(name, leaf)
             made.append(_filled(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
         elif is_packed(leaf):
-            made.append(_packed(fill, name, leaf, seed) if fill and leaf.is_meta else leaf)
+            if fill and leaf.is_meta:  # in few bits, from the values that `fill` gives it
+                like = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+                leaf = pack(_filled(fill, name, like, seed), leaf.format)
+            made.append(leaf)
         elif callable(leaf):
             made.append(_made(_drawn(leaf, name, seed), name, seed, fill))
         else:
@@ -121,11 +124,6 @@ def _made(makers: Any, path: str, seed: int, fill: Fill | None) -> Any:
                 f"that returns tensors, or a tensor"
             )
     return optree.tree_unflatten(tree, made)
-
-
-def _packed(fill: Fill, name: str, like: Packed, seed: int) -> Packed:
-    """A parameter in few bits from the values that `fill` gives it."""
-    return pack(_filled(fill, name, torch.empty(like.shape, dtype=like.dtype, device="meta"), seed), like.format)
 
 
 def _filled(fill: Fill, name: str, like: Tensor, seed: int) -> Tensor:

@@ -181,22 +181,40 @@ class Layout(Buffer):
         packed = self.packed_at(number)
         return self.whole_shape(number) if packed is None else packed.shape
 
-    def ranges(self, rank: int) -> list[Range]:
-        """Which elements of which parameters the global rank `rank` holds."""
+    def cuts_of(self, rank: int) -> list[tuple[int, int, int, int]]:
+        """What a rank holds, as `cuts` has it; parameters without elements are where their place is."""
         if not self.here(rank):
             return []
-        index, found = self.index(rank), []
-        for number, entry in enumerate(self.entries):
-            low, high, at = self.within(number, index)
-            if low < high or (entry.numel == 0 and 0 <= at < self.piece):
-                found.append(Range(entry.path, low, high, entry.shape, self.corner(entry, rank)))
+        every = ((number, *self.within(number, self.index(rank))) for number in range(len(self.entries)))
+        return [
+            (number, low, high, at)
+            for number, low, high, at in every
+            if low < high or (self.entries[number].numel == 0 and 0 <= at < self.piece)
+        ]
+
+    def ranges(self, rank: int) -> list[Range]:
+        """Which elements of which parameters the global rank `rank` holds."""
+        found = []
+        for number, low, high, _ in self.cuts_of(rank):
+            entry = self.entries[number]
+            found.append(Range(entry.path, low, high, entry.shape, self.corner(number, rank)))
         return found
 
     def whole_shape(self, number: int) -> tuple[int, ...]:
         """Of a parameter, of whose value ranks may have parts."""
+        return tuple(n * k for n, k in zip(self.entries[number].shape, self.parts(number), strict=True))
+
+    def parts(self, number: int) -> tuple[int, ...]:
+        """In how many parts each dimension of a parameter is cut, of which ranks have one as its value."""
         entry = self.entries[number]
-        cuts = [self.grid.size(names) if names else 1 for names in entry.spec.by_dim()]
-        return tuple(n * k for n, k in zip(entry.shape, cuts + [1] * len(entry.shape), strict=False))
+        cuts = [self.grid.size(names) for names in entry.spec.by_dim()]
+        return (*cuts, *(1,) * (len(entry.shape) - len(cuts)))
+
+    def part(self, number: int, rank: int) -> tuple[int, ...]:
+        """Which of these a rank has, in each dimension."""
+        entry = self.entries[number]
+        places = [self.grid.index(rank, names) for names in entry.spec.by_dim()]
+        return (*places, *(0,) * (len(entry.shape) - len(places)))
 
     def cut_axes(self, number: int) -> tuple[str, ...]:
         """Along which ranks hold different elements of a parameter, or some hold none; in the mesh's order."""
@@ -208,11 +226,9 @@ class Layout(Buffer):
         cut = self.cut_axes(number)
         return tuple(name for name, _ in self.grid.sizes if name not in cut)
 
-    def corner(self, entry: Entry, rank: int) -> tuple[int, ...]:
+    def corner(self, number: int, rank: int) -> tuple[int, ...]:
         """Where in the whole parameter the value begins that a rank has."""
-        cuts = [self.grid.index(rank, names) if names else 0 for names in entry.spec.by_dim()]
-        cuts += [0] * (len(entry.shape) - len(cuts))
-        return tuple(index * length for index, length in zip(cuts, entry.shape, strict=True))
+        return tuple(i * length for i, length in zip(self.part(number, rank), self.entries[number].shape, strict=True))
 
     def __str__(self) -> str:
         spread = f"1/{self.size} over {' x '.join(self.placement.axes)}" if self.size > 1 else "whole"
@@ -330,11 +346,8 @@ def local_parameters(flat: FlatShard) -> dict[str, Tensor]:
         ``largest = {name: part.abs().max() for name, part in local_parameters(params["head"]).items()}``
     """
     layout, rank = flat.layout, process_groups.global_rank()
-    start = layout.index(rank) * layout.piece
-    offsets = {entry.path: entry.offset - start for entry in layout.entries}
     return {
-        part.path: flat.values[offsets[part.path] + part.start : offsets[part.path] + part.stop]
-        for part in layout.ranges(rank)
+        layout.entries[number].path: flat.values[at : at + high - low] for number, low, high, at in layout.cuts_of(rank)
     }
 
 

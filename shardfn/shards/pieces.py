@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple, Self
 
 import optree
 import torch
@@ -63,20 +63,29 @@ class Piece:
         names = ", ".join(self.layout.entries[i].path for i in self.entries)
         return f"Piece({self.values!r}, {self.start}:{self.stop} of {self.layout}, of {names})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
-        return Piece(copying.deepcopy(self.values, memo), self.layout, self.entries, self.start, self.stop)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return type(self)(copying.deepcopy(self.values, memo), *self.place)
+
+    @property
+    def place(self) -> tuple[Layout, tuple[int, ...], int, int]:
+        """All but the values."""
+        return self.layout, self.entries, self.start, self.stop
 
 
-def _flat_piece(piece: Piece) -> tuple[tuple[Any], Any, tuple[str]]:
-    return (piece.values,), (piece.layout, piece.entries, piece.start, piece.stop), ("values",)
+def node(kind: type[Piece]) -> None:
+    """Makes a kind of piece a pytree node with one leaf."""
+
+    def flatten(piece: Piece) -> tuple[tuple[Any], Any, tuple[str]]:
+        return (piece.values,), (piece.layout, piece.entries, piece.start, piece.stop), ("values",)
+
+    def unflatten(place: Any, children: Any) -> Piece:
+        (values,) = children
+        return kind(values, *place)
+
+    pytrees.register(kind, flatten, unflatten, optree.GetAttrEntry)
 
 
-def _piece(known: Any, children: Any) -> Piece:
-    (values,) = children
-    return Piece(values, *known)
-
-
-pytrees.register(Piece, _flat_piece, _piece, optree.GetAttrEntry)
+node(Piece)
 
 
 class Unit(NamedTuple):
@@ -199,7 +208,7 @@ def _segments_of(layout: Layout, entries: tuple[int, ...], start: int, stop: int
 @dynamo.constant_when_traced
 def _rows(layout: Layout, entries: tuple[int, ...], start: int, stop: int) -> tuple[Any, ...]:
     found = _segments(layout, process_groups.global_rank(), entries, start, stop)
-    return tuple((one.path, one.whole, one.shape, one.corner, one.first, one.start, one.stop) for one in found)
+    return tuple(map(astuple, found))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -211,16 +220,24 @@ def _of_layout(layout: Layout, rank: int) -> tuple[tuple[Segment, ...], Layout, 
 
 @functools.lru_cache(maxsize=4096)
 def _segments(layout: Layout, rank: int, entries: tuple[int, ...], start: int, stop: int) -> tuple[Segment, ...]:
-    if not layout.here(rank):
-        return ()
-    corners = {one.path: one.corner for one in layout.ranges(rank)}
     found = []
-    for number, low, high, at in layout.cuts[layout.index(rank)]:
-        entry = layout.entries[number]
-        if number in entries and start <= at and at + high - low <= stop:
-            place = low, at - start, at + high - low - start
-            found.append(Segment(entry.path, layout.whole_shape(number), entry.shape, corners[entry.path], *place))
+    for number, low, high, at in cuts_within(layout, rank, entries, start, stop):
+        entry, whole = layout.entries[number], layout.whole_shape(number)
+        found.append(Segment(entry.path, whole, entry.shape, layout.corner(number, rank), low, at, at + high - low))
     return tuple(found)
+
+
+def cuts_within(
+    layout: Layout, rank: int, entries: Collection[int], start: int, stop: int
+) -> list[tuple[int, int, int, int]]:
+    """What elements `start` to `stop` of a rank's piece hold of these parameters: as `layout.cuts`, from `start` on."""
+    if not layout.here(rank):
+        return []
+    return [
+        (number, low, high, at - start)
+        for number, low, high, at in layout.cuts[layout.index(rank)]
+        if number in entries and start <= at and at + high - low <= stop
+    ]
 
 
 def runs(unit: Unit, key: Callable[[Segment], Any]) -> list[tuple[Any, int, int]]:

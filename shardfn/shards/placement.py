@@ -51,9 +51,6 @@ class Placement:
         reduce: the few bits in which their gradients travel.
         tiers: where parameters, gradients and optimizer state are kept; see `on`.
 
-    `keep=` is an older spelling of `reshard=`, with True and False the other way round; `hops=` of `hierarchical=`,
-    and `home=` of `only_at=`.
-
     Raises:
         ValueError: an axis twice; `gradients` or `reshard` that do not fit `axes`.
 
@@ -77,33 +74,21 @@ class Placement:
         axes: AxisName = (),
         replicas: AxisName = (),
         *,
-        reshard: Reshard | None = None,
+        reshard: Reshard = True,
         gradients: AxisName | None = None,
-        hierarchical: bool | None = None,
-        only_at: tuple[tuple[str, int], ...] | None = None,
+        hierarchical: bool = False,
+        only_at: tuple[tuple[str, int], ...] = (),
         gather: Format | None = None,
         reduce: Format | None = None,
         tiers: Tiers = Tiers(),  # noqa: B008
-        keep: Keep | None = None,
-        hops: bool | None = None,
-        home: tuple[tuple[str, int], ...] | None = None,
     ) -> None:
-        for new, old, name in (
-            (reshard, keep, "reshard= and keep="),
-            (hierarchical, hops, "hierarchical= and hops="),
-            (only_at, home, "only_at= and home="),
-        ):
-            if new is not None and old is not None:
-                raise ValueError(f"a strategy is given {name}, two spellings of one thing: pass the first only")
-        if keep is not None:
-            reshard = keep_of(keep)
         for name, value in {
             "axes": _names("axes", axes),
             "replicas": _names("replicas", replicas),
-            "reshard": True if reshard is None else reshard,
+            "reshard": reshard,
             "gradients": _names("gradients", axes if gradients is None else gradients),
-            "hierarchical": bool(hops if hierarchical is None else hierarchical),
-            "only_at": tuple((home if only_at is None else only_at) or ()),
+            "hierarchical": bool(hierarchical),
+            "only_at": tuple(only_at),
             "gather": gather,
             "reduce": reduce,
             "tiers": Tiers(*tiers),
@@ -144,10 +129,6 @@ class Placement:
     def resharding(self, reshard: Reshard) -> Placement:
         """The same with another `reshard`: `full_shard("shard").resharding("step")` gathers once for a whole step."""
         return replace(self, reshard=reshard)
-
-    def keeping(self, keep: Keep) -> Placement:
-        """An older spelling of `resharding`, with True and False the other way round."""
-        return self.resharding(keep_of(keep))
 
     @property
     def of_state(self) -> Placement:
@@ -214,9 +195,9 @@ def _names(what: str, axis: AxisName) -> tuple[str, ...]:
     return as_names(axis)
 
 
-def keep_of(way: bool | Literal["step"] | tuple[str, ...]) -> bool | Literal["step"] | tuple[str, ...]:
-    """What is kept, of what is given back when; and the other way round."""
-    return not way if isinstance(way, bool) else way
+def keep_of(reshard: Reshard) -> Keep:
+    """What is kept, of what is given back when."""
+    return not reshard if isinstance(reshard, bool) else reshard
 
 
 def _by_name(make: Callable[_Axes, Placement]) -> Callable[_Axes, Placement]:

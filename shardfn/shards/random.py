@@ -98,7 +98,7 @@ class Drawing(modes.DispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        device = _where(args, kwargs)
+        device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else _device_of(args)
         found = dispatch.drawing(func)
         if found is None or device.type == "meta":
             result = func(*args, **kwargs)  # it may draw nothing after all
@@ -127,8 +127,5 @@ class Drawing(modes.DispatchMode):
             )
 
 
-def _where(args: Any, kwargs: dict[str, Any]) -> torch.device:
-    """Where an op draws."""
-    if kwargs.get("device") is not None:
-        return torch.device(kwargs["device"])
+def _device_of(args: Any) -> torch.device:
     return next((x.device for x in optree.tree_leaves(args) if isinstance(x, Tensor)), torch.device("cpu"))

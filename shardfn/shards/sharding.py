@@ -14,23 +14,18 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.collectives import functional
-from shardfn.collectives.agree import agree
-from shardfn.compat import autograd, dynamo, process_groups
-from shardfn.mesh import waiting
+from shardfn.collectives.agree import agree, failing_together
+from shardfn.compat import autograd, process_groups
 from shardfn.mesh.axes import check_axes, grid_of, per_mesh
 from shardfn.mesh.grid import Grid
-from shardfn.mesh.scope import mesh_of, scope
 from shardfn.mesh.selectors import Chosen, Which, chosen
 from shardfn.mesh.spec import ByPath, P, dotted, global_shape, is_dtensor, joined, local_shape, sliced
 from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import listed, short_errors
-from shardfn.shards.gathering import device_of, gathered_to, targets
-from shardfn.shards.layout import FlatShard, Layout, assemble, in_few_bits, is_flat, is_stage, lay, stage_shards
+from shardfn.shards.layout import FlatShard, Layout, in_few_bits, is_flat, lay
 from shardfn.shards.placement import Placement, Strategy
 from shardfn.shards.replicated import assert_replicated, checksum
 from shardfn.tiers import copying, placing
-from shardfn.tiers.placing import brought
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,57 +77,6 @@ def shard(
     """
     rules = Rules(mesh, strategy, stages, frozen, specs, inputs)
     return agreed(rules, "shard", lambda: rules.map_stages(tree, rules.cut))
-
-
-def unshard(
-    tree: Any,
-    mesh: DeviceMesh | None = None,
-    *,
-    ranks: Iterable[int] | None = None,
-    to: torch.device | str | None = None,
-    only: Which | None = None,
-) -> Any:
-    """The whole parameters of a tree with flat shards: the inverse of `shard`.
-
-    Of a gradient, what has none is None. Other leaves are left as they are. Linear, and differentiable as
-    `all_gather(to="invariant")` is, `V -> I`, unless `ranks` are named.
-
-    Args:
-        tree: any pytree; all ranks that have a part of it call together, with the same `ranks` and `only`.
-        mesh: default: the one in scope, else the one that the tree was sharded on.
-        ranks: global ranks, which get the parameters; elsewhere there is None in each one's place, and a rank needs no
-            more memory than for what it sends: its piece of one stage. Default: all of them.
-        to: the device on which whole parameters are put, one stage before the next is gathered. Default: the mesh's.
-        only: which parameters, as patterns for their paths or a function of a path and a whole shape; there is None in
-            the place of the others, plain tensors among them. Default: all of them.
-
-    Returns:
-        The tree with each stage's parameters in place of its flat shards: new tensors of their whole shapes, in the
-        dtype of the shard's values. Of a stack of shards, with values `[*n, piece]`, they are `[*n, *shape]`.
-
-    Raises:
-        ValueError: the mesh is not the one of the shards; `ranks` that are not in it; a pattern that matches nothing;
-            `ranks` or `only` that differ between ranks; a device that a rank does not have.
-        TypeError: `ranks` that are not integers; something other than patterns or a function.
-        NotImplementedError: `ranks` inside a transform.
-
-    Example:
-        ``whole = unshard(params, ranks=[0], to="cpu")``, then ``if mesh.get_rank() == 0: torch.save(whole, path)``;
-        or one parameter of all, ``unshard(params, only="head.w")["head"]["w"]``
-    """
-    if torch.compiler.is_compiling():
-        with dynamo.one_graph():
-            dynamo.refuse_in_graph(None if ranks is None and only is None else _NOT_IN_A_GRAPH)
-        every = _Asked(to=None if to is None else torch.device(to))
-        return optree.tree_map(lambda node: _made_whole(node, mesh, every), tree, is_leaf=is_stage)
-    with waiting.during("sf.unshard"):
-        asked = _asked(tree, mesh, ranks, only, to)
-        accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_stage)
-        made = (
-            _made_whole(node, mesh, asked) if is_stage(node) or asked.names is None else asked.plain(path, node)
-            for path, node in zip(map(dotted, accessors), nodes, strict=True)
-        )
-        return optree.tree_unflatten(spec, list(made))
 
 
 @short_errors
@@ -449,147 +393,17 @@ def _keys(kinds: list[tuple[torch.dtype, bool, Placement]]) -> list[str]:
 
 def agreed(rules: Rules, name: str, run: Callable[[], Any]) -> Any:
     """Runs on every rank, and fails on all of them if it does on one, or if they were given different values."""
-    try:
+    with failing_together([rules.mesh], name, (ValueError, TypeError, OSError)):
         result = run()
         if rules.unused:
             raise ValueError(
                 f"{name}: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are "
                 f"{listed(rules.places)}"
             )
-    except (ValueError, TypeError, OSError) as error:
-        agree([str(error)], rules.mesh, name, mine=error)
-        raise
     agree(sorted(rules.compared), rules.mesh, name, subject=_PARAMETERS)
     if rules.inputs == "local":  # whole values were compared already, and more of them than a rank keeps
         assert_replicated(result, rules.mesh)
     return result
-
-
-class _Asked(NamedTuple):
-    """What a call of `unshard` gives: on which device, to which ranks, which parameters by name; None for all."""
-
-    to: torch.device | None = None
-    ranks: tuple[int, ...] | None = None
-    names: frozenset[str] | None = None
-
-    def numbers(self, layout: Layout) -> list[int]:
-        """The parameters of a flat shard that are asked for."""
-        return [i for i, entry in enumerate(layout.entries) if self.names is None or entry.path in self.names]
-
-    def plain(self, path: str, leaf: Any) -> Any:
-        """What becomes of a leaf that is not cut."""
-        return leaf if self.names is None or path in self.names or not isinstance(leaf, Tensor) else None
-
-
-_NOT_IN_A_GRAPH = (
-    "unshard: ranks= and only= cannot be in a graph of torch.compile: call it outside of what is compiled, or without"
-)
-_ARGUMENTS = ("ranks= and only=", "Every rank passes the same")
-
-
-def _asked(tree: Any, mesh: DeviceMesh | None, ranks: Any, only: Which | None, to: Any) -> _Asked:
-    """What is asked for, on which all ranks agree, but for the device, which each of them has to have."""
-    if ranks is None and only is None and to is None:
-        return _Asked()
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_flat)
-    grids = dict.fromkeys(leaf.layout.grid for leaf in leaves if is_flat(leaf))
-    meshes = [mesh] * bool(grids) if mesh else [mesh_of(grid, "unshard: the tree") for grid in grids]
-    try:
-        found = _Asked(
-            None if to is None else device_of(to),
-            None if ranks is None else targets(ranks, grids),
-            None if only is None else _named(list(map(dotted, accessors)), leaves, chosen(only, "only")),
-        )
-    except Exception as error:  # `only` may be a function that raises anything
-        for one in meshes:
-            agree([str(error)], one, "unshard", mine=error)
-        raise
-    for one in meshes:
-        agree([f"ranks={found.ranks}", f"only={sorted(found.names or ())}"], one, "unshard", subject=_ARGUMENTS)
-    return found
-
-
-def _named(paths: Sequence[str], leaves: Sequence[Any], which: Chosen) -> frozenset[str]:
-    """The names of the parameters that are chosen."""
-    shapes: list[tuple[str, tuple[int, ...]]] = []
-    for path, leaf in zip(paths, leaves, strict=True):
-        if is_flat(leaf):
-            layout: Layout = leaf.layout
-            shapes += [(entry.path, layout.whole_shape(i)) for i, entry in enumerate(layout.entries)]
-        elif isinstance(leaf, Tensor):
-            shapes.append((path, tuple(leaf.shape)))
-    if unused := which.unused(name for name, _ in shapes):
-        raise ValueError(
-            f"unshard: only: nothing matches {listed(map(repr, sorted(unused)))}; the parameters are "
-            f"{listed([name for name, _ in shapes])}"
-        )
-    return frozenset(name for name, shape in shapes if which(name, shape))
-
-
-def _made_whole(node: Any, mesh: DeviceMesh | None, asked: _Asked) -> Any:
-    """A stage's parameters in place of its flat shards."""
-    if not is_stage(node):
-        return node
-    shards = stage_shards(node)
-    return assemble([flat.layout for flat in shards], [_whole(flat, mesh, asked) for flat in shards])
-
-
-def _whole(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tensor | None]:
-    layout, to = flat.layout, asked.to
-    found: list[Tensor | None] = [None] * len(layout.entries)
-    numbers = asked.numbers(layout)
-    if flat.values is None or not numbers:  # without values: as in a gradient, of what is frozen
-        return found
-    if flat.values.ndim > 1 and asked.ranks is None:
-        return _whole_stack(flat, mesh, asked)
-    where = mesh_of(layout.grid, f"unshard: stage {layout.stage!r}") if mesh is None else mesh
-    with scope(where):
-        mesh_of(layout.grid, f"unshard: stage {layout.stage!r}")
-        if asked.ranks is not None:
-            for number, value in gathered_to(flat, asked.ranks, numbers, where, to).items():
-                found[number] = value
-            return found
-        buffer = brought(flat.values, where)
-        for name, position in layout.placement.only_at:
-            buffer = _spread(buffer, layout, name, position)
-        if layout.size > 1:
-            buffer = functional.all_gather(buffer, layout.placement.axes, to="invariant")
-        views = layout.views(buffer)
-        for number in numbers:
-            view = views[number]
-            for dim, names in enumerate(layout.entries[number].spec.by_dim()):
-                if names:
-                    view = functional.all_gather(view, names, dim=dim, to="invariant")
-            found[number] = view.clone(memory_format=torch.contiguous_format) if to is None else _moved(view, to)
-        return found
-
-
-def _whole_stack(flat: FlatShard, mesh: DeviceMesh | None, asked: _Asked) -> list[Tensor | None]:
-    """The same of a stack of shards, `[*n, piece]`: parameters `[*n, *shape]`."""
-    numbers, lead = asked.numbers(flat.layout), flat.values.shape[:-1]
-
-    def each(values: Tensor) -> tuple[Any, ...]:
-        views = _whole(FlatShard(values, flat.layout), mesh, asked)
-        return tuple(views[number] for number in numbers)
-
-    made = torch.func.vmap(each)(flat.values.reshape(-1, flat.values.shape[-1]))
-    found = dict(zip(numbers, made, strict=True))
-    return [
-        found[number].view(*lead, *found[number].shape[1:]) if number in found else None
-        for number in range(len(flat.layout.entries))
-    ]
-
-
-def _moved(view: Tensor, to: torch.device) -> Tensor:
-    return view.to(to, copy=True, memory_format=torch.contiguous_format)
-
-
-def _spread(buffer: Tensor, layout: Layout, name: str, position: int) -> Tensor:
-    """What one position of an axis holds, on all of them: `V -> I`."""
-    if buffer.shape[-1] == 0:  # of a piece that lives elsewhere; its derivative goes there
-        buffer = torch.nn.functional.pad(buffer, (0, layout.piece))
-    every = functional.all_gather(buffer, name, to="invariant")
-    return every.narrow(0, position * layout.piece, layout.piece)
 
 
 def refuse_sparse(name: str, leaf: Tensor) -> None:

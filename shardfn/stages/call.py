@@ -25,8 +25,7 @@ from shardfn.stages.refusals import RefuseWrapped, enter, other_numbers, other_r
 from shardfn.stages.replay import TENSOR, Form, RngAndAutocast, Sample, entered, form_of
 from shardfn.stages.signature import Signature, cast, cast_all
 from shardfn.stages.tape import StageRun, Tape
-from shardfn.transforms.owned import owned
-from shardfn.transforms.step import current_step
+from shardfn.transforms.step import current_step, owned
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -27,7 +27,7 @@ from shardfn.stages.consistency import callers
 from shardfn.stages.ring import Slot, ordinary_tensors
 from shardfn.stages.signature import Gather, GatherPlan
 from shardfn.stages.tape import StageRun
-from shardfn.transforms.owned import owned
+from shardfn.transforms.step import owned
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,7 +13,7 @@ from shardfn.compat import autograd
 from shardfn.stages.activation_offload import Offloading, View
 from shardfn.stages.replay import entered
 from shardfn.stages.signature import Signature
-from shardfn.transforms.owned import escaped
+from shardfn.transforms.step import escaped
 
 
 class SavedTensorHooks:

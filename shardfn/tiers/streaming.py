@@ -102,9 +102,9 @@ class _Passage:
             transfer.wait()
         if self.out is not None:
             self.out.synchronize()
-        for transfer in (*self.writings, *self.readings):
-            if transfer is not None:
-                transfer.give_back()
+        for done in (*self.writings, *self.readings):
+            if done is not None:
+                done.give_back()
 
     def give_up(self) -> None:
         """Nobody waits for it. A buffer that is written from is not given to others: it goes when that has ended."""

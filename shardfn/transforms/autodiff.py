@@ -23,8 +23,7 @@ from shardfn.mesh.axes import known_axes
 from shardfn.mesh.scope import current_axes, mesh_of, scope
 from shardfn.shards.layout import FlatShard, Layout, is_flat, local_parameters
 from shardfn.shards.partition import with_leaves
-from shardfn.transforms.owned import escaped, owner
-from shardfn.transforms.step import Step
+from shardfn.transforms.step import Step, escaped, owner
 
 
 def value_and_grad(
@@ -259,7 +258,8 @@ def layouts_of(tree: Any) -> list[Layout | None]:
 
 def moves(leaf: Any, layout: Layout | None) -> bool:
     """Whether a leaf has a gradient."""
-    return _differentiable(leaf) and (layout is None or layout.trainable)
+    differentiable = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return differentiable and (layout is None or layout.trainable)
 
 
 def reaches_others(results: Any, variables: Sequence[Tensor]) -> bool:
@@ -309,10 +309,6 @@ def scalar(result: Any, has_aux: bool, name: str) -> tuple[Tensor, Any]:
             f"floating: reduce it, for example with .sum() or .mean()"
         )
     return value, aux
-
-
-def _differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def detached(leaf: Any) -> Any:

@@ -26,7 +26,7 @@ from shardfn.check.noise import origins
 from shardfn.check.recording import Recorder
 from shardfn.check.trace import Mask, Node, Output
 from shardfn.check.values import like_of
-from shardfn.collectives.comparing import compare
+from shardfn.collectives.agree import compare
 from shardfn.collectives.ledger import unrecorded
 from shardfn.compat import functorch
 from shardfn.mesh.axes import known_axes, sizes

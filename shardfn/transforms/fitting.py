@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.collectives.agree import agree, gathered
+from shardfn.collectives.agree import agree, digest_of, gathered, ranks_along
 from shardfn.collectives.attempts import Attempt, Fared, can_call_off
 from shardfn.compat import process_groups
 from shardfn.mesh.axes import axis_of, sizes
@@ -28,7 +27,7 @@ from shardfn.transforms.cutting import Batch, batch_of
 from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, handled, versions
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 T = TypeVar("T")
 Key = tuple[str, tuple[int, ...]]  # the function, and the ranks that run it together
@@ -140,8 +139,9 @@ def _most(batch: Batch | None, wrong: Exception | None, described: Sequence[str]
         TypeError, ValueError: on every rank, what is wrong on one, or differs; or none has a row.
     """
     said = [*described, *(batch.kinds if batch is not None else [str(wrong)])]
-    digest = int.from_bytes(hashlib.blake2b("\n".join(said).encode(), digest_size=7).digest(), "big")
-    row = torch.tensor([digest, *((batch.rows, batch.elements) if batch is not None else (0, 0))])
+    row = torch.tensor(
+        [digest_of("\n".join(said).encode()), *((batch.rows, batch.elements) if batch is not None else (0, 0))]
+    )
     every = gathered(row, axis, None, "comparing the micro-batches", "accumulate")
     if len(every[:, 0].unique()) > 1:
         agree(said, axis, "accumulate", wrong, _SUBJECT)
@@ -270,7 +270,8 @@ def _refuse_changed(fared: dict[int, Fared], said: str, name: str, parts: str) -
 
 def _together(params: Any) -> Axis:
     """The ranks that run the same program: of the mesh in scope, or of the flat shards', or of the world."""
-    mesh = current_mesh() or _mesh_of(params)
+    flat = next((node for node in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(node)), None)
+    mesh = current_mesh() or (flat and mesh_of(flat.layout.grid, "accumulate: its parameters"))
     if mesh is not None:
         return _real(axis_of(mesh, tuple(one for one in sizes(mesh) if one not in independent_axes())))
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -284,11 +285,6 @@ def _real(axis: Axis) -> Axis:
     return axis if axis.size > 1 and not process_groups.made_up() else ALONE
 
 
-def _mesh_of(params: Any) -> DeviceMesh | None:
-    flat = [node for node in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(node)]
-    return mesh_of(flat[0].layout.grid, "accumulate: its parameters") if flat else None
-
-
 def _weight(params: Any) -> str:
     """How large a model is; of a pipeline's parts each rank has its own."""
     nodes = optree.tree_leaves(params, is_leaf=is_flat)
@@ -298,6 +294,4 @@ def _weight(params: Any) -> str:
 
 def axis_ranks(axis: Axis) -> list[int]:
     """Global ranks along an axis; of this one alone, whichever it is."""
-    if axis.size == 1:
-        return [0]
-    return sorted(dist.get_process_group_ranks(process_groups.group_of(axis.group)))
+    return [0] if axis.size == 1 else ranks_along(axis)

@@ -20,7 +20,7 @@ from shardfn.compat import functorch, process_groups
 from shardfn.mesh.scope import mesh_of, scope
 from shardfn.shards.layout import Layout, is_flat
 from shardfn.shards.partition import with_leaves
-from shardfn.shards.sharding import unshard
+from shardfn.shards.unsharding import unshard
 from shardfn.transforms.autodiff import Variables, name_of
 
 Argnums = int | Sequence[int]

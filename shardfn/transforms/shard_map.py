@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardfn.check import recording
 from shardfn.collectives import kernels, ops
-from shardfn.collectives.agree import agree
+from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat.dispatch import plain, traced
 from shardfn.compat.dynamo import one_graph, refuse_in_graph, trace_dicts
 from shardfn.compat.functorch import inside_transform
@@ -24,6 +24,7 @@ from shardfn.mesh.scope import current_mesh, scope
 from shardfn.mesh.spec import Leaf, P, check, check_own, is_dtensor, local_shape, match, places_itself
 from shardfn.quoting import listed
 from shardfn.shards.replicated import checksum
+from shardfn.transforms.autodiff import name_of
 from shardfn.transforms.checking import Checked, asked, claim
 
 if TYPE_CHECKING:
@@ -115,7 +116,9 @@ def shard_map(
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        where = mesh if mesh is not None else _mesh_in_scope()
+        where = current_mesh() if mesh is None else mesh
+        if where is None:
+            raise NameError("shard_map: no mesh: pass mesh=shardfn.make_mesh(...)")
         graph = torch.compiler.is_compiling()  # which can only hold the axes of the thread that has made the function
         with scope(where, axes if graph or (axes is not None and axes.lane == lane()) else known_axes(where)):
             if graph:
@@ -128,13 +131,13 @@ def shard_map(
             look = when == "always" or inside is not None
             entered = _enter(function, args, kwargs, in_specs, where, inputs, seen, look, when)
             if inside is not None:
-                claim(inside, f"shard_map({_name(function)}) in_specs", entered.leaves, entered.pieces, where)
+                claim(inside, f"shard_map({name_of(function)}) in_specs", entered.leaves, entered.pieces, where)
             elif when != "off" and entered.new and where.size() > 1 and not traced():
                 return _check(function, entered, out_specs, where, seen, _differentiated((args, kwargs)))
             result = function(*entered.args, **entered.kwargs)
             leaves = _leave(function, result, out_specs, where, seen, inside is not None)
             if inside is not None:
-                claim(inside, f"shard_map({_name(function)}) out_specs", leaves, [one.value for one in leaves], where)
+                claim(inside, f"shard_map({name_of(function)}) out_specs", leaves, [one.value for one in leaves], where)
             return result
 
     return mapped
@@ -164,7 +167,7 @@ class _Entered(NamedTuple):
 
 def _check(f: Function, entered: _Entered, out_specs: Any, mesh: DeviceMesh, seen: set[Any], outer: bool) -> Any:
     """A call that is recorded, and judged when it has run."""
-    checked = Checked(f"shard_map({_name(f)})", mesh, outer)
+    checked = Checked(f"shard_map({name_of(f)})", mesh, outer)
     with checked.recorder:
         checked.take(entered.leaves, entered.pieces)
         result = f(*entered.args, **entered.kwargs)
@@ -188,10 +191,11 @@ def _enter(
     new = signature not in seen
     if not new and not look and inputs == "local" and not any(map(is_dtensor, leaves)):
         return _Entered(args, kwargs, False, [], [])
-    name = f"shard_map({_name(f)})"
+    name = f"shard_map({name_of(f)})"
     compared = [f"the check {when!r}"]  # at the end of which all ranks meet
     alone = signature in seen or inside_transform()
-    try:
+    # At a first call the other ranks wait, with good arguments perhaps.
+    with failing_together([] if seen or alone else [mesh], name, (ValueError, TypeError)):
         values = [*args, *kwargs.values()]
         named = list(zip(values, _arguments(f, args, kwargs, in_specs, name), strict=True))
         whole = inputs == "global" and not alone
@@ -205,10 +209,6 @@ def _enter(
             optree.tree_unflatten(optree.tree_structure(value, is_leaf=places_itself), cut)
             for value, cut in zip(values, pieces, strict=True)
         ]
-    except (ValueError, TypeError) as error:
-        if not seen and not alone:  # a first call, for which the other ranks wait, with good arguments perhaps
-            agree([str(error)], mesh, name, mine=error)
-        raise
     told = (known_axes(mesh).number, *compared)
     if not alone and told in seen:  # but for what `...` stands for, which may be new to one rank alone: it asks nobody
         new = False
@@ -237,7 +237,7 @@ def _leave(f: Function, result: Any, out_specs: Any, mesh: DeviceMesh, seen: set
     _, signature = _signature("out", result, mesh)
     if signature in seen and not look:
         return []
-    name = f"shard_map({_name(f)})"
+    name = f"shard_map({name_of(f)})"
     leaves = match(out_specs, result, f"{name} out_specs", "result")
     for leaf in leaves:
         check(leaf, mesh, f"{name} out_specs")
@@ -376,14 +376,3 @@ def _compared(leaf: Leaf, value: Any) -> str:
         return f"{leaf.path}: {type(value).__name__}{f' placed as {value.spec}' if places_itself(value) else ''}"
     shape = "" if isinstance(leaf.spec, EllipsisType) else f" {tuple(value.shape)}"
     return f"{leaf.path}: {value.dtype}{shape}"
-
-
-def _mesh_in_scope() -> DeviceMesh:
-    found = current_mesh()
-    if found is None:
-        raise NameError("shard_map: no mesh: pass mesh=shardfn.make_mesh(...)")
-    return found
-
-
-def _name(f: Function) -> str:
-    return getattr(f, "__name__", type(f).__name__)

@@ -1,4 +1,4 @@
-"""What a function's gradients are collected in while stages and autograd compute them."""
+"""What a function's gradients are collected in while stages and autograd compute them, and whose a leaf is."""
 
 from __future__ import annotations
 
@@ -181,3 +181,38 @@ _steps = _Steps()
 def current_step() -> Step | None:
     """The innermost evaluation of gradients on this thread."""
     return _steps.open[-1] if _steps.open else None
+
+
+# --- leaves of the graph of one run of a stage, which nobody else may differentiate ---
+
+
+def owned(x: Tensor, need: bool, stage: str, checked: bool = False) -> Tensor:
+    """A leaf of the graph of one run of a stage, which nobody else may differentiate.
+
+    Whoever tries by `backward()` gets an error from it; `checked` says that somebody looks before.
+    """
+    if need:
+        x.requires_grad_()
+        x._shardfn_stage = stage  # type: ignore[attr-defined]
+        if not checked:
+            x.register_post_accumulate_grad_hook(_refuse_escaped)
+    return x
+
+
+def owner(x: Tensor) -> str | None:
+    """The stage whose graph a leaf belongs to; None if it is nobody's."""
+    return getattr(x, "_shardfn_stage", None)
+
+
+def escaped(stage: str) -> RuntimeError:
+    """What is wrong with a loss that reaches into a stage."""
+    return RuntimeError(
+        f"stage {stage!r}: the loss depends on a tensor that this stage's function computed but did not return: a "
+        f"hook, an attribute or a list kept it. Its gradient would be lost. Return it from the stage, "
+        f"or keep y.detach().clone() of it; where numbers are read too late, SHARDFN_DEBUG=memory shows nan"
+    )
+
+
+def _refuse_escaped(leaf: Tensor) -> None:
+    leaf.grad = None
+    raise escaped(owner(leaf) or "")

@@ -3,7 +3,8 @@
 Imports nothing: it reads text and makes text.
 """
 
-from shardfn.translate.facts import Row, TranslateError, Translation
+from shardfn.translate.draft import Row, Translation
 from shardfn.translate.translating import translate
+from shardfn.translate.values import TranslateError
 
 __all__ = ["Row", "TranslateError", "Translation", "translate"]

@@ -7,9 +7,8 @@ from typing import Any
 
 from shardfn.translate import deepspeed, fsdp, precision
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import TranslateError
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import dtype, lower, on, shown, whole, word
+from shardfn.translate.values import TranslateError, dtype, lower, on, shown, whole, word
 
 _ORDER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _LAUNCH = yours("starting processes: torchrun")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardfn.translate.facts import Call, Source, TranslateError
+from shardfn.translate.values import Call, Source, TranslateError
 
 _WRAPPED = ("module", "process_group", "sharding_strategy")
 _POSITIONS = {

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardfn.translate import fsdp, optimizers, precision, schedules
+from shardfn.translate import fsdp, optimizers, precision
 from shardfn.translate.draft import Draft, Name
-from shardfn.translate.facts import TranslateError
-from shardfn.translate.optimizers import Kind
-from shardfn.translate.schedules import steps_of
+from shardfn.translate.optimizers import Kind, steps_of
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, sets, unsaid, yours
-from shardfn.translate.values import dtype, natural, number, whole, whole_or_all, word
+from shardfn.translate.values import TranslateError, dtype, natural, number, whole, whole_or_all, word
 
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")
 _DATA = yours("the data, the model and the tokenizer are yours")
@@ -147,7 +145,7 @@ OPTIMIZERS = {
 
 def _scheduler(draft: Draft, key: str, value: Any) -> None:
     optimizers.named(key, value, "name", "cosine_with_warmup")
-    schedules.of_composer(draft, key, value, draft.get("total"))
+    optimizers.schedule_of_composer(draft, key, value, draft.get("total"))
 
 
 _TYPE = {"norm": always("so.clip_by_global_norm"), "value": sets("so.clip_by_value", by_value=True)}

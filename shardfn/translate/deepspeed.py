@@ -6,12 +6,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardfn.translate import optimizers, precision, schedules
+from shardfn.translate import optimizers, precision
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import TranslateError
 from shardfn.translate.optimizers import Kind
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import natural, number, on, path, positive, whole, whole_or_all, word, words
+from shardfn.translate.values import (
+    TranslateError,
+    natural,
+    number,
+    on,
+    path,
+    positive,
+    whole,
+    whole_or_all,
+    word,
+    words,
+)
 
 STAGES = ("ddp", "zero1", "zero2", "full_shard")
 STAGE = By({str(i): sets(f"the strategy sf.{cut}", cut=cut) for i, cut in enumerate(STAGES)})
@@ -182,7 +192,7 @@ def _scheduler(draft: Draft, key: str, value: Any) -> None:
     for name, one in value.items():
         if name not in ("type", "params"):
             draft.row(f"{key}.{name}", one, "unknown", "no key of a scheduler that is known here")
-    schedules.of_deepspeed(draft, key, kind, given)
+    optimizers.schedule_of_deepspeed(draft, key, kind, given)
 
 
 _CUT = missing("sequence=1 of parallel.to_parallel cuts activations between layers", "False")

@@ -6,9 +6,8 @@ from typing import Any
 
 from shardfn.translate import precision
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import Call, Source, TranslateError
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import natural, number, shown, whole, words
+from shardfn.translate.values import Call, Source, TranslateError, natural, number, shown, whole, words
 
 CUTS = {
     "FULL_SHARD": "full_shard",

@@ -7,9 +7,8 @@ from typing import Any
 
 from shardfn.translate import accelerate, deepspeed, fsdp, precision
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import Call
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, meant, missing, read, sets, yours
-from shardfn.translate.values import dtype, positive, whole, whole_or_all
+from shardfn.translate.values import Call, dtype, positive, whole, whole_or_all
 
 _START = yours("starting processes: torchrun")
 _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to/run-a-loop.md")

@@ -1,15 +1,15 @@
-"""What optimizers of other systems are called here, which arguments they take, and their defaults there."""
+"""Optimizers of other systems, their arguments and defaults there, and their learning rates as functions of a step."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardfn.translate.draft import Draft
-from shardfn.translate.facts import TranslateError
 from shardfn.translate.schema import Section, Table, always, each, missing, read, sets
-from shardfn.translate.values import number, on, pair, shown
+from shardfn.translate.values import TranslateError, number, on, pair, shown, whole
 
 _ADAM = "lr betas eps weight_decay"
 TAKES = {
@@ -24,7 +24,6 @@ TAKES = {
     "torch.optim.RAdam": "lr betas eps weight_decay decoupled_weight_decay",
     "torch.optim.Adamax": "lr betas eps weight_decay",
 }
-_READERS: dict[str, Any] = {"betas": pair, **each("nesterov centered decoupled_weight_decay", on)}
 # Arguments of theirs that are none here.
 _OTHERS: Table = {
     "torch_adam": always("one implementation on each tier"),
@@ -53,6 +52,21 @@ class Kind:
     def text(self) -> str:
         """What it becomes."""
         return f"so.from_torch({self.ours}, ...)" if "." in self.ours else f"so.{self.ours}"
+
+
+def _growth(key: str, value: Any) -> str:
+    if value not in ("log", "linear"):
+        raise TranslateError(f"{key}: {shown(value)} is not log or linear")
+    return str(value)
+
+
+_READERS: dict[str, Any] = {
+    "betas": pair,
+    **each("nesterov centered decoupled_weight_decay", on),
+    **each("total_num_steps warmup_num_steps lr_range_test_step_size", whole),
+    "warmup_type": _growth,
+    "lr_range_test_staircase": on,
+}
 
 
 def named(key: str, value: Any, kind: str, example: str) -> str:
@@ -94,3 +108,149 @@ def arguments(draft: Draft, key: str, given: Mapping[str, Any], kind: Kind) -> d
         draft.row(f"{key}.lr", "not said", "open", "the program has the name lr for it")
     draft.put("optimizer_params", found, *draft.of(*facts.values()))
     return found
+
+
+# --- learning rates ---
+
+# DeepSpeed's first step has its scheduler's -1.
+_WARMUP = """\
+def rate(step):
+    done = step - 2
+    if done < 0:
+        return {warmup_min_lr}
+    warmup = {warmup}
+    if done < warmup:
+        share = {share}
+    else:
+        share = {after}
+    return {warmup_min_lr} + ({warmup_max_lr} - {warmup_min_lr}) * share"""
+_COSINE = """\
+def rate(step):
+    done = step - 2
+    if done < 0:
+        return 0.0
+    warmup = {warmup}
+    if done < warmup:
+        share = {share}
+        return {lr} * ({warmup_min_ratio} + (1 - {warmup_min_ratio}) * share)
+    progress = min(1.0, (done - warmup + 1) / max(1, {total_num_steps} - warmup))
+    return {lr} * max(0.0, {cos_min_ratio} + (1 - {cos_min_ratio}) * (1 + math.cos(math.pi * progress)) / 2)"""
+_RANGE = """\
+def rate(step):
+    done = step - 2
+    return {lr_range_test_min_lr} * (1 + {lr_range_test_step_rate} * {tests})"""
+_OURS = """\
+schedule = {call}
+
+
+def rate(step):  # theirs counts from 0
+    return schedule(step - 1)"""
+_TRANSFORMERS = """\
+def rate(step):  # theirs counts from 0
+    done = step - 1
+    if done < {warmup}:
+        return {lr} * done / max(1, {warmup})
+    return {lr} * {after}"""
+_LEFT = "({steps} - done) / max(1, {steps} - {warmup})"
+_AFTER = {
+    "linear": f"max(0.0, {_LEFT})",
+    "cosine": f"max(0.0, (1 + math.cos(math.pi * (1 - {_LEFT}))) / 2)",
+    "constant_with_warmup": "1.0",
+}
+_COMPOSER = {
+    "cosine_with_warmup": "so.warmup_cosine({lr}, warmup={warmup}, steps={steps}, end={lr} * {alpha_f})",
+    "linear_decay_with_warmup": "so.linear({lr}, warmup={warmup}, steps={steps}, end={lr} * {alpha_f})",
+    "constant_with_warmup": "so.wsd({lr}, warmup={warmup}, decay=0, steps={warmup})",
+}
+_STEPS = {"warmup_num_steps": 1000, "warmup_type": "log"}
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "WarmupLR": (_WARMUP, {"warmup_min_lr": 0.0, "warmup_max_lr": None, **_STEPS}),
+    "WarmupDecayLR": (_WARMUP, {"total_num_steps": None, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **_STEPS}),
+    "WarmupCosineLR": (
+        _COSINE, {"total_num_steps": None, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001, **_STEPS}
+    ),
+    "LRRangeTest": (
+        _RANGE,
+        {"lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0,
+         "lr_range_test_staircase": False},
+    ),
+}  # fmt: skip
+LR_SCHEDULER_TYPES = {*_AFTER, "constant"}
+
+
+def rate(name: str, given: Mapping[str, Any], lr: Any) -> str:
+    """The function `rate(step)`, which counts from 1, of a schedule; `lr` is the optimizer's."""
+    said = {"lr": lr, **given}
+    if name in _COMPOSER and "alpha_f" in given:
+        return _OURS.format(call=_COMPOSER[name].format(**said))
+    if name in _AFTER:
+        return _TRANSFORMERS.format(after=_AFTER[name].format(**said), **said)
+    if "lr_range_test_step_size" in given:
+        tests = f"(done + 1) / {given['lr_range_test_step_size']}"
+        return _RANGE.format(tests=f"math.floor({tests})" if given["lr_range_test_staircase"] else tests, **said)
+    count = given["warmup_num_steps"]
+    said["warmup"] = f"max(2, {count})" if isinstance(count, str) else max(2, count)
+    said["share"] = "math.log(done + 1) / math.log(warmup)" if given["warmup_type"] == "log" else "done / warmup"
+    if given.get("warmup_max_lr", 0) is None:
+        said["warmup_max_lr"] = lr
+    total = given.get("total_num_steps")
+    said["after"] = "1.0" if total is None else f"max(0.0, ({total} - done) / max(1, {total} - warmup))"
+    return SCHEDULERS[name][0].format(**said)
+
+
+def needs_lr(given: Mapping[str, Any]) -> bool:
+    """Whether a schedule is a part of the optimizer's rate."""
+    return given.get("warmup_max_lr", 0) is None or "cos_min_ratio" in given or "alpha_f" in given
+
+
+def schedule_of_deepspeed(draft: Draft, key: str, kind: str, given: Mapping[str, Any]) -> None:
+    """Reads the type and the arguments of a scheduler of DeepSpeed's."""
+    if kind not in SCHEDULERS:
+        moves = "it moves momentum too, which is a number here"
+        why = moves if kind == "OneCycle" else "a function of the step is yours"
+        draft.row(f"{key}.type", kind, "missing", f"not there: {why}")
+        for name, one in given.items():
+            draft.row(f"{key}.params.{name}", one, "open", "an argument of that scheduler")
+        return
+    draft.row(f"{key}.type", kind, "becomes", "a function of the step")
+    defaults, table = (
+        SCHEDULERS[kind][1],
+        {"last_batch_iteration": missing("a run begins at its first step", "-1")},
+    )
+    for name in defaults:
+        said = {f"schedule.{name}": _READERS.get(name, number)}
+        table[name] = sets("a number in that function", name=name, about=f"of {kind}", **said)
+    read(draft, f"{key}.params", given, Section(table, kind))
+    found = {name: draft.get(f"schedule.{name}", default) for name, default in defaults.items()}
+    if found.get("total_num_steps", 0) is None:
+        raise TranslateError(f"{key}.params: {kind} has no total_num_steps")
+    draft.say("schedule", (kind, found), f"{key}.type", *(f"{key}.params.{name}" for name in given))
+
+
+def steps_of(value: Any, total: int | None = None) -> int | None:
+    """A time of Composer's in batches; None where it is said in epochs, tokens, samples or not at all."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    found = re.fullmatch(r"([0-9.]+)(ba|dur)", str(value).replace("_", "").strip())
+    if found is None or (found[2] == "dur" and total is None):
+        return None
+    return int(float(found[1]) * (1 if found[2] == "ba" else total or 0))
+
+
+def schedule_of_composer(draft: Draft, key: str, given: Mapping[str, Any], total: int | None) -> None:
+    """Reads the mapping of a scheduler of Composer's; `total` are the steps of the run."""
+    name, warmup = given["name"], steps_of(given.get("t_warmup", 0), total)
+    steps = steps_of(given.get("t_max", "1dur"), total)
+    fine = name in _COMPOSER and warmup is not None and (steps is not None or name == "constant_with_warmup")
+    fine = fine and given.get("alpha_i", 1.0) in (1, 1.0) and not given.get("scale_warmup", False)
+    why = f"not {'in batches' if name in _COMPOSER else 'there'}: a function of the step is yours"
+    for one, value in given.items():
+        if one not in ("name", "t_warmup", "t_max", "alpha_f", "alpha_i", "alpha", "scale_warmup"):
+            draft.row(f"{key}.{one}", value, "unknown", "no key of a scheduler that is known here")
+        else:
+            text = "a function of the step" if fine else why
+            draft.row(f"{key}.{one}", value, "becomes" if fine else "open", text)
+    if fine:
+        alpha = number(f"{key}.alpha_f", given.get("alpha_f", 0.0))
+        said = {"warmup": warmup, "steps": max(steps or 0, warmup or 0), "alpha_f": alpha}
+        draft.say("schedule", (name, said), *(f"{key}.{one}" for one in given))

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from shardfn.translate import schedules
+from shardfn.translate import optimizers
 from shardfn.translate.draft import Draft, Name
 
 _WIDTH = 88
@@ -158,11 +158,11 @@ def _options(draft: Draft) -> Iterator[_Line]:
 def _optimizer(draft: Draft) -> Iterator[_Line]:
     make, given, scheduled = draft.get("optimizer"), dict(draft.get("optimizer_params", {})), draft.get("schedule")
     if scheduled:
-        if "lr" not in given and schedules.needs_lr(scheduled[1]):
+        if "lr" not in given and optimizers.needs_lr(scheduled[1]):
             given["lr"] = draft.name("lr", "the learning rate")
         yield "\n", ()
         name, said = scheduled
-        yield schedules.code(name, said, given.get("lr")) + "\n\n", ("schedule",)
+        yield optimizers.rate(name, said, given.get("lr")) + "\n\n", ("schedule",)
         given["lr"] = Name("rate")
     if draft.get("decayed"):
         decay = f"    return {draft.get('decayed')} * (len(shape) > 1)"

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardfn.translate.draft import Draft
-from shardfn.translate.facts import Call, Source, Status, TranslateError
-from shardfn.translate.values import is_open, on, shown, word
+from shardfn.translate.draft import Draft, Status
+from shardfn.translate.values import Call, Source, TranslateError, is_open, on, shown, word
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardfn.translate import accelerate, deepspeed, fsdp, schedules
+from shardfn.translate import accelerate, deepspeed, fsdp, optimizers
 from shardfn.translate.draft import Draft, Name
-from shardfn.translate.facts import Call, TranslateError
 from shardfn.translate.schema import By, Section, Table, Whole, always, each, flag, missing, read, sets, yours
-from shardfn.translate.values import is_auto, is_open, natural, number, on, shown, whole, whole_or_all, word
+from shardfn.translate.values import (
+    Call,
+    TranslateError,
+    is_auto,
+    is_open,
+    natural,
+    number,
+    on,
+    shown,
+    whole,
+    whole_or_all,
+    word,
+)
 
 ARGUMENTS = {"TrainingArguments", "Seq2SeqTrainingArguments", "SentenceTransformerTrainingArguments", "SFTConfig"}
 TRAINERS = {"Seq2SeqTrainer", "SentenceTransformerTrainer", "SFTTrainer"}
@@ -87,7 +98,9 @@ TABLE: Table = {
         always("off"),
     ),
     "optim": By({name: sets("the optimizer", optim=make) for name, make in OPTIMIZERS.items()}, _NO_OPTIMIZER),
-    "lr_scheduler_type": By({kind: sets(_RATE, scheduler=kind) for kind in schedules.TRANSFORMERS}, _NO_SCHEDULE),
+    "lr_scheduler_type": By(
+        {kind: sets(_RATE, scheduler=kind) for kind in optimizers.LR_SCHEDULER_TYPES}, _NO_SCHEDULE
+    ),
     "max_steps": sets(
         "steps= of sf.run.loop, and of the rate", name="steps", about="of the whole run", steps=whole_or_all
     ),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from shardfn.translate.facts import Call, Source, TranslateError
+from shardfn.quoting import bounded
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxother = 3, 8, 8, 120, 120
@@ -16,6 +18,29 @@ _DTYPES = {
     "float32": "fp32 float32 float 32 32-true",
     "float64": "fp64 float64 double 64 64-true",
 }
+
+
+class TranslateError(ValueError):
+    """What cannot be read, or contradicts itself."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(bounded(message))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Python expression that is no literal, as it is written."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in a Python file: the last part of its name, and its arguments."""
+
+    name: str
+    line: int
+    arguments: Mapping[str, Any]
 
 
 def shown(value: Any) -> str:

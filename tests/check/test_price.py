@@ -25,7 +25,7 @@ from shardfn.check import bits as bits_of
 from shardfn.check import recording
 from shardfn.check.bits import bits, constant
 from shardfn.check.recording import Recorder, current
-from shardfn.collectives.comparing import compare
+from shardfn.collectives.agree import compare
 from shardfn.testing import world
 from shardfn.transforms import checking
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.func import grad, jvp, vjp, vmap
 
 import shardfn as sf
-from shardfn.collectives import launching, messages
+from shardfn.collectives import messages
 from shardfn.debugging import Debugging, by_environment, debugging
 from shardfn.mesh.axes import known_axes
 from shardfn.mesh.grid import Axis
@@ -671,7 +671,7 @@ class TestDebugging:
 
 def goes_on_after_an_interrupt(name: str) -> list[float]:
     """Sums after a collective that was interrupted on all ranks while its messages were under way."""
-    mesh, wait = sf.make_mesh(shard=-1, device="cpu"), launching._wait_for
+    mesh, wait = sf.make_mesh(shard=-1, device="cpu"), messages._wait_for
     n = mesh.size()
     calls: dict[str, Any] = {
         "psum": lambda x: sf.psum(x, "shard"),
@@ -693,12 +693,12 @@ def goes_on_after_an_interrupt(name: str) -> list[float]:
         run = mapped(calls[name])
         run(torch.ones(4 * n))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(launching, "_wait_for", interrupted)
+            patch.setattr(messages, "_wait_for", interrupted)
             with pytest.raises(KeyboardInterrupt) as caught:
                 run(torch.full((4 * n,), 7.0))
         if not kept:
             del caught
-        assert launching._wait_for is wait
+        assert messages._wait_for is wait
         found += [total(torch.tensor(float(k))).item() / n for k in range(3)]
     return found
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import shardfn as sf
 from shardfn.collectives import into_buffers
-from shardfn.collectives.comparing import compare
+from shardfn.collectives.agree import compare
 from shardfn.collectives.ledger import attribution
 from shardfn.mesh.deadlock import State, waits_in_vain
 from shardfn.testing import World, WorldError, world

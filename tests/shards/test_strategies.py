@@ -418,18 +418,13 @@ def test_what_owners_call_zero_keeps_parameters_whole_and_what_fsdp_calls_grad_o
     assert sf.shard_grad_op("a") == sf.full_shard("a").resharding(False) == sf.Placement(("a",), reshard=False)
 
 
-def test_older_spellings_mean_the_same() -> None:
+def test_what_is_kept_is_what_is_not_given_back() -> None:
     for keep, reshard in [(True, False), (False, True), ("step", "step"), (("a",), ("a",))]:
         new = sf.Placement(("a", "b"), reshard=reshard)  # type: ignore[arg-type]
-        assert sf.Placement(("a", "b"), keep=keep) == sf.full_shard(("a", "b")).keeping(keep) == new  # type: ignore[arg-type]
+        assert sf.full_shard(("a", "b")).resharding(reshard) == new  # type: ignore[arg-type]
         assert new.keep == keep
-    old = sf.Placement(("a",), hops=True, home=(("b", 1),))
-    assert old == sf.Placement(("a",), hierarchical=True, only_at=(("b", 1),))
     with pytest.raises(TypeError):
-        sf.Placement(("a",), (), True)  # type: ignore[call-arg]  # which of the two would it be?
-    for both in ({"reshard": True, "keep": True}, {"hierarchical": True, "hops": False}, {"only_at": (), "home": ()}):
-        with pytest.raises(ValueError, match="two spellings of one thing"):
-            sf.Placement(("a",), **both)
+        sf.Placement(("a",), (), True)  # type: ignore[call-arg]  # reshard= is said by name
 
 
 def test_axes_are_a_name_or_a_tuple_of_names() -> None:

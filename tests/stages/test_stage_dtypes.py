@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 import shardfn as sf
-from shardfn.collectives import launching
+from shardfn.collectives import messages
 from shardfn.testing import World
 from tests.models import (
     ENGINES,
@@ -415,7 +415,7 @@ def started(options: dict[str, Any]) -> tuple[int, Any, Any]:
     plain = {"a": torch.ones(64, 9, dtype=torch.float64), "b": torch.ones(64, 7), "c": torch.ones(9, 64)}
     flat = sf.shard(plain, mesh, sf.full_shard("shard"), frozen=["c"])
     f = sf.stage(lambda p, x: x * p["a"].sum() * p["b"].sum() * p["c"].sum(), **options)
-    count, launch = [], launching.launch
+    count, launch = [], messages.launch
 
     def counting(start: Any) -> Any:
         count.append(start)
@@ -423,12 +423,12 @@ def started(options: dict[str, Any]) -> tuple[int, Any, Any]:
 
     with torch.no_grad():
         whole = f(flat, torch.ones(()))  # stages are compared, once
-        launching.launch = counting
+        messages.launch = counting
         try:
             with sf.ledger() as log:
                 assert torch.equal(f(flat, torch.ones(())), whole)
         finally:
-            launching.launch = launch
+            messages.launch = launch
     sent = [(str(one.dtype), one.bytes) for one in log.select(op="all_gather", scheduled=True)]
     pieces = [(str(one.values.dtype), one.values.nbytes * (mesh.size() - 1)) for one in flat.values()]
     return len(count), sorted(sent), sorted(pieces)

@@ -19,7 +19,7 @@ from sentence_transformers import SentenceTransformerTrainingArguments
 from torch.distributed.fsdp import FSDPModule
 
 from shardfn.cli import main
-from shardfn.translate import fsdp, schedules, translate
+from shardfn.translate import fsdp, optimizers, translate
 from shardfn.translate import transformers as of_transformers
 from tests.translate.guides import AUTO, GUIDES, Guide
 
@@ -140,7 +140,7 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 3, 0.25])
-@pytest.mark.parametrize("kind", sorted(schedules.TRANSFORMERS))
+@pytest.mark.parametrize("kind", sorted(optimizers.LR_SCHEDULER_TYPES))
 def test_learning_rates_are_those_of_transformers(kind: str, warmup: float, tmp_path: Path) -> None:
     file = tmp_path / "a.py"
     file.write_text(
