@@ -245,7 +245,7 @@ def whole_values(params: Any, paths: Iterable[str]) -> dict[str, Tensor]:
             node = unshard(node, only=list(map(re.escape, sorted(held)))) if held else None
         leaves = leaves_by_path(node, is_packed)
         values |= {path: leaf for inner, leaf in leaves.items() if (path := joined(here, inner)) in wanted}
-    return {path: leaf.decoded() if is_packed(leaf) else leaf for path, leaf in values.items()}
+    return {path: leaf.decoded() if isinstance(leaf, Packed) else leaf for path, leaf in values.items()}
 
 
 def is_stage_or_packed(x: Any) -> bool:

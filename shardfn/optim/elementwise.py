@@ -25,11 +25,27 @@ Schedule = Callable[[int], Any]
 # --- the rules ---
 
 
-def _sgd_in_place(ps: Any, gs: Any, slots: Any, _: int, n: dict[str, Any]) -> None:
-    own = {"momentum": n.get("momentum", 0.0), "nesterov": n.get("nesterov", False)}
-    constant = {"dampening": 0.0, "maximize": False, "is_first_step": False}
-    momenta = slots[0] if slots else []
-    torch._fused_sgd_(ps, gs, momenta, lr=n["lr"], weight_decay=n["weight_decay"], **own, **constant)
+def _sgd_in_place(ps: Any, gs: Any, slots: Any, step: int, n: dict[str, Any]) -> None:
+    if ps[0].device.type == "cpu" and ps[0].element_size() < 4:
+        # torch's kernel (2.13) leaves most numbers of 16 bits as they are here, and their momenta undefined.
+        for row in zip(ps, gs, *slots, strict=True):
+            p, g, *momentum = (x.float() for x in row)
+            new, kept = _sgd_pure(p, g, momentum, step, n)
+            for x, value in zip((row[0], *row[2:]), (new, *kept), strict=True):
+                x.copy_(value)
+        return
+    torch._fused_sgd_(
+        ps,
+        gs,
+        slots[0] if slots else [],
+        weight_decay=n["weight_decay"],
+        momentum=n.get("momentum", 0.0),
+        lr=n["lr"],
+        dampening=0.0,
+        nesterov=n.get("nesterov", False),
+        maximize=False,
+        is_first_step=False,
+    )
 
 
 def _sgd_pure(p: Tensor, g: Tensor, slots: Any, _: int, n: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
