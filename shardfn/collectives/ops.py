@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardfn.check import recording
+from shardfn.check.callsites import paused
 from shardfn.check.findings import Finding, VaryingError
-from shardfn.check.here import paused
 from shardfn.collectives import kernels
 from shardfn.collectives.agree import gathered
 from shardfn.collectives.comparing import DEBUG, compare, values
