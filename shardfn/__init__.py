@@ -7,7 +7,7 @@ gradient that calculus gives them, under the transforms of torch.func.
 
 from shardfn import checkpoint, interop, lora, optim, parallel, quant, run, translate
 from shardfn.check.findings import Finding, VaryingError, VaryingWarning
-from shardfn.check.typeof import typeof
+from shardfn.check.varying import typeof
 from shardfn.collectives.functional import (
     all_gather,
     all_to_all,

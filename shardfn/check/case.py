@@ -1,15 +1,17 @@
-"""A recorded call that is being judged: what the rules ask about it, and what they find."""
+"""A recorded call that is being judged: what rules ask about it, as by what a loss is divided, and what they find."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardfn.check.findings import Finding, Kind
-from shardfn.check.sites import Site
-from shardfn.check.trace import Call, Given, Gradient, Mask, Node, Trace, given_by
-from shardfn.check.varying import SCALES, Varying, bits_of, is_number, over_roots, roots_of, varying
-from shardfn.check.words import root_of, target
+from shardfn.check.callsites import Site
+from shardfn.check.findings import Finding, Kind, root_of, target
+from shardfn.check.trace import Call, Given, Gradient, Mask, Node, Trace, given_by, reached
+from shardfn.check.varying import SCALES, Varying, bits_of, is_number, over_roots, roots_of, scales, varying
 
 _ALIKE = ("pvary", "all_gather")  # of which the result varies by its type alone
 OWN_ROWS, _OTHER, _SINGLE = 1, 2, 4
@@ -107,6 +109,11 @@ class Case:
                 for bit in bits_of(variables):
                     self.until[bit.bit_length() - 1] = event.end
 
+    def differentiated(self, event: Gradient) -> Mask:
+        """The variables by which a loss was differentiated, or by new values of which it was."""
+        held = (self.trace.nodes[of].variable | self.types.holds[of] for of, _ in event.pairs)
+        return functools.reduce(operator.or_, held, 0)
+
     def told(self, at: int, bad: Mask) -> Mask:
         """The axes along which a value varies by arguments alone that were reported."""
         told = 0
@@ -170,33 +177,30 @@ class Case:
         """The axes that cut the flat shard, or the gradient of one, of which a value has the elements, scaled."""
         nodes, flat = self.trace.nodes, self.trace.flat
         gradients = {at: of for event in self.gradients() for of, at in event.pairs} if flat else {}
-        ahead, seen, like = [at] if flat else [], set(), nodes[at].like
-        while ahead:
-            now = ahead.pop()
-            if now in seen:
-                continue
-            seen.add(now)
+        like = nodes[at].like
+
+        def onward(at: int) -> list[int]:
+            scaled = nodes[at].op in SCALES and nodes[at].effect == "union"
+            return [p for p in nodes[at].parents if scaled and nodes[p].like == like]
+
+        for now in reached([at] if flat else [], onward):
             holds = self.types.holds[gradients.get(now, now)]
             for shard, axes in flat.items():
                 if nodes[shard].variable & holds and nodes[now].like == like == nodes[shard].like:
                     return axes
-            if nodes[now].op in SCALES and nodes[now].effect == "union":
-                ahead += [p for p in nodes[now].parents if nodes[p].like == like]
         return 0
 
     def scattered(self, at: int) -> Mask:
         """The axes along which a gradient was put together and cut, by what a backward pass made of `all_gather`."""
         nodes, like = self.trace.nodes, self.trace.nodes[at].like
-        ahead, seen, found = [at] if nodes[at].op == "gradient" else [], {at}, 0
-        while ahead:
-            node = nodes[ahead.pop()]
-            if node.op == "reduce_scatter" and node.backward:
-                found |= node.axes
-            elif node.op == "gradient" or node.op in SCALES:
-                more = [p for p in node.parents if nodes[p].like == like and p not in seen]
-                seen.update(more)
-                ahead += more
-        return found
+
+        def onward(at: int) -> list[int]:
+            passes = nodes[at].op == "gradient" or nodes[at].op in SCALES
+            return [p for p in nodes[at].parents if passes and nodes[p].like == like]
+
+        ways = [nodes[now] for now in reached([at] if nodes[at].op == "gradient" else [], onward)]
+        scatters = [node.axes for node in ways if node.op == "reduce_scatter" and node.backward]
+        return functools.reduce(operator.or_, scatters, 0)
 
     def is_number(self, at: int) -> bool:
         """Whether a value has one element."""
@@ -235,3 +239,77 @@ def _rows_of(node: Node, cut: bool, asked: Mask) -> int:
     if cut and not node.variable & asked:
         return OWN_ROWS | (_SINGLE if node.like is not None and node.like[0][:1] == (1,) else 0)
     return 0 if node.op in _ALIKE or node.root in ("random", "parameter") else _OTHER
+
+
+def local(case: Case, mean: int) -> Mask:
+    """The axes along which a mean is one over this rank's rows alone: it is one number, of rows that are cut there."""
+    if mean < 0 or not case.is_number(mean):
+        return 0
+    found = 0
+    for bit in bits_of(case.types.along[mean]):
+        roots = [case.trace.nodes[r] for r in case.roots(mean, bit)]
+        rows = (n for n in roots if n.root in ("input", "closure", "random"))
+        found |= bit if any(not n.variable & case.asked for n in rows) else 0
+    return found
+
+
+def divided(case: Case, event: Gradient, ranks: int) -> bool:
+    """Whether a loss, or anything that is made of its gradient, is or may be divided by the number of ranks."""
+    product = math.prod(case.types.divisors[event.loss])
+    return may_be(case, event.loss, ranks) or scaled_later(
+        case,
+        [at for _, at in event.pairs],
+        event.end,
+        lambda n, all_in_all: n == ranks or math.isclose(product * all_in_all, ranks),
+    )
+
+
+def may_be(case: Case, at: int, ranks: int) -> bool:
+    """Whether a value is or may be divided by the number of ranks."""
+    mean, by = case.types.mean[at], case.types.divisors[at]
+    if ranks in by or math.inf in by or _whole(case, at, ranks):
+        return True  # below: by as many rows as there are ranks, or by the ranks
+    return mean >= 0 and ranks in (case.trace.nodes[mean].number, case.trace.nodes[mean].count)
+
+
+def _whole(case: Case, at: int, ranks: int) -> bool:
+    """Whether a mean is divided by a multiple of the ranks, or a sum by what may be the number of all their rows."""
+    mean, product = case.types.mean[at], math.prod(case.types.divisors[at])
+    if product in [n * ranks for n in (1, *case.types.rows[at])]:
+        return True
+    if mean < 0:
+        return False
+    if case.trace.nodes[mean].number in [n * ranks for n in case.types.rows[mean]]:
+        return True
+    times = product / ranks
+    return math.isfinite(times) and times >= 1 and math.isclose(times, round(times), rel_tol=1e-9)
+
+
+def scaled_later(
+    case: Case, starts: Iterable[int], begin: int, enough: Callable[[float, float], bool], but: Container[int] = ()
+) -> bool:
+    """Whether a line of the user's divides what is made of some values by a number that is `enough`, or by a tensor.
+
+    Args:
+        case: the call.
+        starts: the values.
+        begin: where they are done.
+        enough: of a number, and of the product of all by which the same was divided.
+        but: divisions that do not count.
+    """
+    reached = dict.fromkeys(starts, 1.0)
+    for at, node in enumerate(case.trace.nodes[begin:], begin):
+        before = [reached[p] for p in node.parents if p in reached]
+        if not before or at in reached:
+            continue
+        if at in but:
+            reached[at] = before[0]
+            continue
+        reached[at] = before[0] * abs(node.number or 1.0)
+        if not node.own or not scales(node):
+            continue
+        others = [p for p in node.parents if p not in reached]
+        by_tensor = any(map(case.is_number, others)) or node.op.startswith("_foreach_")
+        if enough(abs(node.number), reached[at]) if node.number is not None else by_tensor:
+            return True
+    return False

@@ -1,18 +1,139 @@
-"""Gradients that are each rank's part alone, of parameters that are the same on all."""
+"""Losses and gradients that are too large by the number of ranks, or each rank's part alone."""
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Mapping
 
-from shardfn.check.case import Case
-from shardfn.check.scaling import divided, local
-from shardfn.check.sites import Site
-from shardfn.check.trace import Mask, Node, Used
+from shardfn.check.callsites import Site
+from shardfn.check.case import Case, divided, local, scaled_later
+from shardfn.check.findings import line, named, target, written
+from shardfn.check.fixes import joined_at
+from shardfn.check.trace import Call, Gradient, Mask, Node, Summed, Used, reached
 from shardfn.check.varying import bits_of
-from shardfn.check.words import line, named, written
+
+
+def added_up(case: Case, event: Gradient) -> None:
+    """A loss that each rank has a mean of, or all of, while its gradients are summed over the ranks."""
+    along, mean = case.types.along[event.loss], case.types.mean[event.loss]
+    summed = _axes_summed(case, event)
+    if event.inner and along & summed and _adapts(case, event):
+        _inner(case, event, along & summed)
+        return
+    for bit in bits_of(along & summed & ~case.compared.watched.get(event.loss, 0)):
+        if not divided(case, event, case.size(bit)):
+            _repeated(case, event, bit)
+    bad = along & summed & local(case, mean)
+    if not bad or divided(case, event, case.size(bad)):
+        return
+    made = case.trace.nodes[mean]
+    fix = _mean_along(case, event.loss, mean, bad)
+    partly = _summed(case, mean)
+    alone = f"is summed along {named(case.trace.names(partly))} alone"
+    what = alone if partly else "is a mean over this rank's rows"
+    case.add(
+        mean, "losses", bad, "", made.site, fix,
+        f"the loss{line(made.site)} {what}, and varies along {named(case.trace.names(bad))}, but gradients are "
+        f"added up over the {case.size(bad)} ranks there: they are those of the sum of all ranks' losses. "
+        f"Write: {fix}",
+    )  # fmt: skip
+
+
+def _adapts(case: Case, event: Gradient) -> bool:
+    """Whether new values of what a loss was differentiated by are made of its gradient."""
+    types, variables = case.types, case.differentiated(event)
+    after = range(event.end, len(case.trace.nodes))
+    return any(types.holds[at] & types.gradient[at] & variables for at in after)
+
+
+def _inner(case: Case, event: Gradient, axes: Mask) -> None:
+    names = named(case.trace.names(axes))
+    site = case.trace.nodes[event.loss].site
+    fix = f"shardfn.pvary(shardfn.unshard(params), {names})"
+    case.add(
+        event.loss, "inner", axes, "", site, fix,
+        f"the gradient of a loss{line(site)} that varies along {names} is used to make new parameters inside of "
+        f"another derivative, and is added up over the {case.size(axes)} ranks there: each rank's parameters get the "
+        f"gradients of all ranks' losses. For a rank's own (a task on each rank) differentiate by {fix}, made outside "
+        f"of that loss; for one of all ranks reduce the loss",
+    )  # fmt: skip
+
+
+def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
+    """A loss that each rank computes of all ranks' values, and that has the same bits on all."""
+    roots = [case.trace.nodes[r] for r in case.roots(event.loss, bit)]
+    if not roots or any(n.op != "all_gather" for n in roots):
+        return
+    names, site = named(case.trace.names(bit)), roots[0].site
+    given = (site.given if site else None) or "..."
+    fix = f'shardfn.all_gather({given}, {names}, to="invariant")'
+    case.add(
+        event.loss, "losses", bit, "", site, fix,
+        f"the loss is made of what all_gather{line(site)} gives, so that each of the {case.size(bit)} ranks along "
+        f"{names} has all of it, and gradients are added up over them: they are {case.size(bit)} times too large. "
+        f"Write: {fix}",
+    )  # fmt: skip
+
+
+def _axes_summed(case: Case, event: Gradient) -> Mask:
+    """The axes along which gradients were summed on their way."""
+    summed = 0
+    for one in case.trace.events:
+        if isinstance(one, Summed) and event.begin <= one.at <= event.end:
+            summed |= one.axes
+    for node in case.trace.nodes[event.begin : event.end]:
+        if node.backward and node.op in ("psum", "reduce_scatter"):
+            summed |= node.axes
+    return summed
+
+
+def _totals(case: Case, mean: int) -> list[Node]:
+    """The sums over ranks that were divided by each other to make a mean; none if it is of one rank's rows."""
+    found = [case.types.total[p] for p in case.trace.nodes[mean].parents if case.types.total[p] >= 0]
+    return [case.trace.nodes[at] for at in found] if len(found) == 2 else []
+
+
+def _summed(case: Case, mean: int) -> Mask:
+    """The axes along which the numerator of a mean was summed."""
+    totals = _totals(case, mean)
+    return totals[0].axes if totals else 0
+
+
+def _mean_along(case: Case, loss: int, mean: int, more: Mask) -> str:
+    """What makes a mean one along more axes."""
+    totals = _totals(case, mean)
+    if totals:
+        given = (totals[0].site.given if totals[0].site else None) or "..."
+        return f"shardfn.psum({given}, {named(case.trace.names(totals[0].axes | more))})"
+    places = joined_at(case, loss, bits_of(more)[0])
+    one = len(places) == 1 and places[0].op == "pmean"  # of all terms, where several are added
+    site = places[0].site if one else case.trace.nodes[mean].site
+    return f"shardfn.pmean({written(site) or 'loss'}, {named(case.trace.names(more))})"
+
+
+def partial_sums(case: Case, event: Gradient) -> None:
+    """Sums over ranks that met what varies on their way to the loss: each rank's derivative is its part alone."""
+    types = case.types
+    asked = case.differentiated(event)
+    for k in range(len(case.trace.axes)):
+        if types.along[event.loss] >> k & 1:
+            continue  # each rank's own loss: what it meets may be a part of it
+        for bit in bits_of(types.met[event.loss][k] >> len(case.trace.variables)):
+            at = types.sums[bit.bit_length() - 1]
+            if types.depends[at] & asked and at >= event.begin:  # what was made before is a constant there
+                _partial_sum(case, at, types.first[(k, bit << len(case.trace.variables))], 1 << k)
+
+
+def _partial_sum(case: Case, at: int, met: int, axis: Mask) -> None:
+    made, place, names = case.trace.nodes[at], case.trace.nodes[met].site, named(case.trace.names(axis))
+    fix = f"shardfn.pvary({target(made.site) or written(made.site) or made.op}, {names})"
+    name = "all_gather" if made.op == "all_gather_invariant" else made.op
+    case.add(
+        met, "gradient", axis, "", place, fix,
+        f"what {name} gives{line(made.site)} is the same on all ranks along {names}, and meets what varies"
+        f"{line(place)}, in {case.trace.nodes[met].op}: on each rank its derivative is that rank's part alone. "
+        f"Write {fix} there: its transpose adds up the parts",
+    )  # fmt: skip
 
 
 def stepped(case: Case, event: Used) -> None:
@@ -38,15 +159,14 @@ def stepped(case: Case, event: Used) -> None:
 def _reduced(case: Case, at: int, same: Mask) -> Node | None:
     """The collective along these axes by which all ranks have got one value of this shape; None if there is none."""
     nodes, like = case.trace.nodes, case.trace.nodes[at].like
-    ahead, seen = [at], {at}
-    while ahead and same and like is not None and math.prod(like[0]):  # of what lives elsewhere a rank has nothing
-        node = nodes[ahead.pop()]
-        if node.effect == "minus" and node.axes & same:
-            return node
-        more = [p for p in node.parents if nodes[p].like == like and p not in seen and not case.types.along[p] & same]
-        seen.update(more)
-        ahead += more
-    return None
+    if not same or like is None or not math.prod(like[0]):  # of what lives elsewhere a rank has nothing
+        return None
+
+    def onward(at: int) -> list[int]:
+        return [p for p in nodes[at].parents if nodes[p].like == like and not case.types.along[p] & same]
+
+    ways = (nodes[now] for now in reached([at], onward))
+    return next((node for node in ways if node.effect == "minus" and node.axes & same), None)
 
 
 def partial(case: Case, bad: Mask, variables: Mask, how: str) -> bool:
@@ -95,16 +215,11 @@ def parts(case: Case) -> None:
         )  # fmt: skip
 
 
-def _held(case: Case, at: int) -> Mask:
-    """The variables of which a value is one, or a new value."""
-    return case.trace.nodes[at].variable | case.types.holds[at]
-
-
 def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:
     """What is to be said where the loss is a mean over this rank's rows, of which no sum is wanted."""
     for event in case.gradients():
         mean = case.types.mean[event.loss]
-        asked = functools.reduce(operator.or_, [_held(case, of) for of, _ in event.pairs], 0)
+        asked = case.differentiated(event)
         bad = axes & case.types.along[event.loss] & local(case, mean)
         if any(asked >> m & 1 for m in members) and bad and not divided(case, event, case.size(bad)):
             site, names = case.trace.nodes[mean].site, named(case.trace.names(bad))
@@ -147,3 +262,50 @@ def _outside(case: Case, at: int, axes: Mask) -> bool:
                 )  # fmt: skip
                 return True
     return False
+
+
+def reduced_by_hand(case: Case, call: Call) -> None:
+    """Gradients of each rank's mean that are summed, or those of the mean over all ranks that are averaged."""
+    if call.name not in ("psum", "pmean") or not call.own:
+        return
+    for event in case.gradients():
+        for of, at in event.pairs:
+            if at == call.node and all(case.alike(of, bit) for bit in bits_of(call.axes & case.types.along[of])):
+                (_sum_of_means if call.name == "psum" else _mean_of_parts)(case, call, event)
+
+
+def _sum_of_means(case: Case, call: Call, event: Gradient) -> None:
+    mean = case.types.mean[event.loss]
+    own = case.types.along[event.loss] & local(case, mean)
+    bad, names = own & call.axes, named(call.said)
+    # Sums along the other axes may come next.
+    if not bad or any(divided(case, event, ranks) for ranks in {case.size(bad), case.size(own)}):
+        return
+    fix = f"shardfn.pmean({case.expression(call)}, {names})"
+    case.add(
+        call.node, "means", bad, "", call.site, fix,
+        f"psum along {names}{line(call.site)} adds up gradients of losses that are means over each rank's rows"
+        f"{line(case.trace.nodes[mean].site)}: they are {case.size(bad)} times those of the mean over all rows. "
+        f"Write: {fix}",
+    )  # fmt: skip
+
+
+def _mean_of_parts(case: Case, call: Call, event: Gradient) -> None:
+    types, mean = case.types, case.types.mean[event.loss]
+    bad, by = call.axes & ~types.along[event.loss] & types.along[call.node], types.divisors[event.loss]
+    ranks, names = case.size(bad), named(call.said)
+    if mean >= 0 and (types.along[mean] & bad or case.trace.nodes[mean].number is not None):
+        averaged = math.isclose(math.prod(by), ranks)  # or it is the sum of all ranks' means, of which this is the mean
+    else:
+        averaged = mean >= 0 or bool(by)
+    if not bad or not averaged or math.inf in by:
+        return
+    if scaled_later(case, [at for _, at in event.pairs], event.end, lambda n, _: math.isclose(n * ranks, 1)):
+        return
+    fix = f"shardfn.psum({case.expression(call)}, {names})"
+    case.add(
+        call.node, "means", bad, "", call.site, fix,
+        f"pmean along {names}{line(call.site)} is given the gradients of a loss that is reduced along "
+        f"{named(case.trace.names(bad))} already: each rank's is its part, and their sum is the gradient, which this "
+        f"divides by {ranks}. Write: {fix}",
+    )  # fmt: skip

@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
-from shardfn.check import arguments, branches, by_hand, gradients, losses, noise, reducing, results, statistics, sums
+from collections.abc import Mapping
+
+from shardfn.check import gradients, inputs, reductions
+from shardfn.check.callsites import Site
 from shardfn.check.case import Case, Compared
-from shardfn.check.findings import PROBABLY, Finding
-from shardfn.check.trace import Call, Claimed, Gradient, Output, Part, Summed, Trace, Used
+from shardfn.check.findings import PROBABLY, Finding, Kind, line, named, target
+from shardfn.check.fixes import reduction
+from shardfn.check.trace import (
+    JOINING,
+    Call,
+    Claimed,
+    Given,
+    Gradient,
+    Mask,
+    Output,
+    Part,
+    Summed,
+    Trace,
+    Used,
+    given_by,
+    reached,
+)
+from shardfn.check.values import Evidence, Values
+from shardfn.check.varying import bits_of
 
 
 def judged(trace: Trace, compared: Compared) -> list[Finding]:
     """What is wrong with a call, first cause first."""
     case = Case(trace, compared)
     for argument in compared.arguments:
-        arguments.replica(case, argument)
-    arguments.same(case)
+        inputs.replica(case, argument)
+    inputs.same_rows(case)
     for event in trace.events:
         match event:
             case Call():
-                reducing.called(case, event)
-                sums.called(case, event)
-                branches.dropped(case, event)
-                by_hand.reduced(case, event)
+                reductions.misplaced(case, event)
+                reductions.miscounted(case, event)
+                _dropped(case, event)
+                gradients.reduced_by_hand(case, event)
             case Gradient():
-                losses.added_up(case, event)
-                losses.partial_sums(case, event)
+                gradients.added_up(case, event)
+                gradients.partial_sums(case, event)
             case Part():
                 bad = case.types.along[event.node] & ~event.allowed
                 gradients.partial(case, bad, trace.nodes[event.variable].variable, "the stage's sum")
             case Used():
                 gradients.stepped(case, event)
             case Output():
-                results.returned(case, event, compared.outputs.get(event.path, 0))
+                _returned(case, event, compared.outputs.get(event.path, 0))
             case Claimed():
                 bad = case.types.along[event.node] & ~event.allowed
-                results.varies(case, event.what, event.node, bad, event.allowed, event.site)
+                _varies(case, event.what, event.node, bad, event.allowed, event.site)
             case Summed():
                 pass
-    noise.repeated(case)
-    noise.met(case)
-    statistics.of_some_rows(case)
+    inputs.repeated_draws(case)
+    inputs.noise_of_rows(case)
+    inputs.batch_statistics(case)
     gradients.parts(case)
     return [finding for at, finding in sorted(case.found, key=lambda one: one[0]) if _settled(trace, at, finding)]
 
@@ -47,3 +67,130 @@ def _settled(trace: Trace, at: int, finding: Finding) -> bool:
     """Whether nothing that comes later can make a finding wrong: in a prefix, what is guessed before a step is used."""
     steps = (event.gradient for event in trace.events if isinstance(event, Used))
     return not trace.prefix or finding.kind not in PROBABLY or at < max(steps, default=-1)
+
+
+def _returned(case: Case, output: Output, differs: Mask) -> None:
+    """A result, of which the bits differ along these axes."""
+    if case.trace.prefix and (node := _last_updated(case, differs & ~(output.allowed or 0))) is not None:
+        output = output._replace(node=node)
+    along = case.types.along[output.node]
+    if output.allowed is None:
+        for k in range(len(case.trace.axes)):  # new values of what was the same
+            bit = along & case.types.backward[output.node] & 1 << k
+            gradients.partial(case, bit, case.types.updated[output.node][k] if bit else 0, output.path)
+        return
+    bad = along & ~output.allowed
+    by_gradient = bad & case.types.backward[output.node]
+    if by_gradient:
+        variables = _updated(case, output.node, by_gradient)
+        if not (case.batched and not variables & ~case.batched) and gradients.partial(
+            case, by_gradient, variables, output.path
+        ):
+            bad &= ~by_gradient
+    if output.outer:
+        for k in range(len(case.trace.axes)):
+            if not along >> k & 1:
+                gradients.partial(case, 1 << k, case.types.met[output.node][k], f"what differentiates {output.path}")
+    _varies(case, output.path, output.node, bad, output.allowed, case.trace.nodes[output.node].site, differs)
+    unseen = differs & ~along & ~output.allowed
+    if unseen and not bad:
+        names = case.trace.names(unseen)
+        case.add(
+            output.node, "output", unseen, output.path, case.trace.nodes[output.node].site,
+            f"shardfn.pmean({output.path}, {named(names)}) of a mean, shardfn.psum of a part of a sum",
+            f"{output.path} is declared to be the same on all ranks along {named(names)}, but its numbers differ "
+            f"there, and nothing that it was seen to be made of does. Make it the same (by shardfn.pmean if it is a "
+            f"mean over rows, by shardfn.psum if it is a part of a sum), or name the axis in its spec",
+            unseen=True,
+        )  # fmt: skip
+
+
+def _last_updated(case: Case, axes: Mask) -> int | None:
+    """The last value that was updated by a gradient which varies along axes, as a result has come to do since."""
+    for at in reversed(range(len(case.types.along) if axes else 0)):
+        if any(case.types.updated[at][k] for k in range(len(case.trace.axes)) if axes >> k & 1):
+            return at
+    return None
+
+
+def _updated(case: Case, node: int, bad: Mask) -> Mask:
+    """The variables whose gradient a value has, of which it is a new value if it is one."""
+    updated = 0
+    for k in range(len(case.trace.axes)):
+        if bad >> k & 1:
+            updated |= case.types.updated[node][k]
+    first, touched = (_used(case, places, node, bad) for places in (case.types.first, case.types.touched))
+    kept = updated if case.asked else updated & (first | touched)
+    same = sum(1 << at for at, variable in enumerate(case.trace.variables) if variable.same & bad)
+    moment = case.types.gradient[node] & case.asked & same and not kept & case.asked  # to which a gradient was added
+    if kept and not moment:
+        return kept
+    like = case.trace.nodes[node].like  # where the function made a leaf of its own: of a variable like it
+    alike = sum(1 << at for at, v in enumerate(case.trace.variables) if case.trace.nodes[v.node].like == like)
+    return case.types.gradient[node] or first or touched & alike or updated
+
+
+def _used(case: Case, places: Mapping[tuple[int, int], int], node: int, bad: Mask) -> int:
+    """The variables that met these axes before the last backward pass; a moment is met after it."""
+    last = max((at for at in range(node + 1) if case.trace.nodes[at].backward), default=node)
+    met = 0
+    for (axis, bit), at in places.items():
+        met |= bit if bad >> axis & 1 and at <= last else 0
+    return met
+
+
+def _varies(
+    case: Case, path: str, at: int, bad: Mask, allowed: Mask, site: Site | None, differs: Mask | None = None
+) -> None:
+    """A value varies along axes where it is said not to."""
+    bad &= ~case.told(at, bad)
+    if not bad:
+        return
+    roots = {r for k in bits_of(bad) for r in case.roots(at, k)}
+    nodes = [case.trace.nodes[r] for r in sorted(roots)]
+    guessed = all(n.root in ("", "constant", "closure") and n.effect == "union" for n in nodes)
+    if differs is not None and not bad & differs and guessed:
+        return  # each rank went another way to the same number
+    names = case.trace.names(bad)
+    kind: Kind = "closure" if nodes and all(n.root == "closure" for n in nodes) else "output"
+    where, fix = reduction(case, path, at, bad, nodes)
+    instead = "" if kind == "closure" else f", or declare how it is cut: a spec that names {named(names)}"
+    case.add(
+        at, kind, bad, path, where, fix,
+        f"{path}{line(site)} varies along {named(names)}{case.because(at, bad)}, but its spec says that it is the "
+        f"same on all ranks there. Write: {fix}{line(where) if where != site else ''}{instead}",
+    )  # fmt: skip
+
+
+def used(values: Values) -> list[Evidence]:
+    """Which of the values that collectives made the same on all ranks go into a loss here, for ranks to compare."""
+    trace = values.trace
+    losses = [event.loss for event in trace.gradients()]
+    if not losses:
+        return []
+    before, given = set(reached(losses, lambda at: trace.nodes[at].parents)), given_by(trace)
+    calls = [event for event in trace.events if isinstance(event, Call) and event.own and not event.backward]
+    found = [(call, at) for call in calls for at in [_made(given, call)] if at is not None]
+    return [Evidence(values.key(call.site, -7), at, int(at in before)) for call, at in found]
+
+
+def _dropped(case: Case, call: Call) -> None:
+    """A value that goes into the loss of some ranks, and not into that of others."""
+    followed = call.own and not call.backward and not case.trace.prefix
+    at = _made(case.given, call) if followed else None
+    some = case.compared.watched.get(-1 if at is None else at, 0) & call.axes
+    if not some or at is None or not case.types.depends[at] & case.asked:
+        return
+    names, given = named(case.trace.names(some)), target(call.site) or "..."
+    fix = f"torch.where(condition, other, shardfn.pvary({given}, {names}))"
+    case.add(
+        at, "branch", some, "", call.site, fix,
+        f"what {call.name}{line(call.site)} gives goes into the loss on some ranks along {names}, and a branch drops "
+        f"it on others: its derivative is then not added up, and each rank's is its own part. Choose on all ranks, "
+        f"by {fix}",
+    )  # fmt: skip
+
+
+def _made(given: Given, call: Call) -> int | None:
+    """What a collective gave, if all ranks have that alike."""
+    return min((given[key] for op in JOINING if (key := (op, call.node, call.site)) in given), default=None)

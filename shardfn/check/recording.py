@@ -16,9 +16,9 @@ import optree
 import torch
 from torch import Tensor
 
-from shardfn.check import frames, seen
-from shardfn.check.here import active, here
-from shardfn.check.torch_ops import facts_of
+from shardfn.check import callsites, ops
+from shardfn.check.callsites import active, thread
+from shardfn.check.ops import facts_of
 from shardfn.check.trace import Call, Claimed, Effect, Gradient, Mask, Node, Part, Summed, Trace, Used, Variable
 from shardfn.check.values import Evidence, Values, like_of
 from shardfn.compat import autograd, dispatch, functorch, modes
@@ -37,9 +37,9 @@ def current() -> Recorder | None:
 
 def outer() -> Recorder | None:
     """The same, be its record over or not: one that is over on this rank may go on on another."""
-    if not active[0] or here.paused:
+    if not active[0] or thread.paused:
         return None
-    found: Recorder | None = here.recorder or dispatch.running(Recorder)
+    found: Recorder | None = thread.recorder or dispatch.running(Recorder)
     return found
 
 
@@ -50,17 +50,12 @@ def comparing(group: str) -> Recorder | None:
     which collective it stops, is its own affair, and no other may wait for it.
     """
     found = outer()
-    if found is None and active[0] and not here.paused and autograd.autograd_thread() and len(_all) == 1:
+    if found is None and active[0] and not thread.paused and autograd.autograd_thread() and len(_all) == 1:
         (found,) = _all  # which does not look on any more
     return found if found is not None and found.compares(group) else None
 
 
 _all: set[Recorder] = set()
-
-
-def _differentiating() -> bool:
-    """Whether a backward pass or a transform runs here, which puts back the modes that it has found."""
-    return autograd.inside_backward() or functorch.inside_transform()
 
 
 class Recorder(modes.Watching):
@@ -85,7 +80,7 @@ class Recorder(modes.Watching):
         self._looks = False
 
     def __enter__(self) -> Recorder:
-        self._before, here.recorder = here.recorder, self
+        self._before, thread.recorder = thread.recorder, self
         active[0] += 1
         _all.add(self)
         super().__enter__()
@@ -97,7 +92,7 @@ class Recorder(modes.Watching):
             super().__exit__(*error)
         active[0] -= 1
         _all.discard(self)
-        here.recorder = self._before
+        thread.recorder = self._before
         self.values.forget()
 
     # --- how much of a long call ---
@@ -108,7 +103,9 @@ class Recorder(modes.Watching):
             if len(self.trace.nodes) < MOST:
                 return False
             self._end = self.values.lengths()
-        if self._looks and here.recorder is self and modes.innermost() is self and not _differentiating():
+        innermost = self._looks and thread.recorder is self and modes.innermost() is self
+        # A backward pass or a transform puts back the modes that it has found.
+        if innermost and not (autograd.inside_backward() or functorch.inside_transform()):
             super().__exit__()
             self._looks = False
         return True
@@ -135,23 +132,23 @@ class Recorder(modes.Watching):
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
             return NotImplemented
         namespace = getattr(func, "namespace", "")
-        if here.paused or namespace in ("prim", "prims", "profiler") or namespace.startswith("shardfn_"):
+        if thread.paused or namespace in ("prim", "prims", "profiler") or namespace.startswith("shardfn_"):
             with self._on_this_thread():
                 return func(*args, **kwargs)
         if namespace.startswith(("c10d", "_c10d")):
-            return seen.communicated(self.values, func, args, kwargs)
-        if frames.caller() == "engine":
+            return ops.communicated(self.values, func, args, kwargs)
+        if callsites.caller() == "engine":
             return func(*args, **kwargs)
-        return seen.op(self.values, func, facts_of(func), args, kwargs)
+        return ops.op(self.values, func, facts_of(func), args, kwargs)
 
     @contextlib.contextmanager
     def _on_this_thread(self) -> Iterator[None]:
         """Backward of a CUDA tensor runs on a thread of autograd's own."""
-        before, here.recorder = here.recorder, self
+        before, thread.recorder = thread.recorder, self
         try:
             yield
         finally:
-            here.recorder = before
+            thread.recorder = before
 
     # --- what is told to it ---
 
@@ -190,7 +187,7 @@ class Recorder(modes.Watching):
         parent = self.values.node_of(x)
         at = self.values.add(
             Node(name, (parent,), self.values.site(), effect, axes, backward=backward,
-                 records=torch.is_grad_enabled() and seen.differentiable(y), like=like_of(y), about=takes)
+                 records=torch.is_grad_enabled() and ops.differentiable(y), like=like_of(y), about=takes)
         )  # fmt: skip
         self.values.keep(y, at)
 
@@ -246,7 +243,7 @@ class Recorder(modes.Watching):
         self, name: str, names: Iterable[str], x: Tensor, number: bool, said: Any, pieces: Iterable[str] = ()
     ) -> None:
         """The function calls a collective, on a flat shard perhaps, which is in `pieces` along some axes."""
-        caller, backward = frames.who_calls(), autograd.inside_backward()
+        caller, backward = callsites.who_calls(), autograd.inside_backward()
         if caller == "library" or (backward and caller != "user"):
             return  # it knows what it does
         plain = functorch.unwrapped(x)

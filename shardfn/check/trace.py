@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from shardfn.check.sites import Site
+from shardfn.check.callsites import Site
 
 Mask = int
 """A set of the mesh's axes along which there are several ranks, or of variables: one bit for each."""
@@ -197,6 +198,18 @@ class Trace:
     def names(self, axes: Mask) -> tuple[str, ...]:
         """The axes in a set."""
         return tuple(name for i, name in enumerate(self.axes) if axes >> i & 1)
+
+
+def reached(starts: Iterable[int], onward: Callable[[int], Iterable[int]]) -> Iterator[int]:
+    """Yields some nodes and those to which `onward` leads from one after another, each once."""
+    ahead = list(starts)
+    seen = set(ahead)
+    while ahead:
+        at = ahead.pop()
+        yield at
+        more = [other for other in dict.fromkeys(onward(at)) if other not in seen]
+        seen.update(more)
+        ahead += more
 
 
 JOINING = ("psum", "all_gather_invariant")

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.check import frames, sites
+from shardfn.check import callsites
 from shardfn.check.bits import bits, ordinary
-from shardfn.check.here import quietly
+from shardfn.check.callsites import quietly
 from shardfn.check.trace import Mask, Node, Trace
 from shardfn.compat import autograd
 
@@ -75,12 +75,12 @@ class Values:
         self._memories: dict[int, _Memory] = {}
         self._freed: list[_Owner] = []
         self._times: dict[tuple[Any, int], int] = {}
-        self._last: sites.Site | None = None
+        self._last: callsites.Site | None = None
         self._adds = threading.Lock()
 
-    def site(self) -> sites.Site | None:
+    def site(self) -> callsites.Site | None:
         """The user's line that leads here; on a thread of autograd's own, the last one that led somewhere."""
-        found = sites.here()
+        found = callsites.callsite()
         if found is not None:
             self._last = found
         return self._last
@@ -100,7 +100,7 @@ class Values:
         site = self.site()
         made = autograd.inside_backward()
         at = self.add(Node("closed over", (), site, root="closure", backward=made, like=like_of(x)))
-        if frames.caller() == "user":
+        if callsites.caller() == "user":
             self.show(x, at, site, hash((1, *like_of(x)[0])))
         memory = self._memory(x)
         if memory is None:
@@ -170,12 +170,12 @@ class Values:
                 memory.node = self.add(Node("written in part", (memory.node, node), self.site()))
         memory.tensors[id(x)] = weakref.ref(x), node, memory.stamp
 
-    def show(self, x: Tensor, at: int, site: sites.Site | None, digest: int) -> None:
+    def show(self, x: Tensor, at: int, site: callsites.Site | None, digest: int) -> None:
         """Has ranks compare the bits of a node."""
         with quietly():
             self.evidence.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
 
-    def watch(self, x: Tensor, at: int, site: sites.Site | None, digest: int) -> None:
+    def watch(self, x: Tensor, at: int, site: callsites.Site | None, digest: int) -> None:
         """Has ranks compare the bits of a tensor, which do not say along what the node varies."""
         with quietly():
             self.watched.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
@@ -186,7 +186,7 @@ class Values:
             self.trace.nodes.append(node)
             return len(self.trace.nodes) - 1
 
-    def key(self, site: sites.Site | None, digest: int) -> int:
+    def key(self, site: callsites.Site | None, digest: int) -> int:
         """What comes for the how-manieth time from where; the same on every rank that does the same."""
         place = (site, digest)
         times = self._times[place] = self._times.get(place, 0) + 1

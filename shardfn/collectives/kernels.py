@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardfn.check.here import paused
+from shardfn.check.callsites import paused
 from shardfn.check.recording import current as checker
 from shardfn.collectives import messages
 from shardfn.collectives.ledger import record, recording

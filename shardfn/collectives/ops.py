@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shardfn.check import recording
+from shardfn.check.callsites import paused
 from shardfn.check.findings import Finding, VaryingError
-from shardfn.check.here import paused
 from shardfn.collectives import kernels
 from shardfn.collectives.agree import DEBUG, compare, gathered, values
 from shardfn.compat import dispatch, process_groups

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardfn.check.here import paused
+from shardfn.check.callsites import paused
 from shardfn.check.recording import current
 from shardfn.collectives.agree import compare
 from shardfn.collectives.into_buffers import Communicator, communicator_of

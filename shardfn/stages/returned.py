@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from shardfn.check.bits import bits, whole
-from shardfn.check.here import quietly
+from shardfn.check.callsites import quietly
 from shardfn.compat import functorch
 from shardfn.stages.decoding import Decoding
 from shardfn.stages.replay import kind_of

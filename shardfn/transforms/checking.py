@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from shardfn.check.bits import bits, constant, whole
-from shardfn.check.branches import used
+from shardfn.check.callsites import paused
 from shardfn.check.case import Argument, Compared
 from shardfn.check.findings import LAST, PROBABLY, Finding, VaryingError, VaryingWarning, said
-from shardfn.check.here import paused
-from shardfn.check.judging import judged
-from shardfn.check.noise import origins
+from shardfn.check.inputs import draws_met
+from shardfn.check.judging import judged, used
 from shardfn.check.recording import Recorder
 from shardfn.check.trace import Mask, Node, Output
 from shardfn.check.values import like_of
@@ -165,7 +164,7 @@ class Checked:
         with _silently():
             results = self._results(leaves)
             values = self.recorder.values
-            values.watched += [*used(values), *origins(values)]
+            values.watched += [*used(values), *draws_met(values)]
             self._all_end()
         compared = self.compared(results)
         if self.recorder.trace.prefix:

@@ -18,15 +18,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardfn as sf
 from shardfn import P
-from shardfn.check import findings, frames
+from shardfn.check import callsites, findings
 from shardfn.testing import World, WorldError, world
 
 
 def test_the_files_by_which_callers_are_known_are_there() -> None:
     package = Path(sf.__file__).parent
-    for place in (*frames._BACKWARD, *frames._OPS, *frames._ENGINE):
+    for place in (*callsites._BACKWARD, *callsites._OPS, *callsites._ENGINE):
         assert (package / place).is_file(), place
-    for place in (*frames._MODES, *frames._STAND_INS, *frames._MODELS, *frames._PYTHONS, frames._FUNCTIONAL):
+    for place in (
+        *callsites._MODES,
+        *callsites._STAND_INS,
+        *callsites._MODELS,
+        *callsites._PYTHONS,
+        callsites._FUNCTIONAL,
+    ):
         assert Path(place).exists(), place
 
 

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardfn as sf
 from shardfn.checkpoint.team import team_of
-from shardfn.collectives.agree import _group
+from shardfn.collectives.agree import ranks_along
 from shardfn.collectives.into_buffers import transports
 from shardfn.compat import process_groups
 from shardfn.mesh import start
@@ -368,7 +368,7 @@ def made_under(backend: str | None, store: str) -> Any:
     assert under(mesh, lambda: sf.psum(torch.ones(1), "a").item()) == 2
     teams = [team_of((), use) for use in ("checkpoint", "ask")]
     assert [team.gathered(rank) for team in teams] == [[0, 1]] * 2
-    groups = [team.group for team in teams] + [process_groups.group_of(_group(axis_of(mesh, "a").group))]
+    groups = [team.group for team in teams] + [cpu_group(ranks_along(axis_of(mesh, "a")), "compare")]
     return len({group.group_name for group in [dist.group.WORLD, *groups]}), {dist.get_backend(g) for g in groups}
 
 

@@ -1,4 +1,4 @@
-"""Which collective makes a value the same on all ranks, and on which line it is to be written."""
+"""How a finding is mended: which collective makes a value the same on all ranks, and on which line to write it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from shardfn.check.callsites import Site
 from shardfn.check.case import OWN_ROWS, Case
-from shardfn.check.sites import Site
-from shardfn.check.trace import Mask, Node
+from shardfn.check.findings import named, written
+from shardfn.check.trace import Mask, Node, reached
 from shardfn.check.varying import MEANS, SCALES, bits_of
-from shardfn.check.words import named, written
 
 _COPIES = ("detach", "alias", "clone", "view", "gradient", "lift_fresh", "_to_copy")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear", "einsum")
@@ -92,13 +92,13 @@ def _term_by_term(case: Case, at: int, bit: Mask, names: str) -> str | None:
 
 def _additions(case: Case, at: int, bit: Mask) -> set[int]:
     """The sums that vary of which a value was added up, itself among them."""
-    nodes, ahead, found = case.trace.nodes, [at], set[int]()
-    while ahead:
-        now = ahead.pop()
-        if now not in found and nodes[now].op in _ADDS and len(nodes[now].parents) == 2:
-            found.add(now)
-            ahead += [p for p in nodes[now].parents if case.types.along[p] & bit]
-    return found
+    nodes = case.trace.nodes
+
+    def adds(at: int) -> bool:
+        return nodes[at].op in _ADDS and len(nodes[at].parents) == 2
+
+    vary = reached([at], lambda at: [p for p in nodes[at].parents if adds(at) and case.types.along[p] & bit])
+    return {at for at in vary if adds(at)}
 
 
 def _terms(case: Case, at: int, bit: Mask, names: str, said: Mapping[int, str | None]) -> str | None:
@@ -151,13 +151,8 @@ def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Place, .
 
 def joined_at(case: Case, end: int, bit: Mask) -> tuple[Place, ...]:
     """Where the parts of a value are joined, if something on the way to it makes one of many."""
-    ahead, found = [end], dict[int, tuple[Place, ...]]()
-    while ahead:
-        now = ahead.pop()
-        if now not in found:
-            found[now] = ()
-            ahead += _cut(case, now, bit)
-    for at in sorted(found):  # what one is made of comes before it
+    found: dict[int, tuple[Place, ...]] = {}
+    for at in sorted(reached([end], lambda at: _cut(case, at, bit))):  # what one is made of comes before it
         found[at] = _places(case, at, bit, found)
     return found[end]
 

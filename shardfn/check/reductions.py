@@ -1,4 +1,4 @@
-"""Sums over ranks of what is a mean already, means of what is a sum, and sums of what every rank has whole."""
+"""Reductions that are given the wrong thing: means to sum, sums to average, what every rank has whole, flat shards."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from shardfn.check.case import OWN_ROWS, Case
-from shardfn.check.joining import PRODUCTS
-from shardfn.check.scaling import may_be, scaled_later
-from shardfn.check.trace import Call, Mask
+from shardfn.check.case import OWN_ROWS, Case, may_be, scaled_later
+from shardfn.check.findings import line, named
+from shardfn.check.fixes import PRODUCTS
+from shardfn.check.trace import Call, Mask, reached
 from shardfn.check.varying import SCALES, bits_of
-from shardfn.check.words import line, named
 
 _SUMS_UP = ("sum", "mean", "expand", "select")
 _ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
 
 
-def called(case: Case, call: Call) -> None:
+def miscounted(case: Case, call: Call) -> None:
     """What `psum` and `pmean` are given, where that is no gradient."""
     if not call.own or call.backward or call.number:
         return
@@ -100,7 +99,8 @@ def _mean_of_sums(case: Case, call: Call) -> None:
     made = made if by_ranks is None else by_ranks
     uses = [(at, number * math.prod(by)) for at, number in [(made, 1.0), *_scaled(case, made)]]
     given, total = case.expression(call), f"shardfn.psum({case.expression(call)}, {names})"
-    if any(n in _of_all(counts, ranks) for _, n in uses) or any(_by_all(case, at, ranks, call.axes) for at, _ in uses):
+    of_all = {float(n * ranks) for n in counts} - {float(n) for n in counts}  # which this rank's alone cannot be
+    if any(n in of_all for _, n in uses) or any(_by_all(case, at, ranks, call.axes) for at, _ in uses):
         case.add(
             call.node, "means", bad, "", call.site, total,
             f"pmean along {names}{line(call.site)} is given sums over each rank's rows, and what it makes is divided "
@@ -114,11 +114,6 @@ def _mean_of_sums(case: Case, call: Call) -> None:
             f"sum nor the mean over all rows, but the sum divided by the {ranks} ranks. Write, for the sum: {total}; "
             f"for the mean: {mean}",
         )  # fmt: skip
-
-
-def _of_all(rows: tuple[int, ...], ranks: int) -> set[float]:
-    """The numbers that only that of all ranks' rows, or of what is in them, can be."""
-    return {float(n * ranks) for n in rows} - {float(n) for n in rows}
 
 
 def _by_all(case: Case, at: int, ranks: int, axes: Mask) -> bool:
@@ -197,16 +192,14 @@ def _is_partial(case: Case, at: int, bit: Mask) -> bool:
 
 def _terms(case: Case, at: int) -> Iterator[int]:
     """The additions by which a value was made, and nothing after them but scaling."""
-    nodes, ahead, seen = case.trace.nodes, [at], {at}
-    while ahead:
-        now = ahead.pop()
-        node = nodes[now]
-        if node.op in _ADDS and len(node.parents) == 2:
-            yield now
-        if node.op in SCALES and node.op not in _SUMS_UP and node.effect == "union" and not node.root:
-            more = [p for p in dict.fromkeys(node.parents) if nodes[p].like == node.like and p not in seen]
-            seen.update(more)
-            ahead += more
+    nodes = case.trace.nodes
+
+    def onward(at: int) -> list[int]:
+        node = nodes[at]
+        scales = node.op in SCALES and node.op not in _SUMS_UP and node.effect == "union" and not node.root
+        return [p for p in node.parents if scales and nodes[p].like == node.like]
+
+    return (now for now in reached([at], onward) if nodes[now].op in _ADDS and len(nodes[now].parents) == 2)
 
 
 def _weighed(case: Case, call: Call, axes: Mask) -> bool:
@@ -254,15 +247,12 @@ def _by_parts(case: Case, mean: int) -> bool:
     types, nodes = case.types, case.trace.nodes
     if nodes[mean].op == "mean" and any(types.rows[p] for p in nodes[mean].parents):
         return True
-    ahead, seen = [] if case.asked else [mean], set[int]()
-    while ahead:
-        now = ahead.pop()
-        vary = [p for p in nodes[now].parents if any(not case.same(p, b) for b in bits_of(types.along[p]))]
-        if nodes[now].op in PRODUCTS and len(vary) > 1:
-            return True
-        ahead += [p for p in vary if p not in seen]
-        seen.update(vary)
-    return False
+
+    def vary(at: int) -> list[int]:
+        return [p for p in nodes[at].parents if any(not case.same(p, b) for b in bits_of(types.along[p]))]
+
+    ways = reached([] if case.asked else [mean], vary)
+    return any(nodes[at].op in PRODUCTS and len(vary(at)) > 1 for at in ways)
 
 
 def _sum_of(case: Case, call: Call) -> int | None:
@@ -291,3 +281,89 @@ def _counts(rows: tuple[int, ...], ranks: int) -> set[float]:
     sizes = [b // a for a, b in itertools.pairwise(rows) if a]
     features = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
     return {float(n) for n in rows if n > 1} - {float(n * ranks) for n in (1, *rows)} - set(map(float, features))
+
+
+_SUMS = ("psum", "pmean", "reduce_scatter")
+_ONCE = ("pvary", "local_slice")
+
+
+def misplaced(case: Case, call: Call) -> None:
+    """A sum of what is the same everywhere, a `pvary` of what varies, a mean of means over other numbers of rows."""
+    along = case.types.along[call.node]
+    mixes = call.name in (*_SUMS, "pmax", "pmin")
+    flat = (call.pieces or case.pieces(call.node)) & call.axes if mixes else 0
+    pieces = flat or (case.scattered(call.node) & call.axes if mixes else 0)
+    if pieces:
+        names, what = named(case.trace.names(pieces)), "flat shards" if flat else "gradients of pieces"
+        fix = f"leave {call.name} out: {case.expression(call)}"
+        case.add(
+            call.node, "sum", pieces, "", call.site, fix,
+            f"{call.name} along {named(call.said)}{line(call.site)} is given {what}, which are cut along "
+            f"{names}, and mixes up different parameters: each rank has other elements. Where they are gradients, "
+            f"they are summed already. Write: {fix}",
+        )  # fmt: skip
+        return
+    if call.name in _SUMS and not call.number:
+        _sum(case, call, along)
+    if call.name in _ONCE and along & call.axes:
+        twice = along & call.axes
+        rest = case.trace.names(call.axes & ~along)
+        if rest:
+            fix = f"shardfn.{call.name}({case.expression(call)}, {named(rest)})"
+        elif call.name == "local_slice" and case.types.backward[call.node] & twice:
+            fix = f"shardfn.reduce_scatter({case.expression(call)}, {named(case.trace.names(twice))})"
+        else:
+            fix = f"leave {call.name} out: {case.expression(call)}"
+        because = case.because(call.node, twice)
+        case.add(
+            call.node, "vary", twice, "", call.site, fix,
+            f"{call.name} along {named(call.said)}{line(call.site)} takes a value that is the same on all ranks "
+            f"along {named(case.trace.names(twice))}, but this one varies there already{because}. Write: {fix}",
+        )  # fmt: skip
+
+
+def _summed_before(case: Case, at: int, missing: Mask) -> bool:
+    """Whether a value is a sum over ranks already, which nothing that may be their number divides."""
+    nodes, by = case.trace.nodes, case.types.divisors[at]
+    while nodes[at].op in SCALES and nodes[at].op != "psum" and len(nodes[at].parents) == 1:
+        at = nodes[at].parents[0]
+    return nodes[at].op == "psum" and bool(nodes[at].axes & missing) and not by
+
+
+def _sum(case: Case, call: Call, along: Mask) -> None:
+    missing, types = call.axes & ~along, case.types
+    given = case.expression(call)
+    matters = call.name != "pmean" or bool(types.depends[call.node] and not types.gradient[call.node])
+    known = (types.declared[call.node] or call.backward) and not types.guessed[call.node]
+    if missing and matters and (known or _summed_before(case, call.node, missing)):
+        rest = case.trace.names(call.axes & along)
+        other = case.trace.names(along & ~call.axes & ~(call.pieces or case.pieces(call.node)))
+        times = case.size(missing)
+        instead = rest or other
+        fix = (
+            f"shardfn.{call.name}({given}, {named(instead)})" if instead
+            else f"shardfn.local_slice({given}, {named(call.said)})" if call.name == "reduce_scatter"
+            else f"leave {call.name} out: {given}"
+        )  # fmt: skip
+        does = (
+            f"divides its derivative by {times}" if call.name == "pmean"
+            else f"makes it {times} times as large"
+        )  # fmt: skip
+        meant = f"; it varies along {named(other)}" if other and not rest else ""
+        case.add(
+            call.node, "sum", missing, "", call.site, fix,
+            f"{call.name} along {named(call.said)}{line(call.site)} is given a value that is the same on all ranks "
+            f"along {named(case.trace.names(missing))}, and {does}{meant}. Write: {fix}",
+        )  # fmt: skip
+    mean = types.mean[call.node]
+    uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0
+    if uneven:
+        site = case.trace.nodes[mean].site
+        axis = named(call.said)
+        fix = f"shardfn.psum(total, {axis}) / shardfn.psum(count, {axis})"
+        case.add(
+            call.node, "means", uneven, "", call.site, fix,
+            f"{call.name} along {axis}{line(call.site)} is given means, made{line(site)}, over numbers of rows "
+            f"that differ between ranks along {named(case.trace.names(uneven))}: that is not the mean over all "
+            f"rows. Write: {fix}",
+        )  # fmt: skip

@@ -1,17 +1,53 @@
-"""Random numbers that every rank has the same, for rows that each has its own."""
+"""What goes in: arguments that are not as declared, random numbers that all ranks share, statistics of some rows."""
 
 from __future__ import annotations
 
 import functools
 import operator
 
-from shardfn.check.case import Case
-from shardfn.check.sums import rows
-from shardfn.check.torch_ops import DISTRIBUTIONS
-from shardfn.check.trace import Node
+from shardfn.check.case import Argument, Case
+from shardfn.check.findings import line, named
+from shardfn.check.ops import DISTRIBUTIONS
+from shardfn.check.reductions import rows
+from shardfn.check.trace import Gradient, Mask, Node, reached
 from shardfn.check.values import Evidence, Values
 from shardfn.check.varying import bits_of
-from shardfn.check.words import line, named
+
+
+def replica(case: Case, argument: Argument) -> None:
+    """One that differs along axes along which it is declared to be the same."""
+    if argument.allowed is None:
+        return
+    bad = case.compared.nodes.get(argument.node, 0) & ~argument.allowed
+    if not bad:
+        return
+    case.wrong[argument.node] = bad
+    names = case.trace.names(bad)
+    case.add(
+        argument.node, "replica", bad, argument.path, None,
+        "start all ranks from one seed, or from rank 0's value",
+        f"{argument.path} is declared to be the same on all ranks along {named(names)}"
+        f"{f' ({argument.spec})' if argument.spec else ''}, but its bits differ there. Start all ranks from one "
+        f"seed (shardfn.init_sharded does), or declare how it is cut",
+    )  # fmt: skip
+
+
+def same_rows(case: Case) -> None:
+    """Rows that are declared to be cut, and of which every rank has the same."""
+    trained = {of for event in case.trace.events if isinstance(event, Gradient) for of, _ in event.pairs}
+    rows = [a for a in case.compared.arguments if a.plain and not a.constant and a.node not in trained]
+    for k, name in enumerate(case.trace.axes):
+        bit = 1 << k
+        cut = [a for a in rows if a.allowed and a.allowed & bit]
+        if cut and not any(case.compared.nodes.get(a.node, 0) & bit for a in cut):
+            paths = ", ".join(a.path for a in cut[:3]) + (f" and {len(cut) - 3} more" * (len(cut) > 3))
+            case.add(
+                cut[0].node, "same", bit, cut[0].path, None, f"pass each rank its own rows along {name!r}",
+                f"{paths}: declared to be cut along {name!r}, but the bits are the same on all ranks along it: "
+                f"each rank reads the same rows. Pass each its own, by shardfn.axis_index({name!r}), or "
+                f"shardfn.run.batches",
+            )  # fmt: skip
+
 
 _MEETS = ("mul", "add", "sub", "div", "where", "masked_fill", "addcmul", "addcdiv", "lerp", "native_dropout", "cat",
           "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
@@ -23,7 +59,7 @@ _MEETS = ("mul", "add", "sub", "div", "where", "masked_fill", "addcmul", "addcdi
 _SEVERAL = ("split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "unbind")  # of which ranks may take others
 
 
-def origins(values: Values) -> list[Evidence]:
+def draws_met(values: Values) -> list[Evidence]:
     """Which draw it is that meets other values where, for ranks to compare: each may take another of several."""
     keys, drawn, found = {one.node: one.key for one in values.evidence}, dict[int, int](), []
     for at, node in enumerate(values.trace.nodes):
@@ -37,7 +73,7 @@ def origins(values: Values) -> list[Evidence]:
     return found
 
 
-def met(case: Case) -> None:
+def noise_of_rows(case: Case) -> None:
     """Numbers drawn for each row, by generators that do not vary, where they meet rows that do."""
     drawn: set[int] = set()
     told: set[int] = set()
@@ -79,16 +115,12 @@ def _told_where_met(case: Case, at: int, drawn: set[int], told: set[int]) -> Non
 
 def _origins(case: Case, noise: int, drawn: set[int]) -> list[int]:
     """Where random numbers were drawn."""
-    ahead, seen, found = [noise], {noise}, []
-    while ahead:
-        now = ahead.pop()
-        if case.trace.nodes[now].root == "random":
-            found.append(now)
-        else:
-            more = {p for p in case.trace.nodes[now].parents if p in drawn and p not in seen}
-            seen.update(more)
-            ahead += more
-    return found
+    nodes = case.trace.nodes
+
+    def onward(at: int) -> list[int]:
+        return [p for p in nodes[at].parents if p in drawn and nodes[at].root != "random"]
+
+    return [at for at in reached([noise], onward) if nodes[at].root == "random"]
 
 
 def _for_each_row(case: Case, noise: int, other: int, at: int) -> bool:
@@ -103,7 +135,7 @@ def _for_each_row(case: Case, noise: int, other: int, at: int) -> bool:
     return len(given[0]) == len(rows[0]) > 0 and given[0][0] == rows[0][0] > 1
 
 
-def repeated(case: Case) -> None:
+def repeated_draws(case: Case) -> None:
     """Numbers drawn from distributions that vary, by generators that do not."""
     watched = case.compared.watched
     for at in watched:
@@ -119,3 +151,30 @@ def repeated(case: Case) -> None:
                 f"distributions that vary there{case.because(at, same)}: the rows of one rank have the noise of those "
                 f"of the others. Pass {fix}",
             )  # fmt: skip
+
+
+def batch_statistics(case: Case) -> None:
+    """A batch norm that takes its mean and variance from this rank's rows."""
+    told = set()
+    for at, node in enumerate(case.trace.nodes):
+        along = _by_rows(case, node.parents[0]) if node.root == "statistics" and node.parents else 0
+        if not along or node.site in told:
+            continue
+        told.add(node.site)
+        names = named(case.trace.names(along))
+        case.add(
+            at, "batch_norm", along, "", node.site,
+            f"shardfn.psum of the sums along {names}",
+            f"batch statistics{line(node.site)} are those of this rank's rows alone, which vary along {names}"
+            f"{case.because(node.parents[0], along)}: the result is not that of the whole batch. Sum up counts, "
+            f"sums and squares by shardfn.psum along {names}, or use a norm without batch statistics",
+        )  # fmt: skip
+
+
+def _by_rows(case: Case, at: int) -> Mask:
+    """The axes along which a value varies by more than parameters, which a stage gives to all ranks alike."""
+    found = 0
+    for bit in bits_of(case.types.along[at]):
+        roots = case.roots(at, bit)
+        found |= bit if any(case.trace.nodes[r].root not in ("parameter", "statistics") for r in roots) else 0
+    return found

@@ -1,19 +1,21 @@
-"""What an op did: which values it read, which it made and wrote, and what of that only ranks together can tell."""
+"""What an op reads, makes and writes: what is known of it before it runs, and what it did then."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import math
 import operator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from shardfn.check import frames
+from shardfn.check import callsites
 from shardfn.check.bits import bits, ordinary
-from shardfn.check.here import quietly
-from shardfn.check.torch_ops import Facts
+from shardfn.check.callsites import quietly
 from shardfn.check.trace import Node, Root
 from shardfn.check.values import UNKNOWN, Evidence, Values, like_of
 from shardfn.compat import autograd
@@ -25,7 +27,11 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     """Runs an op and takes down what it did."""
     if facts.kind == "each":
         return _each(values, func, facts, args, kwargs)
-    written = [args[k] if isinstance(k, int) else kwargs.get(k) for k in facts.writes if _has(args, kwargs, k)]
+    written = [
+        args[k] if isinstance(k, int) else kwargs[k]
+        for k in facts.writes
+        if k in kwargs or (isinstance(k, int) and k < len(args))
+    ]
     replaced = written if facts.kind in ("copy", "empty") else [kwargs.get(k) for k in facts.out]
     given = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
     parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, given)))
@@ -76,22 +82,23 @@ def _made(
 ) -> int:
     first = made[0]
     root: Root = "" if parents else "constant"
-    numbers, caller = _numbers(args, kwargs, facts.sizes), frames.caller()
+    numbers, caller = _numbers(args, kwargs, facts.sizes), callsites.caller()
+    dims = _dims(facts, args, given)
     node = Node(
         facts.base, parents, values.site(), root=root, backward=autograd.inside_backward(),
-        records=not (facts.detaches and not frames.stands_in())
+        records=not (facts.detaches and not callsites.stands_in())
         and torch.is_grad_enabled() and differentiable(first),
-        like=like_of(first), own=caller == "user", by_row=_by_row(facts, args, given),
+        like=like_of(first), own=caller == "user", by_row=bool(dims) and 0 not in dims,
     )  # fmt: skip
     if facts.base == "mean" and not node.by_row:
         node.count = max(given[0].numel() // max(first.numel(), 1), 1)
     elif facts.base in ("sum", "dot") and given and not node.by_row:
-        node.rows = _rows(_dims(facts, args, given), given[0])
+        node.rows = _rows(dims, given[0])
     elif facts.reduction is not None:
         said = args[facts.reduction] if facts.reduction < len(args) else MEAN
         node.count = args[0].numel() if said == MEAN else 0
         node.rows = _rows([], args[1 if facts.base.startswith("nll_loss") else 0]) if said == SUM else ()
-    elif facts.statistics and _trains(facts, args, kwargs) and not frames.called_by("instance_norm"):
+    elif facts.statistics and _trains(facts, args, kwargs) and not callsites.called_by("instance_norm"):
         node.root = "statistics"
     node.number = _divisor(facts.base, args)
     at = values.add(node)
@@ -155,7 +162,8 @@ def _by_seed(values: Values, node: int, facts: Facts, seed: Tensor) -> int:
 
 def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
     """An op on lists, item by item."""
-    lists = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if _is_list(v)]
+    several = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (list, tuple)) and v]
+    lists = [(k, v) for k, v in several if isinstance(v[0], Tensor)]
     if not lists:
         return func(*args, **kwargs)
     shared = [x for v in (*args, *kwargs.values()) if isinstance(v, Tensor) for x in (v,)]
@@ -174,9 +182,9 @@ def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> An
             Node(facts.base, parents[i], values.site(), root="" if parents[i] else "constant",
                  backward=autograd.inside_backward(),
                  records=torch.is_grad_enabled() and differentiable(like), like=like_of(like),
-                 number=_divisor(facts.base.removeprefix("_foreach_"), args), own=frames.caller() == "user")
+                 number=_divisor(facts.base.removeprefix("_foreach_"), args), own=callsites.caller() == "user")
         )  # fmt: skip
-        if numbers and frames.caller() == "user" and not values.trace.nodes[at].backward:
+        if numbers and callsites.caller() == "user" and not values.trace.nodes[at].backward:
             values.evidence.append(Evidence(values.key(values.trace.nodes[at].site, facts.digest), at, hash(numbers)))
         for k, v in lists:
             if k in facts.writes and i < len(v):
@@ -211,14 +219,6 @@ def _numbers(args: Any, kwargs: Any, sizes: frozenset[int | str]) -> tuple[Any, 
             elif isinstance(one, (int, float, complex)):
                 found += [one, one + one]  # -1 and -2 have the same hash
     return tuple(found)
-
-
-def _has(args: Any, kwargs: Any, k: int | str) -> bool:
-    return k < len(args) if isinstance(k, int) else k in kwargs
-
-
-def _is_list(v: Any) -> bool:
-    return isinstance(v, (list, tuple)) and bool(v) and isinstance(v[0], Tensor)
 
 
 def differentiable(x: Tensor) -> bool:
@@ -256,12 +256,6 @@ def _dims(facts: Facts, args: Any, given: list[Tensor]) -> list[int]:
     return [d % max(given[0].ndim, 1) for d in numbers if isinstance(d, int)] if given else []
 
 
-def _by_row(facts: Facts, args: Any, given: list[Tensor]) -> bool:
-    """Whether an op goes along other dimensions than that of the rows."""
-    dims = _dims(facts, args, given)
-    return bool(dims) and 0 not in dims
-
-
 def _trains(facts: Facts, args: Any, kwargs: Any) -> bool:
     if "legit" in facts.base or facts.base in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"):
         return any(v is True for v in args[3:])
@@ -270,3 +264,100 @@ def _trains(facts: Facts, args: Any, kwargs: Any) -> bool:
 
 def _has_numbers(x: Tensor) -> bool:
     return not ordinary(x) or x.numel() > 0
+
+
+Kind = Literal["made", "like", "empty", "copy", "each", "plain"]
+
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_")
+_LIKE = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+         "new_zeros", "new_ones", "new_full")  # fmt: skip
+_OVERWRITE = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "exponential_", "geometric_",
+              "log_normal_", "cauchy_", "random_", "set_")  # fmt: skip
+_DETACH = ("detach", "detach_", "_local_scalar_dense", "argmax", "argmin")
+_SIZES = ("size", "sizes", "input_sizes", "self_sizes", "normalized_shape", "stride", "output_size", "implicit")
+_STATISTICS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "miopen_batch_norm",
+               "_batch_norm_with_update", "batch_norm_with_update", "_batch_norm_impl_index")  # fmt: skip
+_DRAWN = {"native_dropout": 1, "_scaled_dot_product_flash_attention": 6, "_scaled_dot_product_cudnn_attention": 6,
+          "_scaled_dot_product_efficient_attention": 2}  # fmt: skip
+DISTRIBUTIONS = ("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one op.
+
+    Attributes:
+        base: as in `aten.mul.Tensor`, without the library and the overload.
+        digest: the same on every rank.
+        kind: `"made"`: of no tensor; `"like"`: of a tensor's shape alone; `"empty"`: with no value yet;
+            `"copy"`: replaces what it writes to; `"each"`: item by item of several lists.
+        random: whether it draws.
+        drawn: which of its results is what it drew, or the seed of that; None where all are.
+        distributed: whether it draws each number from a distribution of its own, which a tensor says.
+        chance: position of the argument without which it draws nothing.
+        writes: positions and names of the arguments that it writes to.
+        out: those of them that it does not read, `out=`.
+        sizes: positions and names of those that are only a shape.
+        detaches: whether its result is not differentiated.
+        reduction: position of the argument that says whether a loss is a mean or a sum, if it has one.
+        dims: position of the argument that says along which dimensions it goes, and what that is if it is not given.
+        statistics: whether it normalises by a batch's statistics, where it is told to train.
+    """
+
+    base: str
+    digest: int
+    kind: Kind
+    random: bool
+    drawn: int | None
+    distributed: bool
+    chance: int | None
+    writes: tuple[int | str, ...]
+    out: tuple[str, ...]
+    sizes: frozenset[int | str]
+    detaches: bool
+    reduction: int | None
+    dims: tuple[int, Any] | None
+    statistics: bool
+
+
+@functools.cache
+def facts_of(op: Any) -> Facts:
+    """What is known of an op."""
+    schema = getattr(op, "_schema", None)
+    name = str(getattr(op, "name", lambda: str(op))()).split("::")[-1] if schema is not None else str(op)
+    base = name.split(".")[0]
+    arguments = [] if schema is None else schema.arguments
+    writes, sizes = [], []
+    reduction = chance = dims = None
+    for i, argument in enumerate(arguments):
+        place = argument.name if argument.kwarg_only else i
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            writes.append(place)
+        if argument.name == "reduction":
+            reduction = i
+        if argument.name == "dim":
+            dims = (i, argument.default_value)
+        if argument.name == "dropout_p" or (argument.name == "p" and base == "native_dropout"):
+            chance = i
+        if argument.name in _SIZES:
+            sizes.append(place)
+    takes = schema is None or any("Tensor" in str(argument.type) for argument in arguments)
+    random = schema is not None and torch.Tag.nondeterministic_seeded in op.tags
+    digest = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+    kind: Kind = "plain"
+    lists = any("List[Tensor]" in str(argument.type) for argument in arguments)
+    if lists and base.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        kind = "each"
+    elif base in _EMPTY:
+        kind = "empty"
+    elif base in _LIKE:
+        kind = "like"
+    elif base in _OVERWRITE:
+        kind = "copy"
+    elif not takes:
+        kind = "made"
+    return Facts(
+        base, digest, kind, random, _DRAWN.get(base), base in DISTRIBUTIONS, chance, tuple(writes),
+        tuple(place for place in writes if isinstance(place, str)), frozenset(() if kind == "made" else sizes),
+        base in _DETACH, reduction, dims, base in _STATISTICS,
+    )  # fmt: skip
