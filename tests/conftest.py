@@ -12,7 +12,7 @@ from shardfn.testing.world import close_worlds
 # Lent memory is full of nan when nobody should read it, in every test and in every process that one starts.
 os.environ.setdefault("SHARDFN_DEBUG", "memory")
 
-pytest_plugins = ["shardfn.testing.plugin", "tests.tiers"]
+pytest_plugins = ["shardfn.testing.plugin", "tests.durations"]
 
 # What the ranks of some tests would load anew in every world, for seconds.
 COMPILER = ("torch._inductor.compile_fx",)

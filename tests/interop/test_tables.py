@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import shardfn as sf
-from shardfn.interop import functional, recorders
+from shardfn.interop import functional, output_capturing
 from shardfn.testing import World
 from tests.interop.test_functional import off
 from tests.interop.test_tensor import mapped, meshed
@@ -172,7 +172,7 @@ def test_any_table_is_right_or_refused_on_all_ranks(world: World) -> None:
 
 
 def test_nothing_is_recorded_where_transformers_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, recorders.HOOKS, raising=False)
-    with recorders.recording(("attentions",)) as found:
-        assert recorders.wanted() == ()
+    monkeypatch.delitem(sys.modules, output_capturing.HOOKS, raising=False)
+    with output_capturing.recording(("attentions",)) as found:
+        assert output_capturing.wanted() == ()
     assert found == {"attentions": []}

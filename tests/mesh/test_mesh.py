@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardfn as sf
 from shardfn.checkpoint.team import team_of
-from shardfn.collectives.agree import ranks_along
+from shardfn.collectives.agree import ranks_along as group_of_axis
 from shardfn.collectives.into_buffers import transports
 from shardfn.compat import process_groups
 from shardfn.mesh import start
 from shardfn.mesh.axes import axis_of, sizes
-from shardfn.mesh.groups import group_over
+from shardfn.mesh.groups import cpu_group, group_over
 from shardfn.testing import World, world
 
 NAMES = ("a", "b", "c")
@@ -368,7 +368,7 @@ def made_under(backend: str | None, store: str) -> Any:
     assert under(mesh, lambda: sf.psum(torch.ones(1), "a").item()) == 2
     teams = [team_of((), use) for use in ("checkpoint", "ask")]
     assert [team.gathered(rank) for team in teams] == [[0, 1]] * 2
-    groups = [team.group for team in teams] + [cpu_group(ranks_along(axis_of(mesh, "a")), "compare")]
+    groups = [team.group for team in teams] + [cpu_group(group_of_axis(axis_of(mesh, "a")), "compare")]
     return len({group.group_name for group in [dist.group.WORLD, *groups]}), {dist.get_backend(g) for g in groups}
 
 

@@ -1,13 +1,12 @@
 """Which tests run when, by the seconds that they took when these were last recorded.
 
-    pytest                        all that is named
-    pytest --tier=fast            make test-fast: what takes little, the quickest test of every file, and those of the
-                                  next tier for the folders of shardfn that git sees edited
-    pytest --tier=change          make test: of tests that take long, every value of every parameter, not every pair
-    pytest --tier=deep            part of make test-deep: what the tier before leaves out
-    pytest --record-durations     writes durations.json, from a run of everything
-
-A test that is marked `deep` is of the last tier only: launchers, machines that come and go, training to an end.
+pytest                        all that is named
+pytest --tier=fast            make test-fast: what takes little, the quickest test of every file, and those of the
+                              next tier for the folders of shardfn that git sees edited
+pytest --tier=change          make test: of tests that take long, every value of every parameter, not every pair;
+                              of tests of which one case takes long, only the quickest of a file without others
+pytest --tier=deep            part of make test-deep: what the tier before leaves out
+pytest --record-durations     writes durations.json, from a run of everything
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("durations.json")
-LONG = 4.0  # seconds for all cases of a test, from which on it is thinned
-QUICK = 1.0  # seconds for a case, up to which it is part of the fast tier
+LONG = 4.0  # seconds for all cases of a test, from which on some do
+SLOW = 4.0  # seconds for a case, from which on it is of the deep tier
+QUICK = 1.0  # seconds for a case, up to which it is of the fast tier
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Record, where that is asked for and tests are reported: not in a worker."""
-    config.addinivalue_line("markers", "deep: takes too long for every change; only make test-deep runs it")
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
 
@@ -77,19 +76,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         total, cases = record.get(name(item.nodeid), (0.0, 1))
         return total / cases
 
+    def quick(some: Iterable[pytest.Item], limit: float) -> set[pytest.Item]:
+        """Those that take no longer; of a file that has none, the quickest."""
+        some = sorted(some, key=seconds)
+        first = {item.path: item for item in reversed(some)}
+        return {item for item in some if seconds(item) <= limit or item is first[item.path]}
+
     if tier := config.getoption("--tier"):
-        change = {item for cases in by_test(items).values() for item in thinned(cases, record)}
+        by_test: dict[str, list[pytest.Item]] = defaultdict(list)
+        for item in items:
+            by_test[name(item.nodeid)].append(item)
+        thin = (cover(cases) if seconds(cases[0]) * len(cases) > LONG else cases for cases in by_test.values())
+        kept = change = quick((item for cases in thin for item in cases), SLOW)
         if tier == "deep":
             kept = set(items) - change
-        elif tier == "change":
-            kept = change
-        else:
+        elif tier == "fast":
             edited = edited_folders()
-            kept = {item for item in change if seconds(item) <= QUICK or item.path.parent.name in edited}
-            quickest: dict[Path, pytest.Item] = {}
-            for item in sorted(change, key=seconds, reverse=True):
-                quickest[item.path] = item
-            kept |= set(quickest.values())
+            kept = quick(change, QUICK) | {item for item in change if item.path.parent.name in edited}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     if hasattr(config, "workerinput"):  # workers take file after file
@@ -104,22 +107,6 @@ def edited_folders() -> set[str]:
     command = ["git", "status", "--porcelain", "--no-renames", "--", "shardfn"]
     lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     return {Path(line[3:]).parent.name for line in lines}
-
-
-def by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    """The cases of each test."""
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        tests[name(item.nodeid)].append(item)
-    return tests
-
-
-def thinned(cases: list[pytest.Item], record: dict[str, tuple[float, int]]) -> list[pytest.Item]:
-    """None of a deep test, all cases of one that takes little, few of others."""
-    if cases[0].get_closest_marker("deep"):
-        return []
-    total, number = record.get(name(cases[0].nodeid), (0.0, 1))
-    return cover(cases) if len(cases) * total / number > LONG else cases
 
 
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
