@@ -722,6 +722,30 @@ ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "rounded"])
+def test_parameters_in_16_bits_go_where_those_in_32_go(name: str, donate: bool, dtype: torch.dtype) -> None:
+    """With as many numbers as a processor takes at once, and more; what is rounded at random is tested elsewhere."""
+    start = {"w": normal(8, 9, seed=1).to(dtype), "b": normal(37, seed=2).to(dtype)}
+    went = []
+    for kind in (dtype, torch.float32):
+        ps = optree.tree_map(lambda x, kind=kind: x.to(kind, copy=True), start)
+        gs = optree.tree_map(lambda x: (x + x.sign()).to(dtype).to(x.dtype), ps)  # squares of small ones are zero
+        optimizer = OPTIMIZERS[name](donate=donate)
+        state = optimizer.init(ps)
+        for _ in range(2):
+            ps, state = optimizer.step(ps, gs, state)
+        went.append(optree.tree_leaves(ps))
+    for low, high, x in zip(*went, optree.tree_leaves(start), strict=True):
+        step = high - x.float()
+        assert step.abs().min() > 0
+        eps = torch.finfo(dtype).eps
+        assert (
+            (low.float() - high).abs() <= 2 * eps * high.abs().maximum(x.float().abs()) + 8 * eps * step.abs()
+        ).all()
+
+
 @pytest.mark.parametrize("donate", [True, False], ids=["donated", "pure"])
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "fused adamw of torch"])
 def test_how_a_tensor_lies_in_memory_does_not_matter(name: str, donate: bool) -> None:
