@@ -115,9 +115,6 @@ def loop(
              "evaluate": evaluate, "report": report, "seed": seed, "limit": limit, "flops": flops,
              "peak": peak}  # fmt: skip
     where, places, wanted = _asked(team, step, state, batches, given)
-    saver = None
-    if wanted.save is not None:
-        saver = Saver(wanted.save, Keeping(wanted.keep, wanted.best), Origin(wanted.seed, wanted.identity))
     run = LoopState(
         team=team,
         asked=wanted,
@@ -126,7 +123,7 @@ def loop(
         exchange=Exchange(team),
         reports=Reports(wanted.reports if team.rank == 0 else ()),
         figures=Figures(wanted.flops, wanted.peak, team.size, places),
-        saver=saver,
+        saver=_saver(wanted),
     )
     with Interrupts(wanted.limit) as interrupts:
         run.interrupts = interrupts
@@ -151,6 +148,12 @@ def loop(
             if run.saver is not None:
                 run.saver.lock.release()
     return state, Run(start, reached, why, run.history, found)
+
+
+def _saver(asked: Asked) -> Saver | None:
+    if asked.save is None:
+        return None
+    return Saver(asked.save, Keeping(asked.keep, asked.best), Origin(asked.seed, asked.identity))
 
 
 def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any]) -> tuple[int, int, Asked]:

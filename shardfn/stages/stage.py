@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import optree
 import torch
@@ -29,9 +29,6 @@ from shardfn.stages.prefetch import Group, PrefetchOrder
 from shardfn.stages.refusals import refuse_inside, refuse_reentrant
 from shardfn.stages.signature import Signature, signature_of
 from shardfn.transforms import custom_vjp
-
-if TYPE_CHECKING:
-    pass
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -25,9 +25,6 @@ from shardfn.quoting import findings, listed
 from shardfn.shards.layout import is_flat
 from shardfn.transforms.cutting import Batch, batch_of
 from shardfn.transforms.shortage import SPOKEN, RandomNumbers, emptied, exhausted, handled, versions
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 Key = tuple[str, tuple[int, ...]]  # the function, and the ranks that run it together
