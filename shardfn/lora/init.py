@@ -258,7 +258,7 @@ def by_stage(model: Functional, values: Mapping[str, Any]) -> dict[str, dict[str
     grouped: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         stage = next((stage for stage in model.stages if inside(path, [stage])), "")
-        grouped.setdefault(stage, {})[path.removeprefix(f"{stage}.") if stage else path] = value
+        grouped.setdefault(stage, {})[path.removeprefix(stage).removeprefix(".")] = value
     return grouped
 
 
