@@ -71,14 +71,14 @@ def test_what_is_kept_on_the_host_is_there_after_steps(name: str, kinds: tuple[s
 
 
 WAITS = {
-    "params": {"ahead.py", "streaming.py"},  # copies of what the step overwrites; new parameters
+    "params": {"copy_streams.py", "streaming.py"},  # copies of what the step overwrites; new parameters
     "grads": {"grad_offload.py", "streaming.py"},
     "state": {"streaming.py"},
-    "params+grads+state": {"prefetch.py", "grad_offload.py"},  # the step is the host's own
+    "params+grads+state": {"copy_streams.py", "grad_offload.py"},  # the step is the host's own
 }
 
 
 @pytest.mark.parametrize("kinds", WAITS)
 def test_the_host_waits_for_what_it_reads_and_for_nothing_else(kinds: str) -> None:
     ((_, waits),) = world(1, "alone").run(steps, tuple(kinds.split("+")), "adamw")
-    assert waits == {("synchronize", {"ahead.py": "lanes.py"}.get(file, file)) for file in WAITS[kinds]}
+    assert waits == {("synchronize", file) for file in WAITS[kinds]}
