@@ -112,7 +112,8 @@ def edited_folders() -> set[str]:
 def cover(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Cases in which every value of every parameter occurs: the next has most new values, and rare ones of the old."""
     specs = {case: getattr(case, "callspec", None) for case in cases}
-    values = {case: frozenset(spec.indices.items()) for case, spec in specs.items() if spec}
+    # The cases of a test share the values: each is one object.
+    values = {case: frozenset((k, id(x)) for k, x in spec.params.items()) for case, spec in specs.items() if spec}
     missing = {value for pairs in values.values() for value in pairs}
     times: Counter[tuple[str, int]] = Counter()
     chosen = [case for case in cases if case not in values]

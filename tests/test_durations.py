@@ -1,0 +1,87 @@
+"""Every test is in one tier, and few cases of a test hold every value of its parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import durations
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(4))
+def test_long(a, b): pass
+
+def test_slow(): pass
+
+def test_new(): pass
+"""
+RECORD = {
+    "test_one.py::test_long": [24.0, 12],
+    "test_one.py::test_slow": [90.0, 1],
+    "test_two.py::test_slow": [90.0, 1],
+}
+QUICK = {"test_one.py::test_new", "test_two.py::test_slow"}  # the one without a record, and the only one of its file
+
+
+@pytest.fixture
+def tiers(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """The tests of each tier, and of none, of two files: one of them has only a slow test."""
+    record = pytester.path / "durations.json"
+    record.write_text(json.dumps(RECORD))
+    monkeypatch.setattr(durations, "RECORD", record)
+    pytester.makepyfile(test_one=TESTS, test_two="def test_slow(): pass")
+
+    def chosen(*options: str) -> set[str]:
+        result = pytester.inline_run("-p", "tests.durations", "--collect-only", *options)
+        (call,) = result.getcalls("pytest_collection_finish")
+        return {item.nodeid for item in call.session.items}
+
+    return {tier: chosen(f"--tier={tier}") for tier in ("fast", "change", "deep")} | {"": chosen()}
+
+
+def test_every_test_is_run_by_make_test_or_by_make_test_deep(tiers: dict[str, set[str]]) -> None:
+    assert len(tiers[""]) == 12 + 3
+    assert tiers["change"] | tiers["deep"] == tiers[""]
+    assert not tiers["change"] & tiers["deep"]
+    assert tiers["fast"] <= tiers["change"]
+
+
+def test_what_takes_long_is_thinned_and_what_is_new_runs(tiers: dict[str, set[str]]) -> None:
+    kept = {nodeid for nodeid in tiers["change"] if "test_long" in nodeid}
+    values = [nodeid.split("[")[1][:-1].split("-") for nodeid in kept]
+    assert len(values) == 4
+    assert sorted(len({*column}) for column in zip(*values, strict=True)) == [3, 4]
+    assert tiers["change"] - kept == QUICK
+    assert tiers["fast"] == QUICK
+
+
+def test_a_recorded_run_says_what_each_test_took(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = pytester.path / "durations.json"
+    record.write_text("{}")
+    monkeypatch.setattr(durations, "RECORD", record)
+    pytester.makepyfile(
+        test_it="import time, pytest\n"
+        "@pytest.mark.parametrize('n', range(2))\ndef test_long(n): time.sleep(0.6)\n"
+        "def test_quick(): pass"
+    )
+    pytester.inline_run("-p", "tests.durations", "--record-durations")
+    ((name, (seconds, cases)),) = json.loads(record.read_text()).items()
+    assert (name, cases) == ("test_it.py::test_long", 2)
+    assert 1.2 <= seconds < 10
+
+
+def test_every_recorded_test_is_there() -> None:
+    """Or it was renamed, and its time is that of nobody."""
+    root, texts = durations.ROOT, dict[Path, str]()
+    for name in durations.recorded():
+        file, *_, function = name.split("::")
+        path = root / file
+        texts.setdefault(path, path.read_text())
+        assert f"def {function}(" in texts[path], name
