@@ -141,16 +141,13 @@ def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: Devi
     """Raises ValueError or TypeError on all ranks if an argument is wrong on one, or they are not the same."""
     if not hasattr(model, "tree"):
         raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
-    error: Exception | None = None
-    if source is not None and (type(source) is not int or source not in ranks):
-        error = ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {ranks}")
-    elif type(as_stored) is not bool:
-        error = TypeError(f"load: as_stored={as_stored!r}; it is True or False")
-    elif type(seed) is not int:
-        error = TypeError(f"load: seed={seed!r}; it is an int")
-    if error is not None:
-        agree([str(error)], mesh, "load", mine=error)
-        raise error
+    with failing_together([mesh], "load"):
+        if source is not None and (type(source) is not int or source not in ranks):
+            raise ValueError(f"load: source={source!r} is not a rank of the mesh, whose ranks are {ranks}")
+        if type(as_stored) is not bool:
+            raise TypeError(f"load: as_stored={as_stored!r}; it is True or False")
+        if type(seed) is not int:
+            raise TypeError(f"load: seed={seed!r}; it is an int")
     agree([f"source={source}"], mesh, "load", subject=_SOURCE)
     agree([f"seed={seed}"], mesh, "load", subject=_SEED)
     few = [f"{name} in {x.meant}" for name, x in _named(model.tree).items() if is_packed(x)]

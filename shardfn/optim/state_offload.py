@@ -13,7 +13,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from shardfn.collectives.agree import agree
+from shardfn.collectives.agree import agree, failing_together
 from shardfn.mesh.scope import mesh_of
 from shardfn.shards.pieces import is_unit
 from shardfn.shards.placement import Tiers
@@ -29,12 +29,8 @@ def placed_together(name: str, init: Callable[[Any], Any], params: Any) -> Any:
     if not any(placing.plain(node.values) for node in away):
         return placed(init(params))
     meshes = dict.fromkeys(map(_mesh, away))
-    try:
+    with failing_together(list(meshes), name, (OSError, ValueError)):
         state = placed(init(params))
-    except (OSError, ValueError) as error:
-        for mesh in meshes:
-            agree([str(error)], mesh, name, mine=error, subject=_STATE)
-        raise
     for mesh in meshes:
         agree([], mesh, name, subject=_STATE)
     return state

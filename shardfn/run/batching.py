@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 import torch
 import torch.distributed as dist
 
-from shardfn.collectives.agree import agree
+from shardfn.collectives.agree import agree, failing_together
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.grid import AxisName
 from shardfn.quoting import short_errors
@@ -138,12 +138,9 @@ def batches(
         TypeError, ValueError: on every rank, an argument that is wrong; or ranks have different arguments or sources.
     """
     sizes(mesh)
-    try:
+    with failing_together([mesh], NAME):  # a source may raise anything
         lengths = lengths_of(pad, collate, NAME)
         made = _made(source, mesh, axes, batch, seed, start, epochs, shuffle, last, collate, workers, prefetch, lengths)
-    except Exception as error:
-        agree([str(error)], mesh, NAME, mine=error)
-        raise
     compared = {**made.identity, "start": start, "epochs": epochs, "axes": made.axes, "pad": made._peers.lengths}
     agree([f"{name}={value!r}" for name, value in compared.items()], mesh, NAME, subject=_SOURCES)
     return made

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardfn.collectives.agree import agree
+from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import loaders
 from shardfn.mesh.axes import sizes
 from shardfn.mesh.grid import AxisName
@@ -91,14 +91,11 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
         TypeError, ValueError: on every rank, a loader that is none, or an axis that the mesh does not have.
     """
     sizes(mesh)
-    try:
+    with failing_together([mesh], NAME, (TypeError, ValueError)):
         names = axes_of(axes, mesh, NAME)
         if not isinstance(loader, Iterable):
             raise TypeError(f"{NAME}: the loader is of type {type(loader).__name__}, which gives no batches")
         lengths = lengths_of(pad, getattr(loader, "collate_fn", None), NAME)
-    except (TypeError, ValueError) as error:
-        agree([str(error)], mesh, NAME, mine=error)
-        raise
     agree([f"axes={names!r}", f"pad={lengths!r}"], mesh, NAME)
     return Checked(names, loader, peers(mesh, names, NAME, lengths, distinct=True))
 

@@ -29,9 +29,9 @@ from shardfn.checkpoint.files import FileReader
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.testing import World
 from shardfn.testing.strategies import dtypes, shapes, tensor_of
-from tests.checkpoint.test_huggingface import peak
 from tests.models import mesh_of
 from tests.refusals import refused, told
+from tests.resident import grown
 
 library = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -293,18 +293,18 @@ def mapped() -> int:
         return int(file.read().split()[2]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def watched(fill: Any, grown: list[int]) -> Any:
+def watched(fill: Any, most: list[int]) -> Any:
     """The same, noting by how many bytes of files the process grew."""
 
     def filled(self: Any, wanted: Any) -> None:
         before = mapped()
         fill(self, wanted)
-        grown.append(mapped() - before)
+        most.append(mapped() - before)
 
     return filled
 
 
-def peaks(folder: Path) -> dict[str, tuple[int, int]]:
+def peaks(folder: Path) -> dict[str, tuple[float, int]]:
     """Bytes of its own, and of files, that each rank had more than before while it loaded."""
     found = {}
     for path in ("big.pt", "big.safetensors"):
@@ -313,7 +313,7 @@ def peaks(folder: Path) -> dict[str, tuple[int, int]]:
         checkpoint.load(folder / "small.pt", {"a": torch.zeros(2)})  # what is made once
         most: list[int] = []
         with mock.patch.object(FileReader, "fill", watched(FileReader.fill, most)):
-            own = peak(functools.partial(checkpoint.load, folder / path, like))
+            own = 2**20 * grown(functools.partial(checkpoint.load, folder / path, like))[0]
         assert sf.unshard(like)["b"][-1, -1] == 7
         found[path] = own, most[-1]
     return found

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import json
 import math
 import os
 import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from shardfn.checkpoint.team import CheckpointError
 from shardfn.testing import World
 from tests.models import mesh_of
 from tests.refusals import refused
+from tests.resident import grown
 
 library = pytest.importorskip("safetensors.torch")
 
@@ -361,40 +359,14 @@ def wide(n: int, mesh: Any, specs: Any) -> Any:
     return sf.init_sharded({"blocks": [maker] * STAGES}, 0, mesh, sf.full_shard("shard"), specs=specs)
 
 
-def peak(run: Callable[[], Any]) -> int:
-    """Bytes that this process had more than before while it ran: its own, not those of files that it mapped."""
-    page, over, most = os.sysconf("SC_PAGE_SIZE"), threading.Event(), [0]
-    gc.collect()
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back to the system
-    libc.malloc_trim(0)
-
-    def own() -> int:
-        with open("/proc/self/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-        return (resident - shared) * page
-
-    def watch() -> None:
-        while not over.wait(0.0005):
-            most[0] = max(most[0], own())
-
-    before = own()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    run()
-    over.set()
-    watcher.join()
-    return most[0] - before
-
-
-def peaks(folder: Path, sizes: dict[str, int], specs: P, dtype: torch.dtype) -> tuple[int, int]:
+def peaks(folder: Path, sizes: dict[str, int], specs: P, dtype: torch.dtype) -> tuple[float, float]:
     mesh, names, step = mesh_of(**sizes), [(r"(.*)\.w", r"\1.weight", "T")], huggingface.STEP
     huggingface.STEP = 2**20
     try:
         for n in (8, WIDE):  # the first makes what is made once
             params = wide(n, mesh, specs)
-            exported = peak(lambda: export(folder, params, names=names, dtype=dtype))  # noqa: B023
-            imported = peak(lambda: import_(folder, params, names=names))  # noqa: B023
+            exported = grown(lambda: export(folder, params, names=names, dtype=dtype))[0]  # noqa: B023
+            imported = grown(lambda: import_(folder, params, names=names))[0]  # noqa: B023
     finally:
         huggingface.STEP = step
     return exported, imported
@@ -407,7 +379,7 @@ def peaks(folder: Path, sizes: dict[str, int], specs: P, dtype: torch.dtype) -> 
 def test_no_rank_needs_more_than_a_stage_above_its_shards(
     tmp_path: Path, sizes: dict[str, int], specs: P, dtype: torch.dtype
 ) -> None:
-    stage = 2 * 4 * WIDE**2
+    stage = 2 * 4 * WIDE**2 / 2**20
     with World(math.prod(sizes.values())) as world:  # whose processes keep their malloc for themselves
         found = world.run(peaks, tmp_path, sizes, specs, dtype)
     for exported, imported in found:

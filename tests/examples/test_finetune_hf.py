@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import shardfn as sf
@@ -21,7 +18,7 @@ from shardfn.testing import World, world
 pytest.importorskip("transformers")
 from examples import finetune_hf as example
 from examples.run import bytes_tokenizer
-from tests.interop.zoo import norms_in_float64
+from tests.interop.zoo import losses_in_float64, norms_in_float64
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
 
@@ -35,23 +32,6 @@ STEPS = 3
 
 def text() -> Tensor:
     return torch.frombuffer(bytearray("def é(x):\n    return x + 1\n".encode() * 40), dtype=torch.uint8)
-
-
-@contextmanager
-def losses_in_float64() -> Iterator[None]:
-    """Those of transformers add up in float32 whatever comes in."""
-    from transformers.loss import loss_utils
-
-    def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Tensor:
-        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        return total / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-
-    before = loss_utils.LOSS_MAPPING["ForCausalLM"]
-    loss_utils.LOSS_MAPPING["ForCausalLM"] = loss
-    try:
-        yield
-    finally:
-        loss_utils.LOSS_MAPPING["ForCausalLM"] = before
 
 
 def trained(name: str, mesh: Any, strategy: str, seed: int = 0, **options: Any) -> tuple[Any, ...]:

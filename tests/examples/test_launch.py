@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.mesh.test_launchers import clean, free_port
+from tests.launched import ROOT, clean, free_port
 
-ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples/launch"
 SCRIPTS = sorted([*RECIPES.glob("*.sh"), *RECIPES.glob("*.sbatch")])
 SBATCH = sorted(RECIPES.glob("*.sbatch"))

@@ -15,8 +15,7 @@ pytest.importorskip("transformers")
 from examples import qlora as example
 from examples.finetune_hf import DATA, IGNORED
 from examples.run import bytes_tokenizer, joined
-from tests.examples.test_finetune_hf import losses_in_float64
-from tests.interop.zoo import norms_in_float64
+from tests.interop.zoo import losses_in_float64, norms_in_float64
 
 pytestmark = pytest.mark.filterwarnings("ignore", "error::shardfn.VaryingWarning")
 

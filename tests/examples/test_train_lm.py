@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
@@ -21,6 +20,7 @@ import shardfn as sf
 from examples import train_lm
 from examples.run import curve, moved
 from shardfn.testing import world
+from tests.launched import workers
 from tests.models import STRATEGIES
 
 TINY = train_lm.Config(
@@ -190,14 +190,3 @@ def test_a_killed_process_restarts_the_run_which_ends_at_the_same_loss(tmp_path:
     assert run.returncode == 0, error
     assert "Sending process" in error, error  # it was started anew
     assert f"held-out files: {wanted / math.log(2):.3f} bits per byte" in out.splitlines()
-
-
-def workers(parent: int) -> list[int]:
-    """The processes that a torchrun has started."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = status.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == parent:
-                found.append(int(status.parent.name))
-    return sorted(found)

@@ -19,8 +19,7 @@ import shardfn as sf
 from shardfn import interop, quant
 from shardfn.shards.random import mixed
 from shardfn.testing import World
-from tests.interop.test_functional import data_mesh
-from tests.interop.test_loading import on_first
+from tests.interop.modules import data_mesh, on_first
 from tests.models import STRATEGIES
 from tests.refusals import refused
 

@@ -6,7 +6,6 @@ Each is compared with what the module itself does on the same rank, whose gradie
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,47 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree
 
 import shardfn as sf
 from shardfn.interop import Functional, functional
 from shardfn.testing import World
 from tests.interop import zoo
-from tests.interop.test_functional import off
-
-Named = dict[str, Tensor]
-Call = Callable[..., Any]
-
-
-def meshed() -> Any:
-    return sf.make_mesh(shard=dist.get_world_size(), device="cpu")
+from tests.interop.modules import Call, Fails, Net, mapped, meshed, of_module, off, seeded
 
 
 def mine(batch: zoo.Batch) -> zoo.Batch:
     return {k: x.chunk(dist.get_world_size())[dist.get_rank()] for k, x in batch.items()}
-
-
-def mapped(f: Any, mesh: Any, check: bool = True) -> Any:
-    return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=..., check=check)
-
-
-def summed(values: Named) -> Named:
-    for x in values.values():
-        dist.all_reduce(x)
-    return values
-
-
-def of_module(module: nn.Module, run: Callable[[Call], Tensor]) -> tuple[Tensor, Named]:
-    """The value on this rank, and the gradient of the sum over all of them."""
-    whole = {k: p.detach().clone().requires_grad_(p.requires_grad) for k, p in module.named_parameters()}
-    value = run(lambda *a, **k: functional_call(module, whole, a, k, tie_weights=True))
-    moving = [p for p in whole.values() if p.requires_grad]
-    found = iter(torch.autograd.grad(value, moving, allow_unused=True))
-    grads = {k: next(found) if p.requires_grad else None for k, p in whole.items()}
-    return value.detach(), summed(
-        {k: torch.zeros_like(whole[k]) if g is None else g.clone() for k, g in grads.items() if whole[k].requires_grad}
-    )
 
 
 def sharded(module: nn.Module, **options: Any) -> tuple[Functional, Any, Any]:
@@ -79,11 +48,6 @@ def away(module: nn.Module, run: Callable[[Call], Tensor], **options: Any) -> di
             gradient = off({k: named[k] for k in want}, want)
             found[f"{'remat' if remat else 'plain'} {turn}"] = max(abs(float(got - value)), gradient)
     return found
-
-
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return make().double()
 
 
 # --- what is recorded, dropped, kept ---
@@ -180,51 +144,6 @@ def test_models_of_speech_train_as_they_do_alone(world: World, case: str) -> Non
 
 
 # --- outputs, methods, orders ---
-
-
-@dataclasses.dataclass
-class Answer:
-    logits: Tensor
-    extra: Tensor | None = None
-    inner: Any = None
-
-
-class Block(nn.Module):
-    """Answers with a dataclass, or with nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Linear(4, 4)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor, quiet: bool = False) -> Any:
-        if quiet:
-            return None
-        y = torch.tanh(self.w(x))
-        return Answer(y, None, [Answer(y * 2), {"name": "twice"}])
-
-
-class Net(nn.Module):
-    """Blocks in an order that its caller chooses, each as often as it says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Any:
-        for i in order:
-            assert self.blocks[i](x, quiet=True) is None
-            x = x + self.blocks[i](x).inner[0].logits
-        return Answer(x * self.scale)
-
-    def doubled(self, x: Tensor) -> Tensor:
-        found: Tensor = 2 * self(x).logits
-        return found
-
-
-class Fails(Exception):
-    pass
 
 
 def orders() -> dict[str, Any]:

@@ -16,8 +16,7 @@ import shardfn as sf
 from shardfn.interop import functional
 from shardfn.testing import World
 from tests.interop import zoo
-from tests.interop.test_behaviour import Named, mapped, meshed, seeded, summed
-from tests.interop.test_functional import off
+from tests.interop.modules import Named, mapped, meshed, off, seeded, summed
 
 Norm = Callable[[int], nn.Module]
 

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 import shardfn as sf
 from shardfn.interop import functional
 from shardfn.testing import World
-from tests.interop.test_behaviour import Fails, mapped, meshed, of_module, seeded
-from tests.interop.test_functional import off
-from tests.interop.test_hostile import WIDTH, Stack, linear, rows
+from tests.interop.modules import WIDTH, Fails, Stack, linear, mapped, meshed, of_module, off, rows, seeded
 
 
 def count(m: Any) -> Any:

@@ -16,38 +16,16 @@ from shardfn import P
 from shardfn.interop import Functional, functional
 from shardfn.testing import World
 from tests.interop import zoo
+from tests.interop.modules import data_mesh, laid, off, product
 from tests.models import DATA, STRATEGIES
 
 Named = dict[str, Tensor]
 NAMES = list(zoo.ZOO)
 
 
-def data_mesh(n: int) -> Any:
-    return (
-        sf.make_mesh(replica=2, shard=n // 2, device="cpu")
-        if n == 4
-        else sf.make_mesh(replica=1, shard=n, device="cpu")
-    )
-
-
-def off(got: Named, want: Named) -> float:
-    """The largest difference, relative to the largest number of all."""
-    assert got.keys() == want.keys()
-    scale = max(float(w.abs().max()) for w in want.values() if w.numel())
-    return max(float((got[k] - want[k]).abs().max()) / scale for k in want)
-
-
 def rows(batch: zoo.Batch) -> zoo.Batch:
     """This rank's part of a batch."""
     return {k: x.chunk(dist.get_world_size())[dist.get_rank()] for k, x in batch.items()}
-
-
-def product(gradient: Any, p: Any, tangent: Any, forward_mode: bool) -> Any:
-    """Of the Hessian and a tangent."""
-    if forward_mode:
-        return torch.func.jvp(gradient, (p,), (tangent,))[1]
-    pull: Any = torch.func.vjp(gradient, p)[1]
-    return pull(tangent)[0]
 
 
 class Reference:
@@ -96,14 +74,6 @@ def made(name: str, strategy: str, n: int, **options: Any) -> tuple[Functional, 
     model = functional(zoo.build(name), **{"small": 512, **zoo.ZOO[name].options, **options})
     mesh = data_mesh(n)
     return model, sf.shard(model.tree, mesh, STRATEGIES[strategy], frozen=model.frozen), mesh
-
-
-def laid(model: Functional, values: Named) -> Any:
-    """Values by name, in the structure of the parameters."""
-    return {
-        key: values[key] if isinstance(part, Tensor) else {k: values[f"{key}.{k}" if key else k] for k in part}
-        for key, part in model.tree.items()
-    }
 
 
 def first_derivatives(name: str, strategy: str, options: dict[str, Any]) -> list[float]:

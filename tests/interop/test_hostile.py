@@ -25,44 +25,20 @@ from torch.utils.checkpoint import checkpoint
 import shardfn as sf
 from shardfn.interop import functional
 from shardfn.testing import World
-from tests.interop.test_behaviour import Call, mapped, meshed, of_module, seeded
-from tests.interop.test_functional import off
-from tests.interop.test_refusals import backward
-
-WIDTH = 4
-
-
-def rows(seed: int = 3) -> Tensor:
-    draw = torch.Generator().manual_seed(seed + dist.get_rank())
-    return torch.randn(6, WIDTH, generator=draw, dtype=torch.float64)
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.v = linear(), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.v(torch.tanh(self.w(x)))
-        return found
-
-
-class Stack(nn.Module):
-    """Layers one after another."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
+from tests.interop.modules import (
+    WIDTH,
+    Call,
+    Layer,
+    Stack,
+    backward,
+    linear,
+    mapped,
+    meshed,
+    of_module,
+    off,
+    rows,
+    seeded,
+)
 
 # --- which are right ---
 

@@ -30,11 +30,11 @@ from shardfn.interop import loading, saving
 from shardfn.interop.lazy_tensors import lazy
 from shardfn.shards.layout import is_flat
 from shardfn.testing import World
-from tests.checkpoint.test_huggingface import peak
 from tests.interop import zoo
-from tests.interop.test_functional import data_mesh
+from tests.interop.modules import data_mesh, on_first
 from tests.models import STRATEGIES
 from tests.refusals import refused
+from tests.resident import grown
 
 safetensors = pytest.importorskip("safetensors.torch")
 pytest.importorskip("transformers")
@@ -51,13 +51,6 @@ def shell(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> nn.Modu
 
 def model_of(module: nn.Module, name: str = "") -> interop.Functional:
     return interop.functional(module, **{"small": 512, **(zoo.ZOO[name].options if name else {})})
-
-
-def on_first(run: Callable[[], Any]) -> None:
-    """What the first rank does, while others wait."""
-    if dist.get_rank() == 0:
-        run()
-    dist.barrier()
 
 
 def written(module: Any, folder: Path, most: str = "50GB") -> None:
@@ -145,7 +138,7 @@ def test_parameters_take_no_memory() -> None:
 
     kept: list[nn.Module] = []
     found: list[Tensor] = []
-    assert peak(build) < 2**22
+    assert grown(build)[0] < 4
     assert found == [3]
     assert all(p.is_meta for module in kept for p in module.parameters())
 
@@ -785,11 +778,12 @@ def peaks(root: Path) -> dict[str, float]:
             with interop.meta():
                 model = model_of(experts(n))
             kept: list[Any] = []
-            over = peak(lambda: kept.append(interop.load(source, model, mesh, plan, source=of)))  # noqa: B023
+            over = 2**20 * grown(lambda: kept.append(interop.load(source, model, mesh, plan, source=of)))[0]  # noqa: B023
             flats = optree.tree_leaves(kept[0], is_leaf=is_flat)
             stage = 2 * max(flat.values.nbytes for flat in flats)
             found[kind] = (over - sum(flat.values.nbytes for flat in flats)) / stage
-        found["saved"] = peak(functools.partial(interop.save_pretrained, root / "out", model, kept[0])) / stage
+        saved = grown(functools.partial(interop.save_pretrained, root / "out", model, kept[0]))[0]
+        found["saved"] = 2**20 * saved / stage
     return found
 
 

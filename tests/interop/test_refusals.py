@@ -18,7 +18,7 @@ from shardfn.interop import functional
 from shardfn.interop.refusals import disables_checkpointing
 from shardfn.testing import World
 from tests.interop import zoo
-from tests.interop.test_behaviour import Block, Net, mapped, meshed, seeded
+from tests.interop.modules import Block, Net, backward, mapped, meshed, seeded
 
 Refused = dict[str, tuple[Callable[[], Any], tuple[str, ...]]]
 
@@ -190,16 +190,6 @@ class Kept(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = self.w(x)
         return torch.tanh(self.kept)
-
-
-def backward(loss: Callable[[Any], Tensor]) -> Callable[[Any], Any]:
-    """By autograd's own, on leaves."""
-
-    def run(params: Any) -> None:
-        leaves = torch.utils._pytree.tree_map(lambda x: x.detach().requires_grad_(), params)
-        loss(leaves).backward()
-
-    return run
 
 
 class Reads(nn.Module):

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 import shardfn as sf
 from shardfn.interop import functional
 from shardfn.testing import World
-from tests.interop.test_behaviour import mapped, meshed, of_module, seeded
-from tests.interop.test_functional import off
-from tests.interop.test_hostile import WIDTH, Stack, linear
+from tests.interop.modules import WIDTH, Stack, linear, mapped, meshed, of_module, off, seeded
 from tests.refusals import told
 
 

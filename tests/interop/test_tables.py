@@ -14,8 +14,7 @@ from torch.func import functional_call
 import shardfn as sf
 from shardfn.interop import functional, output_capturing
 from shardfn.testing import World
-from tests.interop.test_functional import off
-from tests.interop.test_tensor import mapped, meshed
+from tests.interop.modules import mapped, meshed, off
 
 WIDTH, HEAD, ROWS = 8, 4, 10
 
@@ -144,8 +143,8 @@ def tried(case: Drawn) -> float | str:
     want = dict(zip(whole, torch.autograd.grad(value, list(whole.values())), strict=True))
     try:
         model = functional(module, small=10, tensor=table, **options)
-        params = sf.shard(model.tree, meshed(), sf.full_shard("shard"), specs=model.specs)
-        step = mapped(sf.value_and_grad(lambda p: model(p, tokens).square().sum()), meshed())
+        params = sf.shard(model.tree, meshed(2), sf.full_shard("shard"), specs=model.specs)
+        step = mapped(sf.value_and_grad(lambda p: model(p, tokens).square().sum()), meshed(2))
         for _ in range(2):
             got, grads = step(params)
     except (ValueError, RuntimeError) as error:

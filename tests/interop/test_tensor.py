@@ -16,7 +16,7 @@ from shardfn import P
 from shardfn.interop import GPT2, LLAMA, functional, load
 from shardfn.testing import World
 from tests.interop import zoo
-from tests.interop.test_functional import laid, off, product
+from tests.interop.modules import laid, mapped, meshed, off, product
 
 STRATEGIES = {"full_shard": sf.full_shard("shard"), "shard_grad_op": sf.shard_grad_op("shard")}
 HEADS = {"tie_word_embeddings": False, "num_key_value_heads": 2, "use_cache": False, "num_hidden_layers": 2}
@@ -169,17 +169,8 @@ def made(name: str, mesh: Any, strategy: str = "full_shard", **options: Any) -> 
     return model, model.shard(mesh, STRATEGIES[strategy])
 
 
-def mapped(f: Any, mesh: Any) -> Any:
-    return sf.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)
-
-
-def meshed() -> Any:
-    """All ranks, two along `tensor`."""
-    return sf.make_mesh(shard=dist.get_world_size() // 2, tensor=2, device="cpu")
-
-
 def against_one_process(name: str, cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
-    reference, mesh = Whole(name), meshed()
+    reference, mesh = Whole(name), meshed(2)
     want = torch.func.grad(reference.loss)(reference.params)
     found = []
     for strategy, options in cases:
@@ -224,7 +215,7 @@ def test_derivatives_on_tensor_alone_are_those_of_one_process(world: World, name
 
 
 def sizes() -> Any:
-    mesh = meshed()
+    mesh = meshed(2)
     found = {}
     for name in ("llama_tied", "gpt2", "mixtral"):
         model, params = made(name, mesh)
@@ -254,7 +245,7 @@ def test_a_rank_holds_its_part_and_each_layer_has_two_sums_each_way(world: World
 
 def behaviours() -> dict[str, Any]:
     """Cases that need one mesh and no more, by name."""
-    mesh = meshed()
+    mesh = meshed(2)
     batch = zoo.text()
     found: dict[str, Any] = {}
 
@@ -393,7 +384,7 @@ def test_tables_that_do_not_fit_are_refused_before_the_module_is_touched(case: s
 
 
 def uses() -> dict[str, Any]:
-    mesh, batch = meshed(), zoo.text()
+    mesh, batch = meshed(2), zoo.text()
     found: dict[str, Any] = {}
     module = build("llama").eval()
     module.generation_config.pad_token_id = 0  # type: ignore[union-attr]

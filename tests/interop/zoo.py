@@ -290,6 +290,23 @@ def build(name: str, **arguments: Any) -> nn.Module:
 
 
 @contextmanager
+def losses_in_float64() -> Iterator[None]:
+    """Those of transformers add up in float32 whatever comes in."""
+    from transformers.loss import loss_utils
+
+    def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Tensor:
+        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return total / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    before = loss_utils.LOSS_MAPPING["ForCausalLM"]
+    loss_utils.LOSS_MAPPING["ForCausalLM"] = loss
+    try:
+        yield
+    finally:
+        loss_utils.LOSS_MAPPING["ForCausalLM"] = before
+
+
+@contextmanager
 def norms_in_float64() -> Iterator[None]:
     """Some norms of `transformers`, and a router, compute in float32 whatever comes in; to compare, they must not.
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,8 @@ from shardfn.mesh.launchers import FIRST_PORT, Start, found, hosts, said_by_job
 from shardfn.mesh.make import across
 from shardfn.mesh.rollcall import Card, contradiction, local_rank
 from shardfn.testing import World
+from tests.launched import ROOT, clean, free_port
 
-ROOT = Path(__file__).parents[2]
-LAUNCHED = re.compile(
-    "RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|GROUP_.*|TORCHELASTIC_.*|SLURM.*|OMPI_.*|PMI.*|MPI_.*"
-)
 PID = 100
 
 TORCHRUN = {
@@ -238,17 +234,6 @@ PROGRAM = """
     said = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     sys.stdout.write(f"{{mesh.get_rank()}} {{int(total())}} {{' '.join(map(str, said))}}\\n")
 """
-
-
-def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    plain = {name: value for name, value in os.environ.items() if not LAUNCHED.fullmatch(name)}
-    return plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(environ)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def program(folder: Path, arguments: str = "shard=-1", before: str = "") -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 from benchmarks import elastic_rank
 from benchmarks.elastic import Job, Place
 from shardfn.testing import world
-from tests.examples.test_train_lm import workers
+from tests.launched import workers
 
 
 @pytest.fixture
