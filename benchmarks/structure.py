@@ -8,6 +8,7 @@ A room is a folder of `shardfn/`, or a module next to them. Imports under `TYPE_
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import statistics
 import tokenize
@@ -61,6 +62,7 @@ def room(name: str) -> str:
     return name.split(".")[0]
 
 
+@functools.cache
 def house(root: Path = HOUSE) -> House:
     """Reads the package."""
     files = {_name(path, root): path for path in sorted(root.rglob("*.py"))}
