@@ -116,9 +116,7 @@ ALIKE = "All ranks along an axis call the same collectives, on values of the sam
 
 
 def told(axis: Axis, said: Sequence[str]) -> str:
-    """Describes what each rank along an axis said, in the order of `gathered`; ranks that said the same share an
-    entry.
-    """
+    """Describes what each rank along an axis said, in the order of `gathered`, with one entry for equal texts."""
     who: dict[str, list[int]] = {}
     for rank, text in zip(ranks_along(axis), said, strict=True):
         who.setdefault(text, []).append(rank)

@@ -185,7 +185,7 @@ def _recorded(
 
 
 def piece(x: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """Piece `index` of `size` equal ones of `x` along `dim`."""
+    """Returns piece `index` of `size` equal ones of `x` along `dim`, as a copy."""
     length = x.shape[dim] // size
     return x.narrow(dim, index * length, length).clone(memory_format=torch.contiguous_format)
 
@@ -201,7 +201,7 @@ def _exchange(pieces: Tensor, size: int, group: str) -> Tensor:
 
 
 def _move(x: Tensor, collective: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Runs a collective on the flattened tensor, viewed as bits of equal width if the backend does not know its dtype."""
+    """Runs a collective on the flattened tensor, as bits of equal width if the backend does not know the dtype."""
     carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
     return _wait(collective(x.contiguous().view(carrier).flatten(), *args)).view(x.dtype)
 

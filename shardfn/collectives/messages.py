@@ -96,7 +96,7 @@ def exchange(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
 
 
 def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
-    """Returns the `"sum"`, `"max"` or `"min"` of every rank's `x`, in rank order, so with the same bits on all ranks."""
+    """Returns the `"sum"`, `"max"` or `"min"` of every rank's `x` in rank order: the same bits on all ranks."""
     what = ("all_reduce", op, x.dtype, x.shape)
     if x.numel() * x.element_size() * (p.size - 1) > SMALL:
         return _reduce_in_pieces(p, x, op, what)

@@ -102,7 +102,7 @@ def public(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
 
 
 def _batching(op: Op, statics: str) -> Callable[..., tuple[Tensor, int]]:
-    """Batches by one collective over the whole batch: its dimension goes in front, and `dim` arguments move up by one."""
+    """Batches by one collective: the batch dimension goes in front, and `dim` arguments move up by one."""
     shifts = [int(argument.split()[-1].endswith("dim")) for argument in statics.split(",")]
 
     def batch(dim: int, x: Tensor, *args: Any) -> tuple[Tensor, int]:

@@ -71,7 +71,7 @@ def redistribute(x: Any, pattern: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...], tuple[str, ...]]:
-    """Returns the dimension names of a pattern, the collectives that turn its left side into its right, and its axes."""
+    """Returns a pattern's dimension names, the collectives that turn its left side into its right, and its axes."""
     sides = pattern.split("->")
     if len(sides) != 2:
         raise ValueError(f"redistribute pattern {pattern!r} needs one arrow, as in 'b/data d -> b d'")

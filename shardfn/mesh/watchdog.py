@@ -391,7 +391,7 @@ class Watcher:
         return states
 
     def sure(self, hopeless: dict[Thread, list[int]], states: dict[int, State]) -> bool:
-        """Whether the same waits seemed hopeless at an earlier check, and all ranks in them have published twice since."""
+        """Whether an earlier check found the same hopeless waits, and all their ranks have published twice since."""
         waits_of = waits_by_thread(states)
         now = sorted((*thread, *(waits_of[thread][name] for name in ("group", "key", "count"))) for thread in hopeless)
         beats = {rank: states[rank]["beat"] for rank, _ in hopeless}
