@@ -730,8 +730,8 @@ MUTANTS = [
     Mutant(
         "a sum of what is the same everywhere is let through",
         "check/reductions.py",
-        "known = (types.declared[call.node] or call.backward)",
-        "known = call.backward",
+        "certain = (types.declared[call.node] or call.backward)",
+        "certain = call.backward",
         f"{WRONG}[psum_twice_loss]",
     ),
     Mutant(
@@ -808,8 +808,8 @@ MUTANTS = [
     Mutant(
         "where a parameter met the rows is not said",
         "check/varying.py",
-        "                found.first.setdefault((k, variable), at)",
-        "                found.first.setdefault((k, variable), 0)",
+        "                types.first.setdefault((k, variable), at)",
+        "                types.first.setdefault((k, variable), 0)",
         f"{WRONG}[missing_pvary_ddp]",
     ),
     Mutant(
