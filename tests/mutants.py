@@ -752,7 +752,7 @@ MUTANTS = [
     Mutant(
         "the axes that a sum takes away are kept",
         "check/varying.py",
-        "            given &= ~node.axes\n",
+        "            along &= ~node.axes\n",
         "            pass\n",
         f"{RIGHT}[a_mean_of_means_of_as_many_rows]",
     ),

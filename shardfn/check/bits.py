@@ -143,9 +143,9 @@ def _room(words: Tensor) -> Tensor:
     return _here.words[: len(words)]
 
 
-def _joined(total: int | Tensor, more: int | Tensor) -> int | Tensor:
+def _joined(total: int | Tensor, part: int | Tensor) -> int | Tensor:
     """Combines two hashes in 64 bits; ints are wrapped explicitly, as tensors do on their own."""
-    return _wrapped(_wrapped(total * _STEP) + more)
+    return _wrapped(_wrapped(total * _STEP) + part)
 
 
 def _wrapped(n: int | Tensor) -> int | Tensor:

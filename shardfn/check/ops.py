@@ -33,10 +33,10 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         if k in kwargs or (isinstance(k, int) and k < len(args))
     ]
     replaced = written if facts.kind in ("copy", "empty") else [kwargs.get(k) for k in facts.out]
-    given = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
-    parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, given)))
-    stream = _stream([*args, *kwargs.values()], given[0].device) if facts.distributed and given else None
-    for x in given if stream is not None else ():
+    inputs = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
+    parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, inputs)))
+    stream = _stream([*args, *kwargs.values()], inputs[0].device) if facts.distributed and inputs else None
+    for x in inputs if stream is not None else ():
         values.watch(x, values.node_of(x), values.site(), facts.digest + 2)
     out = func(*args, **kwargs)
     results = _tensors(out)
@@ -44,7 +44,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         if facts.base == "_local_scalar_dense":
             values.add(Node("item", parents, values.site()))
         return out
-    if facts.base == "set_" and not given:  # set to a storage, whose state the memory records
+    if facts.base == "set_" and not inputs:  # set to a storage, whose state the memory records
         return out
     if facts.kind == "empty":
         for x in results:
@@ -53,7 +53,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     first = results[0] if results else next(iter(_tensors(written)), None)
     if first is None:
         return out
-    node = _made(values, facts, parents, args, kwargs, given, results or [first])
+    node = _made(values, facts, parents, args, kwargs, inputs, results or [first])
     if stream is not None:
         values.watch(stream, node, values.site(), facts.digest + 3)
     random = facts.random and (facts.chance is None or bool([*args, 0.0][min(facts.chance, len(args))]))
@@ -77,13 +77,13 @@ def _made(
     parents: tuple[int, ...],
     args: Any,
     kwargs: Any,
-    given: list[Tensor],
-    made: list[Tensor],
+    inputs: list[Tensor],
+    results: list[Tensor],
 ) -> int:
-    first = made[0]
+    first = results[0]
     root: Root = "" if parents else "constant"
     numbers, caller = _numbers(args, kwargs, facts.sizes), callsites.caller()
-    dims = _dims(facts, args, given)
+    dims = _dims(facts, args, inputs)
     node = Node(
         facts.base, parents, values.site(), root=root, backward=autograd.inside_backward(),
         records=not (facts.detaches and not callsites.stands_in())
@@ -91,9 +91,9 @@ def _made(
         like=like_of(first), own=caller == "user", by_row=bool(dims) and 0 not in dims,
     )  # fmt: skip
     if facts.base == "mean" and not node.by_row:
-        node.count = max(given[0].numel() // max(first.numel(), 1), 1)
-    elif facts.base in ("sum", "dot") and given and not node.by_row:
-        node.rows = _rows(dims, given[0])
+        node.count = max(inputs[0].numel() // max(first.numel(), 1), 1)
+    elif facts.base in ("sum", "dot") and inputs and not node.by_row:
+        node.rows = _rows(dims, inputs[0])
     elif facts.reduction is not None:
         reduction = args[facts.reduction] if facts.reduction < len(args) else MEAN
         node.count = args[0].numel() if reduction == MEAN else 0
@@ -107,12 +107,12 @@ def _made(
         values.evidence.append(Evidence(values.key(node.site, facts.digest), at, hash(numbers)))
     if facts.base.startswith("nll_loss") and facts.base.endswith("forward") and node.count:
         with quietly():
-            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(made[1])))  # its weight
+            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(results[1])))  # its weight
     elif node.count and (facts.base == "mean" or facts.reduction is not None):
         values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, node.count))
-    elif facts.base in ("div", "div_") and len(given) == 2 and given[1].numel() == 1:
+    elif facts.base in ("div", "div_") and len(inputs) == 2 and inputs[1].numel() == 1:
         with quietly():
-            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(given[1])))
+            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(inputs[1])))
     elif node.number is not None:
         values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, hash(node.number)))
     return at
@@ -246,14 +246,14 @@ def _rows(dims: list[int], x: Tensor) -> tuple[int, ...]:
     return tuple(itertools.accumulate(shape, operator.mul)) if x.numel() > 1 else ()
 
 
-def _dims(facts: Facts, args: Any, given: list[Tensor]) -> list[int]:
+def _dims(facts: Facts, args: Any, inputs: list[Tensor]) -> list[int]:
     """Returns the dimensions along which an op reduces; empty if along all."""
     if facts.dims is None:
         return []
     position, default = facts.dims
     dims = args[position] if position < len(args) else default
     numbers = [dims] if isinstance(dims, int) else dims if isinstance(dims, (list, tuple)) else []
-    return [d % max(given[0].ndim, 1) for d in numbers if isinstance(d, int)] if given else []
+    return [d % max(inputs[0].ndim, 1) for d in numbers if isinstance(d, int)] if inputs else []
 
 
 def _trains(facts: Facts, args: Any, kwargs: Any) -> bool:

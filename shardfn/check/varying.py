@@ -95,21 +95,21 @@ def varying(trace: Trace, differs: Mapping[int, Mask]) -> Varying:
 
 def _type(types: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> None:
     parents, count = node.parents, len(trace.axes)
-    given = 0
+    along = 0
     for p in parents:
-        given |= types.along[p]
-    given |= differs
+        along |= types.along[p]
+    along |= differs
     match node.effect:
         case "plus":
-            given |= node.axes
+            along |= node.axes
         case "minus":
-            given &= ~node.axes
+            along &= ~node.axes
         case "exactly":
-            given = node.axes | differs
+            along = node.axes | differs
         case "union":
             pass
-    types.along.append(given)
-    _explain(types, trace, at, node, given, differs)
+    types.along.append(along)
+    _explain(types, trace, at, node, along, differs)
     followed = node.records and not (node.effect == "exactly" and node.root == "")
     depends = node.variable
     for p in parents if node.records and node.root != "parameter" else ():
@@ -122,13 +122,13 @@ def _type(types: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> N
     free, met, updated = [], [], []
     for k in range(count):
         bit = 1 << k
-        remaining = 0 if given & bit else node.variable | (own if node.axes & bit else 0)
+        remaining = 0 if along & bit else node.variable | (own if node.axes & bit else 0)
         met_here, fresh = 0, 0
         if followed and node.root != "parameter":
             for p in parents:
                 met_here |= types.met[p][k]
                 if not types.along[p] & bit:
-                    if given & bit:
+                    if along & bit:
                         fresh |= types.free[p][k]
                     else:
                         remaining |= types.free[p][k]
@@ -136,13 +136,13 @@ def _type(types: Varying, trace: Trace, at: int, node: Node, differs: Mask) -> N
             for variable in bits_of(fresh & ~met_here):
                 types.first.setdefault((k, variable), at)
             met_here |= fresh
-        if given & bit and node.effect == "union" and not node.backward:
+        if along & bit and node.effect == "union" and not node.backward:
             for p in parents:
                 for variable in bits_of(0 if types.along[p] & bit else types.holds[p]):
                     types.touched.setdefault((k, variable), at)
         free.append(remaining)
         met.append(met_here)
-        updated.append(_updated(types, node, parents, bit, k, given))
+        updated.append(_updated(types, node, parents, bit, k, along))
     types.free.append(tuple(free))
     types.met.append(tuple(met))
     types.updated.append(tuple(updated))

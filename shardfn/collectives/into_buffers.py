@@ -148,8 +148,8 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
     """
     for op, how in chosen.items():
         if how not in TRANSPORTS.get(op, {}):
-            known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
-            raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
+            choices = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
+            raise ValueError(f"transports: there is no {op}={how!r}; there are {choices}")
         backend = process_groups.backend_of(dist.group.WORLD, mesh.device_type) if dist.group.WORLD else "gloo"
         if how == "direct" and backend != "gloo":
             raise ValueError(
@@ -178,8 +178,7 @@ def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tenso
 
 
 def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtype: torch.dtype) -> Handle:
-    """Like `all_gather` over the product of axes, one axis after another; this rank has position `index` in the
-    product.
+    """Like `all_gather` over a product of axes, in which this rank has position `index`, one axis after another.
 
     The first of `hops` is the minor axis: it gathers a contiguous stretch of `whole`, which the next hop passes on.
     """

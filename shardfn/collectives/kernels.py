@@ -130,19 +130,19 @@ def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor
     peers = _recorded("ppermute", x, 1, group, "exchange", scheduled=True)
     source = [(rank - 1) % size for rank in range(size)]
     if peers is not None:
-        come = messages.permute(peers, x, source)
+        wait = messages.permute(peers, x, source)
     else:
         flat = x.contiguous().flatten()
         receive, send = ([len(flat) * mark for mark in marks] for marks in _marks(source, index))
         carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
         started = WIRE.all_to_all_single(flat.view(carrier), receive, send, group)
 
-        def come() -> Tensor:
+        def wait() -> Tensor:
             return _wait(started).view(x.dtype).view(x.shape)
 
     def arrived() -> Tensor:
         with waiting.on("ppermute", group):
-            return come()
+            return wait()
 
     return arrived
 

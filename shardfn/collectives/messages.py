@@ -60,10 +60,7 @@ def peers(x: Tensor, group: str) -> Peers | None:
     if entry is None or entry[0]() is not owner:
         reference = weakref.ref(owner)
         gloo = process_groups.backend_of(owner, "cpu") == "gloo"
-        entry = _known[group] = (
-            reference,
-            Peers(reference, owner.rank(), owner.size()) if gloo else None,
-        )
+        entry = _known[group] = reference, Peers(reference, owner.rank(), owner.size()) if gloo else None
     return entry[1]
 
 

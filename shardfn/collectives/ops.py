@@ -31,9 +31,9 @@ Op = Callable[..., Tensor]
 
 def _namespace() -> str:
     # torch.compile caches graphs on disk by the names of their ops, so changed code needs a new name.
-    here = Path(__file__).parent
-    own = [here / f"{name}.py" for name in ("messages", "kernels", "ops")]
-    files = [*own, *sorted((here.parent / "compat").glob("*.py"))]
+    folder = Path(__file__).parent
+    own = [folder / f"{name}.py" for name in ("messages", "kernels", "ops")]
+    files = [*own, *sorted((folder.parent / "compat").glob("*.py"))]
     code = b"".join(file.read_bytes() for file in files)
     return f"shardfn_{hashlib.blake2b(code, digest_size=4).hexdigest()}"
 

@@ -129,8 +129,8 @@ def _parse(side: str, pattern: str) -> Side:
 def _steps(before: Side, after: Side, pattern: str) -> list[Step]:
     """Plans sums first, since they shrink the value or keep its size, then moves, then gathers, then cuts."""
     if not after.partial <= before.partial:
-        made = ", ".join(sorted(after.partial - before.partial))
-        raise ValueError(f"redistribute pattern {pattern!r} cannot make a partial sum over {made}")
+        created = ", ".join(sorted(after.partial - before.partial))
+        raise ValueError(f"redistribute pattern {pattern!r} cannot make a partial sum over {created}")
     cuts = [list(axes) for axes in before.cuts]
     goal = [list(axes) for axes in after.cuts]
     source = {axis: dim for dim, axes in enumerate(cuts) for axis in axes}

@@ -83,11 +83,10 @@ def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: d
 
 
 def left(state: State, wait: dict[str, Any]) -> str:
-    """Returns how a rank left the call in which another one waits, if it took part in all comparisons there but this
-    one.
+    """Returns how a rank left the call in which another one waits; empty if it has not left it.
 
-    Ranks compare whether a collective is the first of its call, so whatever the rank does next is another collective.
-    Empty if it has not left.
+    It counts only if the rank took part in all comparisons there but this one. Ranks compare whether a collective is
+    the first of its call, so whatever the rank does next is another collective.
     """
     group, number, inside = wait.get("place") or ("", 0, 0)
     last, outcome = state.get("left", {}).get(group, (0, ""))

@@ -177,8 +177,8 @@ def _one_world(environ: Environ, task: Start, rank: int, size: int, local: int |
 
 def _refuse_others(task: Start, *own: int | None) -> None:
     """Raises ValueError if RANK, WORLD_SIZE or LOCAL_RANK is set and differs from the scheduler's value."""
-    scheduled = task.rank, task.size, task.local_rank
-    for name, value, its, their in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), own, task.names, scheduled, strict=True):
+    stated = task.rank, task.size, task.local_rank
+    for name, value, its, their in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), own, task.names, stated, strict=True):
         if value is not None and their is not None and value != their:
             raise ValueError(f"make_mesh: {name}={value}, but {task.launcher} has set {its}={their}. {_unset(name)}")
 

@@ -69,7 +69,7 @@ def roll_call(
         if store.check([_WRONG]):
             raise RuntimeError(_heard(store, rank, len(cards)))
         if rank == 0 and _all_here(store, mine.size, cards):
-            store.set(_CARDS, json.dumps([asdict(cards[each]) for each in range(mine.size)]))
+            store.set(_CARDS, json.dumps([asdict(cards[other]) for other in range(mine.size)]))
         if store.check([_CARDS]):
             return tuple(Card(**card) for card in json.loads(store.get(_CARDS)))
         waited = time.monotonic() - started

@@ -127,10 +127,10 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
                 f"{where} is placed on a mesh ({grid}) that this process does not have: make it with "
                 f"make_mesh({grid}), or call it under shard_map(mesh=...)"
             )
-        found = canonical.mesh()
-        if found is None:  # no flat shard keeps the mesh alive, for instance after loading from a file
-            found = world.again[canonical] = made_again(canonical, device)
-        return found
+        alive = canonical.mesh()
+        if alive is None:  # no flat shard keeps the mesh alive, for instance after loading from a file
+            alive = world.again[canonical] = made_again(canonical, device)
+        return alive
     if grid_of(mesh) is not grid and grid_of(mesh) != grid:
         own = grid_of(mesh)
         got = str(own) if str(own) != str(grid) else f"{own}, with other ranks: {own.ranks}, not {grid.ranks}"

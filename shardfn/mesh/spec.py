@@ -131,14 +131,14 @@ def match(specs: Any, tree: Any, where: str, root: str) -> list[Leaf]:
         subtrees = prefix_def.flatten_up_to(tree)
     except ValueError:
         raise _structure_error(specs, tree, where, root) from None
-    found: list[Leaf] = []
+    matched: list[Leaf] = []
     for accessor, spec, subtree in zip(accessors, prefix, subtrees, strict=True):
         spec = _spec(spec, accessor.codify(where))
         paths, leaves, _ = optree.tree_flatten_with_accessor(subtree, is_leaf=places_itself)
         chosen = _by_rules(spec, subtree, accessor.codify(where)) if isinstance(spec, ByPath) else [spec] * len(leaves)
         for path, leaf, leaf_spec in zip(paths, leaves, chosen, strict=True):
-            found.append(Leaf((accessor + path).codify(root), leaf, leaf_spec))
-    return found
+            matched.append(Leaf((accessor + path).codify(root), leaf, leaf_spec))
+    return matched
 
 
 def places_itself(value: Any) -> bool:

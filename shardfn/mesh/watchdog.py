@@ -116,10 +116,9 @@ def _leave() -> None:
 
 
 def failed(error: BaseException) -> None:
-    """Publishes that this rank comes to no further waits although its process lives, so that others stop waiting for
-    it.
+    """Publishes that this rank comes to no further waits, although its process lives.
 
-    Holds until `goes_on`.
+    Others then stop waiting for it, until `goes_on`.
     """
     if watcher is not None and dist.is_initialized():
         watcher.ended = f"has failed: {type(error).__name__}: {error}"[:500]
@@ -344,9 +343,9 @@ class Watcher:
     def think(self, stuck: dict[int, on], now: float) -> None:
         """Gives up waits that this rank or another has found hopeless, and logs the others."""
         states = self.reached(stuck)
-        found = waits_in_vain(states)
-        if self.sure(found, states):
-            self.vain = given_up(found, states)
+        hopeless = waits_in_vain(states)
+        if self.sure(hopeless, states):
+            self.vain = given_up(hopeless, states)
         reports = [state["vain"].get(str(self.rank)) for state in states.values()]
         for thread, wait in stuck.items():
             key = wait.group, wait.key, wait.count
@@ -418,7 +417,7 @@ class Watcher:
         Others may wait there for this rank, and whatever it did there next would not be what they wait for.
         """
         self.vain = {**vain, **self.vain}
-        causes = {name: told for told, *waits in vain.values() for _, name, *_ in waits if _made(name) is not None}
+        causes = {name: cause for cause, *waits in vain.values() for _, name, *_ in waits if _made(name) is not None}
         new = causes.keys() - broken_groups.keys()
         broken_groups.update({name: causes[name] for name in new})
         return new

@@ -112,10 +112,8 @@ def _rounded(nbytes: int) -> int:
 def _most(counts: Iterable[dict[int, int]], at_once: int) -> int:
     """Returns the bytes of buffers when at most `at_once` of these demands (size -> count) are active together."""
     demands = list(counts)
-    sizes = {size for demand in demands for size in demand}
-    return sum(
-        size * sum(sorted((demand.get(size, 0) for demand in demands), reverse=True)[:at_once]) for size in sizes
-    )
+    sizes = {size for d in demands for size in d}
+    return sum(size * sum(sorted((d.get(size, 0) for d in demands), reverse=True)[:at_once]) for size in sizes)
 
 
 def _sizes(nbytes: Iterable[int]) -> dict[int, int]:
@@ -124,11 +122,11 @@ def _sizes(nbytes: Iterable[int]) -> dict[int, int]:
 
 def _read(stages: list[Planned], options: Options) -> int:
     """Returns the size of the buffers for parameters read from disk into the ring."""
-    sizes = (
+    of = (
         [-(-flat.values.nbytes // ALIGNMENT) * ALIGNMENT for flat in stage.gathers if _params_on_disk(flat)]
         for stage in stages
     )
-    return _most(map(_sizes, sizes), 1 + 2 * options.prefetch)
+    return _most(map(_sizes, of), 1 + 2 * options.prefetch)
 
 
 def _params_on_disk(flat: FlatShard) -> bool:

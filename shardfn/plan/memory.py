@@ -101,11 +101,11 @@ class Memory:
         return together(getattr(self, kind.name) for kind in fields(self))
 
     def __str__(self) -> str:
-        rows = {one.name: getattr(self, one.name) for one in fields(self)} | {"total": self.total}
+        rows = {field.name: getattr(self, field.name) for field in fields(self)} | {"total": self.total}
         unit, name = (1e9, "GB") if self.total.total >= 1e10 else (1e6, "MB")
         lines = [f"{name + ' a rank':<12}" + "".join(f"{tier:>12}" for tier in ("device", "host", "disk"))]
-        for kind, some in rows.items():
-            cells = (f"{n / unit:.3f}" if n else "-" for n in (some.device, some.host, some.disk))
+        for kind, nbytes in rows.items():
+            cells = (f"{n / unit:.3f}" if n else "-" for n in (nbytes.device, nbytes.host, nbytes.disk))
             lines.append(f"{kind:<12}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
 
@@ -176,9 +176,9 @@ def memory(
         parameters=together(_parameter(leaf) for leaf in leaves),
         gradients=together(_gradient(leaf) for leaf in leaves),
         state=together(on(tier, x, layout) for x, tier, layout in state),
-        gathered=Bytes(sum(buffers.gathered(some, options) for some in meshes)),
-        decoded=Bytes(sum(buffers.decoded(some, options) for some in meshes)),
-        reducing=Bytes(sum(buffers.reducing(some, options) for some in meshes)),
+        gathered=Bytes(sum(buffers.gathered(planned, options) for planned in meshes)),
+        decoded=Bytes(sum(buffers.decoded(planned, options) for planned in meshes)),
+        reducing=Bytes(sum(buffers.reducing(planned, options) for planned in meshes)),
         moving=Bytes(host=moving) if any(_apart(leaf.layout) for leaf in leaves if is_flat(leaf)) else Bytes(moving),
     )
 

@@ -114,7 +114,7 @@ class Page:
         bar = max(BAR[0], min(BAR[1], (self.width - left) // 2))
         room = max(self.width - left - bar - 3, 24)
         held = holders(self.section, layout)
-        shades = {piece: self.color[some[0]] for piece, some in held.items()}
+        shades = {piece: self.color[owning[0]] for piece, owning in held.items()}
         yield [(" " * left, ""), *self._pieces(layout, held, shades, bar)]
         parts_of = owners(layout) if len(layout.grid.ranks) <= NAMED else None
         for i, name, shape in zip(numbers, names, shapes, strict=True):
