@@ -84,6 +84,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     if not group:
         return copy(x)
     peers = _recorded("all_reduce", x, 2, group, "native")
+    # gloo does not reduce bools; the maximum of their bytes is any, the minimum is all.
     bits = x.view(torch.uint8) if x.dtype == torch.bool else x
     if peers is not None:
         return messages.reduce(peers, bits, op).view(x.dtype)

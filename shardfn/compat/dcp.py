@@ -66,7 +66,7 @@ def read_checkpoint_metadata(content: bytes) -> tuple[dict[str, Any], dict[str, 
         tensors[name] = entry.properties.dtype, tuple(entry.size), parts
     all_places = [*numbers.values(), *(part[2:] for _, _, parts in tensors.values() for part in parts)]
     if any(tuple(map(type, place)) != (str, int, int) or min(place[1:]) < 0 for place in all_places):
-        raise pickle.UnpicklingError("a place in a file that is none")
+        raise pickle.UnpicklingError("an invalid place in a file")
     return tensors, numbers
 
 

@@ -110,6 +110,7 @@ def grid_of(mesh: DeviceMesh) -> Grid:
 def _grid_of(mesh: DeviceMesh) -> Grid:
     grid = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
     grids = world_of_thread().grids
+    # Equal grids become one object, so that comparing them by identity mostly suffices.
     grid, _ = grids[grid] = grids.get(grid, (grid, ""))[0], mesh.device_type
     grid.add(mesh)
     return grid
@@ -169,5 +170,6 @@ def row(places: torch.Tensor, dims: list[int]) -> list[int]:
 def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> str:
     if len(ranks) == 1:
         return ""  # a single rank needs no group
+    # The mesh has a group for each axis; lanes have groups of their own, and the group of all ranks is the world's.
     reusable = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size())) and not lane()
     return (mesh.get_group(names[0]) if reusable else group_over(ranks)).group_name

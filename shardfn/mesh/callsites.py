@@ -81,7 +81,7 @@ def caller() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a line of no program's"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def _raised_at(error: BaseException) -> str:
         if not code.co_filename.startswith(_NOT_USERS):
             line = f"{code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
-    return line or "a line of no program's"
+    return line or "an unknown line"
 
 
 def place(group: str, text: str) -> Place:

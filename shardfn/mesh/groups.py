@@ -94,7 +94,7 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
                     waiting.meet(repr(key), ranks, "the making of a group", use or "axes")
                 promise.set_result(process_groups.new_group(ranks, repr(key), backend))
             except BaseException as error:
-                world.made.pop(key)
+                world.made.pop(key)  # a later call tries again
                 promise.set_exception(error)
                 raise
     return group.result()

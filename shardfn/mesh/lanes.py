@@ -38,6 +38,7 @@ def lane() -> str:
     if thread is threading.main_thread():
         return ""
     if autograd.autograd_thread():
+        # If several lanes are at work, nothing tells which of them this thread works for.
         lanes = {name for _, name in list(entered)}
         return lanes.pop() if len(lanes) == 1 else ""
     own: str | None = thread.__dict__.get("_shardfn_lane")

@@ -131,6 +131,7 @@ def _of_srun(environ: Environ, pid: int) -> Start | None:
     host = _first(nodelist) if nodelist else ""
     if _number(environ, "SLURM_STEP_NUM_NODES", least=1) == 1:
         host = "127.0.0.1"
+    # Jobs, and steps of one job, that share a node need different ports.
     port = FIRST_PORT + (31 * job + step) % PORTS
     return Start("srun", rank, size, _number(environ, names[2]), host, port, names)
 

@@ -53,7 +53,7 @@ def store_of(start: Start, limit: float) -> Any:
     if "EADDRINUSE" in error:
         raise PortInUse(
             f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program "
-            f"uses, or another process that is rank 0, too: RANK is another one for each process; or export "
+            f"uses, or another process that is rank 0, too: RANK must differ between processes; or export "
             f"MASTER_PORT=PORT, a free one, for all ranks, or end what is left of an earlier run"
         ) from None
     where = f"MASTER_ADDR:MASTER_PORT = {start.host}:{start.port}"
@@ -158,7 +158,7 @@ def store_of_this_life(store: Any, rank: int, size: int) -> Any:
     if rank > 0:
         store.set(_HERE.format(rank), own_name)
         life = store.get(_LIFE.format(own_name)).decode()
-        store.add(_LIFE.format(life), 1)
+        store.add(_LIFE.format(life), 1)  # rank 0 counts the ranks that have heard its name
         return dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
     end, pause, answered = time.monotonic() + store.timeout.total_seconds(), PAUSE, set()
     while store.add(_LIFE.format(own_name), 0) < size - 1:

@@ -58,6 +58,7 @@ def roll_call(
     if mine.size == 1:
         return (mine,)
     started = time.monotonic()
+    # Only the first process of a rank leaves its card; the second one tells all of both.
     if store.add(f"{_CARD.format(rank)} times", 1) > 1:
         first = Card(**json.loads(store.get(_CARD.format(rank))))
         say_wrong(store, twice(rank, first, mine))
@@ -137,7 +138,7 @@ def twice(rank: int, first: Card, second: Card) -> str:
     """Returns the message about two processes that claim one rank."""
     return (
         f"two processes are rank {rank} of {second.size}: process {first.process} of {first.host} and process "
-        f"{second.process} of {second.host}. RANK is another one for each: do not export it before srun or mpirun, and "
+        f"{second.process} of {second.host}. RANK must differ between them: do not export it before srun or mpirun, and "
         f"give each torchrun its own --node-rank"
     )
 

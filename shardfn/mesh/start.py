@@ -40,7 +40,7 @@ def patience(timeout: object) -> timedelta | None:
         raise TypeError(f"make_mesh: timeout={timeout!r}; it is a number of seconds, or a datetime.timedelta")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0.001 <= seconds <= 1e9:
-        raise ValueError(f"make_mesh: timeout={timeout!r}; it is above 0 and has an end, as 600 or timedelta(hours=1)")
+        raise ValueError(f"make_mesh: timeout={timeout!r}; it must be above 0 and finite, as 600 or timedelta(hours=1)")
     return timedelta(seconds=seconds)
 
 
@@ -171,7 +171,9 @@ def check_device(device: str) -> None:
     except (RuntimeError, TypeError):
         parsed = None
     if parsed is None or parsed.index is not None:
-        problem = "a kind of device, without a number" if parsed is not None else "not a device of torch"
+        problem = (
+            "one device, and a mesh takes a kind, without a number" if parsed is not None else "not a device of torch"
+        )
         fix = "cuda" if parsed is None or parsed.type == "cuda" else parsed.type
         raise ValueError(f'make_mesh(device={device!r}): that is {problem}; write device="{fix}" or device="cpu"')
 

@@ -201,12 +201,12 @@ def _texts(store: Any, key: str, ranks: Iterable[int]) -> dict[int, bytes]:
     return dict(zip(present, store.multi_get([key.format(rank) for rank in present]) if present else [], strict=True))
 
 
-STAYS = ". It stays so: end the processes, and begin again from a checkpoint"
+STAYS = ". It stays broken: end the processes, and begin again from a checkpoint"
 
 
 def since_when(wait: on, since: str) -> str:
     """Describes a wait in a group that is broken."""
-    return f"{wait}: its group is broken since {since}{STAYS}"
+    return f"{wait}: its group has been broken since {since}{STAYS}"
 
 
 def pass_on(reports: Sequence[Vain]) -> None:
@@ -288,6 +288,7 @@ class Watcher:
             return
         if stuck or self.told or self.stands != (callsites.last(), callsites.left()):
             self.tell(stuck)
+        # More rarely in a large world, all of whose ranks read from one store.
         if stuck and self.beat % (1 + dist.get_world_size() // 64) == 0:
             self.think(stuck, now)
 
@@ -373,6 +374,7 @@ class Watcher:
 
     def reached(self, stuck: dict[int, on], also: Iterable[int] = ()) -> dict[int, State]:
         """Returns the states of this rank, of those it waits for, of those they wait for and so on, and of `also`."""
+        # Its own state also goes through JSON, to compare with those of others: tuples become lists.
         states: dict[int, State] = {self.rank: json.loads(json.dumps(state_of(self.beat, stuck, self.vain)))}
         wanted = {*also, *(rank for wait in stuck.values() for rank in ranks_of(wait))} - states.keys()
         while wanted:
@@ -393,6 +395,7 @@ class Watcher:
         """Whether an earlier check found the same hopeless waits, and all their ranks have published twice since."""
         waits_of = waits_by_thread(states)
         now = sorted((*thread, *(waits_of[thread][name] for name in ("group", "key", "count"))) for thread in hopeless)
+        # States are read one by one, so one reading may mix moments; two later beats of each rank confirm it.
         beats = {rank: states[rank]["beat"] for rank, _ in hopeless}
         if self.suspects[0] != now:
             self.suspects = now, beats
