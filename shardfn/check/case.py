@@ -115,7 +115,7 @@ class Case:
         held = (self.trace.nodes[of].variable | self.types.holds[of] for of, _ in event.pairs)
         return functools.reduce(operator.or_, held, 0)
 
-    def reported(self, at: int, bad: Mask) -> Mask:
+    def told(self, at: int, bad: Mask) -> Mask:
         """Returns the axes along which a value varies only because of arguments that are reported already."""
         reported = 0
         for bit in bits_of(bad):

@@ -138,8 +138,8 @@ def twice(rank: int, first: Card, second: Card) -> str:
     """Returns the message about two processes that claim one rank."""
     return (
         f"two processes are rank {rank} of {second.size}: process {first.process} of {first.host} and process "
-        f"{second.process} of {second.host}. RANK must differ between them: do not export it before srun or mpirun, and "
-        f"give each torchrun its own --node-rank"
+        f"{second.process} of {second.host}. RANK must differ between them: do not export it before srun or mpirun, "
+        f"and give each torchrun its own --node-rank"
     )
 
 

@@ -171,9 +171,7 @@ def check_device(device: str) -> None:
     except (RuntimeError, TypeError):
         parsed = None
     if parsed is None or parsed.index is not None:
-        problem = (
-            "one device, and a mesh takes a kind, without a number" if parsed is not None else "not a device of torch"
-        )
+        problem = "one device; name a kind, without a number" if parsed is not None else "not a device of torch"
         fix = "cuda" if parsed is None or parsed.type == "cuda" else parsed.type
         raise ValueError(f'make_mesh(device={device!r}): that is {problem}; write device="{fix}" or device="cpu"')
 
