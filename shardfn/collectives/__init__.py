@@ -1,4 +1,4 @@
 """Collectives: the differentiable functions, the ops under them, and transfers into given buffers.
 
-Imports `mesh` and `compat`.
+Imports `check`, `mesh` and `compat`.
 """
