@@ -122,10 +122,10 @@ def _updated(case: Case, node: int, bad: Mask) -> Mask:
     first, touched = (_used(case, places, node, bad) for places in (case.types.first, case.types.touched))
     kept = updated if case.asked else updated & (first | touched)
     same = sum(1 << at for at, variable in enumerate(case.trace.variables) if variable.same & bad)
-    moment = case.types.gradient[node] & case.asked & same and not kept & case.asked  # an accumulated gradient
+    moment = case.types.gradient[node] & case.asked & same and not kept & case.asked  # an optimizer's moment
     if kept and not moment:
         return kept
-    like = case.trace.nodes[node].like  # of a leaf that the function made: of variables like it
+    like = case.trace.nodes[node].like  # for a leaf that the function made, take variables like it
     alike = sum(1 << at for at, v in enumerate(case.trace.variables) if case.trace.nodes[v.node].like == like)
     return case.types.gradient[node] or first or touched & alike or updated
 

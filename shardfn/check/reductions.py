@@ -323,7 +323,7 @@ def misplaced(case: Case, call: Call) -> None:
 
 
 def _summed_before(case: Case, at: int, missing: Mask) -> bool:
-    """Whether a value is already a sum over ranks that no possible number of ranks divides."""
+    """Whether a value is already a sum over ranks, without a division that may be by their number."""
     nodes, by = case.trace.nodes, case.types.divisors[at]
     while nodes[at].op in SCALES and nodes[at].op != "psum" and len(nodes[at].parents) == 1:
         at = nodes[at].parents[0]
