@@ -83,21 +83,21 @@ def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> d
     if not use and not lane_name and ranks == list(range(world.group.size())):
         return world.group
     key: tuple[str | int, ...] = (use, lane_name, *ranks)
-    group = world.made.get(key)
-    if group is None:
-        promise: Future[dist.ProcessGroup] = Future()
+    future = world.made.get(key)
+    if future is None:
+        own_future: Future[dist.ProcessGroup] = Future()
         # Two threads of a lane may ask at the same time: the first makes the group, the other waits for the result.
-        group = world.made.setdefault(key, promise)
-        if group is promise:
+        future = world.made.setdefault(key, own_future)
+        if future is own_future:
             try:
                 if process_groups.between_processes():
                     waiting.meet(repr(key), ranks, "the making of a group", use or "axes")
-                promise.set_result(process_groups.new_group(ranks, repr(key), backend))
+                own_future.set_result(process_groups.new_group(ranks, repr(key), backend))
             except BaseException as error:
                 world.made.pop(key)  # a later call tries again
-                promise.set_exception(error)
+                own_future.set_exception(error)
                 raise
-    return group.result()
+    return future.result()
 
 
 def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
