@@ -730,8 +730,8 @@ MUTANTS = [
     Mutant(
         "a sum of what is the same everywhere is let through",
         "check/reductions.py",
-        "known = (types.declared[call.node] or call.backward)",
-        "known = call.backward",
+        "certain = (types.declared[call.node] or call.backward)",
+        "certain = call.backward",
         f"{WRONG}[psum_twice_loss]",
     ),
     Mutant(
@@ -752,7 +752,7 @@ MUTANTS = [
     Mutant(
         "the axes that a sum takes away are kept",
         "check/varying.py",
-        "            given &= ~node.axes\n",
+        "            along &= ~node.axes\n",
         "            pass\n",
         f"{RIGHT}[a_mean_of_means_of_as_many_rows]",
     ),
@@ -808,8 +808,8 @@ MUTANTS = [
     Mutant(
         "where a parameter met the rows is not said",
         "check/varying.py",
-        "                found.first.setdefault((k, variable), at)",
-        "                found.first.setdefault((k, variable), 0)",
+        "                types.first.setdefault((k, variable), at)",
+        "                types.first.setdefault((k, variable), 0)",
         f"{WRONG}[missing_pvary_ddp]",
     ),
     Mutant(

@@ -1,6 +1,6 @@
-"""The checker: what a function does is recorded, typed by what varies along which axis, and judged.
+"""The checker: records what a function does, infers which values vary along which mesh axis, and reports errors.
 
-`recording` takes down each op, and `ops` what it did to which `values`, called from which of the `callsites`;
-`varying` says along which axes these vary, `judging` what is wrong with that, and `fixes` what to write.
-Imports compat and mesh.
+`recording` records each op; `ops`, `values` and `callsites` work out what it did to which values, and from which line.
+`varying` infers the axes along which values vary, `judging` finds what is wrong with that, and `fixes` says what to
+write. Imports compat and mesh.
 """

@@ -1,4 +1,4 @@
-"""A number for the bits of a tensor, made on its device without a wait and without a copy."""
+"""Hashes the bits of a tensor on its own device, without a wait and without a copy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ON_CPU, _ON_DEVICE = 2**15, 2**18  # words at a time, so that little memory is needed; a core's own cache holds it
-_TF32 = 2.0**-10  # what products of float32 keep on a GPU, by the algorithm that is found to be the fastest there
-_UNITS, _UNITS_OF_HALF = 1000, 16  # in the last place: of sums by atomics, the order is another at each run
-_STEP = 0x1E3779B97F4A7C15  # odd, so that what came before is never lost
+_ON_CPU, _ON_DEVICE = 2**15, 2**18  # words at a time: little memory, which fits a core's own cache
+_TF32 = 2.0**-10  # precision of float32 products on a GPU that uses TF32
+_UNITS, _UNITS_OF_HALF = 1000, 16  # tolerance in last places: sums by atomics vary in order
+_STEP = 0x1E3779B97F4A7C15  # odd, so that multiplying modulo 2^64 loses no bits
 
 
 def bits(x: Tensor) -> int | Tensor:
-    """The same for the same shape and bytes, and for others but for odds of about 1 in 2^60.
+    """Hashes shape and bytes: equal ones give equal hashes, others differ but for odds of about 1 in 2^60.
 
-    Of a tensor on a device a 0-d int64 there, for which nobody waits yet. Of one on the CPU a number: a small tensor
-    that is kept would split the memory that is freed around it.
+    Returns a 0-d int64 on the device, which is not waited for, or for a tensor on the CPU an int: a small tensor that
+    is kept would fragment the memory that is freed around it.
     """
     if not ordinary(x):
         total: int | Tensor = 17
@@ -29,103 +29,103 @@ def bits(x: Tensor) -> int | Tensor:
             total = _joined(total, bits(part))
         return total
     total = _of_shape(x)
-    for some in pieces(x.detach()):
-        total = _joined(total, _mixed(some))
+    for chunk in pieces(x.detach()):
+        total = _joined(total, _mixed(chunk))
     return total
 
 
 def whole(values: Sequence[Any]) -> list[int]:
-    """Plain numbers, of numbers and 0-d tensors: those on a device are waited for at once."""
-    found: list[int] = [0] * len(values)
+    """Converts numbers and 0-d tensors to ints; tensors on one device are waited for together."""
+    numbers: list[int] = [0] * len(values)
     by_device: dict[torch.device, list[int]] = {}
     for i, value in enumerate(values):
         if isinstance(value, Tensor):
             by_device.setdefault(value.device, []).append(i)
         else:
-            found[i] = value
+            numbers[i] = value
     for places in by_device.values():
         for i, n in zip(places, torch.stack([values[i].long() for i in places]).tolist(), strict=True):
-            found[i] = n
-    return found
+            numbers[i] = n
+    return numbers
 
 
 def ordinary(x: Tensor) -> bool:
-    """Whether a tensor's numbers lie in its own memory: it is not sparse, nested, quantized or made of others."""
+    """Whether a tensor's numbers lie in its own memory: not sparse, nested, quantized or a wrapper of other tensors."""
     return x.layout is torch.strided and not (x.is_nested or x.is_quantized or hasattr(x, "__tensor_flatten__"))
 
 
 def parts(x: Tensor) -> list[Tensor]:
-    """The ordinary tensors in which the numbers of any tensor are."""
+    """Returns the ordinary tensors that hold a tensor's numbers."""
     x = x.detach()
     if hasattr(x, "__tensor_flatten__"):
-        found = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        inner = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
     elif x.is_nested:
-        found = list(x.unbind())
+        inner = list(x.unbind())
     elif x.is_quantized:
-        found = [x.int_repr()]
+        inner = [x.int_repr()]
     elif x.layout is torch.sparse_coo:
-        whole = x.coalesce()
-        found = [whole.indices(), whole.values()]
+        coalesced = x.coalesce()
+        inner = [coalesced.indices(), coalesced.values()]
     elif x.layout in (torch.sparse_csr, torch.sparse_bsr):
-        found = [x.crow_indices(), x.col_indices(), x.values()]
+        inner = [x.crow_indices(), x.col_indices(), x.values()]
     elif x.layout in (torch.sparse_csc, torch.sparse_bsc):
-        found = [x.ccol_indices(), x.row_indices(), x.values()]
+        inner = [x.ccol_indices(), x.row_indices(), x.values()]
     elif x.layout is not torch.strided:
-        found = [x.to_dense()]
+        inner = [x.to_dense()]
     else:
         return [x]
-    return [part for one in found for part in parts(one)]
+    return [part for tensor in inner for part in parts(tensor)]
 
 
 def constant(x: Tensor) -> bool | Tensor:
-    """Whether all elements are the same; of a tensor on a device a 0-d bool there."""
+    """Whether all elements are equal; for a tensor on a device a 0-d bool there."""
     if not ordinary(x) or not x.numel():
         return ordinary(x)
     first = x.detach()[(slice(0, 1),) * x.ndim].reshape(-1)
-    same = ((some == first).all() for some in pieces(x.detach()))
+    same = ((chunk == first).all() for chunk in pieces(x.detach()))
     return all(same) if x.device.type == "cpu" else functools.reduce(torch.logical_and, same)
 
 
 def rounding(x: Tensor) -> float:
-    """The part of its norm by which a tensor may be off where the same was computed once more, or on another rank."""
+    """Returns the relative error of the norm to expect if a tensor is computed again, or on another rank."""
     eps = torch.finfo(x.dtype).eps
-    on_cores = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
-    if x.device.type == "cuda" and x.dtype in (torch.float32, torch.complex64) and on_cores:
+    uses_tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    if x.device.type == "cuda" and x.dtype in (torch.float32, torch.complex64) and uses_tf32:
         eps = _TF32
     return eps * (_UNITS_OF_HALF if eps >= _TF32 else _UNITS)
 
 
 def pieces(x: Tensor) -> Iterator[Tensor]:
-    """All elements in order, some at a time: the same ones whatever the strides are, so that no copy is large."""
+    """Yields all elements in order, in flat chunks that do not depend on the strides, so that no copy is large."""
     most = _words(x.device) * 8 // x.element_size()
     row = math.prod(x.shape[1:])
     if x.numel() <= most:
         if x.numel():
-            yield x.resolve_conj().resolve_neg().contiguous().as_strided((x.numel(),), (1,))  # one element may have any
+            yield x.resolve_conj().resolve_neg().contiguous().as_strided((x.numel(),), (1,))  # one element: any strides
     elif row <= most:
-        for some in x.split(most // row):
-            yield from pieces(some)
+        for rows in x.split(most // row):
+            yield from pieces(rows)
     else:
         for i in range(len(x)):
             yield from pieces(x[i])
 
 
-def _mixed(some: Tensor) -> int | Tensor:
-    """The sum of a few bytes, each word of them mixed by its place: what two places exchange must not cancel out."""
-    data = some.view(torch.uint8)
+def _mixed(chunk: Tensor) -> int | Tensor:
+    """Sums the words of a chunk, each mixed and weighted by its place, so that swapped words do not cancel out."""
+    data = chunk.view(torch.uint8)
     words = data[: len(data) // 8 * 8]
     if words.storage_offset() % 8:
         words = words.clone()
     words = words.view(torch.int64)
     mixed = torch.bitwise_right_shift(words, 29, out=_room(words))
-    total = mixed.bitwise_xor_(words).mul_(_odd(some.device)[: len(words)]).sum()
+    total = mixed.bitwise_xor_(words).mul_(_odd(chunk.device)[: len(words)]).sum()
     rest = data[words.nbytes :].long()
-    total = total + (rest * _odd(some.device)[-len(rest) :]).sum() if len(rest) else total
-    return int(total) if some.device.type == "cpu" else total
+    total = total + (rest * _odd(chunk.device)[-len(rest) :]).sum() if len(rest) else total
+    return int(total) if chunk.device.type == "cpu" else total
 
 
 class _Room(threading.local):
-    """Memory to mix words in: made once on each thread, since what is freed between small tensors is split by them."""
+    """Scratch memory for mixing words, made once for each thread; allocating it again would fragment memory."""
 
     words: Tensor | None = None
 
@@ -134,18 +134,18 @@ _here = _Room()
 
 
 def _room(words: Tensor) -> Tensor:
-    """As large as these words; on a device new, as another stream may still read what was there."""
+    """Returns scratch for these words; on a device a new tensor, as another stream may still read an old one."""
     if words.device.type != "cpu":
         return torch.empty_like(words)
     if _here.words is None:
-        with torch.inference_mode(False):  # outside of which it will be used, too
+        with torch.inference_mode(False):  # it will be used outside of inference mode, too
             _here.words = torch.empty(_ON_CPU, dtype=torch.int64)
     return _here.words[: len(words)]
 
 
-def _joined(total: int | Tensor, more: int | Tensor) -> int | Tensor:
-    """Both, in 64 bits; plain numbers have to be cut to what tensors do by themselves."""
-    return _wrapped(_wrapped(total * _STEP) + more)
+def _joined(total: int | Tensor, part: int | Tensor) -> int | Tensor:
+    """Combines two hashes in 64 bits; ints are wrapped explicitly, as tensors do on their own."""
+    return _wrapped(_wrapped(total * _STEP) + part)
 
 
 def _wrapped(n: int | Tensor) -> int | Tensor:
@@ -162,7 +162,7 @@ def _odd(device: torch.device) -> Tensor:
 
 
 def _of_shape(x: Tensor) -> int:
-    found = 17
+    digest = 17
     for n in x.shape:
-        found = (found * 1000003 + n) % 2**62
-    return found
+        digest = (digest * 1000003 + n) % 2**62
+    return digest

@@ -1,4 +1,4 @@
-"""Where a call comes from: the line of the user's, whose code it is, and which checked call runs on the thread."""
+"""Finds where a call comes from: the user's line, whose code it is, and which checked call runs on the thread."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Site:
     Attributes:
         file: its path.
         line: its number.
-        function: what it is in.
-        digest: the same on every rank that runs the same code, from another folder perhaps.
-        span: lines and columns of what is computed, from and to, where Python knows.
+        function: qualified name of the function that contains it.
+        digest: equal on every rank that runs the same code, even from another folder.
+        span: first and last line and column of the expression that is computed, if Python knows them.
     """
 
     file: str
@@ -48,30 +48,30 @@ class Site:
 
     @property
     def text(self) -> str:
-        """What stands there."""
+        """The source of the line."""
         return linecache.getline(self.file, self.line).strip()
 
     @property
     def expression(self) -> str | None:
-        """What is computed there, as it is written, if that is short."""
+        """The source of the expression that is computed there, if it is short."""
         if self.span is None:
             return None
         first, last, start, end = self.span
         lines = [linecache.getline(self.file, n).encode() for n in range(first, last + 1)]
         lines[-1] = lines[-1][:end]
         lines[0] = lines[0][start:]
-        found = " ".join(b" ".join(lines).decode(errors="replace").split())
-        return found if 0 < len(found) <= _SHORT else None
+        source = " ".join(b" ".join(lines).decode(errors="replace").split())
+        return source if 0 < len(source) <= _SHORT else None
 
     @property
     def given(self) -> str | None:
-        """What the function that is called there is given first, as it is written."""
+        """The source of the first argument of the function that is called there."""
         parsed = self._parsed()
         return ast.unparse(parsed.args[0]) if isinstance(parsed, ast.Call) and parsed.args else None
 
     @property
     def of(self) -> str | None:
-        """What a function or a method that is called there takes its values from, as it is written."""
+        """The source of what the called function or method takes its values from: its first argument or its object."""
         parsed = self._parsed()
         if not isinstance(parsed, ast.Call):
             return None
@@ -81,19 +81,19 @@ class Site:
 
     @property
     def sides(self) -> tuple[str, str] | None:
-        """What is added, subtracted or divided there, left and right, as it is written."""
+        """The source of the left and right operand of the binary operation there."""
         parsed = self._parsed()
         return (ast.unparse(parsed.left), ast.unparse(parsed.right)) if isinstance(parsed, ast.BinOp) else None
 
     @property
     def divisor(self) -> str | None:
-        """What is divided by there, as it is written."""
+        """The source of the divisor of the division there."""
         parsed = self._parsed()
         divides = isinstance(parsed, ast.BinOp) and isinstance(parsed.op, ast.Div)
         return ast.unparse(parsed.right) if isinstance(parsed, ast.BinOp) and divides else None
 
     def spelled(self, path: str) -> str:
-        """How that line writes a value of which the path ends alike: `p['w']` for `params['block']['w']`."""
+        """How the line writes a value whose path ends in the same name: `p['w']` for `params['block']['w']`."""
         last = (re.findall(r"\w+", path) or [path])[-1]
         ends = [node for node in ast.walk(self._statement()) if _end(node) == last]
         written = [ast.unparse(node) for node in ends]
@@ -101,66 +101,66 @@ class Site:
 
     @property
     def target(self) -> str | None:
-        """The name that the line gives to what it computes, if it does only that."""
+        """The source of the one target to which the line assigns its result, if it does only that."""
         body = self._statement().body
         if len(body) != 1 or not isinstance(body[0], ast.Assign) or len(body[0].targets) != 1:
             return None
-        target, later = body[0].targets[0], isinstance(body[0].value, ast.Lambda)
-        named = isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)) and not later
-        return ast.unparse(target) if named else None
+        target, is_lambda = body[0].targets[0], isinstance(body[0].value, ast.Lambda)
+        assigns = isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)) and not is_lambda
+        return ast.unparse(target) if assigns else None
 
     def _parsed(self) -> ast.expr | None:
-        """The expression that is computed there."""
+        """Parses the expression that is computed there."""
         try:
             return ast.parse(self.expression or "", mode="eval").body
         except SyntaxError:
             return None
 
     def _statement(self) -> ast.Module:
-        """The line by itself; empty where it is a part of a longer statement."""
+        """Parses the line by itself; an empty module if it is part of a longer statement."""
         try:
             return ast.parse(self.text.split("#")[0].strip())
         except SyntaxError:
             return ast.Module([], [])
 
 
-_SHORT = 80  # characters that a message quotes
+_SHORT = 80  # most characters of source that a message quotes
 _APPLY = inspect.unwrap(torch.autograd.Function.apply).__code__
-_sites: dict[tuple[CodeType, str, int], Site] = {}  # code is equal to that of another file with the same lines
+_sites: dict[tuple[CodeType, str, int], Site] = {}  # with the file: equal lines give equal code
 
 
 def callsite() -> Site | None:
-    """The line outside of this package and of torch that leads here; None where a thread of autograd's own runs.
+    """Returns the user's line that leads here, outside this package and torch; None on one of autograd's own threads.
 
-    What the forward of a custom autograd function does, the line does that calls it.
+    Ops in the forward of a custom autograd function belong to the line that calls it.
     """
     frame: FrameType | None = sys._getframe(1)
-    found = None
+    user_frame = None
     while frame is not None:
         if is_users(frame.f_code):
-            found = frame if found is None else found
+            user_frame = frame if user_frame is None else user_frame
         elif frame.f_code is _APPLY:
-            found = None
-        elif found is not None:
+            user_frame = None
+        elif user_frame is not None:
             break
         frame = frame.f_back
-    return None if found is None else _callsite(found.f_code, found.f_lasti, found.f_lineno)
+    return None if user_frame is None else _callsite(user_frame.f_code, user_frame.f_lasti, user_frame.f_lineno)
 
 
 def _callsite(code: CodeType, instruction: int, line: int) -> Site:
-    place = (code, code.co_filename, instruction)
-    found = _sites.get(place)
-    if found is None:
-        # Without the folder, which may be each rank's own.
-        said = f"{os.path.basename(code.co_filename)}:{code.co_qualname}:{line}".encode()
-        digest = int.from_bytes(hashlib.blake2b(said, digest_size=7).digest(), "big")
+    key = (code, code.co_filename, instruction)
+    site = _sites.get(key)
+    if site is None:
+        # Without the folder, which may differ between ranks.
+        text = f"{os.path.basename(code.co_filename)}:{code.co_qualname}:{line}".encode()
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
         span = _span(code, instruction)
-        found = _sites[place] = Site(code.co_filename, line, code.co_qualname, digest, span)
-    return found
+        site = _sites[key] = Site(code.co_filename, line, code.co_qualname, digest, span)
+    return site
 
 
 def _end(node: ast.AST) -> str | None:
-    """The last name or key of a value in a tree."""
+    """Returns the last name or key of an expression that reaches into a tree."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
@@ -184,7 +184,7 @@ def _short(path: str) -> str:
 
 
 def _native(*places: str) -> tuple[str, ...]:
-    """Paths as this system writes them."""
+    """Writes paths as this system does."""
     return tuple(os.path.join(*place.split("/")) for place in places)
 
 
@@ -192,11 +192,11 @@ Caller = Literal["user", "library", "engine"]
 
 _FOLDERS = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(optree.__file__).parent)
 _NOT_USERS = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
-_PYTHONS = (contextlib.__file__, functools.__file__, threading.__file__)  # which call on behalf of others
+_PYTHONS = (contextlib.__file__, functools.__file__, threading.__file__)  # modules that call on behalf of others
 _BACKWARD = _native(
     "compat/autograd.py", "transforms/autodiff.py", "transforms/accumulate.py", "transforms/custom_vjp.py"
 )
-"""Which run a backward pass."""
+"""Files that run a backward pass."""
 _FUNCTIONAL = str(_FOLDERS[0].joinpath("collectives", "functional.py"))
 _MODELS = tuple(f"{_FOLDERS[0] / room}{os.sep}" for room in ("parallel", "interop", "stages"))
 _TORCH = Path(torch.__file__).parent
@@ -206,35 +206,35 @@ _MODES = (
     str(_TORCH.joinpath("utils", "_python_dispatch.py")),
     str(_FOLDERS[0].joinpath("compat", "modes.py")),
 )
-"""Which stand between an op and its caller."""
+"""Files that stand between an op and its caller."""
 _STAND_INS = (
     *_NOT_USERS[1:],
     *(f"{_FOLDERS[0] / room}{os.sep}" for room in ("check", "collectives", "compat", "shards", "stages", "transforms")),
 )
 _OPS = _native("collectives/functional.py", "collectives/ops.py", "compat/dispatch.py")
-"""Which are ops, whoever calls them."""
+"""Files that implement ops, whoever calls them."""
 _ENGINE = _native(
     "stages/ring.py", "stages/residency.py", "stages/reduction.py", "stages/prefetch.py", "stages/compressed.py",
     "stages/activation_offload.py", "collectives/into_buffers.py", "collectives/messages.py",
     "collectives/agree.py",
 )  # fmt: skip
-"""Which fill and empty memory that belongs to no value of the user's."""
+"""Files that fill and free memory that belongs to none of the user's values."""
 _users: dict[str, bool] = {}
 _callers: dict[str, Caller | Literal["torch"]] = {}
 
 
 def is_users(code: CodeType) -> bool:
-    """Whether code is neither of this package nor of torch."""
+    """Whether code belongs to the user: neither to this package nor to torch."""
     file = code.co_filename
     users = _users.get(file)
     if users is None:
-        plain = not file.startswith((*_NOT_USERS, "<frozen", "<eval_with_key>"))
-        users = _users[file] = plain and file not in _PYTHONS
+        outside = not file.startswith((*_NOT_USERS, "<frozen", "<eval_with_key>"))
+        users = _users[file] = outside and file not in _PYTHONS
     return users
 
 
 def called_by(name: str) -> bool:
-    """Whether a function of torch.nn.functional with this name leads to the op that is recorded."""
+    """Whether a function of torch.nn.functional with this name leads to the recorded op."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -245,9 +245,9 @@ def called_by(name: str) -> bool:
 
 
 def caller() -> Caller:
-    """Whose line calls the op that is recorded: the user's; one of this package; or one of what moves its memory.
+    """Returns who calls the recorded op: the user, this package, or the engine, which moves this package's memory.
 
-    Ops of a backward pass are the user's, too, which they differentiate.
+    Ops of a backward pass count as the user's, since they differentiate the user's ops.
     """
     frame = sys._getframe(2)
     while frame is not None:
@@ -262,7 +262,7 @@ def caller() -> Caller:
 
 
 def stands_in() -> bool:
-    """Whether a `detach` that is recorded is one of torch's or of an engine's, which brings the derivative itself."""
+    """Whether a recorded `detach` is called by torch or an engine, which supplies the derivative itself."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_MODES):
         frame = frame.f_back
@@ -283,7 +283,7 @@ def _kind(file: str) -> Caller | Literal["torch"]:
 
 
 def who_calls() -> Literal["user", "model", "library"]:
-    """Who calls a collective: the user's own code; a function of this package that is a part of models; or another."""
+    """Returns who calls a collective: the user's code, this package's model code, or the rest of this package."""
     frame = sys._getframe(1)
     file = frame.f_code.co_filename
     while frame.f_back is not None and file.startswith((*_NOT_USERS[1:], *_MODES, _FUNCTIONAL)):
@@ -301,12 +301,12 @@ class _OfThread(threading.local):
 
 
 thread = _OfThread()
-active = [0]  # recorders in this process; looked at before anything else is
+active = [0]  # number of recorders in this process, checked first because it is cheap
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Nothing inside is recorded."""
+    """A context inside which nothing is recorded."""
     thread.paused += 1
     try:
         yield
@@ -316,6 +316,6 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Nothing inside is recorded, differentiated, or part of a transform."""
+    """A context inside which nothing is recorded, differentiated or transformed."""
     with paused(), functorch.outside_transforms(), torch.no_grad():
         yield

@@ -1,4 +1,4 @@
-"""What the checker reports, and in which words."""
+"""The checker's findings and their wording."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Kind = Literal[
     "closure", "collectives",
 ]  # fmt: skip
 PROBABLY = ("losses", "means", "whole", "inner", "branch", "same", "batch_norm")
-"""What may be meant, if seldom: a warning."""
+"""Kinds that may be intended, if rarely: reported as a warning."""
 LAST = ("means", "whole", "same", "batch_norm")
-"""What is no cause of anything else that is found."""
+"""Kinds that never cause other findings."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Finding:
     """One thing that is wrong with a function.
 
     Attributes:
-        kind: what, in a word.
-        axes: along which of the mesh's axes.
+        kind: its category.
+        axes: the mesh axes that it concerns.
         path: of the argument or result, as Python: `params['w']`.
-        where: the user's file and line; empty where there is none.
+        where: the user's file and line; empty if there is none.
         fix: the call to insert, or what else to write.
-        text: all of that in a sentence or two.
-        unseen: whether it shows in numbers alone, whose cause was not recorded.
+        text: the full message, a sentence or two.
+        unseen: whether only the numbers show it, and its cause was not recorded.
     """
 
     kind: Kind
@@ -46,9 +46,9 @@ class Finding:
 
 
 class VaryingError(ValueError):
-    """Values that are declared to be the same on all ranks along an axis differ, or the other way round.
+    """Values declared to be the same on all ranks along an axis differ, or the other way round.
 
-    Shapes are right: without the checker such a program runs, and computes something else than what is written.
+    Shapes are right: without the checker such a program runs, and computes something other than what is written.
 
     Attributes:
         findings: what is wrong, first cause first.
@@ -60,10 +60,10 @@ class VaryingError(ValueError):
 
 
 class VaryingWarning(UserWarning):
-    """Values that differ between ranks, or are the same, where that is probably not meant.
+    """Values that differ between ranks, or are the same on all, where that is probably not meant.
 
     Attributes:
-        findings: what it is.
+        findings: what is suspicious, first cause first.
     """
 
     def __init__(self, message: str, findings: tuple[Finding, ...] = ()) -> None:
@@ -72,7 +72,7 @@ class VaryingWarning(UserWarning):
 
 
 def said(name: str, findings: tuple[Finding, ...], probably: bool) -> str:
-    """The first findings, as many as go into one message, and how many there are besides."""
+    """Formats as many of the first findings as fit into one message, and counts the rest."""
     head = f"{short(name, 200)}: " + (
         "probably not meant" if probably else "what ranks hold is not what the function declares (shapes are right)"
     )
@@ -80,8 +80,8 @@ def said(name: str, findings: tuple[Finding, ...], probably: bool) -> str:
         return f"{head}: {short(str(findings[0]), MOST - len(head) - 2)}"
     lines = [f"{head}; {len(findings)} findings, first cause first:"]
     left = MOST - len(lines[0]) - 60  # for the last line
-    for i, one in enumerate(findings, 1):
-        line = f"  {i}. {short(str(one), 900)}"
+    for i, finding in enumerate(findings, 1):
+        line = f"  {i}. {short(str(finding), 900)}"
         if len(line) + 1 > left:
             lines.append(f"  and {len(findings) - i + 1} more, in the error's findings")
             break
@@ -91,7 +91,7 @@ def said(name: str, findings: tuple[Finding, ...], probably: bool) -> str:
 
 
 def root_of(node: Node, differs: Mask) -> str:
-    """What makes a value vary that has no parents which do."""
+    """Describes the root at which a value begins to vary."""
     match node.root:
         case "input":
             return node.about
@@ -110,25 +110,25 @@ def root_of(node: Node, differs: Mask) -> str:
 
 
 def written(site: Site | None) -> str | None:
-    """What is computed there, in the user's words."""
+    """Returns the source of what is computed at a site, or the name that it is assigned to."""
     if site is None:
         return None
     return site.target if (site.expression or "").endswith(".backward()") else site.expression or site.target
 
 
 def target(site: Site | None) -> str | None:
-    """The name that a line gives to what it computes."""
+    """Returns the name to which a line assigns its result."""
     return None if site is None else site.target
 
 
 def named(names: object) -> str:
-    """Names of axes, as Python."""
+    """Formats names of axes as Python."""
     if isinstance(names, str):
         return repr(names)
-    several: tuple[str, ...] = tuple(names)  # type: ignore[arg-type]
-    return repr(several[0]) if len(several) == 1 else repr(several)
+    axes: tuple[str, ...] = tuple(names)  # type: ignore[arg-type]
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
 def line(site: Site | None) -> str:
-    """The file and the line, to go on with."""
+    """Returns ` at file:line` to append to a phrase; empty without a site."""
     return "" if site is None else f" at {site}"

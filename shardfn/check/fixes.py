@@ -1,4 +1,4 @@
-"""How a finding is mended: which collective makes a value the same on all ranks, and on which line to write it."""
+"""Proposes fixes: which collective makes a value the same on all ranks, and on which line to write it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COPIES = ("detach", "alias", "clone", "view", "gradient", "lift_fresh", "_to_co
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "linear", "einsum")
 _BY_ROW = ("bmm", "baddbmm")
 _ADDS = {"add": "+", "sub": "-"}
-_LONGEST = 400  # of a sum that a fix spells out: one term added to itself doubles it each time
+_LONGEST = 400  # most characters of a spelled-out sum: adding a term to itself doubles it each time
 _CHOOSE = ("argmax", "argmin", "topk", "sort", "std", "var", "median", "nanmedian", "kthvalue", "mode", "prod",
            "logsumexp", "linalg_vector_norm")  # fmt: skip
 _JOINED = {
@@ -25,12 +25,12 @@ _JOINED = {
     **dict.fromkeys(MEANS, "pmean"),
     "max": "pmax", "amax": "pmax", "any": "pmax", "min": "pmin", "amin": "pmin", "all": "pmin",
 }  # fmt: skip
-"""What makes one number of many, and the collective that goes on with it."""
-_MOST = 3  # places that a fix names
+"""Ops that reduce many numbers to one, and the collective that continues the reduction over ranks."""
+_MOST = 3  # most places that a fix names
 
 
 class Place(NamedTuple):
-    """Where parts are joined: the line, the collective, and the value that is given to it."""
+    """Where parts are joined: the line, the collective, and the node of its argument."""
 
     site: Site | None
     op: str
@@ -38,12 +38,12 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> object:
-        """The same for one place of the code."""
+        """Equal for places at the same point of the code."""
         return self.op, self.site, self.site and self.site.span
 
 
 def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> tuple[Site | None, str]:
-    """What makes a value the same on all ranks, and where that is to be written."""
+    """Returns the call that makes a value the same on all ranks, and the site at which to write it."""
     names = named(case.trace.names(bad))
     if roots and all(n.root == "closure" for n in roots):
         return roots[0].site, "pass it as an argument, with a spec that says how it is cut"
@@ -63,8 +63,8 @@ def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> t
     instead = _term_by_term(case, _plain(case, at), bit, names) or _ratio(case, _plain(case, at), bit, names)
     if instead is not None:
         return case.trace.nodes[_plain(case, at)].site, instead
-    if len(places) > 1 and all(written(one.site) and one.op in _JOINED.values() for one in places):
-        return site, " and ".join(f"shardfn.{one.op}({written(one.site)}, {names})" for one in places)
+    if len(places) > 1 and all(written(place.site) and place.op in _JOINED.values() for place in places):
+        return site, " and ".join(f"shardfn.{place.op}({written(place.site)}, {names})" for place in places)
     name = written(site) or path
     if op == "all_gather":
         return site, f'shardfn.all_gather({name}, {names}, to="invariant")'
@@ -72,7 +72,7 @@ def reduction(case: Case, path: str, at: int, bad: Mask, roots: list[Node]) -> t
 
 
 def _plain(case: Case, at: int) -> int:
-    """What a value is a copy of."""
+    """Follows copies back to the original value."""
     nodes = case.trace.nodes
     while nodes[at].op in _COPIES and len(nodes[at].parents) == 1:
         at = nodes[at].parents[0]
@@ -80,50 +80,50 @@ def _plain(case: Case, at: int) -> int:
 
 
 def _term_by_term(case: Case, at: int, bit: Mask, names: str) -> str | None:
-    """A sum of several terms that vary and of one that does not, each reduced where it stands."""
+    """Spells out a sum of varying and invariant terms with each varying term reduced on its own."""
     if len(_cut(case, at, bit)) != 2:
         return None
-    said: dict[int, str | None] = {}
-    for k in sorted(_additions(case, at, bit)):  # what one is made of comes before it
-        if any(p in said or not case.types.along[p] & bit for p in case.trace.nodes[k].parents):
-            said[k] = _terms(case, k, bit, names, said)
-    return said.get(at)
+    spelled: dict[int, str | None] = {}
+    for k in sorted(_additions(case, at, bit)):  # operands come before their sums
+        if any(p in spelled or not case.types.along[p] & bit for p in case.trace.nodes[k].parents):
+            spelled[k] = _terms(case, k, bit, names, spelled)
+    return spelled.get(at)
 
 
 def _additions(case: Case, at: int, bit: Mask) -> set[int]:
-    """The sums that vary of which a value was added up, itself among them."""
+    """Returns the varying sums from which a value was added up, itself included."""
     nodes = case.trace.nodes
 
     def adds(at: int) -> bool:
         return nodes[at].op in _ADDS and len(nodes[at].parents) == 2
 
-    vary = reached([at], lambda at: [p for p in nodes[at].parents if adds(at) and case.types.along[p] & bit])
-    return {at for at in vary if adds(at)}
+    varying = reached([at], lambda at: [p for p in nodes[at].parents if adds(at) and case.types.along[p] & bit])
+    return {at for at in varying if adds(at)}
 
 
-def _terms(case: Case, at: int, bit: Mask, names: str, said: Mapping[int, str | None]) -> str | None:
-    """A sum with each term that varies reduced; None where that is not to be written, or not in a line."""
+def _terms(case: Case, at: int, bit: Mask, names: str, spelled: Mapping[int, str | None]) -> str | None:
+    """Spells out a sum with each varying term reduced; None if that cannot be written, or not in one line."""
     node = case.trace.nodes[at]
     sides = node.site.sides if node.site is not None else None
-    if sides is None or None in [said.get(p, "") for p in node.parents]:
+    if sides is None or None in [spelled.get(p, "") for p in node.parents]:
         return None
-    found: list[str | None] = []
+    operands: list[str | None] = []
     for p, side in zip(node.parents, sides, strict=True):
         if not case.types.along[p] & bit:
-            found.append(side)
-        elif p in said:
-            found.append(said[p])
+            operands.append(side)
+        elif p in spelled:
+            operands.append(spelled[p])
         else:
             op = _sum_of(case, p, bit)
-            found.append(f"shardfn.{op}({side}, {names})" if op else None)
-    left, right = found
+            operands.append(f"shardfn.{op}({side}, {names})" if op else None)
+    left, right = operands
     if left is None or right is None or len(left) + len(right) > _LONGEST:
         return None
     return f"{left} {_ADDS[node.op]} {right}"
 
 
 def _ratio(case: Case, at: int, bit: Mask, names: str) -> str | None:
-    """A sum over this rank's rows by another, which are to be summed before they are divided."""
+    """Spells out a quotient of two sums over this rank's rows with both summed over ranks before the division."""
     node = case.trace.nodes[at]
     if node.op != "div" or len(_cut(case, at, bit)) != 2 or node.site is None:
         return None
@@ -134,34 +134,34 @@ def _ratio(case: Case, at: int, bit: Mask, names: str) -> str | None:
 
 
 def _partly(case: Case, at: int, bit: Mask, taken: int | None) -> tuple[Place, ...]:
-    """Where a value was made of a rank's own part of many, and which collective joins the parts.
+    """Returns where a value was reduced over a rank's own part of the data, and the collective that joins the parts.
 
-    Where a number made it vary, that was `taken` from a tensor.
+    If a Python number made the value vary, `taken` is the tensor that the number was read from.
     """
     at = _plain(case, at)
-    made = case.trace.nodes[at]
-    found = "pmean" if case.alike(at, bit) else "all_gather"
-    if found != "pmean" and made.like is not None and not made.like[0]:
-        found = "pmax" if made.like[1] is torch.bool else "psum"
-    default = Place(made.site, found, at)
+    node = case.trace.nodes[at]
+    op = "pmean" if case.alike(at, bit) else "all_gather"
+    if op != "pmean" and node.like is not None and not node.like[0]:
+        op = "pmax" if node.like[1] is torch.bool else "psum"
+    default = Place(node.site, op, at)
     if taken is not None:
         at, default = _plain(case, taken), Place(case.trace.nodes[taken].site, "psum", taken)
     return joined_at(case, at, bit) or (default,)
 
 
 def joined_at(case: Case, end: int, bit: Mask) -> tuple[Place, ...]:
-    """Where the parts of a value are joined, if something on the way to it makes one of many."""
-    found: dict[int, tuple[Place, ...]] = {}
-    for at in sorted(reached([end], lambda at: _cut(case, at, bit))):  # what one is made of comes before it
-        found[at] = _places(case, at, bit, found)
-    return found[end]
+    """Returns where to join the parts of a value, if something on the way to it reduces many numbers to one."""
+    places: dict[int, tuple[Place, ...]] = {}
+    for at in sorted(reached([end], lambda at: _cut(case, at, bit))):  # operands come before their results
+        places[at] = _places(case, at, bit, places)
+    return places[end]
 
 
 def _places(case: Case, at: int, bit: Mask, before: Mapping[int, tuple[Place, ...]]) -> tuple[Place, ...]:
-    """Those of a value, by those of what it is made of: the first after which nothing else that varies comes in."""
+    """Returns a node's places from those of its parents: the first after which nothing else that varies joins in."""
     node, cut = case.trace.nodes[at], _cut(case, at, bit)
     rows = bool(case.of_rows(bit)[at] & OWN_ROWS)
-    by_row = rows and node.by_row  # they are still each rank's
+    by_row = rows and node.by_row  # the result still has one entry for each of this rank's rows
     if len(cut) == 2 and node.op in PRODUCTS and not (rows and node.op in _BY_ROW):
         return (Place(node.site, "psum", at),)
     if cut and node.op in _CHOOSE and not by_row:
@@ -169,10 +169,10 @@ def _places(case: Case, at: int, bit: Mask, before: Mapping[int, tuple[Place, ..
     if cut and case.types.mean[at] == at and node.number is not None and rows:
         return (Place(node.site, "pmean", at),)
     if cut and all(before[p] for p in cut):
-        several = list({place.key: place for p in cut for place in before[p]}.values())
-        if len(several) > 1 and node.op in _ADDS and len({place.op for place in several}) == 1:
-            return (Place(node.site, several[0].op, at),)
-        return tuple(several[:_MOST])
+        places = list({place.key: place for p in cut for place in before[p]}.values())
+        if len(places) > 1 and node.op in _ADDS and len({place.op for place in places}) == 1:
+            return (Place(node.site, places[0].op, at),)
+        return tuple(places[:_MOST])
     if cut and node.op in _JOINED and not node.root and not by_row:
         return (Place(node.site, _joined(node), at),)
     if len(cut) == 1 and node.op == "cat":
@@ -181,7 +181,7 @@ def _places(case: Case, at: int, bit: Mask, before: Mapping[int, tuple[Place, ..
 
 
 def _sum_of(case: Case, at: int, bit: Mask) -> str | None:
-    """The collective that joins a term's parts, if nothing but scaling comes after the place where they are."""
+    """Returns the collective that joins a term's parts, if only scaling follows the place where they are joined."""
     place, *others = _partly(case, at, bit, None)
     at = _plain(case, at)
     while at != place.node and case.trace.nodes[at].op in SCALES and len(_cut(case, at, bit)) == 1:
@@ -190,7 +190,7 @@ def _sum_of(case: Case, at: int, bit: Mask) -> str | None:
 
 
 def _taken(case: Case, at: int, bit: Mask) -> int | None:
-    """The value of a tensor that became a number in Python, if nothing but a number makes this one vary."""
+    """Returns the tensor that was read as a Python number, if only such a number makes this value vary."""
     roots = [case.trace.nodes[r] for r in case.roots(at, bit)]
     if any(n.root not in ("", "constant") or n.effect != "union" for n in roots):
         return None
@@ -199,7 +199,7 @@ def _taken(case: Case, at: int, bit: Mask) -> int | None:
 
 
 def _cut(case: Case, at: int, bit: Mask) -> list[int]:
-    """The values that one was made of that differ between ranks, not by type alone."""
+    """Returns the parents of a value that differ between ranks in more than type."""
     node = case.trace.nodes[at]
     if node.effect not in ("union", "minus") or node.root:
         return []
@@ -207,6 +207,6 @@ def _cut(case: Case, at: int, bit: Mask) -> list[int]:
 
 
 def _joined(node: Node) -> str:
-    """The collective that makes of the ranks' results that of all."""
+    """Returns the collective that combines the ranks' results of a reduction."""
     op = _JOINED[node.op]
     return "psum" if op == "pmean" and node.op != "mean" and not node.count else op

@@ -1,4 +1,4 @@
-"""Losses and gradients that are too large by the number of ranks, or each rank's part alone."""
+"""Rules for losses and gradients that are too large by the number of ranks, or are only each rank's part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardfn.check.varying import bits_of
 
 
 def added_up(case: Case, event: Gradient) -> None:
-    """A loss that each rank has a mean of, or all of, while its gradients are summed over the ranks."""
+    """A loss that is each rank's mean, or that each rank has whole, while its gradients are summed over ranks."""
     along, mean = case.types.along[event.loss], case.types.mean[event.loss]
     summed = _axes_summed(case, event)
     if event.inner and along & summed and _adapts(case, event):
@@ -26,21 +26,21 @@ def added_up(case: Case, event: Gradient) -> None:
     bad = along & summed & local(case, mean)
     if not bad or divided(case, event, case.size(bad)):
         return
-    made = case.trace.nodes[mean]
+    node = case.trace.nodes[mean]
     fix = _mean_along(case, event.loss, mean, bad)
-    partly = _summed(case, mean)
-    alone = f"is summed along {named(case.trace.names(partly))} alone"
-    what = alone if partly else "is a mean over this rank's rows"
+    summed_axes = _summed(case, mean)
+    summed_alone = f"is summed along {named(case.trace.names(summed_axes))} alone"
+    how = summed_alone if summed_axes else "is a mean over this rank's rows"
     case.add(
-        mean, "losses", bad, "", made.site, fix,
-        f"the loss{line(made.site)} {what}, and varies along {named(case.trace.names(bad))}, but gradients are "
+        mean, "losses", bad, "", node.site, fix,
+        f"the loss{line(node.site)} {how}, and varies along {named(case.trace.names(bad))}, but gradients are "
         f"added up over the {case.size(bad)} ranks there: they are those of the sum of all ranks' losses. "
         f"Write: {fix}",
     )  # fmt: skip
 
 
 def _adapts(case: Case, event: Gradient) -> bool:
-    """Whether new values of what a loss was differentiated by are made of its gradient."""
+    """Whether new values of the variables of a loss are made from its gradient."""
     types, variables = case.types, case.differentiated(event)
     after = range(event.end, len(case.trace.nodes))
     return any(types.holds[at] & types.gradient[at] & variables for at in after)
@@ -60,7 +60,7 @@ def _inner(case: Case, event: Gradient, axes: Mask) -> None:
 
 
 def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
-    """A loss that each rank computes of all ranks' values, and that has the same bits on all."""
+    """A loss that each rank computes from all ranks' values, so that it has the same bits on all ranks."""
     roots = [case.trace.nodes[r] for r in case.roots(event.loss, bit)]
     if not roots or any(n.op != "all_gather" for n in roots):
         return
@@ -76,11 +76,11 @@ def _repeated(case: Case, event: Gradient, bit: Mask) -> None:
 
 
 def _axes_summed(case: Case, event: Gradient) -> Mask:
-    """The axes along which gradients were summed on their way."""
+    """Returns the axes along which gradients were summed during the backward pass."""
     summed = 0
-    for one in case.trace.events:
-        if isinstance(one, Summed) and event.begin <= one.at <= event.end:
-            summed |= one.axes
+    for other in case.trace.events:
+        if isinstance(other, Summed) and event.begin <= other.at <= event.end:
+            summed |= other.axes
     for node in case.trace.nodes[event.begin : event.end]:
         if node.backward and node.op in ("psum", "reduce_scatter"):
             summed |= node.axes
@@ -88,56 +88,56 @@ def _axes_summed(case: Case, event: Gradient) -> Mask:
 
 
 def _totals(case: Case, mean: int) -> list[Node]:
-    """The sums over ranks that were divided by each other to make a mean; none if it is of one rank's rows."""
-    found = [case.types.total[p] for p in case.trace.nodes[mean].parents if case.types.total[p] >= 0]
-    return [case.trace.nodes[at] for at in found] if len(found) == 2 else []
+    """Returns the two sums over ranks whose quotient is a mean; none if it is a mean of one rank's rows."""
+    totals = [case.types.total[p] for p in case.trace.nodes[mean].parents if case.types.total[p] >= 0]
+    return [case.trace.nodes[at] for at in totals] if len(totals) == 2 else []
 
 
 def _summed(case: Case, mean: int) -> Mask:
-    """The axes along which the numerator of a mean was summed."""
+    """Returns the axes along which the numerator of a mean was summed."""
     totals = _totals(case, mean)
     return totals[0].axes if totals else 0
 
 
 def _mean_along(case: Case, loss: int, mean: int, more: Mask) -> str:
-    """What makes a mean one along more axes."""
+    """Returns the call that extends a mean to more axes."""
     totals = _totals(case, mean)
     if totals:
         given = (totals[0].site.given if totals[0].site else None) or "..."
         return f"shardfn.psum({given}, {named(case.trace.names(totals[0].axes | more))})"
     places = joined_at(case, loss, bits_of(more)[0])
-    one = len(places) == 1 and places[0].op == "pmean"  # of all terms, where several are added
-    site = places[0].site if one else case.trace.nodes[mean].site
+    single = len(places) == 1 and places[0].op == "pmean"  # of all terms, where several are added
+    site = places[0].site if single else case.trace.nodes[mean].site
     return f"shardfn.pmean({written(site) or 'loss'}, {named(case.trace.names(more))})"
 
 
 def partial_sums(case: Case, event: Gradient) -> None:
-    """Sums over ranks that met what varies on their way to the loss: each rank's derivative is its part alone."""
+    """Sums over ranks that meet varying values on their way to the loss: each rank's derivative is only its part."""
     types = case.types
     asked = case.differentiated(event)
     for k in range(len(case.trace.axes)):
         if types.along[event.loss] >> k & 1:
-            continue  # each rank's own loss: what it meets may be a part of it
+            continue  # the loss is each rank's own, so meeting varying values may be intended
         for bit in bits_of(types.met[event.loss][k] >> len(case.trace.variables)):
             at = types.sums[bit.bit_length() - 1]
-            if types.depends[at] & asked and at >= event.begin:  # what was made before is a constant there
+            if types.depends[at] & asked and at >= event.begin:  # sums made before the pass are constants in it
                 _partial_sum(case, at, types.first[(k, bit << len(case.trace.variables))], 1 << k)
 
 
 def _partial_sum(case: Case, at: int, met: int, axis: Mask) -> None:
-    made, place, names = case.trace.nodes[at], case.trace.nodes[met].site, named(case.trace.names(axis))
-    fix = f"shardfn.pvary({target(made.site) or written(made.site) or made.op}, {names})"
-    name = "all_gather" if made.op == "all_gather_invariant" else made.op
+    sum_node, site, names = case.trace.nodes[at], case.trace.nodes[met].site, named(case.trace.names(axis))
+    fix = f"shardfn.pvary({target(sum_node.site) or written(sum_node.site) or sum_node.op}, {names})"
+    name = "all_gather" if sum_node.op == "all_gather_invariant" else sum_node.op
     case.add(
-        met, "gradient", axis, "", place, fix,
-        f"what {name} gives{line(made.site)} is the same on all ranks along {names}, and meets what varies"
-        f"{line(place)}, in {case.trace.nodes[met].op}: on each rank its derivative is that rank's part alone. "
+        met, "gradient", axis, "", site, fix,
+        f"what {name} gives{line(sum_node.site)} is the same on all ranks along {names}, and meets what varies"
+        f"{line(site)}, in {case.trace.nodes[met].op}: on each rank its derivative is that rank's part alone. "
         f"Write {fix} there: its transpose adds up the parts",
     )  # fmt: skip
 
 
 def stepped(case: Case, event: Used) -> None:
-    """What an optimizer gets varies along the axes along which the parameter does."""
+    """Reports a gradient in an optimizer's step that varies along axes where its parameter does not."""
     types, at = case.types, event.gradient
     if event.cut is None:
         bad = types.along[at] & ~types.along[event.parameter]
@@ -145,33 +145,33 @@ def stepped(case: Case, event: Used) -> None:
         partial(case, bad, holds, f"an optimizer's step{line(event.site)}")
         return
     same = event.cut & ~types.along[at]
-    made = _reduced(case, at, same)
-    if made is not None:
+    node = _reduced(case, at, same)
+    if node is not None:
         names = named(case.trace.names(same))
         case.add(
-            at, "sum", same, "", made.site, f"leave {made.op} out: the gradient of a flat shard is summed already",
+            at, "sum", same, "", node.site, f"leave {node.op} out: the gradient of a flat shard is summed already",
             f"the gradient of a flat shard that goes into an optimizer's step{line(event.site)} is the same on all "
-            f"ranks along {names}, which cut it: {made.op}{line(made.site)} has put pieces of different parameters "
+            f"ranks along {names}, which cut it: {node.op}{line(node.site)} has put pieces of different parameters "
             f"together. Leave it out: that gradient is summed already",
         )  # fmt: skip
 
 
-def _reduced(case: Case, at: int, same: Mask) -> Node | None:
-    """The collective along these axes by which all ranks have got one value of this shape; None if there is none."""
+def _reduced(case: Case, at: int, axes: Mask) -> Node | None:
+    """Returns the collective along these axes that gave all ranks one value of this shape; None if there is none."""
     nodes, like = case.trace.nodes, case.trace.nodes[at].like
-    if not same or like is None or not math.prod(like[0]):  # of what lives elsewhere a rank has nothing
+    if not axes or like is None or not math.prod(like[0]):  # a rank holds no element of a shard that lives elsewhere
         return None
 
     def onward(at: int) -> list[int]:
-        return [p for p in nodes[at].parents if nodes[p].like == like and not case.types.along[p] & same]
+        return [p for p in nodes[at].parents if nodes[p].like == like and not case.types.along[p] & axes]
 
-    ways = (nodes[now] for now in reached([at], onward))
-    return next((node for node in ways if node.effect == "minus" and node.axes & same), None)
+    path = (nodes[current] for current in reached([at], onward))
+    return next((node for node in path if node.effect == "minus" and node.axes & axes), None)
 
 
 def partial(case: Case, bad: Mask, variables: Mask, how: str) -> bool:
-    """Takes down that gradients of these variables vary where they do not."""
-    told = False
+    """Records variables whose gradient varies where they do not; returns whether there are any."""
+    recorded = False
     variables &= (1 << len(case.trace.variables)) - 1
     for bit in bits_of(variables & case.asked or variables):
         at = bit.bit_length() - 1
@@ -180,12 +180,12 @@ def partial(case: Case, bad: Mask, variables: Mask, how: str) -> bool:
         if mine and variable.node not in case.blank:
             before, first = case.partial.get(at, (0, how))
             case.partial[at] = (before | mine, first)
-            told = True
-    return told
+            recorded = True
+    return recorded
 
 
 def parts(case: Case) -> None:
-    """Says which parameters have gradients that are each rank's part, and where a `pvary` adds them up."""
+    """Reports parameters whose gradient is only each rank's part, and where a `pvary` would add the parts up."""
     groups: dict[tuple[Site | None, Mask], list[int]] = {}
     met: dict[int, int] = {}
     for at, (axes, _) in case.partial.items():
@@ -202,21 +202,21 @@ def parts(case: Case) -> None:
     for (site, axes), members in groups.items():
         first = case.trace.variables[members[0]]
         names, how = case.trace.names(axes), case.partial[members[0]][1]
-        more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        rest = f" and {len(members) - 1} more" if len(members) > 1 else ""
         others = ", ".join(case.trace.variables[m].path for m in members[1:4])
-        more += f" ({others}{', ...' * (len(members) > 4)})" if others else ""
+        rest += f" ({others}{', ...' * (len(members) > 4)})" if others else ""
         fix = f"shardfn.pvary({site.spelled(first.path) if site else first.path}, {named(names)})"
         where = f"{line(site)}, where it meets what varies, in {case.trace.nodes[met[members[0]]].op}" if site else ""
         case.add(
             met[members[0]] if site else first.node, "gradient", axes, first.path, site, fix,
-            f"{first.path}{more} is the same on all ranks along {named(names)}, but the gradient that goes into "
+            f"{first.path}{rest} is the same on all ranks along {named(names)}, but the gradient that goes into "
             f"{how} varies there: on each rank it is that rank's part alone. Write {fix}{where}: its transpose "
             f"adds up the parts{_mean_besides(case, members, axes)}",
         )  # fmt: skip
 
 
 def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:
-    """What is to be said where the loss is a mean over this rank's rows, of which no sum is wanted."""
+    """Returns a hint if the loss is a mean over this rank's rows, for which a sum of the parts is not enough."""
     for event in case.gradients():
         mean = case.types.mean[event.loss]
         asked = case.differentiated(event)
@@ -231,31 +231,31 @@ def _mean_besides(case: Case, members: list[int], axes: Mask) -> str:
 
 
 def _met(case: Case, at: int, axes: Mask, places: Mapping[tuple[int, int], int]) -> list[int]:
-    """Where a variable met what varies along these axes, on the way to its gradient."""
-    found = [places.get((k, 1 << at)) for k in range(len(case.trace.axes)) if axes >> k & 1]
-    return [node for node in found if node is not None and node < case.until.get(at, len(case.trace.nodes))]
+    """Returns where a variable met values that vary along these axes, before its gradient was complete."""
+    nodes = [places.get((k, 1 << at)) for k in range(len(case.trace.axes)) if axes >> k & 1]
+    return [node for node in nodes if node is not None and node < case.until.get(at, len(case.trace.nodes))]
 
 
 def _follows(case: Case, axes: Mask) -> bool:
-    """Whether something else that is wrong along these axes is the cause."""
+    """Whether another finding along these axes is the cause."""
     names = set(case.trace.names(axes))
-    return any(one.kind in ("sum", "vary", "losses") and names & set(one.axes) for _, one in case.found)
+    return any(finding.kind in ("sum", "vary", "losses") and names & set(finding.axes) for _, finding in case.found)
 
 
 def _outside(case: Case, at: int, axes: Mask) -> bool:
-    """Takes down a `pvary` of a variable that stands outside of what is differentiated by what it gave."""
+    """Reports a `pvary` of a variable outside of the function that is differentiated by the result of the `pvary`."""
     for event in case.gradients():
         for of, _ in event.pairs:
             if not case.types.along[of] & axes or not case.types.holds[of] >> at & 1:
                 continue
             roots = case.roots(of, bits_of(axes)[0])
-            made = next((case.trace.nodes[r] for r in roots if case.trace.nodes[r].op == "pvary"), None)
-            if made is not None:
+            pvary = next((case.trace.nodes[r] for r in roots if case.trace.nodes[r].op == "pvary"), None)
+            if pvary is not None:
                 path, names = case.trace.variables[at].path, named(case.trace.names(axes))
                 fix = f"shardfn.pvary({path}, {names}) inside of the function that is differentiated"
                 case.add(
-                    of, "gradient", axes, path, made.site, fix,
-                    f"the gradient of what pvary{line(made.site)} made of {path} is each rank's own, and goes into "
+                    of, "gradient", axes, path, pvary.site, fix,
+                    f"the gradient of what pvary{line(pvary.site)} made of {path} is each rank's own, and goes into "
                     f"{case.partial[at][1]}, which is the same on all ranks along {names}: nothing adds up the "
                     f"parts, since pvary stands outside of what is differentiated. Write: {fix}; or, where each rank "
                     f"takes steps of its own, average what they lead to, by shardfn.pmean along {names}",
@@ -265,7 +265,7 @@ def _outside(case: Case, at: int, axes: Mask) -> bool:
 
 
 def reduced_by_hand(case: Case, call: Call) -> None:
-    """Gradients of each rank's mean that are summed, or those of the mean over all ranks that are averaged."""
+    """Gradients of each rank's mean that are summed, or gradients of the mean over all ranks that are averaged."""
     if call.name not in ("psum", "pmean") or not call.own:
         return
     for event in case.gradients():
@@ -292,13 +292,13 @@ def _sum_of_means(case: Case, call: Call, event: Gradient) -> None:
 
 def _mean_of_parts(case: Case, call: Call, event: Gradient) -> None:
     types, mean = case.types, case.types.mean[event.loss]
-    bad, by = call.axes & ~types.along[event.loss] & types.along[call.node], types.divisors[event.loss]
+    bad, divisors = call.axes & ~types.along[event.loss] & types.along[call.node], types.divisors[event.loss]
     ranks, names = case.size(bad), named(call.said)
     if mean >= 0 and (types.along[mean] & bad or case.trace.nodes[mean].number is not None):
-        averaged = math.isclose(math.prod(by), ranks)  # or it is the sum of all ranks' means, of which this is the mean
+        averaged = math.isclose(math.prod(divisors), ranks)  # else this averages the ranks' own means
     else:
-        averaged = mean >= 0 or bool(by)
-    if not bad or not averaged or math.inf in by:
+        averaged = mean >= 0 or bool(divisors)
+    if not bad or not averaged or math.inf in divisors:
         return
     if scaled_later(case, [at for _, at in event.pairs], event.end, lambda n, _: math.isclose(n * ranks, 1)):
         return

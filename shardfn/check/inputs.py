@@ -1,4 +1,4 @@
-"""What goes in: arguments that are not as declared, random numbers that all ranks share, statistics of some rows."""
+"""Rules for inputs: arguments that differ from their declaration, shared random numbers, and partial statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardfn.check.varying import bits_of
 
 
 def replica(case: Case, argument: Argument) -> None:
-    """One that differs along axes along which it is declared to be the same."""
+    """An argument that differs along axes where it is declared to be the same."""
     if argument.allowed is None:
         return
     bad = case.compared.nodes.get(argument.node, 0) & ~argument.allowed
@@ -33,7 +33,7 @@ def replica(case: Case, argument: Argument) -> None:
 
 
 def same_rows(case: Case) -> None:
-    """Rows that are declared to be cut, and of which every rank has the same."""
+    """Rows that are declared to be cut, but are the same on every rank."""
     trained = {of for event in case.trace.events if isinstance(event, Gradient) for of, _ in event.pairs}
     rows = [a for a in case.compared.arguments if a.plain and not a.constant and a.node not in trained]
     for k, name in enumerate(case.trace.axes):
@@ -56,65 +56,65 @@ _MEETS = ("mul", "add", "sub", "div", "where", "masked_fill", "addcmul", "addcdi
           "_scaled_dot_product_efficient_attention")  # fmt: skip
 
 
-_SEVERAL = ("split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "unbind")  # of which ranks may take others
+_SEVERAL = ("split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "unbind")  # ranks may use different results
 
 
 def draws_met(values: Values) -> list[Evidence]:
-    """Which draw it is that meets other values where, for ranks to compare: each may take another of several."""
-    keys, drawn, found = {one.node: one.key for one in values.evidence}, dict[int, int](), []
+    """Returns evidence on which draw meets other values at which node: each rank may use another of several draws."""
+    keys, drawn, met = {evidence.node: evidence.key for evidence in values.evidence}, dict[int, int](), []
     for at, node in enumerate(values.trace.nodes):
-        before = [drawn[p] for p in node.parents if p in drawn]
+        draws = [drawn[p] for p in node.parents if p in drawn]
         if node.root == "random":
             drawn[at] = keys.get(at, 0)
-        elif before:
-            drawn[at] = hash(tuple(before))
-            if node.op.removesuffix("_") in _MEETS and not node.backward and len(before) < len(node.parents):
-                found.append(Evidence(values.key(node.site, -8), at, drawn[at]))
-    return found
+        elif draws:
+            drawn[at] = hash(tuple(draws))
+            if node.op.removesuffix("_") in _MEETS and not node.backward and len(draws) < len(node.parents):
+                met.append(Evidence(values.key(node.site, -8), at, drawn[at]))
+    return met
 
 
 def noise_of_rows(case: Case) -> None:
-    """Numbers drawn for each row, by generators that do not vary, where they meet rows that do."""
+    """Random numbers for each row that generators draw alike on all ranks, where they meet rows that vary."""
     drawn: set[int] = set()
-    told: set[int] = set()
+    reported: set[int] = set()
     for at, node in enumerate(case.trace.nodes):
         if (node.root == "random" and node.op not in DISTRIBUTIONS) or _only_drawn(case, node, drawn):
             drawn.add(at)
         elif node.op.removesuffix("_") in _MEETS and not node.backward and drawn.intersection(node.parents):
-            _told_where_met(case, at, drawn, told)
+            _told_where_met(case, at, drawn, reported)
 
 
 def _only_drawn(case: Case, node: Node, drawn: set[int]) -> bool:
-    """Whether a value is made of random numbers, and of nothing else that varies."""
+    """Whether a value is made of random numbers and otherwise of nothing that varies."""
     others = [p for p in node.parents if p not in drawn]
     if node.op in _SEVERAL:
         return False
     return not node.root and len(others) < len(node.parents) and not any(case.types.along[p] for p in others)
 
 
-def _told_where_met(case: Case, at: int, drawn: set[int], told: set[int]) -> None:
+def _told_where_met(case: Case, at: int, drawn: set[int], reported: set[int]) -> None:
     node = case.trace.nodes[at]
     for noise in drawn.intersection(node.parents):
         others = [p for p in node.parents if p not in drawn and _for_each_row(case, noise, p, at)]
         same = sum(b for b in bits_of(~case.types.along[noise] & functools.reduce(
             operator.or_, [rows(case, p) for p in others], 0)))  # fmt: skip
         same &= ~case.compared.watched.get(at, 0)
-        if not same or same in told:  # the first says it for all that draw alike
+        if not same or same in reported:  # one report is enough for all draws along these axes
             continue
-        told.add(same)
-        made, names = case.trace.nodes[min(_origins(case, noise, drawn))], named(case.trace.names(same))
+        reported.add(same)
+        draw, names = case.trace.nodes[min(_origins(case, noise, drawn))], named(case.trace.names(same))
         fix = f"generator=shardfn.fold_in(seed, {names})"
         default = f"torch.manual_seed(shardfn.fold_in(seed, {names}).initial_seed())"
         case.add(
-            at, "same", same, "", made.site, fix,
-            f"{made.op.removesuffix('_')}{line(made.site)} draws the same random numbers on all ranks along {names}, "
+            at, "same", same, "", draw.site, fix,
+            f"{draw.op.removesuffix('_')}{line(draw.site)} draws the same random numbers on all ranks along {names}, "
             f"for rows that vary there{case.because(others[0], same)}: those of one rank have the noise of those of "
             f"the others. Pass {fix}, or where an op takes none, call {default} before",
         )  # fmt: skip
 
 
 def _origins(case: Case, noise: int, drawn: set[int]) -> list[int]:
-    """Where random numbers were drawn."""
+    """Returns the nodes that drew the random numbers."""
     nodes = case.trace.nodes
 
     def onward(at: int) -> list[int]:
@@ -124,43 +124,43 @@ def _origins(case: Case, noise: int, drawn: set[int]) -> list[int]:
 
 
 def _for_each_row(case: Case, noise: int, other: int, at: int) -> bool:
-    """Whether random numbers are one or more for each of several rows."""
-    given, rows, made = (case.trace.nodes[k].like for k in (noise, other, at))
-    if given is None or rows is None or made is None:
+    """Whether the random numbers hold one entry or more for each of several rows."""
+    noise_like, row_like, result_like = (case.trace.nodes[k].like for k in (noise, other, at))
+    if noise_like is None or row_like is None or result_like is None:
         return False
     if case.trace.nodes[at].op.startswith("_scaled_dot_product"):
         return True
-    if case.trace.nodes[at].op == "cat" and made[0][:1] != rows[0][:1]:
+    if case.trace.nodes[at].op == "cat" and result_like[0][:1] != row_like[0][:1]:
         return False  # rows of noise after others
-    return len(given[0]) == len(rows[0]) > 0 and given[0][0] == rows[0][0] > 1
+    return len(noise_like[0]) == len(row_like[0]) > 0 and noise_like[0][0] == row_like[0][0] > 1
 
 
 def repeated_draws(case: Case) -> None:
-    """Numbers drawn from distributions that vary, by generators that do not."""
+    """Draws from distributions that vary by generators that do not."""
     watched = case.compared.watched
     for at in watched:
-        made = case.trace.nodes[at]
-        others = functools.reduce(operator.or_, [watched.get(p, 0) for p in made.parents], 0)
+        draw = case.trace.nodes[at]
+        others = functools.reduce(operator.or_, [watched.get(p, 0) for p in draw.parents], 0)
         same = case.types.along[at] & others & ~watched[at]
-        if made.op in DISTRIBUTIONS and same:
+        if draw.op in DISTRIBUTIONS and same:
             names = named(case.trace.names(same))
             fix = f"generator=shardfn.fold_in(seed, {names})"
             case.add(
-                at, "same", same, "", made.site, fix,
-                f"{made.op}{line(made.site)} draws by the same random numbers on all ranks along {names}, from "
+                at, "same", same, "", draw.site, fix,
+                f"{draw.op}{line(draw.site)} draws by the same random numbers on all ranks along {names}, from "
                 f"distributions that vary there{case.because(at, same)}: the rows of one rank have the noise of those "
                 f"of the others. Pass {fix}",
             )  # fmt: skip
 
 
 def batch_statistics(case: Case) -> None:
-    """A batch norm that takes its mean and variance from this rank's rows."""
-    told = set()
+    """A batch norm that takes its mean and variance from this rank's rows alone."""
+    reported = set()
     for at, node in enumerate(case.trace.nodes):
         along = _by_rows(case, node.parents[0]) if node.root == "statistics" and node.parents else 0
-        if not along or node.site in told:
+        if not along or node.site in reported:
             continue
-        told.add(node.site)
+        reported.add(node.site)
         names = named(case.trace.names(along))
         case.add(
             at, "batch_norm", along, "", node.site,
@@ -172,9 +172,9 @@ def batch_statistics(case: Case) -> None:
 
 
 def _by_rows(case: Case, at: int) -> Mask:
-    """The axes along which a value varies by more than parameters, which a stage gives to all ranks alike."""
-    found = 0
+    """Returns the axes along which a value varies by more than parameters and statistics."""
+    axes = 0
     for bit in bits_of(case.types.along[at]):
         roots = case.roots(at, bit)
-        found |= bit if any(case.trace.nodes[r].root not in ("parameter", "statistics") for r in roots) else 0
-    return found
+        axes |= bit if any(case.trace.nodes[r].root not in ("parameter", "statistics") for r in roots) else 0
+    return axes

@@ -1,4 +1,4 @@
-"""What is wrong with a recorded call, and which call mends it. A pure function of what was recorded and compared."""
+"""Judges a recorded call: a pure function from what was recorded and compared to findings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardfn.check.varying import bits_of
 
 
 def judged(trace: Trace, compared: Compared) -> list[Finding]:
-    """What is wrong with a call, first cause first."""
+    """Returns the findings of a call, first cause first."""
     case = Case(trace, compared)
     for argument in compared.arguments:
         inputs.replica(case, argument)
@@ -60,22 +60,22 @@ def judged(trace: Trace, compared: Compared) -> list[Finding]:
     inputs.noise_of_rows(case)
     inputs.batch_statistics(case)
     gradients.parts(case)
-    return [finding for at, finding in sorted(case.found, key=lambda one: one[0]) if _settled(trace, at, finding)]
+    return [finding for at, finding in sorted(case.found, key=lambda pair: pair[0]) if _settled(trace, at, finding)]
 
 
 def _settled(trace: Trace, at: int, finding: Finding) -> bool:
-    """Whether nothing that comes later can make a finding wrong: in a prefix, what is guessed before a step is used."""
+    """Whether no later event can refute a finding; in a prefix, guesses count only before the last optimizer step."""
     steps = (event.gradient for event in trace.events if isinstance(event, Used))
     return not trace.prefix or finding.kind not in PROBABLY or at < max(steps, default=-1)
 
 
 def _returned(case: Case, output: Output, differs: Mask) -> None:
-    """A result, of which the bits differ along these axes."""
+    """Judges a result whose bits differ along these axes."""
     if case.trace.prefix and (node := _last_updated(case, differs & ~(output.allowed or 0))) is not None:
         output = output._replace(node=node)
     along = case.types.along[output.node]
     if output.allowed is None:
-        for k in range(len(case.trace.axes)):  # new values of what was the same
+        for k in range(len(case.trace.axes)):  # updated values of variables that were the same on all ranks
             bit = along & case.types.backward[output.node] & 1 << k
             gradients.partial(case, bit, case.types.updated[output.node][k] if bit else 0, output.path)
         return
@@ -106,7 +106,7 @@ def _returned(case: Case, output: Output, differs: Mask) -> None:
 
 
 def _last_updated(case: Case, axes: Mask) -> int | None:
-    """The last value that was updated by a gradient which varies along axes, as a result has come to do since."""
+    """Returns the last value that was updated by a gradient that varies along these axes, None if there is none."""
     for at in reversed(range(len(case.types.along) if axes else 0)):
         if any(case.types.updated[at][k] for k in range(len(case.trace.axes)) if axes >> k & 1):
             return at
@@ -114,7 +114,7 @@ def _last_updated(case: Case, axes: Mask) -> int | None:
 
 
 def _updated(case: Case, node: int, bad: Mask) -> Mask:
-    """The variables whose gradient a value has, of which it is a new value if it is one."""
+    """Returns the variables whose gradient a value contains; only those that it is a new value of, if it is one."""
     updated = 0
     for k in range(len(case.trace.axes)):
         if bad >> k & 1:
@@ -122,16 +122,16 @@ def _updated(case: Case, node: int, bad: Mask) -> Mask:
     first, touched = (_used(case, places, node, bad) for places in (case.types.first, case.types.touched))
     kept = updated if case.asked else updated & (first | touched)
     same = sum(1 << at for at, variable in enumerate(case.trace.variables) if variable.same & bad)
-    moment = case.types.gradient[node] & case.asked & same and not kept & case.asked  # to which a gradient was added
+    moment = case.types.gradient[node] & case.asked & same and not kept & case.asked  # an optimizer's moment
     if kept and not moment:
         return kept
-    like = case.trace.nodes[node].like  # where the function made a leaf of its own: of a variable like it
+    like = case.trace.nodes[node].like  # for a leaf that the function made, take variables like it
     alike = sum(1 << at for at, v in enumerate(case.trace.variables) if case.trace.nodes[v.node].like == like)
     return case.types.gradient[node] or first or touched & alike or updated
 
 
 def _used(case: Case, places: Mapping[tuple[int, int], int], node: int, bad: Mask) -> int:
-    """The variables that met these axes before the last backward pass; a moment is met after it."""
+    """Returns the variables that met these axes before the last backward pass; optimizer moments are met after it."""
     last = max((at for at in range(node + 1) if case.trace.nodes[at].backward), default=node)
     met = 0
     for (axis, bit), at in places.items():
@@ -142,7 +142,7 @@ def _used(case: Case, places: Mapping[tuple[int, int], int], node: int, bad: Mas
 def _varies(
     case: Case, path: str, at: int, bad: Mask, allowed: Mask, site: Site | None, differs: Mask | None = None
 ) -> None:
-    """A value varies along axes where it is said not to."""
+    """Reports a value that varies along axes where it is declared not to."""
     bad &= ~case.told(at, bad)
     if not bad:
         return
@@ -150,7 +150,7 @@ def _varies(
     nodes = [case.trace.nodes[r] for r in sorted(roots)]
     guessed = all(n.root in ("", "constant", "closure") and n.effect == "union" for n in nodes)
     if differs is not None and not bad & differs and guessed:
-        return  # each rank went another way to the same number
+        return  # ranks took different branches, but to the same number
     names = case.trace.names(bad)
     kind: Kind = "closure" if nodes and all(n.root == "closure" for n in nodes) else "output"
     where, fix = reduction(case, path, at, bad, nodes)
@@ -163,28 +163,28 @@ def _varies(
 
 
 def used(values: Values) -> list[Evidence]:
-    """Which of the values that collectives made the same on all ranks go into a loss here, for ranks to compare."""
+    """Returns evidence for ranks to compare: which results of collectives, the same on all ranks, go into a loss."""
     trace = values.trace
     losses = [event.loss for event in trace.gradients()]
     if not losses:
         return []
-    before, given = set(reached(losses, lambda at: trace.nodes[at].parents)), given_by(trace)
+    inputs, given = set(reached(losses, lambda at: trace.nodes[at].parents)), given_by(trace)
     calls = [event for event in trace.events if isinstance(event, Call) and event.own and not event.backward]
-    found = [(call, at) for call in calls for at in [_made(given, call)] if at is not None]
-    return [Evidence(values.key(call.site, -7), at, int(at in before)) for call, at in found]
+    results = [(call, at) for call in calls for at in [_made(given, call)] if at is not None]
+    return [Evidence(values.key(call.site, -7), at, int(at in inputs)) for call, at in results]
 
 
 def _dropped(case: Case, call: Call) -> None:
-    """A value that goes into the loss of some ranks, and not into that of others."""
+    """Reports a value that goes into the loss on some ranks and not on others."""
     followed = call.own and not call.backward and not case.trace.prefix
     at = _made(case.given, call) if followed else None
-    some = case.compared.watched.get(-1 if at is None else at, 0) & call.axes
-    if not some or at is None or not case.types.depends[at] & case.asked:
+    differing = case.compared.watched.get(-1 if at is None else at, 0) & call.axes
+    if not differing or at is None or not case.types.depends[at] & case.asked:
         return
-    names, given = named(case.trace.names(some)), target(call.site) or "..."
+    names, given = named(case.trace.names(differing)), target(call.site) or "..."
     fix = f"torch.where(condition, other, shardfn.pvary({given}, {names}))"
     case.add(
-        at, "branch", some, "", call.site, fix,
+        at, "branch", differing, "", call.site, fix,
         f"what {call.name}{line(call.site)} gives goes into the loss on some ranks along {names}, and a branch drops "
         f"it on others: its derivative is then not added up, and each rank's is its own part. Choose on all ranks, "
         f"by {fix}",
@@ -192,5 +192,5 @@ def _dropped(case: Case, call: Call) -> None:
 
 
 def _made(given: Given, call: Call) -> int | None:
-    """What a collective gave, if all ranks have that alike."""
+    """Returns the node of a collective's result, if that is the same on all ranks; else None."""
     return min((given[key] for op in JOINING if (key := (op, call.node, call.site)) in given), default=None)

@@ -1,4 +1,4 @@
-"""What an op reads, makes and writes: what is known of it before it runs, and what it did then."""
+"""Records ops: what an op reads, makes and writes, known from its schema before it runs, and what it did."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from shardfn.check.trace import Node, Root
 from shardfn.check.values import UNKNOWN, Evidence, Values, like_of
 from shardfn.compat import autograd
 
-MEAN, SUM = 1, 2  # what torch calls them in the arguments of a loss
+MEAN, SUM = 1, 2  # torch's numbers for a loss's `reduction` argument
 
 
 def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Runs an op and takes down what it did."""
+    """Runs an op and records what it did."""
     if facts.kind == "each":
         return _each(values, func, facts, args, kwargs)
     written = [
@@ -33,10 +33,10 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         if k in kwargs or (isinstance(k, int) and k < len(args))
     ]
     replaced = written if facts.kind in ("copy", "empty") else [kwargs.get(k) for k in facts.out]
-    given = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
-    parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, given)))
-    stream = _stream([*args, *kwargs.values()], given[0].device) if facts.distributed and given else None
-    for x in given if stream is not None else ():
+    inputs = [x for x in _tensors((args, kwargs)) if _has_numbers(x) and not any(x is y for y in _tensors(replaced))]
+    parents = () if facts.kind == "like" else tuple(dict.fromkeys(map(values.node_of, inputs)))
+    stream = _stream([*args, *kwargs.values()], inputs[0].device) if facts.distributed and inputs else None
+    for x in inputs if stream is not None else ():
         values.watch(x, values.node_of(x), values.site(), facts.digest + 2)
     out = func(*args, **kwargs)
     results = _tensors(out)
@@ -44,7 +44,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
         if facts.base == "_local_scalar_dense":
             values.add(Node("item", parents, values.site()))
         return out
-    if facts.base == "set_" and not given:  # to a storage, of which its memory tells
+    if facts.base == "set_" and not inputs:  # set to a storage, whose state the memory records
         return out
     if facts.kind == "empty":
         for x in results:
@@ -53,7 +53,7 @@ def op(values: Values, func: Any, facts: Facts, args: Any, kwargs: dict[str, Any
     first = results[0] if results else next(iter(_tensors(written)), None)
     if first is None:
         return out
-    node = _made(values, facts, parents, args, kwargs, given, results or [first])
+    node = _made(values, facts, parents, args, kwargs, inputs, results or [first])
     if stream is not None:
         values.watch(stream, node, values.site(), facts.digest + 3)
     random = facts.random and (facts.chance is None or bool([*args, 0.0][min(facts.chance, len(args))]))
@@ -77,13 +77,13 @@ def _made(
     parents: tuple[int, ...],
     args: Any,
     kwargs: Any,
-    given: list[Tensor],
-    made: list[Tensor],
+    inputs: list[Tensor],
+    results: list[Tensor],
 ) -> int:
-    first = made[0]
+    first = results[0]
     root: Root = "" if parents else "constant"
     numbers, caller = _numbers(args, kwargs, facts.sizes), callsites.caller()
-    dims = _dims(facts, args, given)
+    dims = _dims(facts, args, inputs)
     node = Node(
         facts.base, parents, values.site(), root=root, backward=autograd.inside_backward(),
         records=not (facts.detaches and not callsites.stands_in())
@@ -91,39 +91,39 @@ def _made(
         like=like_of(first), own=caller == "user", by_row=bool(dims) and 0 not in dims,
     )  # fmt: skip
     if facts.base == "mean" and not node.by_row:
-        node.count = max(given[0].numel() // max(first.numel(), 1), 1)
-    elif facts.base in ("sum", "dot") and given and not node.by_row:
-        node.rows = _rows(dims, given[0])
+        node.count = max(inputs[0].numel() // max(first.numel(), 1), 1)
+    elif facts.base in ("sum", "dot") and inputs and not node.by_row:
+        node.rows = _rows(dims, inputs[0])
     elif facts.reduction is not None:
-        said = args[facts.reduction] if facts.reduction < len(args) else MEAN
-        node.count = args[0].numel() if said == MEAN else 0
-        node.rows = _rows([], args[1 if facts.base.startswith("nll_loss") else 0]) if said == SUM else ()
+        reduction = args[facts.reduction] if facts.reduction < len(args) else MEAN
+        node.count = args[0].numel() if reduction == MEAN else 0
+        node.rows = _rows([], args[1 if facts.base.startswith("nll_loss") else 0]) if reduction == SUM else ()
     elif facts.statistics and _trains(facts, args, kwargs) and not callsites.called_by("instance_norm"):
         node.root = "statistics"
     node.number = _divisor(facts.base, args)
     at = values.add(node)
-    # Those of the library's own may rightly differ, and backward repeats what forward was given.
+    # The library's own numbers may rightly differ, and backward repeats those of forward.
     if numbers and caller == "user" and not node.backward:
         values.evidence.append(Evidence(values.key(node.site, facts.digest), at, hash(numbers)))
     if facts.base.startswith("nll_loss") and facts.base.endswith("forward") and node.count:
         with quietly():
-            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(made[1])))  # its weight
+            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(results[1])))  # its weight
     elif node.count and (facts.base == "mean" or facts.reduction is not None):
         values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, node.count))
-    elif facts.base in ("div", "div_") and len(given) == 2 and given[1].numel() == 1:
+    elif facts.base in ("div", "div_") and len(inputs) == 2 and inputs[1].numel() == 1:
         with quietly():
-            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(given[1])))
+            values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, bits(inputs[1])))
     elif node.number is not None:
         values.counts.append(Evidence(values.key(node.site, facts.digest + 1), at, hash(node.number)))
     return at
 
 
 def _stream(arguments: list[Any], device: torch.device) -> Tensor:
-    """The state of the generator that an op on a device is about to draw from."""
+    """Returns the state of the generator that an op on a device is about to draw from."""
     with quietly():
-        for one in arguments:
-            if isinstance(one, torch.Generator):
-                return one.get_state()
+        for argument in arguments:
+            if isinstance(argument, torch.Generator):
+                return argument.get_state()
         if device.type == "cpu":
             return torch.get_rng_state()
         state: Tensor = torch.get_device_module(device).get_rng_state(device)
@@ -131,7 +131,7 @@ def _stream(arguments: list[Any], device: torch.device) -> Tensor:
 
 
 def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective of torch's own, raw or in a compiled graph: what it gives, when it has come, its bits say."""
+    """Runs one of torch's own collectives, raw or in a compiled graph; its result is known only by its bits."""
     out = func(*args, **kwargs)
     changed = _tensors((args, kwargs)) if str(func).split(".")[1].endswith("_") else []
     for x in (*changed, *_tensors(out)):
@@ -140,40 +140,40 @@ def communicated(values: Values, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _drawn(values: Values, facts: Facts, x: Tensor, node: int) -> int:
-    """A node for what was drawn, which ranks compare."""
-    made = values.trace.nodes[node]
+    """Adds a node for random numbers, which ranks compare."""
+    op_node = values.trace.nodes[node]
     at = values.add(
-        Node(facts.base, (node,), made.site, root="random", backward=made.backward, records=made.records,
+        Node(facts.base, (node,), op_node.site, root="random", backward=op_node.backward, records=op_node.records,
              like=like_of(x))
     )  # fmt: skip
-    values.show(x, at, made.site, facts.digest)
+    values.show(x, at, op_node.site, facts.digest)
     return at
 
 
 def _by_seed(values: Values, node: int, facts: Facts, seed: Tensor) -> int:
-    """A node for what an op made of its arguments and of what it drew, which ranks compare by itself."""
-    made = values.trace.nodes[node]
-    drawn = values.add(Node(facts.base, (), made.site, root="random", backward=made.backward, like=like_of(seed)))
-    values.show(seed, drawn, made.site, facts.digest)
+    """Adds nodes for a seed that an op drew, which ranks compare, and for its result from arguments and seed."""
+    source = values.trace.nodes[node]
+    drawn = values.add(Node(facts.base, (), source.site, root="random", backward=source.backward, like=like_of(seed)))
+    values.show(seed, drawn, source.site, facts.digest)
     return values.add(
-        Node(facts.base, (node, drawn), made.site, backward=made.backward, records=made.records, like=made.like)
+        Node(facts.base, (node, drawn), source.site, backward=source.backward, records=source.records, like=source.like)
     )
 
 
 def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
-    """An op on lists, item by item."""
-    several = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (list, tuple)) and v]
-    lists = [(k, v) for k, v in several if isinstance(v[0], Tensor)]
+    """Runs an op on lists and records it item by item."""
+    sequences = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (list, tuple)) and v]
+    lists = [(k, v) for k, v in sequences if isinstance(v[0], Tensor)]
     if not lists:
         return func(*args, **kwargs)
     shared = [x for v in (*args, *kwargs.values()) if isinstance(v, Tensor) for x in (v,)]
     copies = facts.base in ("_foreach_copy_", "_foreach_zero_")
     length = len(lists[0][1])
-    same = tuple(map(values.node_of, shared))
+    shared_nodes = tuple(map(values.node_of, shared))
     parents = []
     for i in range(length):
         read = [v[i] for k, v in lists if len(v) == length and not (copies and k in facts.writes)]
-        parents.append(tuple(dict.fromkeys((*map(values.node_of, read), *same))))
+        parents.append(tuple(dict.fromkeys((*map(values.node_of, read), *shared_nodes))))
     out = func(*args, **kwargs)
     numbers = _numbers(args, kwargs, frozenset())
     for i in range(length):
@@ -192,14 +192,14 @@ def _each(values: Values, func: Any, facts: Facts, args: Any, kwargs: Any) -> An
         if isinstance(out, (list, tuple)) and i < len(out) and isinstance(out[i], Tensor):
             values.keep(out[i], at)
     for k, x in (*enumerate(args), *kwargs.items()):
-        if k in facts.writes and isinstance(x, Tensor):  # of all items, as whether any is infinite
+        if k in facts.writes and isinstance(x, Tensor):  # one result for all items, such as whether any is infinite
             together = values.add(Node(facts.base, tuple(dict.fromkeys(sum(parents, ()))), values.site()))
             values.keep(x, together, written=True)
     return out
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in what an op takes or gives: tensors, lists and tuples of them, dicts."""
+    """Returns the tensors among an op's arguments or results: in lists, tuples and dicts, too."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, (list, tuple)):
@@ -208,26 +208,26 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _numbers(args: Any, kwargs: Any, sizes: frozenset[int | str]) -> tuple[Any, ...]:
-    """The numbers among an op's arguments, but for shapes."""
-    found: list[Any] = []
+    """Returns the Python numbers among an op's arguments, except for shapes."""
+    numbers: list[Any] = []
     for k, v in (*enumerate(args), *kwargs.items()):
         if k in sizes or isinstance(v, Tensor):
             continue
-        for one in v if isinstance(v, (list, tuple)) else (v,):
-            if isinstance(one, float) and math.isnan(one):
-                found.append(3)  # its hash is not the same on every rank
-            elif isinstance(one, (int, float, complex)):
-                found += [one, one + one]  # -1 and -2 have the same hash
-    return tuple(found)
+        for item in v if isinstance(v, (list, tuple)) else (v,):
+            if isinstance(item, float) and math.isnan(item):
+                numbers.append(3)  # in place of nan, whose hash differs between ranks
+            elif isinstance(item, (int, float, complex)):
+                numbers += [item, item + item]  # the double, too, since -1 and -2 have equal hashes
+    return tuple(numbers)
 
 
 def differentiable(x: Tensor) -> bool:
-    """Whether a tensor may have a gradient."""
+    """Whether a tensor can have a gradient."""
     return x.is_floating_point() or x.is_complex()
 
 
 def _divisor(base: str, args: Any) -> float | None:
-    """The Python number that an op divides by, or by whose inverse it multiplies."""
+    """Returns the Python number that an op divides by, or whose inverse it multiplies by."""
     number = args[1] if len(args) > 1 and isinstance(args[1], (int, float)) else 0
     if base not in ("div", "div_", "mul", "mul_") or not number or not math.isfinite(number):
         return None
@@ -236,24 +236,24 @@ def _divisor(base: str, args: Any) -> float | None:
     inverse = 1 / number
     if not math.isfinite(inverse):
         return None
-    near = round(inverse)
-    return float(near) if math.isclose(inverse, near, rel_tol=1e-12) else inverse
+    nearest = round(inverse)
+    return float(nearest) if math.isclose(inverse, nearest, rel_tol=1e-12) else inverse
 
 
 def _rows(dims: list[int], x: Tensor) -> tuple[int, ...]:
-    """How many elements the first dimensions have that are summed, of one, of two, and so on."""
+    """Returns the numbers of elements in the first summed dimension, in the first two, and so on."""
     shape = [n for d, n in enumerate(x.shape) if not dims or d in dims]
     return tuple(itertools.accumulate(shape, operator.mul)) if x.numel() > 1 else ()
 
 
-def _dims(facts: Facts, args: Any, given: list[Tensor]) -> list[int]:
-    """The dimensions along which an op goes; none where it goes along all."""
+def _dims(facts: Facts, args: Any, inputs: list[Tensor]) -> list[int]:
+    """Returns the dimensions along which an op reduces; empty if along all."""
     if facts.dims is None:
         return []
-    at, default = facts.dims
-    said = args[at] if at < len(args) else default
-    numbers = [said] if isinstance(said, int) else said if isinstance(said, (list, tuple)) else []
-    return [d % max(given[0].ndim, 1) for d in numbers if isinstance(d, int)] if given else []
+    position, default = facts.dims
+    dims = args[position] if position < len(args) else default
+    numbers = [dims] if isinstance(dims, int) else dims if isinstance(dims, (list, tuple)) else []
+    return [d % max(inputs[0].ndim, 1) for d in numbers if isinstance(d, int)] if inputs else []
 
 
 def _trains(facts: Facts, args: Any, kwargs: Any) -> bool:
@@ -284,24 +284,24 @@ DISTRIBUTIONS = ("multinomial", "poisson", "binomial", "_standard_gamma", "_samp
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one op.
+    """What is known of one op.
 
     Attributes:
-        base: as in `aten.mul.Tensor`, without the library and the overload.
-        digest: the same on every rank.
-        kind: `"made"`: of no tensor; `"like"`: of a tensor's shape alone; `"empty"`: with no value yet;
-            `"copy"`: replaces what it writes to; `"each"`: item by item of several lists.
-        random: whether it draws.
-        drawn: which of its results is what it drew, or the seed of that; None where all are.
-        distributed: whether it draws each number from a distribution of its own, which a tensor says.
-        chance: position of the argument without which it draws nothing.
+        base: its name as in `aten.mul.Tensor`, without library and overload: `mul`.
+        digest: a hash of its name, equal on every rank.
+        kind: `"made"`: takes no tensor; `"like"`: uses only a tensor's shape; `"empty"`: leaves its result unset;
+            `"copy"`: replaces what it writes to; `"each"`: works item by item on lists; `"plain"`: anything else.
+        random: whether it draws random numbers.
+        drawn: the index of the result that holds what it drew, or the seed of that; None if all results do.
+        distributed: whether it draws each number from its own distribution, given by a tensor.
+        chance: position of the probability argument; it draws nothing if that is 0.
         writes: positions and names of the arguments that it writes to.
-        out: those of them that it does not read, `out=`.
-        sizes: positions and names of those that are only a shape.
-        detaches: whether its result is not differentiated.
-        reduction: position of the argument that says whether a loss is a mean or a sum, if it has one.
-        dims: position of the argument that says along which dimensions it goes, and what that is if it is not given.
-        statistics: whether it normalises by a batch's statistics, where it is told to train.
+        out: names of those that it does not read, such as `out=`.
+        sizes: positions and names of arguments that are only shapes.
+        detaches: whether its result has no derivative.
+        reduction: position of a loss's `reduction` argument; None for other ops.
+        dims: position and default of the argument with the dimensions that it reduces; None without one.
+        statistics: whether it normalises by batch statistics when it trains.
     """
 
     base: str
@@ -322,7 +322,7 @@ class Facts:
 
 @functools.cache
 def facts_of(op: Any) -> Facts:
-    """What is known of an op."""
+    """Returns the facts of an op, read from its schema."""
     schema = getattr(op, "_schema", None)
     name = str(getattr(op, "name", lambda: str(op))()).split("::")[-1] if schema is not None else str(op)
     base = name.split(".")[0]

@@ -1,7 +1,7 @@
-"""A dispatch mode that takes down what a function does with tensors: forward, backward and inside every transform.
+"""A dispatch mode that records what a function does with tensors: forward, backward and inside every transform.
 
-It stands below autograd and torch.func, so what it sees are plain tensors, and the ops that really run. What happens
-past them, in memory that a stage's engine fills say, it is told.
+It stands below autograd and torch.func, so it sees plain tensors and the ops that really run. Anything that bypasses
+ops, such as a stage's engine filling memory, is reported to it by calls.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from shardfn.check.values import Evidence, Values, like_of
 from shardfn.compat import autograd, dispatch, functorch, modes
 
 MOST = 2**16
-"""How many values of a call are taken down, and what it does with them."""
+"""Number of nodes after which a record ends."""
 COMPARED = 2**10
-"""How many collectives of a call are compared along each group of ranks."""
+"""Number of collectives of a call that ranks compare in each group."""
 
 
 def current() -> Recorder | None:
-    """The recorder of the checked call that runs on this thread, or of which autograd runs a part here."""
-    found = outer()
-    return found if found is None or not found.over() else None
+    """Returns the recorder of the checked call that this thread works for; None if there is none or it is over."""
+    recorder = outer()
+    return recorder if recorder is None or not recorder.over() else None
 
 
 def outer() -> Recorder | None:
-    """The same, be its record over or not: one that is over on this rank may go on on another."""
+    """Like `current`, even when the record is over here: it may go on on another rank."""
     if not active[0] or thread.paused:
         return None
-    found: Recorder | None = thread.recorder or dispatch.running(Recorder)
-    return found
+    recorder: Recorder | None = thread.recorder or dispatch.running(Recorder)
+    return recorder
 
 
 def comparing(group: str) -> Recorder | None:
-    """That of the checked call of which the next collective along a group is compared.
+    """Returns the recorder of the checked call if the next collective in a group is to be compared, else None.
 
-    It goes by how many there were along it, which all of its ranks have alike: how much else one has taken down, before
-    which collective it stops, is its own affair, and no other may wait for it.
+    That depends only on the number of collectives in the group, which is equal on all its ranks. How many ops a rank
+    has recorded, and so when its record ends, may differ, and no rank may wait for another because of it.
     """
-    found = outer()
-    if found is None and active[0] and not thread.paused and autograd.autograd_thread() and len(_all) == 1:
-        (found,) = _all  # which does not look on any more
-    return found if found is not None and found.compares(group) else None
+    recorder = outer()
+    if recorder is None and active[0] and not thread.paused and autograd.autograd_thread() and len(_all) == 1:
+        (recorder,) = _all  # the mode may have left, but the call goes on
+    return recorder if recorder is not None and recorder.compares(group) else None
 
 
 _all: set[Recorder] = set()
@@ -62,10 +62,10 @@ class Recorder(modes.Watching):
     """Records the ops that run inside.
 
     Attributes:
-        trace: what was recorded.
-        values: what each tensor is known as.
-        name: what is checked, for messages.
-        axes_of: names of the axes along which a process group's ranks stand.
+        trace: the record.
+        values: the node of each tensor's current value.
+        name: the name of the call, for messages.
+        axes_of: names of the axes along which a process group runs.
     """
 
     def __init__(self, name: str, axes: dict[str, int], groups: Callable[[str], Iterable[str]]) -> None:
@@ -76,7 +76,7 @@ class Recorder(modes.Watching):
         self._parameters: dict[Any, int] = {}
         self._before: Recorder | None = None
         self._compared: Counter[str] = Counter()
-        self._end: list[int] = []  # how much there was when it was enough
+        self._end: list[int] = []  # lengths of the record's lists when it ended
         self._looks = False
 
     def __enter__(self) -> Recorder:
@@ -95,29 +95,29 @@ class Recorder(modes.Watching):
         thread.recorder = self._before
         self.values.forget()
 
-    # --- how much of a long call ---
+    # --- the end of a long record ---
 
     def over(self) -> bool:
-        """Whether enough was taken down. From then on the mode leaves as soon as it can."""
+        """Whether the record has ended. The mode then leaves as soon as it can."""
         if not self._end:
             if len(self.trace.nodes) < MOST:
                 return False
             self._end = self.values.lengths()
         innermost = self._looks and thread.recorder is self and modes.innermost() is self
-        # A backward pass or a transform puts back the modes that it has found.
+        # Not in a backward pass or a transform, which restores the modes that it found.
         if innermost and not (autograd.inside_backward() or functorch.inside_transform()):
             super().__exit__()
             self._looks = False
         return True
 
     def ended(self) -> bool:
-        """The function has: whether the record ends before it, and then without what came after."""
+        """Cuts off what was recorded after the end, when the function returns; whether the record ended early."""
         if self._end:
             self.values.cut(self._end)
         return bool(self._end)
 
     def compares(self, group: str) -> bool:
-        """Whether the next collective along a group is compared; counts it."""
+        """Whether the next collective in a group is compared; counts it."""
         self._compared[group] += 1
         return self._compared[group] <= COMPARED
 
@@ -127,7 +127,7 @@ class Recorder(modes.Watching):
         kwargs = kwargs or {}
         if self._end or self.over():
             return func(*args, **kwargs)
-        if dispatch.traced():  # fake tensors, in what DTensor does say, which the mode below takes
+        if dispatch.traced():  # fake tensors, such as DTensor's, which the mode below handles
             return func(*args, **kwargs)
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
             return NotImplemented
@@ -143,17 +143,17 @@ class Recorder(modes.Watching):
 
     @contextlib.contextmanager
     def _on_this_thread(self) -> Iterator[None]:
-        """Backward of a CUDA tensor runs on a thread of autograd's own."""
+        """A context that makes this the thread's recorder: backward of CUDA tensors runs on autograd's own threads."""
         before, thread.recorder = thread.recorder, self
         try:
             yield
         finally:
             thread.recorder = before
 
-    # --- what is told to it ---
+    # --- reports of what ops do not show ---
 
     def input(self, x: Tensor, path: str, allowed: Mask | None, variable: bool = True) -> int:
-        """An argument, which may vary along the axes `allowed`; None: as its bits do."""
+        """Adds an argument, which may vary along the axes `allowed`; None: along those where its bits differ."""
         x = functorch.unwrapped(x)
         everywhere = (1 << len(self.trace.axes)) - 1
         effect: Effect = "exactly" if allowed is not None else "union"
@@ -166,18 +166,18 @@ class Recorder(modes.Watching):
         return at
 
     def number(self, x: complex, path: str) -> int:
-        """A number that the function returned, which ranks compare."""
+        """Adds a number that the function returned, which ranks compare."""
         at = self.values.add(Node("number", (), None, root="constant", about=path))
         digest = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=7).digest(), "big")
         self.values.evidence.append(Evidence(self.values.key(None, digest), at, 3 if x != x else hash(x)))
         return at
 
     def part_of(self, whole: int, allowed: Mask) -> int:
-        """One parameter in a flat shard, which ranks compare by itself."""
+        """Adds one parameter in a flat shard, which ranks compare on its own."""
         return self.values.add(Node("input", (whole,), None, "exactly", allowed, "input"))
 
     def moved(self, name: str, group: str, x: Tensor, y: Tensor) -> None:
-        """A collective along the axes of a group made `y` of `x`."""
+        """Records that a collective along the axes of a group made `y` from `x`."""
         takes, gives = COLLECTIVES[name][0], COLLECTIVES[name][1]
         axes = self.trace.mask(self.axes_of(group))
         effect: Effect = "plus" if gives == "V" else "minus"
@@ -192,7 +192,7 @@ class Recorder(modes.Watching):
         self.values.keep(y, at)
 
     def gathered(self, x: Tensor, names: Iterable[str], y: Tensor) -> None:
-        """Into `y`, by no op, went what all ranks along these axes have; `x` is this rank's."""
+        """Records that `y` was filled, by no op, with what all ranks along these axes hold; `x` is this rank's."""
         x, y = functorch.unwrapped(x), functorch.unwrapped(y)
         parent, axes = self.values.node_of(x), self.trace.mask(names)
         at = self.values.add(
@@ -203,7 +203,7 @@ class Recorder(modes.Watching):
     def parameters(
         self, stage: Any, paths: Sequence[str], shard: Tensor, given: Sequence[Tensor], allowed: Sequence[Mask]
     ) -> None:
-        """The whole parameters of a flat shard, as a stage's function gets them."""
+        """Adds the whole parameters of a flat shard, as a stage's function receives them."""
         parent = self.values.node_of(functorch.unwrapped(shard))
         everywhere = (1 << len(self.trace.axes)) - 1
         for number, (path, x, axes) in enumerate(zip(paths, given, allowed, strict=True)):
@@ -221,18 +221,18 @@ class Recorder(modes.Watching):
             self.values.keep(x, at)
 
     def part(self, stage: Any, number: int, gradient: Tensor) -> None:
-        """A stage's gradient of one of its parameters is about to be summed over ranks."""
+        """Records a stage's gradient of one of its parameters, just before it is summed over ranks."""
         variable = self._parameters.get((stage, number))
         if variable is not None:
             node = self.values.node_of(functorch.unwrapped(gradient))
             self.trace.events.append(Part(variable, node, self.trace.nodes[variable].axes))
 
     def summed(self, axes: Mask) -> None:
-        """A stage sums gradients along these axes."""
+        """Records that a stage sums gradients along these axes."""
         self.trace.events.append(Summed(len(self.trace.nodes), axes))
 
     def declared(self, x: Tensor, axes: Mask, of: Iterable[Tensor], op: str) -> None:
-        """A value that the library made, and of which it knows along what it varies."""
+        """Adds a value made by the library, which knows along which axes it varies."""
         x = functorch.unwrapped(x)
         parents = tuple(self.values.node_of(functorch.unwrapped(y)) for y in of)
         backward = autograd.inside_backward()
@@ -242,14 +242,14 @@ class Recorder(modes.Watching):
     def called(
         self, name: str, names: Iterable[str], x: Tensor, number: bool, said: Any, pieces: Iterable[str] = ()
     ) -> None:
-        """The function calls a collective, on a flat shard perhaps, which is in `pieces` along some axes."""
+        """Records a call of a collective by the function; `pieces` are the axes that cut its argument, a flat shard."""
         caller, backward = callsites.who_calls(), autograd.inside_backward()
         if caller == "library" or (backward and caller != "user"):
-            return  # it knows what it does
+            return  # the library's own calls are not judged
         plain = functorch.unwrapped(x)
         node = self.values.node_of(plain)
         if name == "psum" and caller == "user" and not number and not backward:
-            self.values.watch(plain, node, self.values.site(), 4)  # what makes it vary may be the library's own
+            self.values.watch(plain, node, self.values.site(), 4)  # it may vary by the library's numbers
         self.trace.events.append(
             Call(
                 name,
@@ -265,9 +265,9 @@ class Recorder(modes.Watching):
         )
 
     def differentiated(self, loss: Tensor, begin: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """`value_and_grad` has these gradients."""
+        """Records the gradients that `value_and_grad` returns."""
         end = len(self.trace.nodes)
-        found, inner = [], False
+        gradients, inner = [], False
         for variable, gradient in pairs:
             inner = inner or variable.requires_grad or functorch.wrapped(variable)
             plain = functorch.unwrapped(gradient)
@@ -277,30 +277,30 @@ class Recorder(modes.Watching):
                      like=like_of(plain))
             )  # fmt: skip
             self.values.keep(plain, at)
-            found.append((of, at))
+            gradients.append((of, at))
         plain, site = functorch.unwrapped(loss), self.values.site()
         node = self.values.node_of(plain)
         self.values.watch(plain, node, site, 1)
-        self.trace.events.append(Gradient(node, begin, end, found, self.values.site(), inner))
+        self.trace.events.append(Gradient(node, begin, end, gradients, self.values.site(), inner))
 
     def used(self, pairs: Iterable[tuple[Tensor, Tensor, Iterable[str] | None]]) -> None:
-        """An optimizer is about to use these parameters and gradients; with each the axes that cut a flat one."""
+        """Records the parameters and gradients of an optimizer's step, each with the axes that cut it if it is flat."""
         for parameter, gradient, cut in pairs:
             nodes = [self.values.node_of(functorch.unwrapped(x)) for x in (parameter, gradient)]
             axes = None if cut is None else self.trace.mask(cut)
             self.trace.events.append(Used(nodes[0], nodes[1], self.values.site(), axes))
 
     def claimed(self, what: str, x: Tensor, allowed: Mask) -> None:
-        """A function mapped inside takes or gives a value that may vary along these axes alone."""
+        """Records a value that an inner mapped function takes or returns, which may vary along these axes alone."""
         node = self.values.node_of(functorch.unwrapped(x))
         self.trace.events.append(Claimed(what, node, allowed, self.values.site()))
 
     def same(self, x: Tensor, y: Tensor) -> None:
-        """A tensor stands for another one, with its derivative."""
+        """Records that a tensor stands for another one, derivative included."""
         self.values.keep(functorch.unwrapped(x), self.values.node_of(functorch.unwrapped(y)))
 
     def filled(self, x: Tensor) -> None:
-        """Something that is no op has written to a tensor."""
+        """Records that something other than an op has written to a tensor."""
         self.values.filled(x)
 
 
@@ -319,11 +319,11 @@ COLLECTIVES = {
     "replicated": "II",
     "verified": "II",
 }
-"""What each takes and gives: varying, or invariant."""
+"""What each takes and returns: V for varying, I for invariant."""
 
 
 def pieces(tree: Any) -> dict[int, tuple[str, ...]]:
-    """Along which axes the flat shards in a tree are cut, by the identity of their values."""
+    """Returns the axes that cut each flat shard in a tree, by the identity of its values."""
     nodes = optree.tree_leaves(tree, is_leaf=lambda node: hasattr(node, "layout") and hasattr(node, "values"))
     return {
         id(node.values): node.layout.placement.axes

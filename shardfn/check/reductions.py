@@ -1,4 +1,4 @@
-"""Reductions that are given the wrong thing: means to sum, sums to average, what every rank has whole, flat shards."""
+"""Rules for reductions of the wrong values: sums of means, means of sums, sums of replicated values or flat shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ADDS = {"add": "+", "add_": "+", "sub": "-", "sub_": "-"}
 
 
 def miscounted(case: Case, call: Call) -> None:
-    """What `psum` and `pmean` are given, where that is no gradient."""
+    """Judges what `psum` and `pmean` are given, if that is no gradient."""
     if not call.own or call.backward or call.number:
         return
     if case.types.gradient[call.node]:  # of a loss that is made of one, at most
@@ -32,24 +32,24 @@ def miscounted(case: Case, call: Call) -> None:
 
 
 def _whole(case: Case, call: Call) -> bool:
-    """A sum of what each rank has made of all ranks' values."""
+    """A sum of values that each rank computed from all ranks' values."""
     alike = call.axes & case.types.along[call.node] & ~case.compared.watched.get(call.node, 0)
     bad = sum(b for b in bits_of(alike) if case.same(call.node, b))
     if not bad or _weighed(case, call, bad):
         return False
     names, times = named(case.trace.names(bad)), case.size(bad)
     fix = f"shardfn.pmean({case.expression(call)}, {names})"
-    made = case.trace.nodes[case.roots(call.node, bits_of(bad)[0])[0]]
+    root = case.trace.nodes[case.roots(call.node, bits_of(bad)[0])[0]]
     case.add(
         call.node, "whole", bad, "", call.site, fix,
         f"psum along {named(call.said)}{line(call.site)} adds up what every rank along {names} has whole, by "
-        f"{made.op}{line(made.site)}, and makes it, and its gradient, {times} times as large. Write: {fix}",
+        f"{root.op}{line(root.site)}, and makes it, and its gradient, {times} times as large. Write: {fix}",
     )  # fmt: skip
     return True
 
 
 def _sum_of_means(case: Case, call: Call) -> bool:
-    """A sum of the means over each rank's rows, of which there are equally many."""
+    """A sum of means over each rank's rows, of which all ranks have equally many."""
     mean = case.types.mean[call.node]
     if mean < 0 or case.trace.nodes[mean].like != case.trace.nodes[call.node].like:
         return False
@@ -68,14 +68,14 @@ def _sum_of_means(case: Case, call: Call) -> bool:
 
 
 def _over_its_own_rows(case: Case, call: Call) -> None:
-    """The sum of all ranks' rows that is divided by the number of this rank's."""
+    """A sum over all ranks' rows that is divided by the number of this rank's rows."""
     counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
-    made = _sum_of(case, call)
-    if not counts or not bad or made is None or case.types.mean[call.node] >= 0 or _weighed(case, call, bad):
+    total = _sum_of(case, call)
+    if not counts or not bad or total is None or case.types.mean[call.node] >= 0 or _weighed(case, call, bad):
         return
-    for at, all_in_all in _scaled(case, made):
+    for at, factor in _scaled(case, total):
         number = case.trace.nodes[at].number
-        if number != all_in_all or number not in _counts(counts, case.size(bad)):
+        if number != factor or number not in _counts(counts, case.size(bad)):
             continue
         site, names = case.trace.nodes[at].site, named(call.said)
         fix = f"shardfn.psum({(site.divisor if site else None) or 'count'}, {names})"
@@ -89,17 +89,17 @@ def _over_its_own_rows(case: Case, call: Call) -> None:
 
 
 def _mean_of_sums(case: Case, call: Call) -> None:
-    """The mean over ranks of their sums, which is divided by the number of all rows, or by none."""
+    """A mean over ranks of their sums, which is divided by the number of all rows as well, or by none."""
     counts, bad = case.types.rows[call.node], call.axes & rows(case, call.node)
-    made, by = _sum_of(case, call), case.types.divisors[call.node]
-    if not counts or not bad or made is None or case.types.mean[call.node] >= 0 or math.inf in by:
+    result, by = _sum_of(case, call), case.types.divisors[call.node]
+    if not counts or not bad or result is None or case.types.mean[call.node] >= 0 or math.inf in by:
         return
     ranks, names = case.size(bad), named(call.said)
     by_ranks = _averaged(case, call)
-    made = made if by_ranks is None else by_ranks
-    uses = [(at, number * math.prod(by)) for at, number in [(made, 1.0), *_scaled(case, made)]]
+    result = result if by_ranks is None else by_ranks
+    uses = [(at, number * math.prod(by)) for at, number in [(result, 1.0), *_scaled(case, result)]]
     given, total = case.expression(call), f"shardfn.psum({case.expression(call)}, {names})"
-    of_all = {float(n * ranks) for n in counts} - {float(n) for n in counts}  # which this rank's alone cannot be
+    of_all = {float(n * ranks) for n in counts} - {float(n) for n in counts}  # counts that cannot be this rank's alone
     if any(n in of_all for _, n in uses) or any(_by_all(case, at, ranks, call.axes) for at, _ in uses):
         case.add(
             call.node, "means", bad, "", call.site, total,
@@ -117,7 +117,7 @@ def _mean_of_sums(case: Case, call: Call) -> None:
 
 
 def _by_all(case: Case, at: int, ranks: int, axes: Mask) -> bool:
-    """Whether a value is divided by a count that was summed over ranks, and not averaged."""
+    """Whether a value is divided by a count that was summed over ranks, rather than averaged."""
     node, types = case.trace.nodes[at], case.types
     if node.op not in ("div", "div_") or len(node.parents) != 2:
         return False
@@ -127,7 +127,7 @@ def _by_all(case: Case, at: int, ranks: int, axes: Mask) -> bool:
 
 
 def _is_a_loss(case: Case, reached: list[int], ranks: int) -> bool:
-    """Whether one of these is a loss of which nothing makes up for a division by the ranks."""
+    """Whether one of these is a loss for which nothing compensates the division by the number of ranks."""
     types = case.types
     events = [e for e in case.gradients() if e.loss in reached and types.mean[e.loss] < 0]
     return any(
@@ -138,7 +138,7 @@ def _is_a_loss(case: Case, reached: list[int], ranks: int) -> bool:
 
 
 def _added_before(case: Case, call: Call) -> None:
-    """A term that all ranks have, added to what a sum over ranks is given: it is in there once for each rank."""
+    """A term that all ranks share, added to a summand of a sum over ranks, which then counts it for each rank."""
     bad = call.axes & case.types.along[call.node]
     for at in _terms(case, call.node):
         node = case.trace.nodes[at]
@@ -169,7 +169,7 @@ def _say_added(case: Case, call: Call, at: int, last: bool, axes: Mask) -> None:
 
 
 def _meets(case: Case, at: int, own: int, term: int, bit: Mask) -> bool:
-    """Whether a term that all ranks have is added to one that is this rank's part."""
+    """Whether a term that all ranks share is added to a term that is this rank's part."""
     types, nodes = case.types, case.trace.nodes
     if not types.along[own] & bit or case.same(own, bit) or nodes[own].like != nodes[at].like:
         return False
@@ -180,18 +180,18 @@ def _meets(case: Case, at: int, own: int, term: int, bit: Mask) -> bool:
 
 
 def _is_partial(case: Case, at: int, bit: Mask) -> bool:
-    """Whether a value is a product over a dimension that ranks have cut, which is to be summed."""
+    """Whether a value is a product over a dimension that is cut between ranks, and so has to be summed."""
     nodes = case.trace.nodes
     while nodes[at].op in SCALES and nodes[at].op not in _SUMS_UP:
-        parts = [p for p in nodes[at].parents if case.types.along[p] & bit]
-        if len(parts) != 1:
+        varying = [p for p in nodes[at].parents if case.types.along[p] & bit]
+        if len(varying) != 1:
             break
-        at = parts[0]
+        at = varying[0]
     return nodes[at].op in PRODUCTS and sum(bool(case.types.along[p] & bit) for p in nodes[at].parents) == 2
 
 
 def _terms(case: Case, at: int) -> Iterator[int]:
-    """The additions by which a value was made, and nothing after them but scaling."""
+    """Yields the additions from which a value was made, with nothing but scaling after them."""
     nodes = case.trace.nodes
 
     def onward(at: int) -> list[int]:
@@ -199,85 +199,85 @@ def _terms(case: Case, at: int) -> Iterator[int]:
         scales = node.op in SCALES and node.op not in _SUMS_UP and node.effect == "union" and not node.root
         return [p for p in node.parents if scales and nodes[p].like == node.like]
 
-    return (now for now in reached([at], onward) if nodes[now].op in _ADDS and len(nodes[now].parents) == 2)
+    return (k for k in reached([at], onward) if nodes[k].op in _ADDS and len(nodes[k].parents) == 2)
 
 
 def _weighed(case: Case, call: Call, axes: Mask) -> bool:
-    """Whether what a sum over ranks is given, or what is made of it, is or may be divided by the number of ranks."""
+    """Whether the argument of a sum over ranks, or its result, is or may be divided by the number of ranks."""
     return may_be(case, _before_others(case, call.node, axes), case.size(axes)) or _divided_later(case, call, axes)
 
 
 def _before_others(case: Case, at: int, axes: Mask) -> int:
-    """What a `pmean` along other axes was given, whose division is by their number; another value itself."""
+    """Returns the argument of a `pmean` along other axes, whose division is by their size; else the value itself."""
     nodes = case.trace.nodes
-    made = nodes[nodes[at].parents[0]] if nodes[at].op == "div" else nodes[at]
-    others = made.op == "psum" and not made.axes & axes and nodes[at].number == case.size(made.axes)
-    return made.parents[0] if others else at
+    dividend = nodes[nodes[at].parents[0]] if nodes[at].op == "div" else nodes[at]
+    other_pmean = dividend.op == "psum" and not dividend.axes & axes and nodes[at].number == case.size(dividend.axes)
+    return dividend.parents[0] if other_pmean else at
 
 
 def _divided_later(case: Case, call: Call, axes: Mask) -> bool:
-    made, ranks = _sum_of(case, call), case.size(axes)
-    if made is None:
+    total, ranks = _sum_of(case, call), case.size(axes)
+    if total is None:
         return True
     pmeans = [c for c in case.calls("pmean") if not c.axes & axes or _own_mean(case, c, axes)]
-    others = {one for c in pmeans for one in [_averaged(case, c)] if one is not None}
+    other_means = {node for c in pmeans for node in [_averaged(case, c)] if node is not None}
 
-    def enough(number: float, all_in_all: float) -> bool:
-        return number == ranks or math.isclose(all_in_all, ranks)
+    def enough(number: float, factor: float) -> bool:
+        return number == ranks or math.isclose(factor, ranks)
 
-    later = [e for e in case.gradients() if e.end > made]
-    return scaled_later(case, [made], made + 1, enough, others) or any(
-        scaled_later(case, [at for _, at in e.pairs], e.end, enough, others) for e in later
+    later = [e for e in case.gradients() if e.end > total]
+    return scaled_later(case, [total], total + 1, enough, other_means) or any(
+        scaled_later(case, [at for _, at in e.pairs], e.end, enough, other_means) for e in later
     )
 
 
 def _own_mean(case: Case, call: Call, axes: Mask) -> bool:
-    """Whether a `pmean` is of a mean that each rank has its own of, for which it divides, and not for a sum before."""
+    """Whether a `pmean` averages means of each rank's own, so that its division is not for an earlier sum."""
     mean = case.types.mean[call.node]
     return mean >= 0 and any(not case.same(mean, b) for b in bits_of(axes & case.types.along[mean]))
 
 
 def rows(case: Case, at: int) -> Mask:
-    """The axes along which a value is made of this rank's rows alone."""
+    """Returns the axes along which a value is made of this rank's rows alone."""
     return sum(bit for bit in bits_of(case.types.along[at]) if case.of_rows(bit)[at] == OWN_ROWS)
 
 
 def _by_parts(case: Case, mean: int) -> bool:
-    """Whether a mean is one of what was summed over rows before, or of parts of a product that may be meant."""
+    """Whether a mean is taken of sums over rows, or of partial products that may be intended."""
     types, nodes = case.types, case.trace.nodes
     if nodes[mean].op == "mean" and any(types.rows[p] for p in nodes[mean].parents):
         return True
 
-    def vary(at: int) -> list[int]:
+    def varying(at: int) -> list[int]:
         return [p for p in nodes[at].parents if any(not case.same(p, b) for b in bits_of(types.along[p]))]
 
-    ways = reached([] if case.asked else [mean], vary)
-    return any(nodes[at].op in PRODUCTS and len(vary(at)) > 1 for at in ways)
+    path = reached([] if case.asked else [mean], varying)
+    return any(nodes[at].op in PRODUCTS and len(varying(at)) > 1 for at in path)
 
 
 def _sum_of(case: Case, call: Call) -> int | None:
-    """What the sum over ranks gave."""
+    """Returns the node of the sum's result."""
     return case.given.get(("psum", call.node, call.site))
 
 
 def _averaged(case: Case, call: Call) -> int | None:
-    """Where `pmean` divides by the ranks."""
-    made = _sum_of(case, call)
-    return None if made is None else case.only.get(made)
+    """Returns the node at which `pmean` divides by the number of ranks."""
+    total = _sum_of(case, call)
+    return None if total is None else case.only.get(total)
 
 
 def _scaled(case: Case, start: int) -> Iterator[tuple[int, float]]:
-    """What is made of a value by a number of the user's, and the product of all such numbers."""
-    reached = {start: 1.0}
+    """Yields what is made from a value by the user's own numeric factors, with the product of their divisors."""
+    factors = {start: 1.0}
     for at, node in enumerate(case.trace.nodes[start + 1 :], start + 1):
-        before = [reached[p] for p in node.parents if p in reached]
-        if before and node.op in SCALES and not node.backward:
-            reached[at] = before[0] * (node.number or 1.0 if node.own else 1.0)
-            yield at, reached[at]
+        own_factors = [factors[p] for p in node.parents if p in factors]
+        if own_factors and node.op in SCALES and not node.backward:
+            factors[at] = own_factors[0] * (node.number or 1.0 if node.own else 1.0)
+            yield at, factors[at]
 
 
 def _counts(rows: tuple[int, ...], ranks: int) -> set[float]:
-    """The numbers that only that of this rank's rows, or of what is in them, can be."""
+    """Returns the numbers that can only be a count of this rank's rows or of elements in them."""
     sizes = [b // a for a, b in itertools.pairwise(rows) if a]
     features = {math.prod(sizes[i:j]) for i in range(len(sizes)) for j in range(i + 1, len(sizes) + 1)}
     return {float(n) for n in rows if n > 1} - {float(n * ranks) for n in (1, *rows)} - set(map(float, features))
@@ -288,7 +288,7 @@ _ONCE = ("pvary", "local_slice")
 
 
 def misplaced(case: Case, call: Call) -> None:
-    """A sum of what is the same everywhere, a `pvary` of what varies, a mean of means over other numbers of rows."""
+    """Sums of invariant values, `pvary` of varying ones, and means of means over different numbers of rows."""
     along = case.types.along[call.node]
     mixes = call.name in (*_SUMS, "pmax", "pmin")
     flat = (call.pieces or case.pieces(call.node)) & call.axes if mixes else 0
@@ -307,9 +307,9 @@ def misplaced(case: Case, call: Call) -> None:
         _sum(case, call, along)
     if call.name in _ONCE and along & call.axes:
         twice = along & call.axes
-        rest = case.trace.names(call.axes & ~along)
-        if rest:
-            fix = f"shardfn.{call.name}({case.expression(call)}, {named(rest)})"
+        valid = case.trace.names(call.axes & ~along)
+        if valid:
+            fix = f"shardfn.{call.name}({case.expression(call)}, {named(valid)})"
         elif call.name == "local_slice" and case.types.backward[call.node] & twice:
             fix = f"shardfn.reduce_scatter({case.expression(call)}, {named(case.trace.names(twice))})"
         else:
@@ -323,7 +323,7 @@ def misplaced(case: Case, call: Call) -> None:
 
 
 def _summed_before(case: Case, at: int, missing: Mask) -> bool:
-    """Whether a value is a sum over ranks already, which nothing that may be their number divides."""
+    """Whether a value is already a sum over ranks, without a division that may be by their number."""
     nodes, by = case.trace.nodes, case.types.divisors[at]
     while nodes[at].op in SCALES and nodes[at].op != "psum" and len(nodes[at].parents) == 1:
         at = nodes[at].parents[0]
@@ -334,26 +334,26 @@ def _sum(case: Case, call: Call, along: Mask) -> None:
     missing, types = call.axes & ~along, case.types
     given = case.expression(call)
     matters = call.name != "pmean" or bool(types.depends[call.node] and not types.gradient[call.node])
-    known = (types.declared[call.node] or call.backward) and not types.guessed[call.node]
-    if missing and matters and (known or _summed_before(case, call.node, missing)):
-        rest = case.trace.names(call.axes & along)
-        other = case.trace.names(along & ~call.axes & ~(call.pieces or case.pieces(call.node)))
+    certain = (types.declared[call.node] or call.backward) and not types.guessed[call.node]
+    if missing and matters and (certain or _summed_before(case, call.node, missing)):
+        varying = case.trace.names(call.axes & along)
+        other_axes = case.trace.names(along & ~call.axes & ~(call.pieces or case.pieces(call.node)))
         times = case.size(missing)
-        instead = rest or other
+        instead = varying or other_axes
         fix = (
             f"shardfn.{call.name}({given}, {named(instead)})" if instead
             else f"shardfn.local_slice({given}, {named(call.said)})" if call.name == "reduce_scatter"
             else f"leave {call.name} out: {given}"
         )  # fmt: skip
-        does = (
+        effect = (
             f"divides its derivative by {times}" if call.name == "pmean"
             else f"makes it {times} times as large"
         )  # fmt: skip
-        meant = f"; it varies along {named(other)}" if other and not rest else ""
+        hint = f"; it varies along {named(other_axes)}" if other_axes and not varying else ""
         case.add(
             call.node, "sum", missing, "", call.site, fix,
             f"{call.name} along {named(call.said)}{line(call.site)} is given a value that is the same on all ranks "
-            f"along {named(case.trace.names(missing))}, and {does}{meant}. Write: {fix}",
+            f"along {named(case.trace.names(missing))}, and {effect}{hint}. Write: {fix}",
         )  # fmt: skip
     mean = types.mean[call.node]
     uneven = case.compared.counts.get(mean, 0) & call.axes if mean >= 0 and call.own else 0

@@ -1,4 +1,4 @@
-"""What the recorder takes down: a node for each value, an event for each thing that is asked of one."""
+"""The record of a call: a node for each value, and an event for each thing that is done with one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from shardfn.check.callsites import Site
 
 Mask = int
-"""A set of the mesh's axes along which there are several ranks, or of variables: one bit for each."""
+"""A set, with a bit for each member: of the mesh axes with several ranks, or of variables."""
 
 Effect = Literal["union", "plus", "minus", "exactly"]
 Root = Literal["", "input", "parameter", "closure", "random", "constant", "statistics"]
@@ -22,21 +22,22 @@ class Node:
     """A value.
 
     Attributes:
-        op: what made it.
-        parents: the values that it was made of.
-        site: where.
-        effect: what it varies along: what its parents do; that and `axes`; that without `axes`; or `axes`.
-        root: where values begin that have no parents here.
+        op: the op that made it.
+        parents: the nodes that it was made from.
+        site: the line that made it.
+        effect: the axes along which it varies: `"union"`: those of its parents; `"plus"`: those and `axes`; `"minus"`:
+            those without `axes`; `"exactly"`: `axes`.
+        root: kind of a value that begins here; empty if it is made from others.
         backward: whether a backward pass made it.
-        records: whether it is differentiated with respect to its parents.
-        variable: the bit of an input or parameter that somebody may differentiate; 0 for another value.
+        records: whether autograd differentiates it with respect to its parents.
+        variable: the bit of an input or parameter that may be differentiated; 0 for other values.
         like: shape and dtype.
-        count: how many elements each of its own is the mean of.
-        rows: of a sum over rows, how many these are, how many elements in the first two dimensions, and so on.
-        by_row: whether it was made along other dimensions than the first.
+        count: the number of elements that each of its own is the mean of; 0 if it is no mean.
+        rows: for a sum, the number of elements in the first of the summed dimensions, in the first two, and so on.
+        by_row: whether it was reduced along dimensions other than the first.
         number: the Python number by which it was divided.
-        own: whether a line of the user's did it.
-        about: more, for a message.
+        own: whether a line of the user's made it.
+        about: details for a message.
     """
 
     op: str
@@ -61,9 +62,9 @@ class Variable(NamedTuple):
     """An input or parameter.
 
     Attributes:
-        path: as Python, `params['w']`.
-        same: along which axes it is declared to be the same.
-        node: its own.
+        path: as Python: `params['w']`.
+        same: the axes along which it is declared to be the same.
+        node: its node.
     """
 
     path: str
@@ -72,12 +73,12 @@ class Variable(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective that the function called, before it runs.
+    """A collective that the function calls, before it runs.
 
     Attributes:
-        own: whether a line of the user's called it, and not one of this package.
-        backward: whether a backward pass of the user's own did.
-        pieces: the axes that cut the flat shard it is given.
+        own: whether a line of the user's calls it, rather than this package.
+        backward: whether the user's own backward pass calls it.
+        pieces: the axes that cut its argument if that is a flat shard.
     """
 
     name: str
@@ -92,14 +93,14 @@ class Call(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient, as `value_and_grad` returns it.
+    """The gradients that `value_and_grad` returns.
 
     Attributes:
         loss: node of what was differentiated.
-        begin, end: between which nodes backward ran.
-        pairs: path, node of the variable, node of its gradient.
-        site: who asked.
-        inner: whether it is differentiated itself.
+        begin, end: the range of nodes in which backward ran.
+        pairs: node of each variable, and node of its gradient.
+        site: the line that asked for them.
+        inner: whether the gradient is itself differentiated.
     """
 
     loss: int
@@ -118,7 +119,7 @@ class Summed(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The gradient of one of a stage's parameters, before it is summed along `allowed`, which cut or repeat it."""
+    """A stage's gradient of one parameter before it is summed along `allowed`, the axes that cut or repeat it."""
 
     variable: int
     node: int
@@ -126,7 +127,7 @@ class Part(NamedTuple):
 
 
 class Used(NamedTuple):
-    """A parameter and its gradient in an optimizer's step; `cut`: the axes that cut a flat shard, None for another."""
+    """A parameter and its gradient in an optimizer's step; `cut`: the axes that cut a flat shard, else None."""
 
     parameter: int
     gradient: int
@@ -135,13 +136,13 @@ class Used(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What the function returned.
+    """A result of the function.
 
     Attributes:
-        path: `result[0]`.
-        node: its own.
-        allowed: along which axes it may vary; None where nothing is claimed.
-        outer: whether somebody outside may differentiate it.
+        path: as Python: `result[0]`.
+        node: its node.
+        allowed: the axes along which it may vary; None if nothing is declared.
+        outer: whether an outer caller may differentiate it.
     """
 
     path: str
@@ -151,7 +152,7 @@ class Output(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """An argument, or a result, of a function mapped inside the one that is checked."""
+    """An argument or a result of a function that is mapped inside the checked one."""
 
     what: str
     node: int
@@ -167,14 +168,14 @@ class Trace:
     """A recorded call.
 
     Attributes:
-        name: what is checked, for messages.
-        axes: names of those along which there are several ranks, and how many.
-        nodes: in the order in which they came to be.
-        variables: by the position of their bit.
-        events: in order.
-        outer: whether somebody outside differentiates.
+        name: the name of the call, for messages.
+        axes: name -> size of the axes with several ranks.
+        nodes: the nodes in the order of their creation.
+        variables: the variables by position of their bit.
+        events: the events in order.
+        outer: whether an outer caller differentiates.
         prefix: whether some rank's record ends before the function does.
-        flat: the nodes of flat shards that were passed, and the axes that cut them into pieces.
+        flat: the nodes of flat shards that were passed, and the axes that cut them.
     """
 
     name: str
@@ -187,40 +188,40 @@ class Trace:
     flat: dict[int, Mask] = field(default_factory=dict)
 
     def gradients(self) -> list[Gradient]:
-        """The gradients that the function asked for."""
+        """Returns the gradients that the function asked for."""
         return [event for event in self.events if isinstance(event, Gradient)]
 
     def mask(self, names: Any) -> Mask:
-        """The set of these axes, of which those of one rank are none."""
+        """Returns the set of these axes, without those of size 1."""
         order = list(self.axes)
         return sum(1 << order.index(name) for name in set(names) if name in self.axes)
 
     def names(self, axes: Mask) -> tuple[str, ...]:
-        """The axes in a set."""
+        """Returns the names of the axes in a set."""
         return tuple(name for i, name in enumerate(self.axes) if axes >> i & 1)
 
 
 def reached(starts: Iterable[int], onward: Callable[[int], Iterable[int]]) -> Iterator[int]:
-    """Yields some nodes and those to which `onward` leads from one after another, each once."""
-    ahead = list(starts)
-    seen = set(ahead)
-    while ahead:
-        at = ahead.pop()
+    """Yields the start nodes and all nodes reached from them by `onward`, each once."""
+    pending = list(starts)
+    seen = set(pending)
+    while pending:
+        at = pending.pop()
         yield at
-        more = [other for other in dict.fromkeys(onward(at)) if other not in seen]
-        seen.update(more)
-        ahead += more
+        new = [other for other in dict.fromkeys(onward(at)) if other not in seen]
+        seen.update(new)
+        pending += new
 
 
 JOINING = ("psum", "all_gather_invariant")
-"""Collectives that make one value for all ranks, which has a derivative on each."""
+"""Collectives that make one value for all ranks, with a derivative on each."""
 Given = dict[tuple[str, int, Site | None], int]
 
 
 def given_by(trace: Trace) -> Given:
-    """What such collectives gave first, by which it was, the node that it was given, and where."""
-    found: Given = {}
+    """Returns the first result of each such collective, by its name, the node of its argument, and its line."""
+    results: Given = {}
     for at, node in enumerate(trace.nodes):
         if node.op in JOINING and len(node.parents) == 1:
-            found.setdefault((node.op, node.parents[0], node.site), at)
-    return found
+            results.setdefault((node.op, node.parents[0], node.site), at)
+    return results

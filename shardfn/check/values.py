@@ -1,7 +1,7 @@
-"""What each tensor of a recorded call is known as: the node of the value that it has now.
+"""Maps each tensor of a recorded call to the node of its current value.
 
-A value is known by its tensor; where autograd makes another one for the same memory, by that. What was not seen to be
-made, or was written to without an op, is known by its bits.
+A value is found by its tensor object, or if autograd made another object for the same memory, by the memory. A value
+whose origin was not recorded, or that was written to without an op, is known by its bits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardfn.check.callsites import quietly
 from shardfn.check.trace import Mask, Node, Trace
 from shardfn.compat import autograd
 
-UNKNOWN = -1  # memory whose value nobody has seen being written
+UNKNOWN = -1  # memory that was written to without a record
 
 
 class _Owner(weakref.ref[Any]):
-    """Refers to a storage, and knows its number when it is gone."""
+    """A weak reference to a storage that still has the storage's number when it is gone."""
 
     __slots__ = ("number",)
     number: int
@@ -33,12 +33,13 @@ class _Owner(weakref.ref[Any]):
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """What is known of a storage: a value for all of it, how often it was written to, and what its stretches are.
+    """The state of a storage: the node of its whole contents, a count of writes, and the layout of a flat shard.
 
     Attributes:
-        owner: refers to the storage, weakly.
-        tensors: by identity, the tensors that have a value of their own in it: `(tensor, node, stamp)`.
-        stretches: of a flat shard, `(begin, end, axes)`: elements of a parameter, and along which axes they vary.
+        owner: weak reference to the storage.
+        tensors: by identity, tensors with a value of their own in it: `(tensor, node, stamp)`.
+        stretches: for a flat shard, `(begin, end, axes)`: the elements of a parameter, and the axes along which they
+            vary.
     """
 
     owner: _Owner
@@ -50,7 +51,7 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Bits, or a number from Python, that ranks compare: `key` says what it is of, the same on every rank."""
+    """Bits or a Python number for ranks to compare; `key` identifies the place, equally on every rank."""
 
     key: int
     node: int
@@ -61,10 +62,10 @@ class Values:
     """The tensors of a call.
 
     Attributes:
-        trace: what was recorded.
-        evidence: what ranks have to compare before they know what varies.
-        counts: of how many rows a mean is, which they compare, too.
-        watched: what ranks compare of which no type follows: see `case.Compared`.
+        trace: the record.
+        evidence: what ranks must compare to know what varies.
+        counts: numbers of rows of means, which ranks compare as well.
+        watched: bits that ranks compare but that determine no type, see `case.Compared`.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -79,27 +80,27 @@ class Values:
         self._adds = threading.Lock()
 
     def site(self) -> callsites.Site | None:
-        """The user's line that leads here; on a thread of autograd's own, the last one that led somewhere."""
-        found = callsites.callsite()
-        if found is not None:
-            self._last = found
+        """Returns the user's line that leads here; on a thread of autograd's own, the last known line."""
+        site = callsites.callsite()
+        if site is not None:
+            self._last = site
         return self._last
 
     def node_of(self, x: Tensor) -> int:
-        """The node of the value that a plain tensor has now."""
+        """Returns the node of a plain tensor's current value."""
         memory = self._memory(x)
         if memory is None:
             return self._found(x)
-        known = memory.tensors.get(id(x))
-        own = known is not None and known[0]() is x and known[2] == memory.stamp
-        found = known[1] if known is not None and own else memory.node
-        return self._found(x) if found == UNKNOWN else found
+        entry = memory.tensors.get(id(x))
+        current = entry is not None and entry[0]() is x and entry[2] == memory.stamp
+        node = entry[1] if entry is not None and current else memory.node
+        return self._found(x) if node == UNKNOWN else node
 
     def _found(self, x: Tensor) -> int:
-        """A node for a value that was not seen to be made."""
+        """Adds a node for a value whose origin was not recorded."""
         site = self.site()
-        made = autograd.inside_backward()
-        at = self.add(Node("closed over", (), site, root="closure", backward=made, like=like_of(x)))
+        backward = autograd.inside_backward()
+        at = self.add(Node("closed over", (), site, root="closure", backward=backward, like=like_of(x)))
         if callsites.caller() == "user":
             self.show(x, at, site, hash((1, *like_of(x)[0])))
         memory = self._memory(x)
@@ -112,49 +113,49 @@ class Values:
         return at
 
     def filled(self, x: Tensor) -> None:
-        """Something that is no op has written to a tensor."""
+        """Records that something other than an op has written to a tensor."""
         self.keep(x, UNKNOWN, written=True, whole=True)
 
     def forget(self) -> None:
-        """The call is over: memory may be used for something else."""
+        """Forgets all memory when the call is over, since it may be reused."""
         self._memories.clear()
         self._freed.clear()
 
     def lengths(self) -> list[int]:
-        """How much was taken down."""
-        return [len(one) for one in self._taken()]
+        """Returns the lengths of the record's lists."""
+        return [len(entries) for entries in self._taken()]
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Forgets what was taken down since there was so much."""
-        for one, length in zip(self._taken(), lengths, strict=True):
-            del one[length:]
+        """Cuts the record's lists back to these lengths."""
+        for entries, length in zip(self._taken(), lengths, strict=True):
+            del entries[length:]
 
     def _taken(self) -> list[list[Any]]:
         trace = self.trace
         return [trace.nodes, trace.variables, trace.events, self.evidence, self.counts, self.watched]
 
     def _memory(self, x: Tensor) -> _Memory | None:
-        """What is known of the memory of a tensor."""
+        """Returns the state of a tensor's memory, None if it is new."""
         owner = _owner(x)
-        found = self._memories.get(id(owner))
-        return found if found is not None and found.owner() is owner else None
+        memory = self._memories.get(id(owner))
+        return memory if memory is not None and memory.owner() is owner else None
 
     def _new(self, x: Tensor, node: int) -> _Memory:
-        """Memory that was not known before; it is forgotten when it is freed."""
+        """Registers new memory, which is forgotten when it is freed."""
         while self._freed:
-            gone = self._freed.pop()
-            known = self._memories.get(gone.number)
-            if known is not None and known.owner is gone:
-                del self._memories[gone.number]
+            freed = self._freed.pop()
+            memory = self._memories.get(freed.number)
+            if memory is not None and memory.owner is freed:
+                del self._memories[freed.number]
         owner = _owner(x)
-        # Not a weak reference of C++, by which the head of freed memory stays, and with it a hole that nothing fits.
-        found = _Owner(owner, self._freed.append)  # which is called on any thread, in the middle of anything
-        found.number = id(owner)
-        made = self._memories[found.number] = _Memory(found, node)
-        return made
+        # Not a C++ weak reference: it would keep the header of freed memory, and so fragment it.
+        reference = _Owner(owner, self._freed.append)  # called on any thread at any time
+        reference.number = id(owner)
+        new_memory = self._memories[reference.number] = _Memory(reference, node)
+        return new_memory
 
     def keep(self, x: Tensor, node: int, written: bool = False, whole: bool = False) -> None:
-        """From now on a tensor has this value."""
+        """Sets a tensor's value to a node from now on."""
         memory = self._memory(x)
         if memory is None:
             memory = self._new(x, node)
@@ -176,51 +177,51 @@ class Values:
             self.evidence.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
 
     def watch(self, x: Tensor, at: int, site: callsites.Site | None, digest: int) -> None:
-        """Has ranks compare the bits of a tensor, which do not say along what the node varies."""
+        """Has ranks compare the bits of a tensor, without inferring from them along which axes the node varies."""
         with quietly():
             self.watched.append(Evidence(self.key(site, digest), at, 0 if x.is_meta else bits(x)))
 
     def add(self, node: Node) -> int:
-        """The place of a new node."""
+        """Adds a node and returns its index."""
         with self._adds:  # backward may run on several threads
             self.trace.nodes.append(node)
             return len(self.trace.nodes) - 1
 
     def key(self, site: callsites.Site | None, digest: int) -> int:
-        """What comes for the how-manieth time from where; the same on every rank that does the same."""
+        """Returns a key for the n-th event of a kind at a line; equal on every rank that does the same."""
         place = (site, digest)
         times = self._times[place] = self._times.get(place, 0) + 1
         return hash((0 if site is None else site.digest, digest, times))
 
     def stretches(self, flat: Tensor, parts: Iterable[tuple[Tensor, Mask]]) -> None:
-        """The parameters in a flat shard, or in its gradient, and along which axes each varies."""
+        """Records where the parameters in a flat shard or its gradient lie, and the axes along which each varies."""
         memory = self._memory(flat)
         if memory is not None:
             offsets = [(int(part.storage_offset()), int(part.numel()), axes) for part, axes in parts]
             memory.stretches = [(begin, begin + numel, axes) for begin, numel, axes in offsets]
 
     def view_of(self, x: Tensor, node: int) -> int:
-        """The node of a view, which of a flat shard may be one of a single parameter in it."""
+        """Returns the node of a view; in a flat shard, it may be the view of a single parameter."""
         memory = self._memory(x)
         if memory is None or not memory.stretches or not x.is_contiguous() or not x.numel():
             return node
         begin = x.storage_offset()
         for start, stop, axes in memory.stretches:
             if start <= begin and begin + x.numel() <= stop:
-                made = self.trace.nodes[node]
-                one = Node("part", (node,), made.site, "exactly", axes, "input", made.backward, made.records)
-                one.like = like_of(x)
-                return self.add(one)
+                whole = self.trace.nodes[node]
+                part = Node("part", (node,), whole.site, "exactly", axes, "input", whole.backward, whole.records)
+                part.like = like_of(x)
+                return self.add(part)
         return node
 
 
 def like_of(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """What a message tells of a tensor; a nested one has no shape to tell."""
+    """Returns a tensor's shape and dtype for messages; a nested tensor counts as of shape ()."""
     return () if x.is_nested else tuple(x.shape), x.dtype
 
 
 def _owner(x: Tensor) -> Any:
-    """What has the memory of a tensor, and is gone when that is."""
+    """Returns the object that owns a tensor's memory and dies with it."""
     return x.untyped_storage() if ordinary(x) else x
 
 

@@ -1,4 +1,4 @@
-"""How values move between ranks: the differentiable functions, the ops under them, and moves into given buffers.
+"""Collectives: the differentiable functions, the ops under them, and transfers into given buffers.
 
-Imports `mesh` and `compat`.
+Imports `check`, `mesh` and `compat`.
 """

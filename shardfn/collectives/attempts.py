@@ -1,8 +1,8 @@
-"""What ranks try together, and any of them may call off: all come back to where they began, and can go on.
+"""Attempts: work that ranks do together and any of them may call off; all return to the start and can go on.
 
-Who calls an attempt off says so in the store, and then interrupts the groups. The others wake from whatever they
-waited for, find out why, and interrupt theirs. When each has said how it fared, the groups are made anew in place, and
-what was under way in them is forgotten.
+A rank that calls an attempt off sets a key in the store, and then interrupts the groups. The others wake from whatever
+they waited for, learn why, and interrupt their groups. When each has reported its outcome, the groups are renewed in
+place, and what was under way in them is forgotten.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardfn.mesh.axes import axis_groups, forget_runs
 from shardfn.mesh.groups import cpu_group, groups_of_steps, world_of_thread
 from shardfn.mesh.lanes import in_lane, lane
 
-PATIENCE = 30.0  # seconds without a sign of life from a rank, after which it is given up
+PATIENCE = 30.0  # seconds without a sign of life after which a rank is given up
 
 
 @dataclass
 class Count:
-    """How often the same ranks have tried something together in one lane, and which of it left notes in the store."""
+    """How many attempts the same ranks have made in one lane, and which of them left keys in the store."""
 
     n: int = 0
     noted: list[str] = field(default_factory=list)
@@ -40,13 +40,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Fared:
-    """How an attempt went on one rank.
+    """The outcome of an attempt on one rank.
 
     Attributes:
-        how: `"off"`, it called it off; `"stopped"`, that stopped it; `"failed"`, something else did, and it has left.
-        told: why.
+        how: `"off"`: it called the attempt off; `"stopped"`: it was stopped by that; `"failed"`: it left because of
+            another error.
+        told: the reason.
         groups: names of its groups.
-        changed: whether what it was given is no more as it was, so that it cannot try again.
+        changed: whether its input has been modified, so that it cannot try again.
     """
 
     how: Literal["off", "stopped", "failed"]
@@ -56,19 +57,19 @@ class Fared:
 
 
 class Attempt:
-    """A context: the ranks try something once, all of them. No group of theirs may be used by another thread.
+    """A context for one attempt of all ranks. No other thread may use any group of theirs meanwhile.
 
     Args:
-        ranks: global ranks, of which this is one.
-        what: it is, for messages.
+        ranks: global ranks; this rank is one of them.
+        what: name of the attempt, for messages.
     """
 
     def __init__(self, ranks: Sequence[int], what: str) -> None:
         self.ranks, self.what, self.rank = sorted(ranks), what, dist.get_rank()
-        who = hashlib.blake2b(repr((lane(), self.ranks)).encode(), digest_size=8).hexdigest()
-        self.count: Count = world_of_thread().agreed.setdefault(f"attempts {who}", Count())
+        digest = hashlib.blake2b(repr((lane(), self.ranks)).encode(), digest_size=8).hexdigest()
+        self.count: Count = world_of_thread().agreed.setdefault(f"attempts {digest}", Count())
         self.count.n += 1
-        self.prefix, self.next = (f"shardfn/attempt/{who}/{self.count.n + later}" for later in (0, 1))
+        self.prefix, self.next = (f"shardfn/attempt/{digest}/{self.count.n + later}" for later in (0, 1))
         self.finish = cpu_group(self.ranks, "finish")
         self.groups: list[Any] | None = None
         self.over, self.lock, self.lane = False, threading.Lock(), lane()
@@ -85,7 +86,7 @@ class Attempt:
 
     @property
     def store(self) -> Any:
-        """This attempt's own way to the store: a blocked thread holds that of all others."""
+        """This attempt's own client of the store: a blocked thread holds up the client that all others share."""
         if self._store is None:
             self._store = process_groups.default_store().clone()
         return self._store
@@ -94,22 +95,22 @@ class Attempt:
         """Returns when every rank has come here.
 
         Raises:
-            RuntimeError: one has called the attempt off, or does not come.
+            RuntimeError: a rank has called the attempt off, or does not come.
         """
         with waiting.on("the end", self.finish.group_name, self.what):
             try:
                 self.finish.barrier().wait()
             except RuntimeError:
-                # Who is in the next attempt was let out of this one, and has broken the group since.
+                # A rank in the next attempt has passed this barrier, so all had come; it broke the group afterwards.
                 if self.called_off() or not self._told(f"{self.next}/off"):
                     raise
-        while self.count.noted:  # nobody reads these any more
+        while self.count.noted:  # all ranks have come here, so nobody reads these keys any more
             prefix = self.count.noted.pop()
             for key in ("off", "came", f"fared/{self.rank}", f"beat/{self.rank}"):
                 self.store.delete_key(f"{prefix}/{key}")
 
     def called_off(self, within: float = 0.0) -> bool:
-        """Whether a rank has called it off, as far as is known, or does so in some seconds."""
+        """Whether a rank is known to have called it off, or does so within some seconds."""
         limit = time.monotonic() + within
         while not self._told(f"{self.prefix}/off"):
             if time.monotonic() >= limit:
@@ -118,45 +119,45 @@ class Attempt:
         return True
 
     def call_off(self, why: str) -> None:
-        """Ends it, on all ranks, each of which has to `interrupt` its groups and to `meet` the others then."""
+        """Ends the attempt on all ranks, each of which must then `interrupt` its groups and `meet` the others."""
         self.store.set(f"{self.prefix}/off", why)
 
     def failed(self, why: str) -> None:
-        """This rank leaves, for another reason."""
-        with contextlib.suppress(RuntimeError):  # the store may have gone, with a rank
+        """Reports that this rank leaves because of another error."""
+        with contextlib.suppress(RuntimeError):  # the store may have ended with a rank
             self._note(Fared("failed", why))
 
     def interrupt(self) -> None:
-        """Ends what is under way in the groups, once."""
+        """Interrupts what is under way in the groups; only the first call has an effect."""
         with self.lock:
             if self.over or self.groups is not None:
                 return
             with in_lane(self.lane):
                 self.groups = steps_groups(self.ranks)
             self._release()
-            for one in self.groups:
-                process_groups.interrupt(one)
+            for group in self.groups:
+                process_groups.interrupt(group)
 
     def meet(self, mine: Fared) -> dict[int, Fared]:
-        """How each rank fared in an attempt that was called off; all of them come here, but those that have failed.
+        """Returns how each rank fared in an attempt that was called off; waits until all have reported.
 
         Raises:
-            RuntimeError: a rank does not come any more.
+            RuntimeError: a rank shows no sign of life any more.
         """
-        self._note(replace(mine, groups=tuple(one.group_name for one in self.groups or ())))
-        pause, beats, looked = 0.001, dict.fromkeys(self.ranks, (0, time.monotonic())), time.monotonic()
+        self._note(replace(mine, groups=tuple(group.group_name for group in self.groups or ())))
+        pause, beats, checked = 0.001, dict.fromkeys(self.ranks, (0, time.monotonic())), time.monotonic()
         while self.store.add(f"{self.prefix}/came", 0) < len(self.ranks):
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
-            if time.monotonic() - looked > PATIENCE / 10:
-                looked = time.monotonic()
+            if time.monotonic() - checked > PATIENCE / 10:
+                checked = time.monotonic()
                 self._refuse_lost(beats)
-        every = self.store.multi_get([f"{self.prefix}/fared/{rank}" for rank in self.ranks])
-        found = [Fared(**json.loads(text)) for text in every]
-        return dict(zip(self.ranks, found, strict=True))
+        reports = self.store.multi_get([f"{self.prefix}/fared/{rank}" for rank in self.ranks])
+        outcomes = [Fared(**json.loads(text)) for text in reports]
+        return dict(zip(self.ranks, outcomes, strict=True))
 
     def renew(self, fared: dict[int, Fared]) -> None:
-        """Makes the groups work again that were interrupted; none of the ranks has failed.
+        """Makes the groups work again that were interrupted; requires that no rank has failed.
 
         Raises:
             RuntimeError: a rank does not come any more.
@@ -164,18 +165,18 @@ class Attempt:
         with self.lock:
             self.over = True
         groups = self.groups or []
-        names = [one.group_name for one in groups]
-        for one, name in zip(groups, names, strict=True):
-            without = [r for r in dist.get_process_group_ranks(one) if name not in fared[r].groups]
-            if without:
-                raise RuntimeError(f"{self.what}: ranks {without} have not made the group {name} that this rank has")
+        names = [group.group_name for group in groups]
+        for group, name in zip(groups, names, strict=True):
+            missing = [r for r in dist.get_process_group_ranks(group) if name not in fared[r].groups]
+            if missing:
+                raise RuntimeError(f"{self.what}: ranks {missing} have not made the group {name} that this rank has")
         messages.forget(groups)
         waiting.forget(names)
-        world_of_thread().agreed.pop(lane(), None)  # some may have compared a stage, and others not yet
+        world_of_thread().agreed.pop(lane(), None)  # some ranks may have compared a stage already, and others not
         forget_runs()
         gc.collect()
-        for name, one in sorted(zip(names, groups, strict=True), key=lambda each: each[0]):
-            process_groups.renew(one, f"{self.prefix}/again/{name}", self.store)
+        for name, group in sorted(zip(names, groups, strict=True), key=lambda pair: pair[0]):
+            process_groups.renew(group, f"{self.prefix}/again/{name}", self.store)
 
     def _told(self, key: str) -> bool:
         with contextlib.suppress(RuntimeError):
@@ -183,24 +184,24 @@ class Attempt:
         return False
 
     def _note(self, fared: Fared) -> None:
-        said = asdict(replace(fared, told=fared.told[:2000]))
-        self.store.set(f"{self.prefix}/fared/{self.rank}", json.dumps(said))
+        report = asdict(replace(fared, told=fared.told[:2000]))
+        self.store.set(f"{self.prefix}/fared/{self.rank}", json.dumps(report))
         self.store.add(f"{self.prefix}/came", 1)
         self.count.noted.append(self.prefix)
 
     def _release(self) -> None:
-        told = f"{self.what} was called off: {self.store.get(f'{self.prefix}/off').decode()}"
-        waiting.release([one.group_name for one in self.groups or ()], told)
+        reason = f"{self.what} was called off: {self.store.get(f'{self.prefix}/off').decode()}"
+        waiting.release([group.group_name for group in self.groups or ()], reason)
 
     def _look(self, store: Any) -> None:
-        """Wakes this rank, once a second, from another thread: not everybody who waits has noticed."""
+        """Wakes this rank if the attempt was called off; the watching thread calls it at every tick."""
         if store.check([f"{self.prefix}/off"]):
             store.add(f"{self.prefix}/beat/{self.rank}", 1)
             self.interrupt()
             self._release()
 
     def _refuse_lost(self, beats: dict[int, tuple[int, float]]) -> None:
-        """Raises RuntimeError if a rank that has not said how it fared shows no sign of life."""
+        """Raises RuntimeError if a rank that has not reported shows no sign of life."""
         now = time.monotonic()
         for rank in self.ranks:
             if rank == self.rank or self.store.check([f"{self.prefix}/fared/{rank}"]):
@@ -216,15 +217,15 @@ class Attempt:
 
 
 def steps_groups(ranks: Sequence[int]) -> list[Any]:
-    """The groups, all of their ranks among these, that this thread's lane may wait in."""
-    known = {str(one.group_name): one for one in groups_of_steps(list(ranks))}
-    for name in axis_groups() - known.keys():
-        one = process_groups.group_of(name)
-        if one.size() > 1 and set(ranks).issuperset(dist.get_process_group_ranks(one)):
-            known[name] = one
-    return list(known.values())
+    """Returns the groups that this thread's lane may wait in, all of whose ranks are among these."""
+    groups = {str(group.group_name): group for group in groups_of_steps(list(ranks))}
+    for name in axis_groups() - groups.keys():
+        group = process_groups.group_of(name)
+        if group.size() > 1 and set(ranks).issuperset(dist.get_process_group_ranks(group)):
+            groups[name] = group
+    return list(groups.values())
 
 
 def can_call_off(ranks: Sequence[int]) -> bool:
-    """Whether these ranks, of which this is one, can come back from what they are in the middle of."""
-    return dist.group.WORLD is not None and all(process_groups.renewable(one) for one in steps_groups(ranks))
+    """Whether these ranks, with this one among them, can recover when they are interrupted."""
+    return dist.group.WORLD is not None and all(process_groups.renewable(group) for group in steps_groups(ranks))

@@ -1,7 +1,7 @@
 """Collectives by axis name, each with the transpose that calculus gives it.
 
 A value is *varying* (V) over an axis when the ranks along it hold different values, *invariant* (I) when they all
-hold the same one. A collective's type says what it takes and gives, and its transpose runs the other way:
+hold the same one. A collective's type says what it takes and returns, and its transpose runs the other way:
 
     psum                 V -> I    transpose: pvary
     pvary                I -> V    transpose: psum
@@ -11,12 +11,12 @@ hold the same one. A collective's type says what it takes and gives, and its tra
     reduce_scatter       V -> V    transpose: all_gather
     ppermute             V -> V    transpose: the inverse permutation
     all_to_all           V -> V    transpose: the two dims swapped
-    ragged_all_to_all    V -> V    transpose: what is sent and what is received swapped
+    ragged_all_to_all    V -> V    transpose: the send and receive lengths swapped
     pmax, pmin           V -> I    none: an error
 
 Each works over one axis or a tuple of them (major to minor), on a tensor or a pytree, under every torch.func transform
-and torch.compile. What it returns is memory of its own, which may be written to, along an axis of size 1 too. The
-*spec* in a docstring is the collective on a list with one tensor for each rank along the axis.
+and torch.compile. The result has its own memory, which may be written to, along an axis of size 1 too. The *spec* in a
+docstring is the collective on a list with one tensor for each rank along the axis.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Call = tuple[Any, ...]  # an op and its arguments after the tensor
 def psum(x: T, axis: AxisName) -> T:
     """Sum over the ranks along `axis`: `V -> I`.
 
-    Every shape and numeric dtype; a Python number becomes the 0-d tensor that `torch.tensor` makes of it. In
-    integer dtypes the sum wraps as torch's does.
+    Takes every shape and numeric dtype; a Python number becomes the 0-d tensor that `torch.tensor` makes of it. Sums of
+    integers wrap, as in torch.
 
     Spec:
         >>> def psum(xs):
@@ -54,9 +54,9 @@ def psum(x: T, axis: AxisName) -> T:
         rank 1: b     ->     rank 1: a + b + c
         rank 2: c            rank 2: a + b + c
 
-    Transpose: `pvary`, the identity. All ranks hold one and the same sum, whose cotangent is one and the same,
-    and each term enters it once. (The transpose of an all-reduce that is *used differently* by each rank
-    would be another all-reduce: write `pvary(psum(x, axis), axis)` for that.)
+    Transpose: `pvary`, the identity. All ranks hold the same sum, with the same cotangent, and each term enters it
+    once. (The transpose of an all-reduce whose result each rank *uses differently* would be another all-reduce: write
+    `pvary(psum(x, axis), axis)` for that.)
 
     Raises:
         TypeError: bool, or an integer dtype that the backend cannot add.
@@ -115,8 +115,8 @@ def pmin(x: T, axis: AxisName) -> T:
 def pvary(x: T, axis: AxisName) -> T:
     """The same value, from now on used differently by each rank along `axis`: `I -> V`. A copy; nothing moves.
 
-    Put it on a replicated parameter before it meets this rank's data: its gradient is then summed over the
-    ranks, once, by the transpose.
+    Apply it to a replicated parameter before it meets this rank's data: the transpose then sums its gradient over
+    the ranks, once.
 
     Spec:
         >>> def pvary(xs):
@@ -139,8 +139,8 @@ def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "in
         x: tensors of at least one dimension, of the same shape on every rank.
         axis: one axis name, or several as their product.
         dim: the dimension to concatenate along.
-        to: `"varying"` (`V -> V`) when each rank goes on to use the result with its own data, as a gathered weight
-            is; `"invariant"` (`V -> I`) when all ranks go on to do the same with it.
+        to: `"varying"` (`V -> V`) if each rank then uses the result with its own data, as it does a gathered weight;
+            `"invariant"` (`V -> I`) if all ranks then do the same with it.
 
     Spec:
         >>> def all_gather(xs, dim=0):
@@ -153,7 +153,7 @@ def all_gather(x: T, axis: AxisName, *, dim: int = 0, to: Literal["varying", "in
     Transpose: `reduce_scatter` along the same dim; of `to="invariant"`, `local_slice`.
 
     Raises:
-        ValueError: no such dimension, or an unknown `to`.
+        ValueError: the dimension does not exist, or `to` is unknown.
     """
     if to not in ("varying", "invariant"):
         raise ValueError(f'all_gather: to={to!r}; it is "varying" or "invariant"')
@@ -195,7 +195,7 @@ def local_slice(x: T, axis: AxisName, *, dim: int = 0) -> T:
 def reduce_scatter(x: T, axis: AxisName, *, dim: int = 0) -> T:
     """The sum over the ranks along `axis`, of which each rank keeps its piece along `dim`: `V -> V`.
 
-    Shapes: `[..., n * size, ...] -> [..., n, ...]`. JAX's `psum_scatter(tiled=True)`; that name works too.
+    Shapes: `[..., n * size, ...] -> [..., n, ...]`. It is JAX's `psum_scatter(tiled=True)`; that name works, too.
 
     Spec:
         >>> def reduce_scatter(xs, dim=0):
@@ -227,7 +227,7 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
     Args:
         x: tensors of the same shape on every rank.
         axis: one axis name, or several as their product.
-        perm: `(source, target)` positions along the axis, no source and no target twice. A rank that is not a target
+        perm: `(source, target)` positions along the axis; no source or target occurs twice. A rank that is no target
             gets zeros.
 
     Spec:
@@ -256,7 +256,7 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
         return ops.ppermute, source, a.index, a.group
 
     out = _over(x, axis, "ppermute", permute)
-    if size == 1 and not pairs:  # zeros that still have a derivative, whatever the values were
+    if size == 1 and not pairs:  # zeros, even where x is inf or nan, that still have a derivative
         return optree.tree_map(lambda t: t.masked_fill(torch.ones((), dtype=torch.bool, device=t.device), 0), out)
     return out
 
@@ -264,8 +264,8 @@ def ppermute(x: T, axis: AxisName, perm: Sequence[tuple[int, int]]) -> T:
 def all_to_all(x: T, axis: AxisName, *, split_dim: int, concat_dim: int) -> T:
     """Piece `j` of `x` along `split_dim` goes to rank `j`; what arrives is concatenated along `concat_dim`: `V -> V`.
 
-    Shapes: `split_dim` shrinks and `concat_dim` grows by the axis size. A value cut along `concat_dim` becomes one
-    cut along `split_dim`.
+    Shapes: `split_dim` shrinks and `concat_dim` grows by the factor of the axis size. A value cut along `concat_dim`
+    becomes one cut along `split_dim`.
 
     Spec:
         >>> def all_to_all(xs, split_dim, concat_dim):
@@ -298,10 +298,10 @@ def ragged_all_to_all(
     Args:
         x: tensors of `sum(send)` places along `dim`, any dtype; the other dimensions agree between ranks.
         axis: one axis name, or several as their product.
-        send: lengths of the pieces, one for each rank along the axis; 0 is one.
-        receive: lengths of the pieces that come, by rank: `receive[j]` here is `send[here]` on rank `j`. Default: the
+        send: lengths of the pieces, one for each rank along the axis; may be 0.
+        receive: lengths of the pieces that arrive, by rank: `receive[j]` here is `send[here]` on rank `j`. Default: the
             ranks exchange them first, which takes one more exchange and a wait for it.
-        dim: the dimension that is cut, and along which what comes is concatenated.
+        dim: the dimension that is cut, and along which the received pieces are concatenated.
 
     Spec:
         >>> def ragged_all_to_all(xs, sends, dim=0):
@@ -314,21 +314,21 @@ def ragged_all_to_all(
     Transpose: `ragged_all_to_all` with `send` and `receive` swapped.
 
     Raises:
-        ValueError: lengths that are negative, not one for each rank, or do not add up to the dimension; in a call that
-            is checked, also lengths that are not what others send.
+        ValueError: lengths are negative, not one for each rank, or do not add up to the dimension; in a checked call,
+            also if `receive` differs from what the others send.
     """
     size = bound_axis(axis, "ragged_all_to_all").size
     lengths = {"send": [int(n) for n in send]}
     if receive is None:
         counts = torch.tensor(lengths["send"])
         mesh = current_mesh()
-        coming = all_to_all(counts.to(mesh.device_type) if mesh else counts, axis, split_dim=0, concat_dim=0)
-        receive = coming.tolist()
+        received = all_to_all(counts.to(mesh.device_type) if mesh else counts, axis, split_dim=0, concat_dim=0)
+        receive = received.tolist()
     lengths["receive"] = [int(n) for n in receive]
-    for name, some in lengths.items():
-        if len(some) != size or min(some) < 0:
+    for name, values in lengths.items():
+        if len(values) != size or min(values) < 0:
             raise ValueError(
-                f"ragged_all_to_all over {axis!r}: {name}={some}; it is {size} lengths, one for each rank, from 0"
+                f"ragged_all_to_all over {axis!r}: {name}={values}; it is {size} lengths, one for each rank, from 0"
             )
 
     def exchange(t: Tensor, a: Axis) -> Call:
@@ -366,8 +366,9 @@ def axis_size(axis: AxisName) -> int:
 def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) -> T:
     """Runs the op that `f` chooses, after its checks, on the tensor or on each leaf of the pytree.
 
-    Along an axis of size 1 each op is a copy, since a program that writes into the result must not change its argument
-    there and nowhere else; and only what has no derivative is called, to refuse one.
+    Along an axis of size 1 each op is a copy, so that a program that writes into the result does not change its
+    argument there and nowhere else. Only ops without a derivative still run there, so that they refuse to be
+    differentiated.
     """
     bound = bound_axis(axis, name)
     refuse_independent(axis, name)
@@ -393,7 +394,7 @@ def _over(x: T, axis: AxisName, name: str, f: Callable[[Tensor, Axis], Call]) ->
 
 
 def _at(path: Sequence[Any], on: Callable[[Any], Any], leaf: Any) -> Any:
-    """Runs on a leaf, which ranks that compare know by its path."""
+    """Runs `on` on a leaf, whose path identifies it when ranks compare."""
     attribution.leaf = dotted(path)
     try:
         return on(leaf)
@@ -428,14 +429,14 @@ def _divisible(x: Tensor, dim: int, axis: AxisName, bound: Axis, name: str, argu
 
 
 def _summable(x: Tensor, axis: Axis, name: str) -> tuple[str]:
-    """The group to sum over, if there is a sum of such a dtype."""
+    """Returns the group to sum over; raises TypeError if the dtype cannot be summed."""
     if x.dtype == torch.bool or (x.device.type == "cpu" and x.dtype not in kernels.SUMMABLE and not x.is_complex()):
         raise TypeError(f"{name} cannot add {x.dtype} on {x.device.type}: cast first, for example x.to(torch.int64)")
     return (axis.group,)
 
 
 def _ordered(x: Tensor, axis: Axis, name: str) -> tuple[str]:
-    """The group to compare over, if such a dtype has an order."""
+    """Returns the group to compare over; raises TypeError if the dtype has no order."""
     if x.is_complex():
         raise TypeError(f"{name}: complex numbers have no order; got {x.dtype}")
     return (axis.group,) if x.dtype == torch.bool else _summable(x, axis, name)

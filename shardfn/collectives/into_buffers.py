@@ -1,7 +1,7 @@
-"""Asynchronous collectives into given buffers, by which the stage engine moves parameters and gradients.
+"""Asynchronous collectives into given buffers, with which the stage engine moves parameters and gradients.
 
-Each returns a handle whose `wait()` leaves the result in its place. Which transport an axis uses is chosen once, by
-its backend, and is recorded in the ledger; `transports` overrides it.
+Each returns a handle; after its `wait()` the result is in place. The transport of an axis is chosen once, by its
+backend, and is recorded in the ledger; `transports` overrides it.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 
 class Handle(Protocol):
-    """Something under way."""
+    """An operation under way."""
 
     def wait(self) -> Any:
-        """Until it has arrived; on CUDA, until the current stream may use it."""
+        """Waits until the result has arrived; on CUDA, until the current stream may use it."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """Axes of a mesh as the engine moves along them: one group for parameters, and where overlap needs it, another.
+    """Axes of a mesh prepared for the engine: a group for parameters, and if overlap needs it, another for gradients.
 
     Attributes:
         names: the axes, major to minor.
         axis: their product as this rank sees it.
-        gathers: moves parameters.
-        reductions: moves gradients.
-        group_names: of these two.
-        chosen: transport of each collective, by default.
-        overrides: what `transports` says instead.
-        checks: whether what arrives is what was sent; a fake group moves nothing.
+        gathers: the group that moves parameters.
+        reductions: the group that moves gradients.
+        group_names: names of these two groups.
+        chosen: the default transport of each collective.
+        overrides: the transports set by `transports`.
+        checks: whether ranks compare; not on a fake group, which moves nothing.
     """
 
     names: tuple[str, ...]
@@ -65,7 +65,7 @@ class Communicator:
 
 
 class Together:
-    """Several works as one; `then` runs when all have arrived."""
+    """Several works as one; `then` runs once all have arrived."""
 
     __slots__ = ("then", "works")
 
@@ -73,7 +73,7 @@ class Together:
         self.works, self.then = works, then
 
     def wait(self) -> None:
-        """Until all have, and `then` has run."""
+        """Waits until all have arrived, and runs `then`."""
         for work in self.works:
             work.wait()
         if self.then:
@@ -82,7 +82,7 @@ class Together:
 
 
 class Later:
-    """What starts when somebody waits for it."""
+    """A work that starts only when somebody waits for it."""
 
     __slots__ = ("first", "start")
 
@@ -90,19 +90,19 @@ class Later:
         self.first, self.start = first, start
 
     def wait(self) -> None:
-        """Until both have arrived, one after the other."""
+        """Waits for the first work, then starts and awaits the second."""
         self.first.wait()
         self.start().wait()
 
 
 def arrived(work: Handle, op: str, group: str, stage: str) -> None:
-    """Waits for what is under way; who waits long says that it is for this."""
+    """Waits for a work; a long wait is reported as this operation."""
     with waiting.on(op, group, stage):
         work.wait()
 
 
 def communicator_of(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
-    """The axes of the mesh, made ready once. All ranks along them take part the first time."""
+    """Returns the communicator of these axes, made on first use, in which all ranks along them take part."""
     return per_mesh(mesh, ("link", lane(), names), lambda: _linked(mesh, names))
 
 
@@ -111,20 +111,20 @@ def _linked(mesh: DeviceMesh, names: tuple[str, ...]) -> Communicator:
     group = process_groups.group_of(axis.group)
     backend = process_groups.backend_of(group, mesh.device_type)
     # NCCL runs the collectives of one communicator one after another; two of them overlap.
-    second = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
-    called = group.group_name, second.group_name
-    waiting.along(called[1], " x ".join(names))
-    pieces = "direct" if backend == "gloo" else "native"
-    chosen = {"all_gather": pieces, "reduce_scatter": pieces, "all_reduce": "native"}
-    return Communicator(names, axis, group, second, called, chosen, _overrides(mesh), backend != "fake")
+    reductions = group_over(dist.get_process_group_ranks(group), "reduce") if backend == "nccl" else group
+    group_names = group.group_name, reductions.group_name
+    waiting.along(group_names[1], " x ".join(names))
+    by_pieces = "direct" if backend == "gloo" else "native"
+    chosen = {"all_gather": by_pieces, "reduce_scatter": by_pieces, "all_reduce": "native"}
+    return Communicator(names, axis, group, reductions, group_names, chosen, _overrides(mesh), backend != "fake")
 
 
 @contextlib.contextmanager
 def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
-    """Overrides how stages move bytes along every axis of the mesh while the block runs; the same on all ranks.
+    """Overrides how stages move bytes along every axis of the mesh while the block runs; use the same on all ranks.
 
-    Results are the same up to rounding. Which transport is the fastest depends on the network: `ledger` says which one
-    each collective took.
+    Results are the same up to rounding. The fastest transport depends on the network; `ledger` reports which one each
+    collective took.
 
     Args:
         mesh: the mesh.
@@ -141,15 +141,15 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
         A context.
 
     Raises:
-        ValueError: no such collective or transport, or not on this backend.
+        ValueError: the collective or transport is unknown, or does not work on this backend.
 
     Example:
         ``with transports(mesh, reduce_scatter="exchange"): loss, gradient = step(params, batch)``
     """
     for op, how in chosen.items():
         if how not in TRANSPORTS.get(op, {}):
-            known = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
-            raise ValueError(f"transports: there is no {op}={how!r}; there are {known}")
+            choices = "; ".join(f"{name}: {', '.join(ways)}" for name, ways in TRANSPORTS.items())
+            raise ValueError(f"transports: there is no {op}={how!r}; there are {choices}")
         backend = process_groups.backend_of(dist.group.WORLD, mesh.device_type) if dist.group.WORLD else "gloo"
         if how == "direct" and backend != "gloo":
             raise ValueError(
@@ -168,26 +168,26 @@ def transports(mesh: DeviceMesh, **chosen: str) -> Iterator[None]:
 
 
 def all_gather(whole: Tensor, comm: Communicator, dtype: torch.dtype, own: Tensor | None = None) -> Handle:
-    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's `own` is in its place already."""
+    """Fills `whole`, bytes `[size * n]`, with every rank's piece; this rank's piece, `own`, is in place already."""
     if debugging.collectives:
         compared("all_gather", comm, (whole.nbytes, dtype))
     how = _transport("all_gather", whole, dtype, comm)
-    if how == "native" and own is not None:  # whoever gathers at every step knows where it is
+    if how == "native" and own is not None:  # saves finding the own piece again at every step
         return process_groups.start_all_gather(whole, own, comm.gathers)
     return TRANSPORTS["all_gather"][how](whole, comm)
 
 
 def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtype: torch.dtype) -> Handle:
-    """As `all_gather` over the product of axes, of which this rank is number `index`, one after another.
+    """Like `all_gather` over a product of axes, in which this rank has position `index`, one axis after another.
 
-    The first of `hops` is the minor axis: what it gathers is a stretch of `whole`, which the next one passes on.
+    The first of `hops` is the minor axis: it gathers a contiguous stretch of `whole`, which the next hop passes on.
     """
     steps, pieces = [], math.prod(comm.axis.size for comm in hops)
     for comm in hops:
         pieces //= comm.axis.size
         index //= comm.axis.size
         region = whole.view(pieces, -1)[index]
-        if debugging.collectives:  # before the first of them starts: the others do so on another thread
+        if debugging.collectives:  # before the first hop starts, since later hops start on another thread
             compared("all_gather", comm, (region.nbytes, dtype))
         how = _transport("all_gather", region, dtype, comm)
         steps.append((functools.partial(TRANSPORTS["all_gather"][how], region, comm), how))
@@ -198,7 +198,7 @@ def gather_by_hops(whole: Tensor, index: int, hops: Sequence[Communicator], dtyp
 
 
 def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torch.device) -> Handle:
-    """One collective when another has arrived, whose result it needs."""
+    """Starts a collective once `first`, whose result it needs, has arrived."""
     if how == "direct":
         return Launched(lambda: (first.wait(), [start()])[1])
     if device.type == "cpu":
@@ -210,18 +210,18 @@ def _followed(first: Handle, start: Callable[[], Handle], how: str, device: torc
 
 
 def sends_pieces(comm: Communicator, op: str) -> bool:
-    """Whether what is sent, and what is received, need not lie in one buffer."""
+    """Whether the data sent and received may lie in several buffers."""
     return _how(comm, op) == "direct"
 
 
 class Pieces(NamedTuple):
-    """A buffer to gather, with this rank's piece elsewhere; the last piece ends in `tag` in place of its end.
+    """A buffer to gather, with this rank's piece elsewhere; the last piece ends in `tag` in place of its own end.
 
     Attributes:
-        whole: `[size * n]` bytes, to be filled but for this rank's.
-        own: `[n]`, this rank's.
+        whole: `[size * n]` bytes, filled except for this rank's piece.
+        own: `[n]` bytes, this rank's piece.
         tag: the end of the last piece.
-        dtype: of the numbers.
+        dtype: dtype of the numbers.
     """
 
     whole: Tensor
@@ -231,8 +231,8 @@ class Pieces(NamedTuple):
 
 
 def gather_pieces(buffers: Sequence[Pieces], comm: Communicator) -> Handle:
-    """As `all_gather` of each of these buffers, of which all messages are under way together."""
-    size, last = comm.axis.size, comm.axis.index == comm.axis.size - 1
+    """Like `all_gather` of each of these buffers, with all messages under way at the same time."""
+    size, is_last = comm.axis.size, comm.axis.index == comm.axis.size - 1
     if debugging.collectives:
         compared("all_gather", comm, *((buffer.whole.nbytes, buffer.dtype) for buffer in buffers))
     into: list[list[Tensor]] = [[] for _ in range(size)]
@@ -240,11 +240,11 @@ def gather_pieces(buffers: Sequence[Pieces], comm: Communicator) -> Handle:
     for whole, own, tag, dtype in buffers:
         _transport("all_gather", whole, dtype, comm)
         end = len(own) - len(tag)
-        *pieces, final = whole.view(size, -1).unbind()
+        *pieces, last_piece = whole.view(size, -1).unbind()
         for i, piece in enumerate(pieces):
             into[i].append(piece)
-        into[-1] += [final[:end], final[end:]]
-        out += [own[:end], tag] if last else [own]
+        into[-1] += [last_piece[:end], last_piece[end:]]
+        out += [own[:end], tag] if is_last else [own]
     return _swap(into, [out] * size, comm, comm.gathers, tag=1)
 
 
@@ -256,8 +256,8 @@ def scatter_pieces(
     dtype: torch.dtype,
     comm: Communicator,
 ) -> Handle:
-    """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, whose own for this one come into
-    `into[i]`, in step; `add` adds up what has come. `numel` elements are what all ranks' pieces have together.
+    """A reduce-scatter of pieces that lie in parts: `parts[i]` go to rank `i`, and rank `i`'s parts for this one come
+    into `into[i]`, in the same order; `add` then sums what has come. `numel` counts the elements of all ranks' pieces.
     """
     if debugging.collectives:
         compared("reduce_scatter", comm, (numel * dtype.itemsize, dtype))
@@ -268,14 +268,15 @@ def scatter_pieces(
 
 
 def exchanged(into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator) -> Handle:
-    """Each other rank `i` gets `out[i]`, and `into[i]` comes from there, of gradients; where pieces are sent."""
+    """Exchanges gradients: each other rank `i` gets `out[i]` and fills `into[i]`; for transports that send pieces."""
     return _swap(into, out, comm, comm.reductions, tag=2)
 
 
 def reduce_scatter(flat: Tensor, out: Tensor, comm: Communicator, scratch: Callable[[int], Tensor]) -> Handle:
-    """Fills `out [n]` with the sum over ranks of their piece of `flat [size * n]` for this rank.
+    """Fills `out [n]` with the sum over ranks of their pieces of `flat [size * n]` for this rank.
 
-    `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements like `flat`'s until the wait.
+    `out` may have a wider dtype than `flat`; `scratch(n)` lends memory for `n` elements of `flat`'s dtype until the
+    wait.
     """
     if flat.is_complex():
         complex_scratch, flat, out = scratch, _real(flat), _real(out)
@@ -299,14 +300,14 @@ def all_reduce(x: Tensor, comm: Communicator) -> Handle:
 
 
 def compared(op: str, comm: Communicator, *buffers: tuple[int, torch.dtype], more: str = "") -> None:
-    """Whether all ranks are about to do this, with buffers of so many bytes: where `debugging.collectives` asks."""
+    """With `debugging.collectives`, compares whether all ranks are about to do this with buffers of these sizes."""
     if comm.checks:
-        told = " + ".join(values(dtype, [nbytes // dtype.itemsize]) for nbytes, dtype in buffers)
-        compare(op, told + more, comm.axis, served=True)
+        described = " + ".join(values(dtype, [nbytes // dtype.itemsize]) for nbytes, dtype in buffers)
+        compare(op, described + more, comm.axis, served=True)
 
 
 def _transport(op: str, x: Tensor, dtype: torch.dtype, comm: Communicator) -> str:
-    """The transport, entered in the ledger with what of `x` is sent."""
+    """Returns the transport, and enters the collective in the ledger with the bytes of `x` that are sent."""
     how = _how(comm, op)
     if recording():
         times = 2 if op == "all_reduce" else 1
@@ -316,7 +317,7 @@ def _transport(op: str, x: Tensor, dtype: torch.dtype, comm: Communicator) -> st
 
 
 def _real(x: Tensor) -> Tensor:
-    """A complex vector as its parts, which is how it can be summed."""
+    """Views a complex vector as its real and imaginary parts, which can be summed."""
     return torch.view_as_real(x).view(-1) if x.is_complex() else x
 
 
@@ -349,9 +350,10 @@ def _gather_directly(whole: Tensor, comm: Communicator) -> Handle:
 def _swap(
     into: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]], comm: Communicator, group: Any, tag: int
 ) -> Handle:
-    """Each other rank `i` gets `out[i]` of this one, and this one gets what is for it from there into `into[i]`.
+    """Sends `out[i]` to each other rank `i`, and receives into `into[i]` what that rank has for this one.
 
-    A message of another length than is expected would end the process; with another tag it is waited for.
+    gloo ends the process if a message's length differs from the expected one; so the tag contains the length, and a
+    message of another length only waits.
     """
     others = [i for i in range(comm.axis.size) if i != comm.axis.index]
 
@@ -380,7 +382,7 @@ def _scatter_directly(flat: Tensor, out: Tensor, comm: Communicator, scratch: Ca
     received = list(scratch(flat.numel() - own.numel()).view(comm.axis.size - 1, -1).unbind())
 
     def add() -> None:
-        # In a narrow dtype each addition would round: all but the last step are done in a wider one.
+        # In a narrow dtype each addition would round, so the sum is kept in float32 and rounded once.
         wide = out if out.dtype.itemsize >= 4 else torch.empty_like(out, dtype=torch.float32)
         torch.add(own, received[0], out=wide) if own.dtype == wide.dtype else wide.copy_(own).add_(received[0])
         for piece in received[1:]:

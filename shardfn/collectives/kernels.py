@@ -1,8 +1,8 @@
-"""How bytes move: one kernel a collective, on plain tensors, each returning a fresh contiguous tensor.
+"""One kernel for each collective, on plain tensors; each returns a fresh contiguous tensor.
 
-On gloo they are messages, which a rank that does something else does not take for its own; elsewhere, and in code that
-is traced, functional collectives, which a graph can hold. `size` is the number of ranks in `group`, and dimensions are
-non-negative.
+On gloo the data travels as messages that a rank which does something else cannot take for its own; on other backends,
+and in traced code, by functional collectives, which a graph can hold. `size` is the number of ranks in `group`, and
+dimensions are non-negative.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardfn.compat import process_groups
 from shardfn.compat.dispatch import WIRE, plain
 from shardfn.mesh import waiting
 
-# What gloo adds up; NCCL takes these and more. Other dtypes can be moved, as bits, but not reduced.
+# The dtypes that gloo can add; NCCL adds these and more. Other dtypes can be moved as bits, but not reduced.
 SUMMABLE = (
     torch.float16,
     torch.bfloat16,
@@ -37,16 +37,16 @@ _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def _kernel(move: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A complex tensor travels as its two parts; what comes out is not a view, so autograd allows writing into it."""
+    """Moves a complex tensor as its two parts, and returns no view, so that autograd allows writes to it."""
 
     def kernel(x: Tensor, *args: Any) -> Tensor:
         recorder = checker()
-        if recorder is not None and plain(x):  # which cannot know what other ranks have sent
+        if recorder is not None and plain(x):  # the recorder cannot follow data from other ranks
             with paused():
                 out = kernel(x, *args)
             recorder.filled(out)
             return out
-        with waiting.on(move.__name__, args[-1]):  # its group
+        with waiting.on(move.__name__, args[-1]):  # the last argument is the group
             if x.is_complex():
                 out = torch.view_as_complex(move(torch.view_as_real(x.resolve_conj()), *args))
             else:
@@ -68,7 +68,7 @@ def all_gather(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 
 @_kernel
 def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
-    """The sum of every rank's `x`, of which this rank gets its piece along `dim`."""
+    """The sum of every rank's `x`; this rank gets its piece of it along `dim`."""
     pieces = _split(x, dim, size)
     peers = _recorded("reduce_scatter", x, 1 - 1 / size, group, "exchange" if x.device.type == "cpu" else "native")
     if peers is not None:
@@ -80,10 +80,11 @@ def reduce_scatter(x: Tensor, dim: int, size: int, group: str) -> Tensor:
 
 @_kernel
 def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
-    """The `"sum"`, `"max"` or `"min"` of every rank's `x`; no group is this rank alone."""
+    """The `"sum"`, `"max"` or `"min"` of every rank's `x`; an empty group means this rank alone."""
     if not group:
         return copy(x)
     peers = _recorded("all_reduce", x, 2, group, "native")
+    # gloo does not reduce bools; the maximum of their bytes is any, the minimum is all.
     bits = x.view(torch.uint8) if x.dtype == torch.bool else x
     if peers is not None:
         return messages.reduce(peers, bits, op).view(x.dtype)
@@ -102,11 +103,11 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, size: int, group: str
 
 @_kernel
 def permute(x: Tensor, source: list[int], index: int, group: str) -> Tensor:
-    """`x` of rank `source[i]` goes to rank `i`, which gets zeros where that is -1; this rank is `index`.
+    """Rank `i` gets `x` of rank `source[i]`, or zeros if that is -1; this rank is `index`.
 
-    Where ranks exchange by a collective, one that hears from nobody sends itself, rank `index`, a zero and spreads what
-    comes. That, and sending nothing as an empty piece of `x`, keeps the exchange in its place under a compiler: one
-    that saw its result to be constant would drop it, and one that saw it to need nothing might move it before others.
+    If ranks exchange by a collective, a rank that receives nothing sends itself a single zero and expands it, and a
+    rank that sends nothing sends an empty piece of `x`. Both keep the exchange in place under a compiler, which could
+    drop a collective with a constant result, and could move one that depends on no input ahead of others.
     """
     receive, send = _marks(source, index)
     peers = _recorded("ppermute", x, sum(send), group, "exchange")
@@ -121,35 +122,35 @@ def permute(x: Tensor, source: list[int], index: int, group: str) -> Tensor:
     pieces = [zero if rank == index else flat if send[rank] else flat[:0] for rank in ranks]
     received = [int(rank == index) for rank in ranks]
     outgoing = torch.cat(pieces)
-    came = _move(outgoing, WIRE.all_to_all_single, received, [piece.numel() for piece in pieces], group)
-    return copy(came.view([1] * x.ndim).expand(x.shape))
+    arrived = _move(outgoing, WIRE.all_to_all_single, received, [piece.numel() for piece in pieces], group)
+    return copy(arrived.view([1] * x.ndim).expand(x.shape))
 
 
 def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
-    """Begins to send `x` to the next rank of a ring; the function returned waits for what comes from the one before."""
+    """Begins to send `x` to the next rank of a ring; the function returned waits for the previous rank's `x`."""
     peers = _recorded("ppermute", x, 1, group, "exchange", scheduled=True)
     source = [(rank - 1) % size for rank in range(size)]
     if peers is not None:
-        come = messages.permute(peers, x, source)
+        wait = messages.permute(peers, x, source)
     else:
         flat = x.contiguous().flatten()
         receive, send = ([len(flat) * mark for mark in marks] for marks in _marks(source, index))
         carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
         started = WIRE.all_to_all_single(flat.view(carrier), receive, send, group)
 
-        def come() -> Tensor:
+        def wait() -> Tensor:
             return _wait(started).view(x.dtype).view(x.shape)
 
     def arrived() -> Tensor:
         with waiting.on("ppermute", group):
-            return come()
+            return wait()
 
     return arrived
 
 
 @_kernel
 def ragged_all_to_all(x: Tensor, dim: int, send: list[int], receive: list[int], index: int, group: str) -> Tensor:
-    """`send[j]` places of `x` along `dim` go to rank `j`, in order, and `receive[j]` come from it; this is `index`."""
+    """`send[j]` slices of `x` along `dim` go to rank `j`, in order, and `receive[j]` come from it; this is `index`."""
     share = 1 - send[index] / max(1, sum(send))
     peers = _recorded("all_to_all", x, share, group, "native")
     rows = x.movedim(dim, 0).contiguous()
@@ -157,24 +158,24 @@ def ragged_all_to_all(x: Tensor, dim: int, send: list[int], receive: list[int], 
         return messages.ragged(peers, rows, send, receive, "ragged_all_to_all", dim).movedim(0, dim).contiguous()
     width = math.prod(rows.shape[1:])
     lengths = [[count * width for count in counts] for counts in (receive, send)]
-    came = _move(rows, WIRE.all_to_all_single, *lengths, group).view(sum(receive), *rows.shape[1:])
-    return came.movedim(0, dim).contiguous()
+    arrived = _move(rows, WIRE.all_to_all_single, *lengths, group).view(sum(receive), *rows.shape[1:])
+    return arrived.movedim(0, dim).contiguous()
 
 
 def inverse(source: Sequence[int]) -> list[int]:
-    """The permutation that sends everything back."""
+    """Returns the inverse permutation."""
     return [source.index(rank) if rank in source else -1 for rank in range(len(source))]
 
 
 def _marks(source: Sequence[int], index: int) -> tuple[list[int], list[int]]:
-    """Which rank this one hears from, and which hear from it, marked with a 1."""
-    return [int(rank == source[index]) for rank in range(len(source))], [int(index == one) for one in source]
+    """Returns two lists of 0 and 1 by rank: the ranks that this one receives from, and those that receive from it."""
+    return [int(rank == source[index]) for rank in range(len(source))], [int(index == other) for other in source]
 
 
 def _recorded(
     op: str, x: Tensor, share: float, group: str, how: str, scheduled: bool | None = None
 ) -> messages.Peers | None:
-    """With whom messages are exchanged, if they are, or how else `x` moves: entered in the ledger."""
+    """Enters a collective in the ledger; returns the peers that exchange messages, None if the backend moves `x`."""
     peers = messages.peers(x, group)
     if recording():
         size = process_groups.group_of(group).size() if op == "all_reduce" else 0
@@ -185,13 +186,13 @@ def _recorded(
 
 
 def piece(x: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """Piece `index` of `size` equal ones of `x` along `dim`."""
+    """Returns piece `index` of `size` equal ones of `x` along `dim`, as a copy."""
     length = x.shape[dim] // size
     return x.narrow(dim, index * length, length).clone(memory_format=torch.contiguous_format)
 
 
 def copy(x: Tensor) -> Tensor:
-    """`x` in memory of its own: an alias would let a write through it pass unseen by autograd."""
+    """Copies `x` into memory of its own: autograd would not notice a write through an alias."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -201,7 +202,7 @@ def _exchange(pieces: Tensor, size: int, group: str) -> Tensor:
 
 
 def _move(x: Tensor, collective: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Flat, and as bits of the same width where the backend does not know the dtype."""
+    """Runs a collective on the flattened tensor, as bits of equal width if the backend does not know the dtype."""
     carrier = x.dtype if x.dtype in SUMMABLE else _CARRIERS[x.element_size()]
     return _wait(collective(x.contiguous().view(carrier).flatten(), *args)).view(x.dtype)
 

@@ -1,4 +1,4 @@
-"""The record of what moved: every collective of a piece of code, with its bytes and where it came from."""
+"""Records which collectives a piece of code ran, with their bytes and where they came from."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Record:
 
     Attributes:
         op: `"all_gather"`, `"reduce_scatter"`, `"all_reduce"`, ...
-        axis: the names of the axes that it ran along.
-        stage: path of the stage that it served, `""` outside of stages.
-        dtype: on the wire.
-        bytes: that this rank sent, where each piece travels once.
+        axis: names of the axes that it ran along.
+        stage: path of the stage that it served; `""` outside of stages.
+        dtype: dtype on the wire.
+        bytes: bytes that this rank sent, with each piece counted once.
         how: the transport.
-        scheduled: issued ahead of need or waited for behind it, by a stage, a ring or a pipeline, so that compute may
-            run meanwhile; otherwise at its place in the program.
+        scheduled: whether a stage, a ring or a pipeline issued it ahead of need or waited for it later, so that
+            computation may run meanwhile; otherwise it ran at its place in the program.
         backward: whether it belongs to a backward pass.
     """
 
@@ -46,31 +46,31 @@ class Ledger:
     """The collectives of the code under `with ledger() as log:`, in the order in which they were issued.
 
     Attributes:
-        records: one for each.
-        gathered: the most bytes of the buffers into which stages gathered parameters, when one of them was filled.
+        records: one for each collective.
+        gathered: the largest total size in bytes of the buffers into which stages gathered parameters.
     """
 
     records: list[Record] = field(default_factory=list)
     gathered: int = 0
 
     def select(self, **wanted: object) -> list[Record]:
-        """The records whose attributes are as given: `log.select(op="all_gather", backward=True)`."""
-        return [one for one in self.records if all(getattr(one, key) == value for key, value in wanted.items())]
+        """Returns the records with these attributes: `log.select(op="all_gather", backward=True)`."""
+        return [entry for entry in self.records if all(getattr(entry, key) == value for key, value in wanted.items())]
 
     def count(self, **wanted: object) -> int:
-        """How many records have such attributes."""
+        """Returns the number of records with these attributes."""
         return len(self.select(**wanted))
 
     def bytes(self, **wanted: object) -> int:
-        """What this rank sent in records with such attributes."""
-        return sum(one.bytes for one in self.select(**wanted))
+        """Returns the bytes that this rank sent in records with these attributes."""
+        return sum(entry.bytes for entry in self.select(**wanted))
 
     def __str__(self) -> str:
         kinds: dict[tuple[str, ...], list[int]] = {}
-        for one in self.records:
-            way = ("scheduled" if one.scheduled else "unscheduled", "backward" if one.backward else "forward")
-            key = (one.op, " x ".join(one.axis), str(one.dtype).removeprefix("torch."), one.how, *way)
-            kinds.setdefault(key, []).append(one.bytes)
+        for entry in self.records:
+            timing = ("scheduled" if entry.scheduled else "unscheduled", "backward" if entry.backward else "forward")
+            key = (entry.op, " x ".join(entry.axis), str(entry.dtype).removeprefix("torch."), entry.how, *timing)
+            kinds.setdefault(key, []).append(entry.bytes)
         head = ("op", "axis", "dtype", "transport", "issued", "pass", "calls", "MB sent")
         rows = [(*key, str(len(sent)), f"{sum(sent) / 1e6:.3f}") for key, sent in kinds.items()]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -79,28 +79,28 @@ class Ledger:
 
 
 class _Attribution(threading.local):
-    """What is recorded on this thread, and on whose behalf."""
+    """The ledgers open on this thread, and what its collectives are attributed to."""
 
     def __init__(self) -> None:
         self.open: list[Ledger] = []
         self.stage = ""
-        self.leaf = ""  # of the tree that a collective was given
+        self.leaf = ""  # path of the leaf that a collective is working on
         self.backward: bool | None = None
         self.scheduled = False
         self.silent = False
 
 
 attribution = _Attribution()
-_open: list[list[Ledger]] = []  # of every thread that records
+_open: list[list[Ledger]] = []  # the open ledgers of each thread that records
 
 
-class attributed_to:  # a class, since a generator takes four times as long, ten times a stage
-    """A context: what moves inside is recorded as this stage's.
+class attributed_to:  # a class, since a generator takes four times as long, and each stage enters ten of these
+    """A context: collectives inside are recorded as this stage's.
 
     Args:
-        stage: its path.
-        backward: whether it belongs to a backward pass; None for what it is outside.
-        scheduled: whether a schedule issues it, and not the program at its place.
+        stage: the stage's path.
+        backward: whether they belong to a backward pass; None keeps the outer value.
+        scheduled: whether a schedule issues them, rather than the program in its order.
     """
 
     __slots__ = ("backward", "before", "scheduled", "stage")
@@ -119,7 +119,7 @@ class attributed_to:  # a class, since a generator takes four times as long, ten
 
 
 class unscheduled:
-    """A context: what moves inside is recorded as issued at its place in the program, by a stage's function say."""
+    """A context: collectives inside are recorded as issued in program order, for example by a stage's function."""
 
     __slots__ = ("before",)
 
@@ -131,7 +131,7 @@ class unscheduled:
 
 
 class unrecorded:
-    """A context: what moves inside is recorded nowhere, since it is no part of the program."""
+    """A context: collectives inside are not recorded, since they are no part of the program."""
 
     __slots__ = ("before",)
 
@@ -146,36 +146,36 @@ class unrecorded:
 def ledger() -> Iterator[Ledger]:
     """Records every collective of the code inside, on this rank.
 
-    What runs in a graph that torch.compile made is not seen.
+    Collectives in a graph made by torch.compile are not seen.
 
     Example:
         ``with ledger() as log: step(params, tokens)``, then ``print(log)`` or ``log.count(op="all_gather")``
     """
-    made = Ledger()
-    attribution.open.append(made)
+    log = Ledger()
+    attribution.open.append(log)
     if len(attribution.open) == 1:
         _open.append(attribution.open)
     try:
-        yield made
+        yield log
     finally:
-        attribution.open.remove(made)
+        attribution.open.remove(log)
         if not attribution.open:
             _open.remove(attribution.open)
 
 
 def recording() -> bool:
-    """Whether anybody records; false costs a look at one list."""
+    """Whether any ledger is open; costs a look at one list if none is."""
     return bool(_open)
 
 
 def record_buffers(nbytes: int) -> None:
-    """Enters the size of the buffers for gathered parameters."""
-    for each in _heard():
-        each.gathered = max(each.gathered, nbytes)
+    """Enters the size in bytes of the buffers for gathered parameters."""
+    for log in _heard():
+        log.gathered = max(log.gathered, nbytes)
 
 
 def _heard() -> list[Ledger]:
-    """The ledgers that are open on this thread, or where autograd runs one for another, on that."""
+    """Returns the ledgers open on this thread; on an autograd thread, those of the one thread that records."""
     if attribution.silent:
         return []
     return attribution.open or (_open[0] if len(_open) == 1 and autograd.autograd_thread() else [])
@@ -191,19 +191,19 @@ def record(
     scheduled: bool | None = None,
     backward: bool | None = None,
 ) -> None:
-    """Enters a collective, on the group of this name, in the ledgers that are open here."""
-    open_here = _heard()
-    if not open_here or torch.compiler.is_compiling():
+    """Enters a collective on the group of this name in the ledgers that are open here."""
+    logs = _heard()
+    if not logs or torch.compiler.is_compiling():
         return
     if axis is None:
         mesh = current_mesh()
         used = known_axes(mesh).used if mesh is not None else {}
-        axis = next((as_names(names) for names, known in used.items() if known.group == group), ())
-        if mesh is not None:  # the same name, whoever used the group first
+        axis = next((as_names(names) for names, bound in used.items() if bound.group == group), ())
+        if mesh is not None:  # drop axes of size 1, so that the name does not depend on who used the group first
             axis = tuple(name for name in axis if sizes(mesh)[name] > 1)
     if backward is None:
         backward = autograd.inside_backward() if attribution.backward is None else attribution.backward
-    ahead = attribution.scheduled if scheduled is None else scheduled
-    one = Record(op, axis, attribution.stage, dtype, sent, how, ahead, backward)
-    for each in open_here:
-        each.records.append(one)
+    issued_early = attribution.scheduled if scheduled is None else scheduled
+    entry = Record(op, axis, attribution.stage, dtype, sent, how, issued_early, backward)
+    for log in logs:
+        log.records.append(entry)

@@ -1,8 +1,8 @@
-"""Collectives on gloo made of messages that only meet their like, and the threads that start them.
+"""Collectives on gloo made of tagged point-to-point messages, and the threads that start them.
 
-gloo distinguishes the messages of its own collectives by their order alone: one that is longer than expected ends the
-process, and a shorter one leaves the rest of a buffer as it was. Here each message carries a number made of what it
-belongs to, its place in the order of calls included. Ranks that do different things therefore wait for each other.
+gloo matches the messages of its own collectives by order alone: a message that is longer than expected ends the
+process, and a shorter one leaves the rest of the buffer unchanged. Here each message carries a tag derived from its
+operation and its number in the order of calls. Ranks that do different things therefore wait for each other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardfn.compat import dispatch, process_groups
 from shardfn.mesh import waiting
 from shardfn.mesh.lanes import lane
 
-SMALL = 2**18  # bytes that one rank may get from all others to sum them; more are summed in pieces, by all ranks
+SMALL = 2**18  # most bytes that one rank receives to sum alone; more are summed in pieces by all ranks
 What = tuple[Hashable, ...]  # what a message belongs to: an op, a dtype, a shape, ...
-Message = tuple[int, Tensor]  # the other rank, and what is sent to it or filled from it
+Message = tuple[int, Tensor]  # the other rank, and the tensor to send to it or to fill from it
 
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """The ranks of a group on gloo, as this one sees them; `calls` counts what they did together."""
+    """The ranks of a gloo group as this one sees them; `calls` numbers what they do together."""
 
     group: Callable[[], Any]
     index: int
@@ -40,92 +40,92 @@ class Peers:
 
     @property
     def others(self) -> list[int]:
-        """All but this one, the next one first, so that not all send to the same rank at once."""
+        """All ranks but this one, starting with the next, so that not all send to the same rank at once."""
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
 
-_known: dict[str, tuple[weakref.ref[Any], Peers | None]] = {}  # by a group's name, which later groups may have again
+_known: dict[str, tuple[weakref.ref[Any], Peers | None]] = {}  # by group name, which a later group may reuse
 
 
 def peers(x: Tensor, group: str) -> Peers | None:
-    """Those who move `x` by messages; None where the backend's own collectives do.
+    """Returns the peers that move `x` by messages; None if the backend's own collectives move it.
 
-    That is on other backends, and for tensors without data and code that is being traced, since a graph holds
-    functional collectives.
+    That is so on other backends, for tensors without data, and in code that is traced, since a graph holds functional
+    collectives.
     """
     if x.device.type != "cpu" or not dispatch.plain(x):
         return None
-    own = process_groups.group_of(group)
-    known = _known.get(group)
-    if known is None or known[0]() is not own:
-        reference = weakref.ref(own)
-        gloo = process_groups.backend_of(own, "cpu") == "gloo"
-        known = _known[group] = reference, Peers(reference, own.rank(), own.size()) if gloo else None
-    return known[1]
+    owner = process_groups.group_of(group)
+    entry = _known.get(group)
+    if entry is None or entry[0]() is not owner:
+        reference = weakref.ref(owner)
+        gloo = process_groups.backend_of(owner, "cpu") == "gloo"
+        entry = _known[group] = reference, Peers(reference, owner.rank(), owner.size()) if gloo else None
+    return entry[1]
 
 
 def forget(groups: Sequence[Any]) -> None:
-    """All that was under way in these groups has ended; ranks that called different things count their calls anew."""
-    settle()  # what waits there to be started meets the end of its group first
+    """Drops the state of these groups: everything under way has ended, and ranks restart their call numbers."""
+    settle()  # works that are queued must fail on the ended group, before it is renewed
     for group in groups:
         _left.pop(group, None)
         _known.pop(group.group_name, None)
 
 
 def gather(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
-    """Every rank's `x`, stacked: `[size, *x.shape]`."""
+    """Returns every rank's `x`, stacked: `[size, *x.shape]`."""
     whole = x.new_empty((p.size, *x.shape))
     pieces, own = whole.unbind(), _sendable(x)
-    swapped = start(p, (*what, x.dtype, x.shape), [(i, pieces[i]) for i in p.others], [(i, own) for i in p.others])
+    wait = start(p, (*what, x.dtype, x.shape), [(i, pieces[i]) for i in p.others], [(i, own) for i in p.others])
     pieces[p.index].copy_(own)
-    swapped()
+    wait()
     return whole
 
 
 def exchange(p: Peers, x: Tensor, *what: Hashable) -> Tensor:
-    """`x[j]` of rank `i` becomes `x[i]` of rank `j`: `[size, ...] -> [size, ...]`."""
-    came = torch.empty_like(x, memory_format=torch.contiguous_format)
-    into, out = came.unbind(), _sendable(x).unbind()
-    swapped = start(p, (*what, x.dtype, x.shape), [(i, into[i]) for i in p.others], [(i, out[i]) for i in p.others])
+    """Sends `x[j]` of rank `i` to rank `j` as its row `i`: `[size, ...] -> [size, ...]`."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    into, out = received.unbind(), _sendable(x).unbind()
+    wait = start(p, (*what, x.dtype, x.shape), [(i, into[i]) for i in p.others], [(i, out[i]) for i in p.others])
     into[p.index].copy_(out[p.index])
-    swapped()
-    return came
+    wait()
+    return received
 
 
 def reduce(p: Peers, x: Tensor, op: str) -> Tensor:
-    """The `"sum"`, `"max"` or `"min"` of every rank's `x`, in order of ranks: the same bits on all of them."""
+    """Returns the `"sum"`, `"max"` or `"min"` of every rank's `x` in rank order: the same bits on all ranks."""
     what = ("all_reduce", op, x.dtype, x.shape)
     if x.numel() * x.element_size() * (p.size - 1) > SMALL:
         return _reduce_in_pieces(p, x, op, what)
     if p.size == 2:
         return combined(gather(p, x, *what[:2]).unbind(), op)
-    every = x.new_empty((p.size, *x.shape)) if p.index == 0 else x.new_empty((1, *x.shape))
-    slots, own = every.unbind(), _sendable(x)
+    stacked = x.new_empty((p.size, *x.shape)) if p.index == 0 else x.new_empty((1, *x.shape))
+    slots, own = stacked.unbind(), _sendable(x)
     if p.index:
         start(p, what, [], [(0, own)])()
         start(p, (*what, "back"), [(0, slots[0])], [])()
         return slots[0]
-    came = start(p, what, [(i, slots[i]) for i in p.others], [])
+    wait = start(p, what, [(i, slots[i]) for i in p.others], [])
     slots[0].copy_(own)
-    came()
+    wait()
     total = combined(slots, op)
     start(p, (*what, "back"), [], [(i, total) for i in p.others])()
     return total
 
 
 def _reduce_in_pieces(p: Peers, x: Tensor, op: str, what: What) -> Tensor:
-    """Each rank adds up its piece of the whole, and sends the sum to the others."""
+    """Each rank reduces its piece of the whole, and sends the result to the others."""
     out = x.clone(memory_format=torch.contiguous_format)
     length = -(-out.numel() // p.size)
     pieces = [out.view(-1)[i * length : (i + 1) * length] for i in range(p.size)]
     mine = pieces[p.index]
-    came = mine.new_empty((p.size - 1, mine.numel())).unbind()
-    arrived = [*came[: p.index], mine, *came[p.index :]]  # by rank
-    start(p, what, [(i, arrived[i]) for i in p.others], [(i, pieces[i]) for i in p.others])()
-    if p.index < 2:  # it is in the first step, after which nobody needs it
-        combined(arrived, op, out=mine)
+    received = mine.new_empty((p.size - 1, mine.numel())).unbind()
+    parts = [*received[: p.index], mine, *received[p.index :]]  # by rank
+    start(p, what, [(i, parts[i]) for i in p.others], [(i, pieces[i]) for i in p.others])()
+    if p.index < 2:  # the first step reads `mine` and may overwrite it; a later step would read it after that
+        combined(parts, op, out=mine)
     else:
-        mine.copy_(combined(arrived, op))
+        mine.copy_(combined(parts, op))
     start(p, (*what, "back"), [(i, pieces[i]) for i in p.others], [(i, mine) for i in p.others])()
     return out
 
@@ -134,8 +134,8 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.max
 
 
 def combined(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Tensor:
-    """The ranks' values as one, in memory of its own or in `out`."""
-    if op == "sum" and len(parts) > 2 and parts[0].dtype.itemsize < 4:  # each step would round
+    """Reduces the ranks' values to one, in fresh memory or in `out`."""
+    if op == "sum" and len(parts) > 2 and parts[0].dtype.itemsize < 4:  # each addition would round
         return torch.sum(torch.stack(tuple(parts)), 0, dtype=parts[0].dtype, out=out)
     total = _COMBINE[op](parts[0], parts[1], out=out)
     for part in parts[2:]:
@@ -144,16 +144,16 @@ def combined(parts: Sequence[Tensor], op: str, out: Tensor | None = None) -> Ten
 
 
 def permute(p: Peers, x: Tensor, source: Sequence[int]) -> Callable[[], Tensor]:
-    """Begins to send `x`, rank `i`'s being that of `source[i]`, or zeros for -1; the function returned waits."""
+    """Begins to send `x` so that rank `i` gets that of `source[i]`, or zeros for -1; the function returned waits."""
     own = _sendable(x)
-    here = source[p.index]
-    out = own if here == p.index else x.new_zeros(x.shape) if here < 0 else own.new_empty(x.shape)
-    into = [(here, out)] if here not in (-1, p.index) else []
+    own_source = source[p.index]
+    out = own if own_source == p.index else x.new_zeros(x.shape) if own_source < 0 else own.new_empty(x.shape)
+    into = [(own_source, out)] if own_source not in (-1, p.index) else []
     targets = [i for i in p.others if source[i] == p.index]
-    came = start(p, ("ppermute", tuple(source), x.dtype, x.shape), into, [(i, own) for i in targets])
+    arrive = start(p, ("ppermute", tuple(source), x.dtype, x.shape), into, [(i, own) for i in targets])
 
     def wait() -> Tensor:
-        came()
+        arrive()
         return out.clone() if out is own else out
 
     return wait
@@ -161,8 +161,8 @@ def permute(p: Peers, x: Tensor, source: Sequence[int]) -> Callable[[], Tensor]:
 
 def ragged(p: Peers, x: Tensor, send: Sequence[int], receive: Sequence[int], *what: Hashable) -> Tensor:
     """`send[j]` rows of `x` go to rank `j`, in order, and `receive[j]` come from it: `[sum(receive), ...]`."""
-    came = x.new_empty((sum(receive), *x.shape[1:]))
-    into, out = came.split(list(receive)), _sendable(x).split(list(send))
+    received = x.new_empty((sum(receive), *x.shape[1:]))
+    into, out = received.split(list(receive)), _sendable(x).split(list(send))
     kind = (*what, x.dtype, x.shape[1:])
     number, group = next(p.calls), p.group()
 
@@ -173,14 +173,14 @@ def ragged(p: Peers, x: Tensor, send: Sequence[int], receive: Sequence[int], *wh
     works = Launched(begin, group)
     into[p.index].copy_(out[p.index])
     _arrive(works, kind, group)
-    return came
+    return received
 
 
 def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message]) -> Callable[[], None]:
-    """Begins to send and to receive what all these ranks call `what`; the function returned waits for all of it.
+    """Begins to send and receive what all these ranks call `what`; the function returned waits for all of it.
 
-    Another thread begins: a send copies to the other side at once if that waits for it, and where processes share
-    cores, one that did so itself would be the last to wake up when an answer comes.
+    Another thread starts the works: a send copies to the receiver at once if the receiver is waiting, and when
+    processes share cores, a thread that did so itself would be the last to wake up when an answer comes.
     """
     tag, group = _tag(what, next(p.calls)), p.group()
 
@@ -194,16 +194,16 @@ def start(p: Peers, what: What, into: Sequence[Message], out: Sequence[Message])
 
 def _arrive(works: Launched, what: What, group: Any) -> None:
     described = _described(what)
-    here = waiting.on(str(what[0]), group.group_name, _described(what[1:]))
+    wait = waiting.on(str(what[0]), group.group_name, _described(what[1:]))
     try:
-        with here:
+        with wait:
             works.wait()
     except RuntimeError as error:
         if " in vain for " in str(error):
             raise
-        if here.nested:  # the outer one knows more
-            said = f"not every other rank along the axis has come to {described} ({waiting.brief(error)})"
-            raise RuntimeError(said) from None
+        if wait.nested:  # the outer wait adds more to the message
+            message = f"not every other rank along the axis has come to {described} ({waiting.brief(error)})"
+            raise RuntimeError(message) from None
         raise RuntimeError(
             f"this rank waited in vain for {described}, and not every other rank along the axis has come to the same. "
             f"SHARDFN_DEBUG=collectives says who does what ({waiting.brief(error)})"
@@ -211,7 +211,7 @@ def _arrive(works: Launched, what: What, group: Any) -> None:
 
 
 def _tag(what: What, number: int) -> int:
-    """31 bits; the first is for none of the small numbers that other messages have."""
+    """Returns a 31-bit tag; bit 30 is set, which keeps it apart from the small tags of other messages."""
     return 0x40000000 | ((_digest(what) + number * 0x1E3779B1) & 0x3FFFFFFF)
 
 
@@ -229,18 +229,18 @@ def _sendable(x: Tensor) -> Tensor:
     return x.detach().resolve_neg().contiguous()
 
 
-# --- who starts what moves: a send copies to the other side at once if that waits for it ---
+# --- the launcher thread, which starts works ---
 
 
 _LAUNCHER = "shardfn-link"
-_launchers: dict[str, ThreadPoolExecutor] = {}  # by lane: one may wait for a hop, which must not hold up the others
+_launchers: dict[str, ThreadPoolExecutor] = {}  # by lane: one that waits for a hop must not hold up others
 
 
 class Launched:
-    """Works that another thread starts: in a group, or such as take care of themselves.
+    """Works that another thread starts, in `group`; without a group, works that need no waiting when they are dropped.
 
-    If it is dropped, `left` gets them: gloo would forget a message that nobody holds, and give the next one that the
-    other rank sends to the wrong side of the gap. They are waited for with the next ones.
+    A handle that is dropped hands its works to `left`, and the next wait on the group waits for them: gloo would forget
+    a message that nobody holds, and match the other rank's next message to the wrong receive.
     """
 
     __slots__ = ("left", "works")
@@ -250,7 +250,7 @@ class Launched:
         self.works: Future[list[Any]] | None = launch(start)
 
     def wait(self) -> None:
-        """Until all have arrived, and all that was dropped before."""
+        """Waits until all works have arrived, and all that were dropped before."""
         while self.left:
             _wait_for(self.left[-1])
             self.left.pop()
@@ -264,28 +264,28 @@ class Launched:
 
 
 def _wait_for(works: Future[list[Any]]) -> None:
-    every = works.result()
-    while every:
-        every.pop().wait()  # what is interrupted here is not waited for twice: gloo would, for another message
+    remaining = works.result()
+    while remaining:
+        remaining.pop().wait()  # popped first: after an interrupt, waiting twice would take another message
 
 
 _left: weakref.WeakKeyDictionary[Any, list[Future[list[Any]]]] = weakref.WeakKeyDictionary()  # by group
 
 
 def launch(start: Callable[[], list[Any]]) -> Future[list[Any]]:
-    """Starts works on the lane's launcher, in the order of the calls, and at once on that thread itself."""
+    """Starts works on the lane's launcher thread, in the order of the calls; on that thread itself, at once."""
     if not threading.current_thread().name.startswith(_LAUNCHER):
-        part = lane()
-        if part not in _launchers:
-            _launchers.setdefault(part, ThreadPoolExecutor(1, thread_name_prefix=_LAUNCHER))
-        return _launchers[part].submit(start)
+        lane_name = lane()
+        if lane_name not in _launchers:
+            _launchers.setdefault(lane_name, ThreadPoolExecutor(1, thread_name_prefix=_LAUNCHER))
+        return _launchers[lane_name].submit(start)
     done: Future[list[Any]] = Future()
     done.set_result(start())
     return done
 
 
 def settle() -> None:
-    """Until all that waits to be started on the lane's launcher has been."""
+    """Waits until all works queued on the lane's launcher have been started."""
     launcher = _launchers.get(lane())
     if launcher is not None:
         launcher.submit(lambda: None).result()

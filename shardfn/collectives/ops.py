@@ -1,9 +1,9 @@
-"""The ops under the collectives: a kernel and a transpose each, which decide what every gradient is.
+"""The ops under the collectives, each a kernel and a transpose; the transposes decide what every gradient is.
 
-A collective is linear in its one tensor, so its forward derivative is itself and its reverse derivative its
-transpose; batching it is the same collective over the batched tensor. `primitive` makes an op of these facts:
-one registered op where torch allows it (`compat.SINGLE_LEVEL`; it also passes torch.compile around torch.func),
-or else one public `autograd.Function`, eager only.
+A collective is linear in its one tensor: its forward derivative is itself, its reverse derivative its transpose, and
+batching it is the same collective over the batched tensor. `primitive` makes an op from these facts: one registered op
+where torch allows it (`compat.SINGLE_LEVEL`; it also passes torch.compile around torch.func), or else one public
+`autograd.Function`, eager only.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Op = Callable[..., Tensor]
 
 
 def _namespace() -> str:
-    # torch.compile keeps graphs on disk under the names of the ops in them: new code takes a new name.
-    here = Path(__file__).parent
-    own = [here / f"{name}.py" for name in ("messages", "kernels", "ops")]
-    files = [*own, *sorted((here.parent / "compat").glob("*.py"))]
+    # torch.compile caches graphs on disk by the names of their ops, so changed code needs a new name.
+    folder = Path(__file__).parent
+    own = [folder / f"{name}.py" for name in ("messages", "kernels", "ops")]
+    files = [*own, *sorted((folder.parent / "compat").glob("*.py"))]
     code = b"".join(file.read_bytes() for file in files)
     return f"shardfn_{hashlib.blake2b(code, digest_size=4).hexdigest()}"
 
@@ -48,7 +48,7 @@ def primitive(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
         name: the op's name, as graphs show it.
         statics: the other arguments as in an op schema, `"int dim, int size, str group"`. Names that end in `dim`
             are dimensions of `x`, non-negative, and are shifted under vmap.
-        kernel: what moves the bytes; sees plain tensors only, returns a fresh tensor.
+        kernel: moves the bytes; it sees plain tensors only and returns a fresh tensor.
         transpose: `(cotangent, *statics) -> Tensor`, or None for an op without a derivative.
     """
     make = registered if dispatch.SINGLE_LEVEL else public
@@ -57,7 +57,7 @@ def primitive(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
 
 
 def registered(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
-    """One dispatcher op with a rule for each transform: passes eager transforms and torch.compile."""
+    """One dispatcher op with a rule for each transform: works under eager transforms and torch.compile."""
     refuse = _refusal(name)
     op: Op = dispatch.register(
         LIBRARY,
@@ -72,7 +72,7 @@ def registered(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
 
 
 def public(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
-    """The same from public names only: every eager transform; torch.compile stops with a graph break at it."""
+    """The same from public names only: works under every eager transform; torch.compile breaks the graph at it."""
     refuse = _refusal(name)
 
     class Collective(torch.autograd.Function):
@@ -102,7 +102,7 @@ def public(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
 
 
 def _batching(op: Op, statics: str) -> Callable[..., tuple[Tensor, int]]:
-    """One collective over the whole batch: the batch goes in front, and the op's dimensions move up by one."""
+    """Batches by one collective: the batch dimension goes in front, and `dim` arguments move up by one."""
     shifts = [int(argument.split()[-1].endswith("dim")) for argument in statics.split(",")]
 
     def batch(dim: int, x: Tensor, *args: Any) -> tuple[Tensor, int]:
@@ -123,7 +123,7 @@ def _refusal(name: str) -> Op:
 
 
 def _refusing_early(op: Op, refuse: Op) -> Op:
-    """Backward would refuse as well, but far from the line that is to blame."""
+    """Refuses in forward: backward would refuse as well, but far from the line to blame."""
 
     def early(x: Tensor, *args: Any) -> Tensor:
         return refuse(x) if x.requires_grad and torch.is_grad_enabled() else op(x, *args)
@@ -132,7 +132,7 @@ def _refusing_early(op: Op, refuse: Op) -> Op:
 
 
 def collective(name: str, statics: str, kernel: Op, transpose: Op | None) -> Op:
-    """A primitive for which ranks meet, and which they compare first where `debugging` says so or a call is checked."""
+    """A primitive for which ranks meet; they compare it first in the debug mode or in a checked call."""
     names = [argument.split()[-1] for argument in statics.split(",")]
 
     def compared(x: Tensor, args: tuple[Any, ...]) -> None:
@@ -148,9 +148,9 @@ def followed(
     transpose: Op | None,
     compared: Callable[[Tensor, tuple[Any, ...]], None] | None = None,
 ) -> Op:
-    """A primitive of which a checked call takes down what it does."""
+    """A primitive that a checked call records."""
 
-    def told(x: Tensor, *args: Any) -> Tensor:
+    def recorded_kernel(x: Tensor, *args: Any) -> Tensor:
         recorder = recording.current()
         if compared is not None and dispatch.plain(x):
             compared(x, args)
@@ -161,7 +161,7 @@ def followed(
         recorder.moved(name, args[-1], x, out)
         return out
 
-    return primitive(name, statics, told, transpose)
+    return primitive(name, statics, recorded_kernel, transpose)
 
 
 def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
@@ -171,29 +171,29 @@ def _compared(name: str, x: Tensor, statics: dict[str, Any]) -> None:
     if recorder is None and not debugging.collectives:
         return
     group = process_groups.group_of(statics["group"])
-    own = ("group", "index", "send", "receive")  # of this rank alone
-    said = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in own])
-    if name == "ragged_all_to_all":  # only that dimension may differ
+    own = ("group", "index", "send", "receive")  # arguments that may differ between ranks
+    arguments = ", ".join([f"{key}={value}" for key, value in statics.items() if key not in own])
+    if name == "ragged_all_to_all":  # only `dim` may differ between ranks
         shape = [*x.shape[: statics["dim"]], "...", *x.shape[statics["dim"] + 1 :]]
     else:
         shape = list(x.shape)
-    along = Axis(group.size(), group.rank(), statics["group"])
-    told = f"{values(x.dtype, shape)}{', ' * bool(said)}{said}"
+    axis = Axis(group.size(), group.rank(), statics["group"])
+    described = f"{values(x.dtype, shape)}{', ' * bool(arguments)}{arguments}"
     with paused():
         try:
-            compare(name, told, along, by=DEBUG if recorder is None else recorder.name)
+            compare(name, described, axis, by=DEBUG if recorder is None else recorder.name)
             if name == "ragged_all_to_all":
-                _compare_lengths(statics, along)
+                _compare_lengths(statics, axis)
         except ValueError as error:
             if recorder is None:
                 raise
             names = recorder.trace.names(recorder.trace.mask(recorder.axes_of(statics["group"])))
-            found = Finding("collectives", names, "", caller(), "call the same collectives on all ranks", str(error))
-            raise VaryingError(str(error), (found,)) from None
+            finding = Finding("collectives", names, "", caller(), "call the same collectives on all ranks", str(error))
+            raise VaryingError(str(error), (finding,)) from None
 
 
 def _compare_lengths(statics: dict[str, Any], along: Axis) -> None:
-    """Raises ValueError on all ranks unless each receives what the others send it."""
+    """Raises ValueError on all ranks unless each rank receives what the others send to it."""
     rows = gathered(torch.tensor([statics["index"], *statics["send"], *statics["receive"]]), along)
     sent, received = rows[rows[:, 0].argsort(), 1:].split(along.size, 1)
     for source, target in (sent != received.T).nonzero().tolist()[:1]:
@@ -276,7 +276,7 @@ verified: Op = followed(
 
 
 def _verified(x: Tensor, what: str, group: str) -> Tensor:
-    """`x`, which has to be the same on all ranks, but for the order in which they may have added."""
+    """Returns `x` after checking that all ranks have the same, up to the order in which they may have added."""
     if x.numel() and dispatch.plain(x):
         parts = torch.view_as_real(x) if x.is_complex() else x
         high, low = kernels.all_reduce(parts, "max", group), kernels.all_reduce(parts, "min", group)
@@ -290,7 +290,7 @@ def _verified(x: Tensor, what: str, group: str) -> Tensor:
 
 
 def shifted(x: Tensor, index: int, size: int, group: str) -> Callable[[], Tensor]:
-    """Begins to send `x` to the next rank of a ring; the function returned waits for what comes from the one before."""
+    """Begins to send `x` to the next rank of a ring; the function returned waits for the previous rank's `x`."""
     if debugging.collectives and dispatch.plain(x):
         _compared("a step of a ring", x, {"group": group})
     return kernels.shifted(x, index, size, group)

@@ -1,7 +1,7 @@
-"""Collectives said as patterns: `redistribute(x, "b/data d/shard -> b/data d")`.
+"""Collectives written as patterns: `redistribute(x, "b/data d/shard -> b/data d")`.
 
-A pattern names each dimension of this rank's tensor, with the mesh axes that cut it behind slashes, major to minor, on
-both sides of an arrow. `+axis` after the dimensions says that the ranks along the axis hold partial sums.
+A pattern names each dimension of this rank's tensor, followed by slashes and the mesh axes that cut it, major to minor,
+on both sides of an arrow. `+axis` after the dimensions says that the ranks along the axis hold partial sums.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def redistribute(x: Any, pattern: str) -> Any:
 
     Args:
         x: this rank's tensor, or a pytree of tensors of the same rank.
-        pattern: dimensions with the axes that cut them, an arrow, and the same dimensions with the axes after.
-            Parsed once.
+        pattern: dimensions with the axes that cut them, an arrow, and the same dimensions with the axes that cut them
+            afterwards. Parsed once.
 
     Raises:
-        ValueError: a pattern that cannot be read, or whose sides differ in more than their axes; a shape
-            that does not fit; a change that takes several patterns. The message quotes the pattern and the shape.
+        ValueError: the pattern cannot be read, or its sides differ in more than their axes; the shape does not fit; the
+            change needs several patterns. The message quotes the pattern and the shape.
 
     Example:
         ``redistribute(w, "d/replica/shard f -> d f")`` gathers over both axes in one collective.
@@ -71,7 +71,7 @@ def redistribute(x: Any, pattern: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def plan(pattern: str) -> tuple[tuple[str, ...], tuple[Step, ...], tuple[str, ...]]:
-    """The dimension names of a pattern, the collectives that take its left side to its right, and its axes."""
+    """Returns a pattern's dimension names, the collectives that turn its left side into its right, and its axes."""
     sides = pattern.split("->")
     if len(sides) != 2:
         raise ValueError(f"redistribute pattern {pattern!r} needs one arrow, as in 'b/data d -> b d'")
@@ -94,7 +94,7 @@ def _run(x: Tensor, names: tuple[str, ...], steps: tuple[Step, ...], pattern: st
             f"redistribute pattern {pattern!r} names {len(names)} dimensions, but the tensor has shape {tuple(x.shape)}"
         )
     if not steps:
-        return kernels.copy(x)  # which may be written to, as what moved may
+        return kernels.copy(x)  # a copy, since results may be written to
     for step in steps:
         try:
             x = getattr(functional, step.op)(x, step.axes, **dict(step.dims))
@@ -127,10 +127,10 @@ def _parse(side: str, pattern: str) -> Side:
 
 
 def _steps(before: Side, after: Side, pattern: str) -> list[Step]:
-    """Sums first, since they shrink the value or leave it, then moves, then gathers, then cuts."""
+    """Plans sums first, since they shrink the value or keep its size, then moves, then gathers, then cuts."""
     if not after.partial <= before.partial:
-        made = ", ".join(sorted(after.partial - before.partial))
-        raise ValueError(f"redistribute pattern {pattern!r} cannot make a partial sum over {made}")
+        created = ", ".join(sorted(after.partial - before.partial))
+        raise ValueError(f"redistribute pattern {pattern!r} cannot make a partial sum over {created}")
     cuts = [list(axes) for axes in before.cuts]
     goal = [list(axes) for axes in after.cuts]
     source = {axis: dim for dim, axes in enumerate(cuts) for axis in axes}

@@ -1,4 +1,4 @@
-"""What autograd is about to do, and who refers to a tensor's memory."""
+"""Access to autograd's state and graphs, and to references to a tensor's memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def saved_tensors_hooks_allowed() -> bool:
-    """Whether saved-tensor hooks work here: torch.func's transforms do not let them."""
+    """Whether saved-tensor hooks work here; torch.func's transforms disable them."""
     return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def saved_tensors_hooks_enabled() -> Iterator[None]:
-    """Saved-tensor hooks work inside, on a graph that no transform of torch.func around it differentiates."""
+    """A context in which saved-tensor hooks work, on a graph that no surrounding transform differentiates."""
     refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     torch._C._autograd._saved_tensors_hooks_enable()
     try:
@@ -32,9 +32,9 @@ def saved_tensors_hooks_enabled() -> Iterator[None]:
 
 
 def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The hooks, `(pack, unpack)`, that saved tensors go through here, if any."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found
+    """Returns the hooks `(pack, unpack)` that saved tensors go through here, if any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
 
 
 def inside_backward() -> bool:
@@ -43,26 +43,26 @@ def inside_backward() -> bool:
 
 
 def autograd_thread() -> bool:
-    """Whether this thread is one of autograd's own, which Python did not start: backward of CUDA tensors runs there."""
+    """Whether this is one of autograd's own threads, not started by Python, where backward of CUDA tensors runs."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def storage_of(x: torch.Tensor) -> int:
-    """The same number for tensors that share memory; tensors without data, fake ones say, have one too."""
+    """Returns a number equal for tensors that share memory; works for tensors without data, such as fake ones."""
     return x.untyped_storage()._cdata
 
 
 def weak_storage(x: torch.Tensor) -> Any:
-    """A reference to a tensor's storage that keeps its number, but not its memory."""
+    """Returns a reference that keeps the number of a tensor's storage reserved, but not its memory."""
     return StorageWeakRef(x.untyped_storage())
 
 
-_NAMEABLE = ("cpu", "cuda", "xpu")  # where memory goes from library to library by DLPack
+_NAMEABLE = ("cpu", "cuda", "xpu")  # devices whose memory DLPack can share
 
 
 def second_storage(x: torch.Tensor) -> torch.Tensor | None:
-    """The same memory by a storage of its own; None where that cannot be had."""
-    if type(x) is not torch.Tensor or x.device.type not in _NAMEABLE:  # a fake tensor's would be read all the same
+    """Returns the same memory with a storage of its own; None if that is not possible."""
+    if type(x) is not torch.Tensor or x.device.type not in _NAMEABLE:  # DLPack would read even a fake tensor's memory
         return None
     return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x))  # type: ignore[attr-defined]
 
@@ -71,56 +71,56 @@ COUNTS_REFERENCES = hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_
 
 
 def references(x: torch.Tensor) -> tuple[int, int]:
-    """How many things refer to a tensor: in C++, and in Python."""
+    """Returns how many references to a tensor there are in C++, and in Python."""
     return x._use_count(), sys.getrefcount(x)  # type: ignore[attr-defined]
 
 
 def storage_references(x: torch.Tensor) -> int:
-    """How many tensors, and other things, refer to the storage of `x`."""
+    """Returns how many tensors and other objects refer to the storage of `x`."""
     return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
 
 
 def gradients(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """What `torch.autograd.grad` gives, None for an input that is not used.
+    """Returns what `torch.autograd.grad` does, with None for an input that is not used.
 
-    Its checks of the arguments, a good part of a small stage's time, are left out where the engine can be reached.
+    Skips its checks of the arguments, which take a good part of a small stage's time, where the engine is accessible.
     """
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if run is None:
         return torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
-    found: tuple[torch.Tensor | None, ...] = run(
+    grads: tuple[torch.Tensor | None, ...] = run(
         tuple(outputs), tuple(cotangents), False, False, tuple(inputs), True, accumulate_grad=False
     )
-    return found
+    return grads
 
 
 def leaves_of(results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that need a gradient at which the graphs of these begin; a result without a graph is one itself."""
+    """Returns the leaves that need a gradient in the graphs of these tensors; a result may be a leaf itself."""
     results = list(results)
-    found = [y for y in results if y.grad_fn is None and y.requires_grad]
+    leaves = [y for y in results if y.grad_fn is None and y.requires_grad]
     nodes: list[Any] = [y.grad_fn for y in results if y.grad_fn is not None]
     seen = {None, *nodes}
-    for node in nodes:  # which grows
+    for node in nodes:  # the loop appends to the list
         parents = node.next_functions
         for parent, _ in parents:
             if parent not in seen:
                 seen.add(parent)
                 nodes.append(parent)
-        if not parents and (leaf := getattr(node, "variable", None)) is not None:  # asking another node takes long
-            found.append(leaf)
-    return found
+        if not parents and (leaf := getattr(node, "variable", None)) is not None:  # asking other nodes is slow
+            leaves.append(leaf)
+    return leaves
 
 
 def result_of(node: Any, number: int) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and dtype of one of the results whose gradient a node of autograd's graph takes."""
+    """Returns shape and dtype of the result whose gradient a node of autograd's graph takes as input `number`."""
     variable = getattr(node, "variable", None)
-    found = node._input_metadata[number] if variable is None else variable
-    return tuple(found.shape), found.dtype
+    result = node._input_metadata[number] if variable is None else variable
+    return tuple(result.shape), result.dtype
 
 
 def backward_pass() -> int:
-    """The number of the backward pass that runs on this thread; -1 for none."""
+    """Returns the number of the backward pass that runs on this thread; -1 if there is none."""
     number: int = torch._C._current_graph_task_id()
     return number

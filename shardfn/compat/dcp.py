@@ -17,12 +17,12 @@ def checkpoint_metadata(
     numbers: dict[str, tuple[str, int, int]],
     keys: dict[str, tuple[Any, ...]],
 ) -> Any:
-    """What torch.distributed.checkpoint pickles next to its files.
+    """Returns the metadata that torch.distributed.checkpoint pickles next to its files.
 
     Args:
         tensors: name -> dtype, shape, and parts `(offsets, sizes, file, offset, length)`.
         numbers: name -> `(file, offset, length)`.
-        keys: name -> the keys to it in nested dicts.
+        keys: name -> the keys that lead to it in nested dicts.
     """
     from torch.distributed.checkpoint import filesystem, metadata
 
@@ -42,39 +42,39 @@ def checkpoint_metadata(
 
 
 def read_checkpoint_metadata(content: bytes) -> tuple[dict[str, Any], dict[str, tuple[str, int, int]]]:
-    """The first two arguments of `checkpoint_metadata` from such a pickle, in which nothing else is allowed.
+    """Returns the first two arguments of `checkpoint_metadata` from such a pickle; nothing else may be in it.
 
     Raises:
-        pickle.UnpicklingError: the pickle asks for something else.
+        pickle.UnpicklingError: the pickle refers to anything else.
     """
     from torch.distributed.checkpoint import filesystem, metadata
 
-    found = _described(content)
+    described = _described(content)
     places: dict[tuple[str, Any], filesystem._StorageInfo] = {
-        (index.fqn, index.offset and tuple(index.offset)): place for index, place in found.storage_data.items()
+        (index.fqn, index.offset and tuple(index.offset)): place for index, place in described.storage_data.items()
     }
     tensors, numbers = {}, {}
-    for name, one in found.state_dict_metadata.items():
-        if isinstance(one, metadata.BytesStorageMetadata):
+    for name, entry in described.state_dict_metadata.items():
+        if isinstance(entry, metadata.BytesStorageMetadata):
             place = places[name, None]
             numbers[name] = place.relative_path, place.offset, place.length
             continue
         parts = []
-        for chunk in one.chunks:
+        for chunk in entry.chunks:
             place = places.get((name, tuple(chunk.offsets))) or places[name, None]
             parts.append((tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length))
-        tensors[name] = one.properties.dtype, tuple(one.size), parts
-    every = [*numbers.values(), *(part[2:] for _, _, parts in tensors.values() for part in parts)]
-    if any(tuple(map(type, place)) != (str, int, int) or min(place[1:]) < 0 for place in every):
-        raise pickle.UnpicklingError("a place in a file that is none")
+        tensors[name] = entry.properties.dtype, tuple(entry.size), parts
+    all_places = [*numbers.values(), *(part[2:] for _, _, parts in tensors.values() for part in parts)]
+    if any(tuple(map(type, place)) != (str, int, int) or min(place[1:]) < 0 for place in all_places):
+        raise pickle.UnpicklingError("an invalid place in a file")
     return tensors, numbers
 
 
 def read_checkpoint_keys(content: bytes) -> dict[str, tuple[Any, ...]]:
-    """The third argument of `checkpoint_metadata` from such a pickle; empty where there is none.
+    """Returns the third argument of `checkpoint_metadata` from such a pickle; empty if there is none.
 
     Raises:
-        pickle.UnpicklingError: the pickle asks for something else.
+        pickle.UnpicklingError: the pickle refers to anything else.
     """
     keys = _described(content).planner_data
     return dict(keys) if isinstance(keys, dict) else {}
@@ -83,14 +83,14 @@ def read_checkpoint_keys(content: bytes) -> dict[str, tuple[Any, ...]]:
 def _described(content: bytes) -> Any:
     from torch.distributed.checkpoint import metadata
 
-    found = _Data(io.BytesIO(content)).load()
-    if not isinstance(found, metadata.Metadata):
-        raise pickle.UnpicklingError(f"a {type(found).__name__} in place of torch.distributed.checkpoint's Metadata")
-    return found
+    loaded = _Data(io.BytesIO(content)).load()
+    if not isinstance(loaded, metadata.Metadata):
+        raise pickle.UnpicklingError(f"a {type(loaded).__name__} in place of torch.distributed.checkpoint's Metadata")
+    return loaded
 
 
 class _Data(pickle.Unpickler):
-    """Makes what describes a checkpoint, and nothing else."""
+    """Unpickles the description of a checkpoint, and refuses all other classes."""
 
     def find_class(self, module: str, name: str) -> Any:
         from torch.distributed.checkpoint import filesystem, metadata

@@ -1,4 +1,4 @@
-"""Operators of our own, and what a dispatcher does with them."""
+"""Operators of this package, and queries about the dispatcher."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 
 def outside_modes() -> Any:
-    """A context: ops inside make tensors as they are, which no mode, of fake tensors say, has for its own."""
+    """A context in which ops create plain tensors that no dispatch mode, such as a fake-tensor mode, takes over."""
     return _disable_current_modes()
 
 
 WIRE: Any = torch.ops._c10d_functional
 
 
-"""Functional collectives as ops: what torch.compile's passes look for in a graph."""
+"""Functional collectives as ops, which torch.compile's passes look for in a graph."""
 
 
 try:
@@ -40,7 +40,7 @@ try:
     _AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
     _after_autograd = torch._C._after_autograd_keyset
     HAS_NAMES = True
-except (ImportError, AttributeError):  # a torch without them takes the public construction
+except (ImportError, AttributeError):  # without these names the public construction is used
     HAS_NAMES = False
 
 
@@ -53,10 +53,10 @@ def register(
     forward_mode: Callable[..., torch.Tensor],
     batch: Callable[..., tuple[torch.Tensor, int]],
 ) -> Callable[..., torch.Tensor]:
-    """Registers op `name(Tensor x, <statics>)`, each of whose transforms is given by one function of (x, *statics).
+    """Registers op `name(Tensor x, <statics>)`, with one function of (x, *statics) for each transform.
 
-    The Autograd kernel is a single-level Function that redispatches to the same op below autograd, where an
-    outer transform meets the op again and applies its own rule: that is what makes nesting work.
+    The Autograd kernel is a single-level Function that redispatches to the same op below autograd, where an outer
+    transform meets the op again and applies its own rule: this makes nesting work.
     """
     lib.define(f"{name}(Tensor x, {statics}) -> Tensor")
     op = getattr(getattr(torch.ops, lib.ns), name).default
@@ -100,10 +100,10 @@ def register(
 
 
 def _backwards(y: torch.Tensor) -> torch.Tensor:
-    """The gradient of `y` by the one leaf that it was made from, with a graph of its own.
+    """Returns the gradient of `y` for the one leaf that it was made from, with a graph of its own.
 
-    Not by autograd's engine: that would start here, with threads for the devices that there are by now, so a process
-    forked later could not differentiate where there is a GPU, nor this one on a device that is registered later.
+    Avoids autograd's engine, which would start now, with threads for the devices known so far: a process forked later
+    could then not differentiate if there is a GPU, nor could this one on a device that is registered later.
     """
     order: list[Any] = []
     seen: set[Any] = set()
@@ -116,21 +116,21 @@ def _backwards(y: torch.Tensor) -> torch.Tensor:
             order.append(node)
 
     visit(y.grad_fn)
-    arrived: dict[Any, Any] = {y.grad_fn: torch.ones_like(y)}
+    cotangents: dict[Any, Any] = {y.grad_fn: torch.ones_like(y)}
     for node in reversed(order[1:]):
-        ct = arrived[node]
-        made = node.apply(ct) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(ct)
-        several = made if isinstance(made, tuple) else (made,)
-        if len(several) > len(node.next_functions):  # a Function in Python answers for what is not a tensor, too
-            several = tuple(g for g in several if g is not None)
-        for (parent, _), g in zip(node.next_functions, several, strict=True):
+        ct = cotangents[node]
+        result = node.apply(ct) if isinstance(node, torch.autograd.function.BackwardCFunction) else node(ct)
+        grads = result if isinstance(result, tuple) else (result,)
+        if len(grads) > len(node.next_functions):  # a Python Function also returns None for non-tensors
+            grads = tuple(g for g in grads if g is not None)
+        for (parent, _), g in zip(node.next_functions, grads, strict=True):
             if parent is not None and g is not None:
-                arrived[parent] = arrived[parent] + g if parent in arrived else g
-    return arrived[order[0]]  # the leaf's own node
+                cotangents[parent] = cotangents[parent] + g if parent in cotangents else g
+    return cotangents[order[0]]  # the leaf's own node
 
 
 def _nesting_works() -> bool:
-    """Doubles a number through a registered op, and asks for the derivative of its derivative."""
+    """Whether the second derivative through a registered op that doubles a number is right."""
     lib = torch.library.Library("shardfn_probe", "FRAGMENT")
 
     def double(x: torch.Tensor, n: int) -> torch.Tensor:
@@ -147,13 +147,13 @@ def _nesting_works() -> bool:
     )
 
     def derivative(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        # What torch.func.grad does; torch.func.grad itself would load the whole of torch.compile.
+        # Does what torch.func.grad does, which itself would load all of torch.compile.
         with torch.enable_grad(), grad_increment_nesting() as level, enable_inplace_requires_grad(True):
             x = torch._C._functorch._wrap_for_grad(x, level).requires_grad_()
             return torch._C._functorch._unwrap_for_grad(_backwards(f(x).sum()), level)
 
     second = derivative(lambda x: derivative(lambda x: double(x, 2) ** 3, x), torch.ones(2, dtype=torch.float64))
-    return bool((second == 48).all())  # of 8 x^3
+    return bool((second == 48).all())  # the second derivative of 8 x^3 at 1
 
 
 def _try(test: Callable[[], bool]) -> bool:
@@ -167,41 +167,41 @@ SINGLE_LEVEL = HAS_NAMES and _try(_nesting_works)
 
 
 def assert_on_device(holds: torch.Tensor, message: str) -> None:
-    """Fails, later and on the device, unless `holds`."""
+    """Raises an error later, on the device, unless `holds`."""
     torch._assert_async(holds, message)
 
 
 @functools.cache
 def drawing(op: Any) -> tuple[Any, int] | None:
-    """An op that does what a random one does with a generator, and which argument that is; None if there is none."""
+    """Returns the overload of a random op that takes a generator, and the generator's position; None without one."""
     names = [argument.name for argument in op._schema.arguments]
     if "generator" in names:
         return op, names.index("generator")
     for overload in op.overloadpacket.overloads():
         other = getattr(op.overloadpacket, overload)
-        theirs = [argument.name for argument in other._schema.arguments]
-        if "generator" in theirs and [name for name in theirs if name != "generator"] == names:
-            return other, len(names)  # by name alone
+        other_names = [argument.name for argument in other._schema.arguments]
+        if "generator" in other_names and [name for name in other_names if name != "generator"] == names:
+            return other, len(names)  # keyword-only
     return None
 
 
 def plain(x: torch.Tensor) -> bool:
-    """Whether a tensor has data and nobody watches the ops on it: no fake tensor, no tracing."""
+    """Whether a tensor has data and no mode changes the ops on it: not fake, and not being traced."""
     watched: Any = type(x).__torch_dispatch__
     return watched is torch.Tensor.__torch_dispatch__ and not traced()
 
 
 def running(kind: type[Mode]) -> Mode | None:
-    """The innermost mode of this class that sees the ops here; autograd's own threads have those of who called it."""
+    """Returns the innermost mode of this class that sees ops here; autograd's threads inherit the caller's modes."""
     stack = (torch._C._get_dispatch_stack_at(i) for i in reversed(range(torch._C._len_torch_dispatch_stack())))
     return next((mode for mode in stack if isinstance(mode, kind)), None)
 
 
 def traced() -> bool:
-    """Whether a dispatch mode runs that may change what ops do: one of torch's own, or of a pretended device.
+    """Whether a dispatch mode is active that may change what ops do: one of torch's own, or of a pretended device.
 
-    What only counts or keeps what ops give, as `torch.utils.flop_counter` and checkpoints do, changes nothing, and may
-    run on some ranks alone.
+    Modes that only count or keep results, as `torch.utils.flop_counter` and checkpoints do, change nothing, and may be
+    active on some ranks only.
     """
     modes = (torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack()))
     return any(getattr(mode, "_mode_key", None) is not None or getattr(mode, "pretends", False) for mode in modes)

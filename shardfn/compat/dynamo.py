@@ -1,4 +1,4 @@
-"""What torch.compile traces, and fake tensors."""
+"""Control over what torch.compile traces, and fake tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_when_traced(f: Function) -> Function:
-    """torch.compile runs `f` once, while tracing, and takes its result as a constant."""
+    """Makes torch.compile run `f` once, while tracing, and treat its result as a constant."""
     f._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's own way loads all of it
     return f
 
@@ -28,13 +28,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 @constant_when_traced
 def trace_dicts() -> None:
-    """From here on torch.compile traces how optree takes dicts of plain numbers apart, as it does for other dicts.
+    """Makes torch.compile trace how optree flattens dicts of plain numbers, as it does for other dicts.
 
-    It would call optree for them, whose result it cannot hold, and mix up with its own.
+    Otherwise it would call optree for these, whose result it cannot hold and would confuse with its own.
     """
     try:
         from torch._dynamo.polyfills import pytree
-    except ImportError:  # without it optree is not part of any graph
+    except ImportError:  # this torch does not trace optree at all
         return
     for name in ("dict_flatten", "dict_unflatten"):
         if hasattr(pytree, name):
@@ -42,10 +42,10 @@ def trace_dicts() -> None:
 
 
 def free_graphs() -> None:
-    """Collects what is left of graphs that were compiled since the last time.
+    """Collects the remains of graphs that were compiled since the last call.
 
-    Otherwise whichever thread allocates something next takes them apart, and may wait in there, with Python's lock, for
-    a thread that needs it.
+    Otherwise the next thread that allocates would free them, and might wait there, holding the GIL, for a thread that
+    needs it.
     """
     manager = getattr(sys.modules.get("torch._dynamo.utils"), "CleanupManager", None)
     count = getattr(manager, "count", 0)
@@ -58,16 +58,16 @@ _graphs = [0]
 
 
 def one_graph() -> Any:
-    """A context: while torch.compile traces, what it cannot follow inside is an error, and not run in pieces."""
+    """A context: while torch.compile traces, code inside that it cannot follow is an error instead of a graph break."""
     strict = getattr(torch._dynamo, "error_on_graph_break", None) if torch.compiler.is_compiling() else None
     return nullcontext() if strict is None else strict(True)
 
 
 @constant_when_traced
 def refuse_in_graph(message: str | None) -> None:
-    """Ends what torch.compile traces with an error, unless there is nothing to say; for use inside `one_graph`.
+    """Ends tracing by torch.compile with this error, unless the message is None; for use inside `one_graph`.
 
-    An exception that traced code raises would have it run again, uncompiled, in pieces.
+    If traced code raised an exception itself, torch.compile would run it again uncompiled, in pieces.
     """
     if message is not None:
         raise torch._dynamo.exc.UserError(torch._dynamo.exc.UserErrorType.INVALID_INPUT, message)
@@ -75,21 +75,21 @@ def refuse_in_graph(message: str | None) -> None:
 
 @functools.cache
 def fake_mode() -> Any:
-    """Under which operations make tensors that have shapes, dtypes and strides, but no numbers; one a process."""
+    """Returns the process's mode under which ops make tensors with shapes, dtypes and strides but no data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_tensors() -> Any:
-    """The class of such tensors."""
+    """Returns the class of such tensors."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor
 
 
 def depends_on_numbers() -> tuple[type[Exception], ...]:
-    """What an operation on such tensors raises that would have to look at numbers."""
+    """Returns the exceptions of ops on such tensors that would have to look at data."""
     from torch._subclasses import fake_tensor
 
     return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException

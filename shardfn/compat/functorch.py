@@ -1,4 +1,4 @@
-"""Which of torch.func's transforms run here, and what they do to a tensor."""
+"""Queries about the torch.func transforms that are active, and what they do to a tensor."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ def inside_transform() -> bool:
 
 
 def outside_transforms() -> Any:
-    """A context: ops inside are done at once, on plain tensors, whatever torch.func transforms run."""
+    """A context in which ops run at once on plain tensors, whatever torch.func transforms are active."""
     return torch._C._DisableFuncTorch()
 
 
 def followed(x: torch.Tensor) -> set[tuple[int, str]]:
-    """What follows a tensor, and on which level of torch.func's transforms: a gradient, a tangent, a batch."""
-    functorch, found = torch._C._functorch, set()
+    """Returns, with the level of torch.func's transforms, what is tracked for a tensor: gradient, tangent or batch."""
+    functorch, kinds = torch._C._functorch, set()
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        found.add("tangent")
+        kinds.add("tangent")
     top = functorch.peek_interpreter_stack()
     own = top is not None and functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
     if own and functorch.is_batchedtensor(x):
-        found.add("batch")
+        kinds.add("batch")
     elif x.requires_grad and (own or top is None):
-        found.add("gradient")
+        kinds.add("gradient")
     if top is None:
-        return {(0, one) for one in found}
+        return {(0, kind) for kind in kinds}
     with temporarily_pop_interpreter_stack():
-        return {(top.level(), one) for one in found} | followed(functorch.get_unwrapped(x) if own else x)
+        return {(top.level(), kind) for kind in kinds} | followed(functorch.get_unwrapped(x) if own else x)
 
 
 def tangents(x: torch.Tensor) -> list[torch.Tensor]:
-    """What forward mode follows of a tensor, on each level of torch.func's transforms, without their wrapping."""
-    functorch, found = torch._C._functorch, list[torch.Tensor]()
+    """Returns the tangents of a tensor on each level of torch.func's transforms, unwrapped."""
+    functorch, result = torch._C._functorch, list[torch.Tensor]()
     if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(x).tangent) is not None:
-        found.append(unwrapped(tangent))
+        result.append(unwrapped(tangent))
     top = functorch.peek_interpreter_stack()
     if top is None:
-        return found
+        return result
     own = functorch.is_functorch_wrapped_tensor(x) and functorch.maybe_get_level(x) == top.level()
     with temporarily_pop_interpreter_stack():
-        return found + tangents(functorch.get_unwrapped(x) if own else x)
+        return result + tangents(functorch.get_unwrapped(x) if own else x)
 
 
 def constant(x: torch.Tensor) -> torch.Tensor | None:
-    """The tensor inside what torch.func's gradients have wrapped; None if some level follows a gradient of it."""
+    """Unwraps a tensor from torch.func's gradient levels; None if some level tracks its gradient or a batch."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if x.requires_grad or not functorch.is_gradtrackingtensor(x):
@@ -62,7 +62,7 @@ def constant(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def inside_batching_or_forward() -> bool:
-    """Whether a tensor may be a batch of vmap's, or carry a tangent: torch.func.grad and vjp alone do neither."""
+    """Whether tensors may be vmap batches or carry tangents; neither holds under torch.func.grad and vjp alone."""
     if forward_ad._current_level >= 0:
         return True
     stack = torch._C._functorch.get_interpreter_stack()
@@ -79,7 +79,7 @@ _REVERSE = (torch._C._functorch.TransformType.Grad,)
 
 
 def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, which binds the arguments to a signature anew at each call."""
+    """Does `function.apply(*args)` without binding the arguments to a signature again at each call."""
     if inside_transform():
         return function.apply(*args)
     plain = super(torch.autograd.Function, function)
@@ -87,24 +87,24 @@ def applied(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def unwrapped(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without the wrapping of any transform."""
+    """Returns a tensor without the wrappers of any transform."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
 
 
 def alive(x: torch.Tensor) -> torch.Tensor:
-    """A tensor without the wrapping of transforms that have ended."""
+    """Returns a tensor without the wrappers of transforms that have ended."""
     return torch._C._functorch.unwrap_if_dead(x)
 
 
 def batched(x: torch.Tensor) -> bool:
-    """Whether a tensor is a batch of `torch.autograd.grad(is_grads_batched=True)`'s."""
+    """Whether a tensor is a batch made by `torch.autograd.grad(is_grads_batched=True)`."""
     return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def wrapped(x: Any) -> bool:
-    """Whether a tensor belongs to a torch.func transform that is running."""
+    """Whether a tensor belongs to an active torch.func transform."""
     return isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 

@@ -1,4 +1,4 @@
-"""Torch's data loader, where it takes a failure for its end; and what can be iterated once."""
+"""Torch's data loader, which may mistake a failure for its end; and iterables that can be read only once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
 def failed(end: StopIteration) -> bool:
-    """Whether the end of a loader is none: the code of a data set with numbered rows, or a `collate_fn`, raised it."""
+    """Whether a loader's end is really a StopIteration raised by a numbered data set's code or by `collate_fn`."""
     if isinstance(end.value, str) and "in DataLoader worker process" in end.value:
         return True
     return any(
@@ -20,9 +20,9 @@ def failed(end: StopIteration) -> bool:
 
 
 def read_once(loader: Any) -> bool:
-    """Whether a loader goes on where it was when it is iterated again, as generators do.
+    """Whether a loader continues where it stopped when it is iterated again, as generators do.
 
-    Of a class that somebody has written in Python nobody knows: its `__iter__` may begin anew.
+    For a class written in Python that is unknown, so False: its `__iter__` may start over.
     """
     if isinstance(loader, _BaseDataLoaderIter):
         return True

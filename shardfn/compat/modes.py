@@ -1,4 +1,4 @@
-"""Dispatch modes: classes of Python that see each op."""
+"""Dispatch modes: Python classes that see each op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 
 class DispatchMode(TorchDispatchMode):
-    """A mode that torch.compile keeps out of; torch's own class would load all of it for that, at the first op."""
+    """A mode that torch.compile does not trace; torch's own class would load all of torch.compile at the first op."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         plain = cls.__dict__.get("__torch_dispatch__")
@@ -21,21 +21,21 @@ class DispatchMode(TorchDispatchMode):
 
 
 class Watching(DispatchMode):
-    """A mode that sees each op and changes nothing: what runs inside takes the same way as outside.
+    """A mode that sees each op and changes nothing: code inside takes the same path as outside.
 
     Attributes:
-        supports_higher_order_operators: they run as they would.
+        supports_higher_order_operators: True: such operators run as they would without the mode.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Whether torch.compile goes on inside."""
+        """Whether torch.compile goes on compiling inside."""
         return True
 
     def __enter__(self) -> Any:
-        _push_mode(self)  # the base class keeps flags for the whole process, which threads would mix up
+        _push_mode(self)  # the base class sets process-wide flags, which threads would overwrite
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -43,13 +43,13 @@ class Watching(DispatchMode):
 
 
 def innermost() -> Any:
-    """The mode that sees ops here first; None if there is none."""
-    many = torch._C._len_torch_dispatch_stack()
-    return torch._C._get_dispatch_stack_at(many - 1) if many else None
+    """Returns the mode that sees ops here first; None if there is none."""
+    count = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(count - 1) if count else None
 
 
 def _kept_out(plain: Any, disabled: Any) -> Any:
-    """`plain`, or where torch.compile may trace what runs here, torch's own wrapping of it."""
+    """Returns a dispatch function: `plain`, or torch's own wrapping of it if torch.compile may trace here."""
 
     @functools.wraps(plain)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Parametrisations of torch's, whose results it can keep from one call to the next, and which write to parameters."""
+"""Torch's parametrizations, which can cache results between calls, and which write to parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.nn.utils import parametrize
 
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
-    """Inside the block parametrised weights are computed at each use, as outside of `parametrize.cached()`.
+    """A context in which parametrized weights are computed at each use, as outside of `parametrize.cached()`.
 
-    What is parametrised there is not set to itself, which changes no number, and is a write to those who count these.
+    It also skips setting a parametrized tensor to itself, which changes no number but counts as a write.
     """
     before, parametrize._cache_enabled = parametrize._cache_enabled, 0
     setting = parametrize._maybe_set

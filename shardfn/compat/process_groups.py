@@ -1,4 +1,4 @@
-"""Process groups by name, collectives into given buffers, worlds without a network."""
+"""Process groups by name, their interruption and renewal, collectives into given buffers, worlds without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
 
-# The functions of torch.distributed around these take as long as the launch itself.
+# Called directly, since torch.distributed's wrappers take as long as the launch itself.
 _RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
 
@@ -26,12 +26,12 @@ _gathering.asyncOp = _scattering.asyncOp = True
 
 
 def start_all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Begins to fill `whole` with every rank's `own`; the work."""
+    """Begins to fill `whole` with every rank's `own`; returns the work."""
     return getattr(group, _gather_into)(whole, own, _gathering)
 
 
 def start_reduce_scatter(out: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Begins to sum every rank's `flat` into each rank's `out`; the work."""
+    """Begins to sum every rank's `flat` into each rank's `out`; returns the work."""
     return getattr(group, _scatter_into)(out, flat, _scattering)
 
 
@@ -39,46 +39,46 @@ _resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa
 
 
 def group_of(name: str) -> dist.ProcessGroup:
-    """The process group of that name."""
-    found: dist.ProcessGroup = _resolve(name)
-    return found
+    """Returns the process group of that name."""
+    group: dist.ProcessGroup = _resolve(name)
+    return group
 
 
 def backend_of(group: dist.ProcessGroup, device: str) -> str:
-    """Which backend moves a group's tensors on a kind of device: `"gloo"`, `"nccl"`, ..."""
+    """Returns the backend that moves a group's tensors on a kind of device: `"gloo"`, `"nccl"`, ..."""
     return _backends(group).get(device, "undefined")
 
 
 def global_rank() -> int:
-    """This process's rank; 0 where torch.distributed has not started."""
+    """Returns this process's rank; 0 if torch.distributed has not started."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def default_store() -> Any:
-    """The store by which the processes of the default group met."""
+    """Returns the store through which the processes of the default group met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def host_of(store: Any) -> str:
-    """The name of the host that has a store; empty where none has, as of a file."""
+    """Returns the name of the host that serves a store; empty if none does, as for a file."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return str(getattr(store, "host", ""))
 
 
 def worlds_of_threads() -> bool:
-    """Whether each thread of this process has a torch.distributed of its own, as in tests."""
+    """Whether each thread of this process has its own torch.distributed state, as in tests."""
     return type(dist.distributed_c10d._world).__name__ == "ThreadLocalWorld"
 
 
-_NOBODY_SENDS = 2**30 + 7  # as a message's tag
+_NOBODY_SENDS = 2**30 + 7  # a tag that no message has
 
 
 def break_group(group: dist.ProcessGroup) -> bool:
-    """Ends all that is under way in a gloo group with errors, here and on the other ranks; whether it could.
+    """Ends everything under way in a gloo group with errors, here and on the other ranks; returns whether it could.
 
-    A message that does not come in time makes gloo close its connections. There is no other way to wake a thread
-    that is blocked in a collective.
+    gloo closes its connections when a message does not arrive in time. There is no other way to wake a thread that is
+    blocked in a collective.
     """
     if group.size() == 1 or backend_of(group, "cpu") != "gloo":
         return False
@@ -87,7 +87,7 @@ def break_group(group: dist.ProcessGroup) -> bool:
         try:
             group.recv([torch.zeros(1)], other, _NOBODY_SENDS).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
-            if "Timed out" in str(error):  # which closes all connections; one that is closed already does not
+            if "Timed out" in str(error):  # which closes all connections; other errors: this one was closed before
                 break
     return True
 
@@ -95,25 +95,25 @@ def break_group(group: dist.ProcessGroup) -> bool:
 _PrefixStore: Any = dist.distributed_c10d.PrefixStore
 _RENEWABLE = {"gloo", "nccl"}
 _PRIVATE = ("_register_backend", "_set_group_name", "_set_group_desc", "_get_backend")
-_FIRST, _LAST = 100, 255  # kinds of backends, of which a group has one each; torch numbers its own from 0
+_FIRST, _LAST = 100, 255  # numbers of backend types, of which a group has one each; torch's own start at 0
 _renewed: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def renewable(group: dist.ProcessGroup) -> bool:
-    """Whether a group can be interrupted and work again after it."""
+    """Whether a group can be interrupted and made to work again."""
     names = set(_backends(group).values())
-    known = all(hasattr(dist.ProcessGroup, name) for name in _PRIVATE)
-    return known and names <= _RENEWABLE and _renewed.get(group, _FIRST) + len(names) <= _LAST
+    supported = all(hasattr(dist.ProcessGroup, name) for name in _PRIVATE)
+    return supported and names <= _RENEWABLE and _renewed.get(group, _FIRST) + len(names) <= _LAST
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Kind of device -> the backend that moves its tensors."""
+    """Returns kind of device -> the backend that moves its tensors."""
     config = str(dist.get_backend_config(group)).split(",")
     return {kind: name for kind, name in (part.split(":") for part in config) if name != "undefined"}
 
 
 def interrupt(group: dist.ProcessGroup) -> None:
-    """Ends all that is under way in a group, of which nothing can be asked then but to `renew` it."""
+    """Ends everything under way in a group, which may then only be renewed, by `renew`."""
     break_group(group)
     for kind, name in _backends(group).items():
         if name == "nccl" and torch.device(kind) in group._device_types:
@@ -121,31 +121,31 @@ def interrupt(group: dist.ProcessGroup) -> None:
 
 
 def renew(group: dist.ProcessGroup, meeting: str, store: Any) -> None:
-    """A group that was interrupted works again: whoever holds it need not know. All its ranks take part.
+    """Makes an interrupted group work again in place, so that its holders need not know. All its ranks take part.
 
     Args:
         group: the group.
-        meeting: a name that no other call has, the same on all its ranks.
-        store: by which they meet.
+        meeting: a name unique to this call, the same on all its ranks.
+        store: the store through which they meet.
     """
-    called, described = group.group_name, group.group_desc
-    made: dict[str, Any] = {}
+    group_name, description = group.group_name, group.group_desc
+    renewed: dict[str, Any] = {}
     for kind, name in _backends(group).items():
         if torch.device(kind) not in group._device_types:
             continue
-        if name not in made:
-            found = _PrefixStore(f"{meeting}/{name}", store)
-            made[name] = _new_backend(group, kind, name, found), _renewed.get(group, _FIRST)
-            _renewed[group] = made[name][1] + 1
-        backend, number = made[name]
-        # A group keeps the first backend of each type, so that another one needs another type.
+        if name not in renewed:
+            prefixed = _PrefixStore(f"{meeting}/{name}", store)
+            renewed[name] = _new_backend(group, kind, name, prefixed), _renewed.get(group, _FIRST)
+            _renewed[group] = renewed[name][1] + 1
+        backend, number = renewed[name]
+        # A group keeps the first backend of each type, so a new one needs a new type number.
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType(number), backend)
-    group._set_group_name(called)
-    group._set_group_desc(described)
+    group._set_group_name(group_name)
+    group._set_group_desc(description)
 
 
 def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> Any:
-    # The options hold what listens for gloo, and its thread, which the new backend has in common with the old one.
+    # The options hold gloo's listening device and its thread, which the new backend shares with the old one.
     old: Any = group._get_backend(torch.device(kind))
     options = getattr(old, "options", None) or default_store().timeout
     create: Any = dist.ProcessGroupGloo if name == "gloo" else dist.ProcessGroupNCCL
@@ -154,17 +154,17 @@ def _new_backend(group: dist.ProcessGroup, kind: str, name: str, store: Any) -> 
     return backend
 
 
-_made_up = {"fake"}  # backends
+_made_up = {"fake"}  # backends that move nothing
 
 
 def between_processes() -> bool:
-    """Whether the world's ranks are processes that can meet, and not made up, or threads, as in tests."""
+    """Whether the world's ranks are processes that can meet, rather than fake ranks or, as in tests, threads."""
     config = str(dist.get_backend_config())
     return any(kind in config for kind in ("gloo", "nccl", "mpi", "ucc", "xccl", "hccl", "undefined"))
 
 
 def made_up() -> bool:
-    """Whether the other ranks of the world are none: this process says that it is one of many, and nothing moves."""
+    """Whether the world's other ranks do not exist: this process claims to be one of many, and nothing moves."""
     world = dist.group.WORLD
     return world is not None and set(_backends(world).values()) <= _made_up
 
@@ -175,16 +175,16 @@ def disconnected(rank: int) -> bool:
     if world is None or rank == world.rank() or backend_of(world, "cpu") != "gloo":
         return False
     try:
-        world.recv([torch.zeros(1)], rank, _NOBODY_SENDS)  # it stays open, and takes nothing from anybody
+        world.recv([torch.zeros(1)], rank, _NOBODY_SENDS)  # this receive stays pending and matches no message
     except RuntimeError:
         return True
     return False
 
 
 def new_group(ranks: list[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
-    """A group of these global ranks, in this order; only its members take part in making it, by this name.
+    """Makes a group of these global ranks in this order; only its members take part, and meet under this name.
 
-    It is as patient as the world is: torch would wait for half an hour, whatever was asked for there.
+    Its timeout is the world's: torch's default would be half an hour, whatever the user asked for.
     """
     ordered = ranks == sorted(ranks)
     if not ordered and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
@@ -204,29 +204,29 @@ def new_group(ranks: list[int], name: str, backend: str | None = None) -> dist.P
 
 @contextmanager
 def _by_members_alone() -> Iterator[None]:
-    """Groups are made anew inside, and not split off the world's communicator, in which all its ranks take part.
+    """A context in which groups are made anew, not split off the world's communicator, which would need all its ranks.
 
-    Another thread than the main one meets the others by a connection of its own: who waits holds the store, so that
-    two threads could keep each other's ranks from coming.
+    A thread other than the main one meets the others on its own store connection: a waiting thread blocks the
+    connection, and two threads could keep each other's ranks from coming.
     """
     world, groups = dist.group.WORLD, dist.distributed_c10d._world.pg_map
     assert world is not None
-    device, known = world.bound_device_id, groups[world]
+    device, entry = world.bound_device_id, groups[world]
     if device is not None:
         world.bound_device_id = None
     if threading.current_thread() is not threading.main_thread() and not worlds_of_threads():
-        own: Any = known[1]
-        groups[world] = (known[0], own.clone())
+        store: Any = entry[1]
+        groups[world] = (entry[0], store.clone())
     try:
         yield
     finally:
-        groups[world] = known
+        groups[world] = entry
         if device is not None:
             world.bound_device_id = device
 
 
-# torch names such a group by its ranks and by how many groups this rank has had, which its members may count
-# differently, and then wait for each other under different names.
+# torch names such a group by its ranks and by the number of groups that this rank has made. Members may count
+# differently, and would then wait for each other under different names.
 _names = threading.local()
 
 
@@ -243,12 +243,12 @@ def _missing(what: str, error: Exception) -> RuntimeError:
 
 
 def group_count() -> int:
-    """How many process groups this rank holds."""
+    """Returns how many process groups this rank holds."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
 def fake_store() -> Any:
-    """A store for the "fake" backend, which importing its module registers.
+    """Returns a store for the "fake" backend, which importing its module registers.
 
     Raises:
         RuntimeError: this torch has no fake process group.
@@ -261,7 +261,7 @@ def fake_store() -> Any:
 
 
 def register_fake_backend(name: str, devices: list[str]) -> None:
-    """The fake process group under another name, for these kinds of devices.
+    """Registers the fake process group under another name, for these kinds of devices.
 
     Raises:
         RuntimeError: this torch has no fake process group.
@@ -273,7 +273,7 @@ def register_fake_backend(name: str, devices: list[str]) -> None:
 
 
 def register_python_device(name: str, module: Any) -> None:
-    """Makes torch's spare kind of device one of this name, without memory or kernels; `module` is `torch.<name>`.
+    """Gives torch's spare kind of device this name, without memory or kernels; `module` becomes `torch.<name>`.
 
     Raises:
         RuntimeError: this torch cannot do so from Python.
@@ -295,7 +295,7 @@ def _threaded() -> Any:
 
 @contextmanager
 def threaded_groups() -> Iterator[None]:
-    """Give every thread its own `torch.distributed` state, backend "threaded", while the block runs.
+    """A context in which every thread has its own `torch.distributed` state, with the backend "threaded".
 
     Raises:
         RuntimeError: this torch has no threaded process group, or one is in use already.
@@ -315,7 +315,7 @@ def threaded_groups() -> Iterator[None]:
 
 
 def release_threads() -> None:
-    """Make every thread that waits in a collective leave it with SystemExit; returns though one may be stuck in it."""
+    """Makes threads that wait in a collective leave it with SystemExit; returns even if one is stuck there."""
     group = _threaded().ProcessLocalGroup
     group._terminate.set()
     for collective in list(group._cur_coll_on_pgs.values()):

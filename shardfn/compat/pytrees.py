@@ -1,4 +1,4 @@
-"""Nodes of optree's pytrees, and of torch's own, by which torch.func flattens."""
+"""Registers pytree nodes with optree, and with torch's own registry, which torch.func uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def register(
     unflatten: Callable[[Any, Any], Any],
     path_entry_type: type[optree.PyTreeEntry] = optree.AutoEntry,
 ) -> None:
-    """Makes a class a node of both.
+    """Makes a class a node of both kinds of pytrees.
 
     Args:
         cls: the class.

@@ -1,4 +1,4 @@
-"""Which ranks there are, and what is said by their names: meshes, axes, process groups, specs, who waits for whom.
+"""Meshes, axes, process groups and partition specs, and the watch over ranks that wait for each other.
 
-Nothing here moves numbers. It may import `compat` alone.
+This package moves no tensors. It may import `compat` alone.
 """

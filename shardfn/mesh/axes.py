@@ -1,7 +1,7 @@
-"""The axes of a mesh: names in, process groups out.
+"""Maps the axis names of a mesh to process groups.
 
-A mesh is torch's `DeviceMesh` with named dims. Model code never sees a process group: it says `"shard"` or
-`("replica", "shard")`, and the mesh of the surrounding `shard_map` gives the names their meaning.
+A mesh is torch's `DeviceMesh` with named dimensions. Model code never sees a process group: it writes `"shard"` or
+`("replica", "shard")`, and the mesh of the surrounding `shard_map` gives these names their meaning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _meshes: weakref.WeakValueDictionary[int, DeviceMesh] = weakref.WeakValueDiction
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of one mesh that one lane has used so far, with a number for them, which a traced graph can hold."""
+    """The axes of one mesh that one lane has used so far, under a number that a traced graph can hold."""
 
     number: int
     lane: str
@@ -45,7 +45,7 @@ def sizes(mesh: DeviceMesh) -> dict[str, int]:
 
     Raises:
         ValueError: a mesh without dim names.
-        TypeError: something else than a mesh.
+        TypeError: the argument is not a mesh.
     """
     if not hasattr(mesh, "mesh_dim_names"):
         raise TypeError(f"the mesh is of type {type(mesh).__name__}, not a DeviceMesh, which make_mesh returns")
@@ -55,12 +55,12 @@ def sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def check_axes(names: tuple[str, ...], mesh: DeviceMesh, where: str) -> None:
-    """Raises ValueError unless each name is an axis of the mesh, once.
+    """Raises ValueError unless each name is an axis of the mesh and occurs once.
 
     Args:
         names: axis names.
-        mesh: the mesh that should have them.
-        where: what named them, for the message.
+        mesh: the mesh that should have these axes.
+        where: the caller's name for the value, quoted in the message.
     """
     have = sizes(mesh)
     for name in names:
@@ -73,74 +73,76 @@ def check_axes(names: tuple[str, ...], mesh: DeviceMesh, where: str) -> None:
 
 
 def axis_of(mesh: DeviceMesh, axis: AxisName, where: str = "axis") -> Axis:
-    """The named axis of the mesh, or the product of several, major to minor. Made once, then remembered.
+    """Returns the named axis of the mesh, or the product of several (major to minor). Cached per mesh and lane.
 
     Raises:
-        ValueError: a name that the mesh does not have, or has twice.
+        ValueError: a name is unknown to the mesh or is given twice.
     """
     used = known_axes(mesh).used
-    found = used.get(axis)
-    if found is None:
-        found = used[axis] = _bind(mesh, as_names(axis), where)
-    return found
+    bound = used.get(axis)
+    if bound is None:
+        bound = used[axis] = _bind(mesh, as_names(axis), where)
+    return bound
 
 
 def known_axes(mesh: DeviceMesh) -> Axes:
-    """The axes of the mesh that were used so far."""
-    part = lane()
-    return per_mesh(mesh, ("axes", part), lambda: _new_axes(mesh, part))
+    """Returns the axes of the mesh that this thread's lane has used so far."""
+    lane_name = lane()
+    return per_mesh(mesh, ("axes", lane_name), lambda: _new_axes(mesh, lane_name))
 
 
-def _new_axes(mesh: DeviceMesh, part: str) -> Axes:
-    axes = Axes(next(_numbers), part, {})
+def _new_axes(mesh: DeviceMesh, lane_name: str) -> Axes:
+    axes = Axes(next(_numbers), lane_name, {})
     _meshes[axes.number] = mesh
     return axes
 
 
 def mesh_numbered(number: int) -> DeviceMesh:
-    """The mesh in scope whose axes have this number."""
+    """Returns the mesh whose `Axes` carry this number."""
     return _meshes[number]
 
 
 def grid_of(mesh: DeviceMesh) -> Grid:
-    """The mesh's names, sizes and ranks; `mesh_of` finds the mesh again by them."""
+    """Returns the mesh's axis names, sizes and ranks; `mesh_of` finds the mesh again by them."""
     return per_mesh(mesh, "grid", lambda: _grid_of(mesh))
 
 
 def _grid_of(mesh: DeviceMesh) -> Grid:
     grid = Grid(tuple(sizes(mesh).items()), tuple(mesh.mesh.flatten().tolist()))
-    known = world_of_thread().grids
-    grid, _ = known[grid] = known.get(grid, (grid, ""))[0], mesh.device_type
+    grids = world_of_thread().grids
+    # Equal grids become one object, so that comparing them by identity mostly suffices.
+    grid, _ = grids[grid] = grids.get(grid, (grid, ""))[0], mesh.device_type
     grid.add(mesh)
     return grid
 
 
 def per_mesh(mesh: DeviceMesh, key: Hashable, make: Callable[[], T]) -> T:
-    """What this mesh has under a key, made when it is asked for first.
+    """Returns the value that this mesh stores under a key; `make` builds it on first use.
 
-    It is on the mesh itself: equal meshes of two process groups, one ended and one alive, must not share it.
+    The value is stored on the mesh object itself: equal meshes of two process groups, of which one has ended, must not
+    share it.
     """
-    kept: dict[Hashable, Any] = mesh.__dict__.setdefault("_shardfn", {})
-    found = kept.get(key)
-    if found is None:
-        found = kept.setdefault(key, make())
-    return cast(T, found)
+    stored: dict[Hashable, Any] = mesh.__dict__.setdefault("_shardfn", {})
+    value = stored.get(key)
+    if value is None:
+        value = stored.setdefault(key, make())
+    return cast(T, value)
 
 
 def axis_groups() -> set[str]:
-    """Names of the groups along the axes that this thread's lane has used."""
-    every = (mesh.__dict__.get("_shardfn", {}).get(("axes", lane())) for mesh in list(_meshes.values()))
-    return {axis.group for axes in every if axes is not None for axis in axes.used.values() if axis.group}
+    """Returns the names of the groups along the axes that this thread's lane has used."""
+    all_axes = (mesh.__dict__.get("_shardfn", {}).get(("axes", lane())) for mesh in list(_meshes.values()))
+    return {axis.group for axes in all_axes if axes is not None for axis in axes.used.values() if axis.group}
 
 
 def forget_runs() -> None:
-    """Drops what this thread's lane keeps with meshes while its steps run: what it waited for, and what it gathered."""
+    """Drops the run state that this thread's lane keeps on meshes: pending waits and gathered values."""
     for mesh in list(_meshes.values()):
-        kept: dict[Hashable, Any] = mesh.__dict__.get("_shardfn", {})
-        for key in list(kept):
+        stored: dict[Hashable, Any] = mesh.__dict__.get("_shardfn", {})
+        for key in list(stored):
             match key:
-                case ("engine", _, part) | ("team", part, _) if part == lane():
-                    kept.pop(key, None)
+                case ("engine", _, lane_name) | ("team", lane_name, _) if lane_name == lane():
+                    stored.pop(key, None)
 
 
 def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
@@ -158,15 +160,16 @@ def _bind(mesh: DeviceMesh, names: tuple[str, ...], where: str) -> Axis:
 
 
 def row(places: torch.Tensor, dims: list[int]) -> list[int]:
-    """The ranks along these dims, the first of them major, with which this one shares its place in the others."""
-    rest = [dim for dim in range(places.ndim) if dim not in dims]
-    rows = places.permute(*rest, *dims).reshape(-1, math.prod(places.shape[dim] for dim in dims))
+    """Returns the ranks along these dims (the first is major) that share this rank's position in all other dims."""
+    other_dims = [dim for dim in range(places.ndim) if dim not in dims]
+    rows = places.permute(*other_dims, *dims).reshape(-1, math.prod(places.shape[dim] for dim in dims))
     rank = dist.get_rank()
     return next((row for row in rows.tolist() if rank in row), [])
 
 
 def _group_name(mesh: DeviceMesh, names: tuple[str, ...], ranks: list[int]) -> str:
     if len(ranks) == 1:
-        return ""  # nothing moves along it
-    own = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size())) and not lane()
-    return (mesh.get_group(names[0]) if own else group_over(ranks)).group_name
+        return ""  # a single rank needs no group
+    # The mesh has a group for each axis; lanes have groups of their own, and the group of all ranks is the world's.
+    reusable = len(names) == 1 and ranks == sorted(ranks) and ranks != list(range(dist.get_world_size())) and not lane()
+    return (mesh.get_group(names[0]) if reusable else group_over(ranks)).group_name

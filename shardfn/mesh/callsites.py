@@ -1,9 +1,9 @@
-"""Where this rank stands, in words for others: the user's line, what it is about to do, which calls it has left.
+"""Describes for other ranks where this rank stands: the user's line, its next collective, and the calls it has left.
 
-Kept while ranks compare what they are about to do, `debug(collectives=True)`. A comparison has a place: its number
-among all of its group, and its number in the call in which it is made, the outermost shard_map or evaluation of
-gradients. Ranks also compare whether it is the first there. So a rank that has left the call in which others wait for
-a later one can never come to that: its next comparison would be the first one of another call, or outside of any.
+Kept while ranks compare what they are about to do, under `debug(collectives=True)`. Each comparison has two numbers:
+one among all comparisons of its group, and one within the enclosing call, which is the outermost shard_map or
+evaluation of gradients. Ranks also compare whether a comparison is the first of its call. A rank that has left a call
+can therefore never reach a later comparison of that call: its next one is the first of another call, or outside of any.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _NOT_USERS = (
 
 @dataclass
 class _Body:
-    """A call in which ranks meet.
+    """A call inside which ranks compare.
 
     Attributes:
-        where: the user's line.
-        depth: such calls that are open.
-        counts: of comparisons, by group.
-        alike: whether the next error is one that all ranks raise.
+        where: the user's line that made the call.
+        depth: how many such calls are open, one inside another.
+        counts: number of comparisons so far, by group.
+        alike: whether the next error is raised by all ranks alike.
     """
 
     where: str
@@ -51,14 +51,14 @@ class _Body:
 
 @dataclass(frozen=True)
 class Place:
-    """A comparison that a thread is at.
+    """The comparison that a thread has reached.
 
     Attributes:
-        text: what comes after it.
-        group: along which.
-        number: of it in its group.
-        inside: its number in the call in which it is made; 0 outside of any.
-        where: of that call.
+        text: description of the operation that follows it.
+        group: name of the group that compares.
+        number: its number within the group.
+        inside: its number within the enclosing call; 0 outside of any call.
+        where: the user's line of that call.
     """
 
     text: str
@@ -68,118 +68,118 @@ class Place:
     where: str
 
 
-_bodies: dict[int, _Body] = {}  # by thread
-_numbers: dict[str, int] = {}  # of comparisons, by group
-_left: dict[str, tuple[int, str, bool]] = {}  # and whether by an error
+_bodies: dict[int, _Body] = {}  # open calls, by thread
+_numbers: dict[str, int] = {}  # comparisons so far, by group
+_left: dict[str, tuple[int, str, bool]] = {}  # group -> (last comparison, how its call ended, whether by an error)
 _last: list[str] = []
 reaching: dict[int, Place] = {}
-"""What each thread is about to do, until all others have come to the same."""
+"""The comparison that each thread waits in, until all other ranks have reached it."""
 
 
 def caller() -> str:
-    """The line outside of this package and of torch that leads here; in backward that is who asked for it."""
+    """Returns the innermost line outside this package and torch; in backward, the line that called backward."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a line of no program's"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
 
 @contextlib.contextmanager
 def body() -> Iterator[None]:
-    """A call in which ranks meet: what is compared inside is numbered."""
-    me = get_ident()
-    here = _bodies.get(me)
-    if here is None:
-        here = _bodies[me] = _Body(caller())
-    here.depth += 1
-    how, failed = "returned from", False
+    """Marks a call inside which ranks compare; comparisons inside are numbered."""
+    thread = get_ident()
+    open_body = _bodies.get(thread)
+    if open_body is None:
+        open_body = _bodies[thread] = _Body(caller())
+    open_body.depth += 1
+    outcome, own_error = "returned from", False
     try:
         yield
     except BaseException as error:
-        failed = not here.alike
-        how = f"left with {type(error).__name__} ({str(error)[:300]}), raised at {_raised_at(error)},"
+        own_error = not open_body.alike
+        outcome = f"left with {type(error).__name__} ({str(error)[:300]}), raised at {_raised_at(error)},"
         raise
     finally:
-        here.depth -= 1
-        if not here.depth:
-            _bodies.pop(me, None)
-            for group in here.counts:
-                _left[group] = _numbers.get(group, 0), f"has {how} the call at {here.where}", failed
+        open_body.depth -= 1
+        if not open_body.depth:
+            _bodies.pop(thread, None)
+            for group in open_body.counts:
+                _left[group] = _numbers.get(group, 0), f"has {outcome} the call at {open_body.where}", own_error
 
 
 def _raised_at(error: BaseException) -> str:
-    """The innermost line of the user's that an error came through."""
-    found, each = "", error.__traceback__
-    while each is not None:
-        code = each.tb_frame.f_code
+    """Returns the innermost user line that an error passed through."""
+    line, traceback = "", error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
         if not code.co_filename.startswith(_NOT_USERS):
-            found = f"{code.co_filename}:{each.tb_lineno}"
-        each = each.tb_next
-    return found or "a line of no program's"
+            line = f"{code.co_filename}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return line or "an unknown line"
 
 
 def place(group: str, text: str) -> Place:
-    """The next comparison in a group."""
+    """Numbers the next comparison in a group."""
     number = _numbers[group] = _numbers.get(group, 0) + 1
-    here = _bodies.get(get_ident())
-    if here is None:
+    open_body = _bodies.get(get_ident())
+    if open_body is None:
         return Place(text, group, number, 0, "")
-    here.alike = False
-    inside = here.counts[group] = here.counts.get(group, 0) + 1
-    return Place(text, group, number, inside, here.where)
+    open_body.alike = False
+    inside = open_body.counts[group] = open_body.counts.get(group, 0) + 1
+    return Place(text, group, number, inside, open_body.where)
 
 
 def alike() -> None:
-    """All ranks are told that they differ: the error that comes is no rank's own."""
-    here = _bodies.get(get_ident())
-    if here is not None:
-        here.alike = True
+    """Records that all ranks know of a difference, so the error that follows is not this rank's own."""
+    open_body = _bodies.get(get_ident())
+    if open_body is not None:
+        open_body.alike = True
 
 
 def outside(what: str, group: str) -> Place:
-    """A comparison of something else than what comes next: it is not counted."""
+    """Returns an unnumbered place for a comparison of something other than the next collective."""
     return Place(f"{what}, called at {caller()}{failure(group)}", group, 0, 0, "")
 
 
 @contextlib.contextmanager
 def at(here: Place) -> Iterator[None]:
-    """This thread comes to a place; afterwards all others have."""
-    me = get_ident()
-    reaching[me] = here
+    """Holds this thread at a place; when the block ends without an error, all ranks have reached it."""
+    thread = get_ident()
+    reaching[thread] = here
     try:
         yield
         _last[:] = [here.text]
         _left.pop(here.group, None)
     finally:
-        reaching.pop(me, None)
+        reaching.pop(thread, None)
 
 
 def last() -> str:
-    """What all came to, the last time on any thread; empty if they did not."""
+    """Returns the text of the last place that all ranks reached, on any thread; empty if there is none."""
     return _last[0] if _last else ""
 
 
 def left() -> dict[str, tuple[int, str]]:
-    """By group, the number of the last comparison, where that was in a call that has ended since; and how it did."""
-    return {group: (at, how) for group, (at, how, _) in list(_left.items()) if at == _numbers.get(group)}
+    """Returns, for groups whose last comparison lies in a call that has ended, its number and how the call ended."""
+    return {group: (n, how) for group, (n, how, _) in list(_left.items()) if n == _numbers.get(group)}
 
 
 def failure(group: str) -> str:
-    """With what error the call ended in which the last comparison was, for a message; empty without one."""
+    """Returns, for a message, the error that ended the call of the group's last comparison; empty without one."""
     if process_groups.worlds_of_threads():
-        return ""  # what is kept here is that of all ranks
-    number, how, failed = _left.get(group, (0, "", False))
-    return f" (after it {how})" if failed and number == _numbers.get(group) else ""
+        return ""  # ranks are threads here, and this state mixes all of them
+    number, outcome, own_error = _left.get(group, (0, "", False))
+    return f" (after it {outcome})" if own_error and number == _numbers.get(group) else ""
 
 
 def forget(groups: Iterable[str]) -> None:
-    """Ranks count what they compare in these groups from the start."""
+    """Restarts the count of comparisons in these groups."""
     for group in groups:
-        for counts in (_numbers, _left, *(here.counts for here in list(_bodies.values()))):
+        for counts in (_numbers, _left, *(open_body.counts for open_body in list(_bodies.values()))):
             counts.pop(group, None)  # type: ignore[attr-defined]
 
 
 def clear() -> None:
-    """Another world."""
-    for kept in (_bodies, _numbers, _left, _last, reaching):
-        kept.clear()
+    """Forgets everything, for a new world."""
+    for state in (_bodies, _numbers, _left, _last, reaching):
+        state.clear()

@@ -1,4 +1,4 @@
-"""What follows from what ranks have said they wait for: who waits in vain, and how to say it. Pure functions."""
+"""Pure functions that tell, from the published state of ranks, which waits can never end, and describe them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from shardfn.quoting import findings
 
-SHOWN = 6  # ranks that a message speaks of
+SHOWN = 6  # most ranks that a message lists
 _ADVICE = "All ranks make the same calls in the same order: a branch around one goes the same way on every rank"
 CALL = re.compile(r" in (sf\.[\w.]*\w)")
 
@@ -16,27 +16,29 @@ Vain = dict[str, list[Any]]
 State = dict[str, Any]
 """What a rank has published.
 
-beat        how often it has looked
-ended       how it ended; empty if it has not
-vain        rank -> what that waits for in vain, as this one has found, and which waits: [thread, group, key, count]
-last        what it came to together with others, the last time that they compared it
-left        group -> number of its last comparison there, whose call it has left since, and how it has
-threads     None, while it does not wait; else those that live and have waited, and the main one:
-    thread, main, used      its number, whether it is the main one, the groups it has used
-    wait                    None, while it does not; else what `waiting` says of it, among it
-        place               None, or the comparison that it is at: [group, number there, number in its call]
-counts      group -> key -> how often the rank came to that
+beat        how often it has published its state
+ended       how it ended; empty while it runs
+vain        rank -> text of its hopeless wait, as found by this rank, then the waits: [thread, group, key, count]
+last        the last place that it reached together with the others, if they compare
+left        group -> number of its last comparison there, in a call that has ended since, and how that call ended
+broken      group -> the failure that broke the group
+threads     None while no thread waits; else the live threads that have waited before, and the main thread:
+    thread, main, used      its identifier, whether it is the main thread, the groups it has used
+    wait                    None while it does not wait; else a description made by `watchdog`, in which
+        place               is None, or the comparison that it is at: [group, number there, number in its call]
+counts      group -> key -> how often the rank has arrived at it
 """
-Thread = tuple[int, int]  # rank, number
+Thread = tuple[int, int]  # rank, thread identifier
 
 
 def waits_in_vain(states: dict[int, State]) -> dict[Thread, list[int]]:
-    """The threads that wait for ranks which can never come, and for which.
+    """Returns the threads whose waits can never end, each with the ranks that can never come.
 
-    At first all are suspected. Then those are let off for whom each rank may still come, until no more are.
+    Computes the greatest fixed point: all waiting threads start as suspects, and a thread is cleared when every rank
+    that it waits for may still come; this repeats until no more are cleared.
 
     Args:
-        states: what ranks have published; of one that is not here, anything may still come.
+        states: the published state of each rank; a rank that is absent may still come to anything.
     """
     waiting = {
         (rank, thread["thread"]): thread["wait"]
@@ -44,30 +46,30 @@ def waits_in_vain(states: dict[int, State]) -> dict[Thread, list[int]]:
         for thread in (not state["ended"] and state["threads"]) or ()
         if _decidable(thread, state)
     }
-    found: dict[Thread, list[int]] = {who: [] for who in waiting}
+    suspects: dict[Thread, list[int]] = {who: [] for who in waiting}
     while True:
-        kept = {}
+        remaining = {}
         for (rank, number), wait in waiting.items():
-            if (rank, number) in found:
-                lost = [other for other in wait["ranks"] if other != rank and _lost(other, wait, states, found)]
+            if (rank, number) in suspects:
+                lost = [other for other in wait["ranks"] if other != rank and _lost(other, wait, states, suspects)]
                 if lost:
-                    kept[(rank, number)] = lost
-        if len(kept) == len(found):
-            return kept
-        found = kept
+                    remaining[(rank, number)] = lost
+        if len(remaining) == len(suspects):
+            return remaining
+        suspects = remaining
 
 
 def _decidable(thread: dict[str, Any], state: State) -> bool:
-    """Whether others can know what it takes to end a wait."""
+    """Whether the published states are enough to tell if a wait can end."""
     wait = thread["wait"]
     if wait is None or wait["sided"] or (wait["first"] and not thread["main"]):
-        return False  # which thread of another rank a new thread belongs to, nobody knows yet
-    same = [one for one in state["threads"] if one["wait"] and one["wait"]["group"] == wait["group"]]
-    return len(same) == 1
+        return False  # nobody knows yet which threads of other ranks a new thread meets
+    rivals = [other for other in state["threads"] if other["wait"] and other["wait"]["group"] == wait["group"]]
+    return len(rivals) == 1
 
 
-def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], found: dict[Thread, list[int]]) -> bool:
-    """Whether a rank has not come to a wait, and cannot any more, if what is in `found` waits in vain."""
+def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], suspects: dict[Thread, list[int]]) -> bool:
+    """Whether a rank has not arrived at a wait and never can, provided that the suspects wait in vain."""
     state = states.get(rank)
     if state is None or came(state, wait["group"], wait["key"], wait["count"]):
         return False
@@ -77,47 +79,48 @@ def _lost(rank: int, wait: dict[str, Any], states: dict[int, State], found: dict
         return False
     users = [thread for thread in state["threads"] if wait["group"] in thread["used"]]
     users = users or [thread for thread in state["threads"] if thread["main"]]
-    return all((rank, thread["thread"]) in found for thread in users)
+    return all((rank, thread["thread"]) in suspects for thread in users)
 
 
 def left(state: State, wait: dict[str, Any]) -> str:
-    """How a rank has left the call in which another one waits, for which it came to all but this; empty if it has not.
+    """Returns how a rank left the call in which another one waits; empty if it has not left it.
 
-    Ranks compare whether a collective is the first of its call, so whatever it comes to next is something else.
+    It counts only if the rank took part in all comparisons there but this one. Ranks compare whether a collective is
+    the first of its call, so whatever the rank does next is another collective.
     """
     group, number, inside = wait.get("place") or ("", 0, 0)
-    last, how = state.get("left", {}).get(group, (0, ""))
-    return str(how) if inside > 1 and last == number - 1 else ""
+    last, outcome = state.get("left", {}).get(group, (0, ""))
+    return str(outcome) if inside > 1 and last == number - 1 else ""
 
 
 def came(state: State, group: str, key: str, count: int) -> bool:
-    """Whether a rank has come to a wait for so many times."""
+    """Whether a rank has arrived at a wait at least so many times."""
     return bool(state["counts"].get(group, {}).get(key, 0) >= count)
 
 
-def given_up(found: dict[Thread, list[int]], states: dict[int, State]) -> Vain:
-    """What each rank waits for in vain, as others read it."""
+def given_up(hopeless: dict[Thread, list[int]], states: dict[int, State]) -> Vain:
+    """Returns, for each rank with a hopeless wait, its message and waits in the form that ranks publish."""
     vain: Vain = {}
     waits = waits_by_thread(states)
-    for (rank, thread), lost in found.items():
+    for (rank, thread), lost in hopeless.items():
         wait = waits[rank, thread]
-        told = f"rank {rank} waits in vain for {wait['told']}: {standing(lost, states, wait)}"
-        vain.setdefault(str(rank), [told]).append([thread, wait["group"], wait["key"], wait["count"]])
+        message = f"rank {rank} waits in vain for {wait['told']}: {standing(lost, states, wait)}"
+        vain.setdefault(str(rank), [message]).append([thread, wait["group"], wait["key"], wait["count"]])
     return vain
 
 
 def waits_by_thread(states: dict[int, State]) -> dict[Thread, dict[str, Any]]:
-    """What each thread of these ranks waits for, None for nothing."""
+    """Returns what each thread of these ranks waits for, None if it does not wait."""
     return {(rank, t["thread"]): t["wait"] for rank, state in states.items() for t in state["threads"] or ()}
 
 
 def standing(ranks: Iterable[int], states: dict[int, State], wait: dict[str, Any] | None = None) -> str:
-    """What these ranks do, in words, while one waits for them."""
-    told: dict[str, list[int]] = {}
+    """Describes, grouped by activity, what these ranks do while another one waits for them."""
+    who: dict[str, list[int]] = {}
     for rank in ranks:
         state = states.get(rank)
-        told.setdefault((left(state, wait) if state and wait else "") or _does(state), []).append(rank)
-    return findings((f"{ranks_named(some)}{':' * (len(some) > 1)} {does}" for does, some in told.items()))
+        who.setdefault((left(state, wait) if state and wait else "") or _does(state), []).append(rank)
+    return findings((f"{ranks_named(same)}{':' * (len(same) > 1)} {does}" for does, same in who.items()))
 
 
 def _does(state: State | None) -> str:
@@ -136,11 +139,11 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def advised(told: str) -> str:
-    """What was said, and what to do about it."""
-    if " has failed: " in told:
-        return f"{told}. Look at the output of that rank first"
-    found = CALL.search(told)
-    if found is None:
-        return f"{told}. {_ADVICE}"
-    return f"{told}. All ranks call {found[1]}, whatever they do with it: only write files or print on rank 0"
+def advised(message: str) -> str:
+    """Appends advice to a message about a wait."""
+    if " has failed: " in message:
+        return f"{message}. Look at the output of that rank first"
+    call = CALL.search(message)
+    if call is None:
+        return f"{message}. {_ADVICE}"
+    return f"{message}. All ranks call {call[1]}, whatever they do with it: only write files or print on rank 0"

@@ -1,4 +1,4 @@
-"""What a mesh is without its process groups: the names and sizes of its axes, and who stands where."""
+"""A mesh without its process groups: the names and sizes of its axes, and the rank at each place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AxisName = str | tuple[str, ...]
-"""One mesh axis, or several as their product, major to minor; `()` is none: this rank alone, on a mesh or without."""
+"""One mesh axis, or the product of several, major to minor. `()` means this rank alone and needs no mesh."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Axis:
     """One mesh axis, or the product of several, as this rank sees it.
 
     Attributes:
-        size: ranks along it.
-        index: this rank's position along it; the first of several names is the major one.
+        size: number of ranks along it.
+        index: this rank's position along it; of several names the first is major.
         group: name of the process group that runs along it.
     """
 
@@ -30,15 +30,15 @@ class Axis:
     group: str
 
 
-ALONE = Axis(1, 0, "")  # the product of no axes
+ALONE = Axis(1, 0, "")  # the product of no axes: this rank alone
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What a mesh is without its process groups: axis names and sizes, and the rank at each place, row-major.
+    """A mesh without its process groups: axis names and sizes, and the rank at each place, row-major.
 
-    Layouts have it in place of the mesh: they are static, and functions, trees and caches keep them, which must not
-    keep process groups and buffers. What keeps a mesh is a flat shard.
+    Layouts hold a grid in place of the mesh: they are static, and functions, trees and caches hold them, which must not
+    keep process groups and buffers alive. A flat shard is what keeps a mesh alive.
     """
 
     sizes: tuple[tuple[str, int], ...]
@@ -46,43 +46,43 @@ class Grid:
     _meshes: list[weakref.ref[DeviceMesh]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def add(self, mesh: DeviceMesh) -> None:
-        """Another mesh that is like this."""
+        """Adds a mesh with this grid, by weak reference."""
         self._meshes.append(weakref.ref(mesh, self._meshes.remove))
 
     def mesh(self) -> DeviceMesh | None:
-        """The last of its meshes that is alive."""
-        for one in self._meshes[::-1]:  # as `meshes`, at every flat shard that is made
-            found = one()
-            if found is not None:
-                return found
+        """Returns the newest of its meshes that is still alive, or None."""
+        for reference in self._meshes[::-1]:  # not by `meshes`: this runs for every flat shard that is made
+            mesh = reference()
+            if mesh is not None:
+                return mesh
         return None
 
     def meshes(self) -> Iterator[DeviceMesh]:
-        """Those of its meshes that are alive, the last one first."""
-        for one in self._meshes[::-1]:  # a copy: one may go meanwhile
-            found = one()
-            if found is not None:
-                yield found
+        """Yields those of its meshes that are still alive, newest first."""
+        for reference in self._meshes[::-1]:  # a copy: a mesh may die meanwhile, which removes its reference
+            mesh = reference()
+            if mesh is not None:
+                yield mesh
 
     def size(self, names: AxisName) -> int:
-        """Ranks along an axis, or along the product of several."""
-        have = dict(self.sizes)
-        return math.prod(have[name] for name in as_names(names))
+        """Returns the number of ranks along an axis, or along the product of several."""
+        lengths = dict(self.sizes)
+        return math.prod(lengths[name] for name in as_names(names))
 
     def index(self, rank: int, names: AxisName) -> int:
-        """Where a rank stands along an axis, or along the product of several, major to minor.
+        """Returns a rank's position along an axis, or along the product of several, major to minor.
 
         Raises:
-            ValueError: a rank that is not in the mesh.
+            ValueError: the rank is not in the mesh.
         """
         if rank not in self.ranks:
             raise ValueError(f"rank {rank} is not in the mesh, whose ranks are {self.ranks}")
-        place, at = self.ranks.index(rank), {}
+        place, positions = self.ranks.index(rank), {}
         for name, size in reversed(self.sizes):
-            place, at[name] = divmod(place, size)
-        have, index = dict(self.sizes), 0
+            place, positions[name] = divmod(place, size)
+        lengths, index = dict(self.sizes), 0
         for name in as_names(names):
-            index = index * have[name] + at[name]
+            index = index * lengths[name] + positions[name]
         return index
 
     def __deepcopy__(self, memo: Any) -> Grid:
@@ -96,10 +96,10 @@ class Grid:
 
 
 def as_names(axis: AxisName) -> tuple[str, ...]:
-    """`"a"` and `("a", "b")` as a tuple of names."""
+    """Returns an axis as a tuple of names: `"a"` becomes `("a",)`."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def show(sizes: dict[str, int]) -> str:
-    """Sizes as `make_mesh` takes them."""
+    """Formats sizes as `make_mesh` takes them: `"replica=2, shard=4"`."""
     return ", ".join(f"{name}={size}" for name, size in sizes.items())

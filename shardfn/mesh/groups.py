@@ -1,4 +1,4 @@
-"""Process groups: which there are in this world, for all its threads and meshes."""
+"""The process groups of this world, shared by all threads and meshes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """What this process has made of one world, for all its threads.
+    """What this process has created in one world, shared by all its threads.
 
     Attributes:
         group: the group of all its ranks.
-        grids: each grid that a mesh was made of, once, and the kind of device of the last.
-        again: meshes that had gone, and were asked for again.
-        agreed: what else its ranks have made or found out together, by lane.
+        grids: the canonical object for each grid, and the device type of the newest mesh made of it.
+        again: meshes that had been garbage-collected and were made again.
+        agreed: other things that its ranks have created or agreed on together, by key.
         made: groups by use, lane and members.
     """
 
@@ -38,72 +38,73 @@ class World:
     made: dict[tuple[str | int, ...], Future[dist.ProcessGroup]] = field(default_factory=dict)
 
 
-OF_STEPS = ("", "reduce", "compare", "notes", "finish")  # uses of groups; what is saved meanwhile has other ones
-_worlds: dict[int, World] = {}  # one, but in tests whose ranks are threads
+OF_STEPS = ("", "reduce", "compare", "notes", "finish")  # uses of groups in steps; background saves use others
+_worlds: dict[int, World] = {}  # more than one only in tests whose ranks are threads
 _lock = threading.Lock()
 
 
 def world_of_thread() -> World:
-    """The world of this thread, which all threads of a process share."""
+    """Returns this thread's world, creating it on first use; all threads of a process share it."""
     group = dist.group.WORLD
-    found = _worlds.get(id(group))
-    if found is None:
+    world = _worlds.get(id(group))
+    if world is None:
         with _lock:
-            found = _worlds.get(id(group))
-            if found is None:
+            world = _worlds.get(id(group))
+            if world is None:
                 if not process_groups.worlds_of_threads():
-                    _worlds.clear()  # of one that has ended nothing is used again
-                found = _worlds[id(group)] = World(group)
+                    _worlds.clear()  # a world that has ended is never used again
+                world = _worlds[id(group)] = World(group)
                 if group is not None:
                     watchdog.joined()
-    return found
+    return world
 
 
 def worlds() -> list[World]:
-    """Those that this process knows."""
+    """Returns the worlds that this process has."""
     return list(_worlds.values())
 
 
 def forget_world() -> None:
-    """This rank leaves its world."""
+    """Removes this thread's world."""
     _worlds.pop(id(dist.group.WORLD), None)
 
 
 def group_over(ranks: list[int], use: str = "", backend: str | None = None) -> dist.ProcessGroup:
-    """The group of these ranks, in this order, which all meshes share. Its members make it together, once a world.
+    """Returns the group of these ranks in this order; its members create it together, once in a world.
 
     Args:
-        ranks: global ranks, of which this is one.
-        use: groups of different uses are different, though their ranks are the same.
-        backend: of a group that is new; default: the world's.
+        ranks: global ranks; this rank is one of them.
+        use: groups of different uses differ even if their ranks are equal.
+        backend: backend of a new group; default: the world's.
     """
     world = world_of_thread()
     assert world.group is not None
-    part = lane()
-    if not use and not part and ranks == list(range(world.group.size())):
+    lane_name = lane()
+    if not use and not lane_name and ranks == list(range(world.group.size())):
         return world.group
-    key: tuple[str | int, ...] = (use, part, *ranks)
-    found = world.made.get(key)
-    if found is None:
-        made: Future[dist.ProcessGroup] = Future()
-        found = world.made.setdefault(key, made)
-        if found is made:
+    key: tuple[str | int, ...] = (use, lane_name, *ranks)
+    future = world.made.get(key)
+    if future is None:
+        own_future: Future[dist.ProcessGroup] = Future()
+        # Two threads of a lane may ask at the same time: the first makes the group, the other waits for the result.
+        future = world.made.setdefault(key, own_future)
+        if future is own_future:
             try:
                 if process_groups.between_processes():
                     waiting.meet(repr(key), ranks, "the making of a group", use or "axes")
-                made.set_result(process_groups.new_group(ranks, repr(key), backend))
+                own_future.set_result(process_groups.new_group(ranks, repr(key), backend))
             except BaseException as error:
-                world.made.pop(key)
-                made.set_exception(error)
+                world.made.pop(key)  # a later call tries again
+                own_future.set_exception(error)
                 raise
-    return found.result()
+    return future.result()
 
 
 def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
-    """As `group_over`, a group that moves CPU tensors, which no other use can disturb.
+    """Like `group_over`, for CPU tensors: returns a gloo group of its own, so that no other use can interfere.
 
     Raises:
-        RuntimeError: this torch has no gloo, which moves CPU tensors.
+        RuntimeError: this build of torch has no gloo, which moves CPU tensors.
     """
     if not process_groups.between_processes():
         return group_over(ranks)
@@ -116,13 +117,13 @@ def cpu_group(ranks: list[int], use: str) -> dist.ProcessGroup:
 
 
 def groups_of_steps(ranks: list[int]) -> list[dist.ProcessGroup]:
-    """The groups of several ranks, all of them among these, by which this thread's steps move anything."""
-    world, part = world_of_thread(), lane()
-    found = [
-        made.result()
-        for (use, where, *_), made in list(world.made.items())
-        if where == part and use in OF_STEPS and made.done() and made.exception() is None
+    """Returns the groups that this thread's steps communicate in: several ranks, all of them among these."""
+    world, lane_name = world_of_thread(), lane()
+    groups = [
+        promise.result()
+        for (use, owner, *_), promise in list(world.made.items())
+        if owner == lane_name and use in OF_STEPS and promise.done() and promise.exception() is None
     ]
-    found += [world.group] if world.group is not None and not part else []
+    groups += [world.group] if world.group is not None and not lane_name else []
     among = set(ranks)
-    return [one for one in found if one.size() > 1 and among.issuperset(dist.get_process_group_ranks(one))]
+    return [group for group in groups if group.size() > 1 and among.issuperset(dist.get_process_group_ranks(group))]

@@ -1,4 +1,4 @@
-"""Threads that work at the same time, each with process groups of its own."""
+"""Lanes: threads that work at the same time, each with its own process groups."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardfn.compat import autograd, process_groups
 
 
 class _Own(threading.local):
-    """What this thread was said to belong to."""
+    """The lane that this thread was assigned to by `in_lane`."""
 
     def __init__(self) -> None:
         self.lane: str | None = None
 
 
 entered: list[tuple[int, str]] = []
-"""The number and the lane of the mesh axes in scope on any thread: what an autograd thread may be working for."""
+"""Number and lane of the mesh axes in scope on each thread, from which an autograd thread infers its lane."""
 _own = _Own()
 
 
@@ -27,10 +27,10 @@ _OF_POOL = re.compile(r"_\d+$")
 
 
 def lane() -> str:
-    """Which of the threads that work at the same time this is: each has groups of its own.
+    """Returns the name of this thread's lane; each lane has its own process groups.
 
-    It is the thread's name, without the numbers that Python gives, by which it finds its like on the other ranks; the
-    main thread's is empty.
+    It is the thread's name without the numbers that Python appends, which is how a thread finds its counterparts on
+    other ranks. The main thread's lane is empty.
     """
     if _own.lane is not None:
         return _own.lane
@@ -38,23 +38,24 @@ def lane() -> str:
     if thread is threading.main_thread():
         return ""
     if autograd.autograd_thread():
-        working = {one for _, one in list(entered)}
-        return working.pop() if len(working) == 1 else ""
-    found: str | None = thread.__dict__.get("_shardfn_lane")
-    if found is None:
-        found = "" if process_groups.worlds_of_threads() else _NUMBERS.sub("", thread.name)
-        _refuse_twins(thread, found)
-        thread.__dict__["_shardfn_lane"] = found
-    return found
+        # If several lanes are at work, nothing tells which of them this thread works for.
+        lanes = {name for _, name in list(entered)}
+        return lanes.pop() if len(lanes) == 1 else ""
+    own: str | None = thread.__dict__.get("_shardfn_lane")
+    if own is None:
+        own = "" if process_groups.worlds_of_threads() else _NUMBERS.sub("", thread.name)
+        _refuse_twins(thread, own)
+        thread.__dict__["_shardfn_lane"] = own
+    return own
 
 
 def _refuse_twins(thread: threading.Thread, lane: str) -> None:
-    """Raises RuntimeError where another thread of the lane is alive, but for those of a pool, which take turns."""
+    """Raises RuntimeError if another live thread has the same lane; threads of a pool may, since they take turns."""
     if not lane or _OF_POOL.search(thread.name) or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for other in threading.enumerate():
         if other is not thread and type(other) is type(thread) and _NUMBERS.sub("", other.name) == lane:
-            other.__dict__.pop("_shardfn_lane", None)  # on another rank it may be the other that is refused
+            other.__dict__.pop("_shardfn_lane", None)  # on another rank the other one may be refused
             other.__dict__["_shardfn_twin"] = thread.name
             thread.__dict__["_shardfn_twin"] = other.name
     twin = thread.__dict__.get("_shardfn_twin")
@@ -66,7 +67,7 @@ def _refuse_twins(thread: threading.Thread, lane: str) -> None:
 
 
 class in_lane:
-    """A context: what runs inside belongs to a lane, on whichever thread autograd runs it."""
+    """A context manager: code inside belongs to a lane, on whichever thread autograd runs it."""
 
     __slots__ = ("before", "lane")
 

@@ -1,4 +1,4 @@
-"""Who started this process, as which rank of how many, and on which nodes: read from the environment alone."""
+"""Reads from the environment alone which launcher started this process, its rank, the world's size and the nodes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Environ = Mapping[str, str]
 
 _BRACKET = re.compile(r"\[([^\[\]]*)\]")  # in SLURM's lists of hosts: node[001-003,7],gpu-a[1-2]b
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-SPECIAL_STEPS = 0xFFFFFFF0  # SLURM's numbers from here on are of steps that srun has not started: shells, batch scripts
-FIRST_PORT, PORTS = 61440, 4096  # above those that Linux gives to whoever asks for any
+SPECIAL_STEPS = 0xFFFFFFF0  # from here on, SLURM's step ids mean steps not started by srun: shells, batch scripts
+FIRST_PORT, PORTS = 61440, 4096  # above the range from which Linux picks ephemeral ports
 
 
 @dataclass(frozen=True)
 class Start:
-    """How this process enters a world of several, as one launcher says.
+    """How this process enters a world of several processes, according to one launcher.
 
     Attributes:
-        launcher: `"torchrun"`, which stands for all who set RANK and WORLD_SIZE, `"srun"` or `"mpirun"`.
+        launcher: `"torchrun"`, which stands for every launcher that sets RANK and WORLD_SIZE, `"srun"` or `"mpirun"`.
         rank: of this process.
         size: of the world.
-        local_rank: on this node, where it is said.
-        host: where rank 0 listens, or torchrun does; empty where a scheduler does not say that.
-        port: on which: the same for all of them.
-        names: of the variables that say its rank, the number of processes, and its rank on this node, in this order.
+        local_rank: on this node, if the launcher gives it.
+        host: where rank 0 or torchrun listens; empty if the scheduler does not say.
+        port: the port there, the same for all ranks.
+        names: the variables that hold the rank, the number of processes and the local rank, in this order.
     """
 
     launcher: str
@@ -39,29 +39,29 @@ class Start:
     names: tuple[str, str, str] = field(default=("RANK", "WORLD_SIZE", "LOCAL_RANK"), compare=False)
 
     def variables(self) -> dict[str, str]:
-        """What torchrun would have set."""
-        found = {"RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_ADDR": self.host, "MASTER_PORT": self.port}
+        """Returns the variables that torchrun would have set."""
+        values = {"RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_ADDR": self.host, "MASTER_PORT": self.port}
         local = {} if self.local_rank is None else {"LOCAL_RANK": self.local_rank}
-        return {name: str(value) for name, value in (found | local).items()}
+        return {name: str(value) for name, value in (values | local).items()}
 
 
 def found(environ: Environ, pid: int) -> Start | None:
-    """How to enter the world of which the environment speaks; None for a process alone.
+    """Returns how to enter the world that the environment describes; None for a process alone.
 
-    RANK and WORLD_SIZE come first, since torchrun may itself have been started by srun or mpirun; then what mpirun
-    says, which starts its processes by srun; then srun. Variables that are empty count as unset.
+    RANK and WORLD_SIZE take precedence, since torchrun may itself have been started by srun or mpirun; then the
+    variables of mpirun, which starts its processes through srun; then those of srun. Empty variables count as unset.
 
     Raises:
-        ValueError: variables are missing, no numbers, or contradict each other; or several processes were started, each
-            of which would be a world of its own.
+        ValueError: variables are missing, are no numbers or contradict each other; or several processes were started
+            and each would form a world of its own.
     """
     task = scheduled(environ, pid)
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", least=1)
-    local, locals_ = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", least=1)
+    local, local_size = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE", least=1)
     _below("RANK", rank, "WORLD_SIZE", size)
-    _below("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", locals_)
-    if locals_ is not None and size is not None and locals_ > size:
-        raise ValueError(f"make_mesh: LOCAL_WORLD_SIZE={locals_}, of a world of WORLD_SIZE={size}. {_LEFT_OVER}")
+    _below("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", local_size)
+    if local_size is not None and size is not None and local_size > size:
+        raise ValueError(f"make_mesh: LOCAL_WORLD_SIZE={local_size}, of a world of WORLD_SIZE={size}. {_LEFT_OVER}")
     if rank is not None and size is not None:
         if task is not None and task.size > 1:
             _one_world(environ, task, rank, size, local)
@@ -73,21 +73,21 @@ def found(environ: Environ, pid: int) -> Start | None:
             return None
         host, port = address(environ, task, task.launcher)
         return replace(task, host=host, port=port)
-    half = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
-    if half:
-        missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in half)
+    given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if environ.get(name)]
+    if given:
+        missing = " and ".join(name for name in ("RANK", "WORLD_SIZE") if name not in given)
         raise ValueError(
-            f"make_mesh: {half[0]}={environ[half[0]]} is set, but not {missing}: start the program by torchrun, "
-            f"which sets them all, or unset {half[0]} for a process alone"
+            f"make_mesh: {given[0]}={environ[given[0]]} is set, but not {missing}: start the program by torchrun, "
+            f"which sets them all, or unset {given[0]} for a process alone"
         )
     return None
 
 
 def scheduled(environ: Environ, pid: int) -> Start | None:
-    """What mpirun or srun says of this process, whatever else has been started since.
+    """Returns what mpirun or srun says about this process, whatever was launched inside it since.
 
     Raises:
-        ValueError: they contradict each other, or themselves.
+        ValueError: their variables contradict each other.
     """
     step, mpi = _of_srun(environ, pid), _of_mpirun(environ)
     if step is None or mpi is None:
@@ -97,11 +97,11 @@ def scheduled(environ: Environ, pid: int) -> Start | None:
             f"make_mesh: srun has started {step.size} tasks (SLURM_NTASKS), and mpirun in this one a world of "
             f"{mpi.size} (OMPI_COMM_WORLD_SIZE): call mpirun once, without srun, or srun without mpirun"
         )
-    return mpi  # it starts its processes by way of srun
+    return mpi  # mpirun starts its processes through srun, which sets variables of its own
 
 
 def said_by_job(environ: Environ) -> int:
-    """How many tasks a SLURM job has whose script or shell runs this process without srun; 1 elsewhere."""
+    """Returns the number of tasks of a SLURM job whose script or shell runs this process without srun; else 1."""
     if not environ.get("SLURM_JOB_ID") or _step(environ) is not None or environ.get("OMPI_COMM_WORLD_SIZE"):
         return 1
     return _number(environ, "SLURM_NTASKS", least=1) or 1
@@ -131,62 +131,61 @@ def _of_srun(environ: Environ, pid: int) -> Start | None:
     host = _first(nodelist) if nodelist else ""
     if _number(environ, "SLURM_STEP_NUM_NODES", least=1) == 1:
         host = "127.0.0.1"
+    # Jobs, and steps of one job, that share a node need different ports.
     port = FIRST_PORT + (31 * job + step) % PORTS
     return Start("srun", rank, size, _number(environ, names[2]), host, port, names)
 
 
 def _step(environ: Environ) -> int | None:
-    """The number of the job step, if srun has started this process; a shell or a batch script is none."""
+    """Returns the job step's id if srun started this process; None in a shell or a batch script."""
     step = _number(environ, "SLURM_STEP_ID")
     return None if step is None or step >= SPECIAL_STEPS else step
 
 
 def _of_mpirun(environ: Environ) -> Start | None:
-    """By Open MPI's variables, or those of MPICH and Intel MPI, whose launcher is named Hydra."""
+    """Reads Open MPI's variables, or those of Hydra, the launcher of MPICH and Intel MPI."""
     names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
     on_node = "OMPI_COMM_WORLD_LOCAL_SIZE"
     if not any(environ.get(name) for name in names):
         names, on_node = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), "MPI_LOCALNRANKS"
-        if not environ.get(names[2]):  # srun sets the others, too
+        if not environ.get(names[2]):  # srun may set PMI_RANK and PMI_SIZE, too
             return None
     rank, size = _needed(environ, names[0], "mpirun"), _needed(environ, names[1], "mpirun", least=1)
-    local, here = _number(environ, names[2]), _number(environ, on_node, least=1)
+    local, local_size = _number(environ, names[2]), _number(environ, on_node, least=1)
     _below(names[0], rank, names[1], size)
-    _below(names[2], local, on_node, here)
-    job, port = environ.get("PMIX_NAMESPACE") or environ.get("SLURM_JOB_ID"), 29500  # torch's own
+    _below(names[2], local, on_node, local_size)
+    job, port = environ.get("PMIX_NAMESPACE") or environ.get("SLURM_JOB_ID"), 29500  # torch's default
     if job:
         port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
-    return Start("mpirun", rank, size, local, "127.0.0.1" if here == size else "", port, names)
+    return Start("mpirun", rank, size, local, "127.0.0.1" if local_size == size else "", port, names)
 
 
 def _one_world(environ: Environ, task: Start, rank: int, size: int, local: int | None) -> None:
-    """Raises ValueError if RANK and WORLD_SIZE are not of a world of all tasks of a scheduler."""
-    several = f"{task.launcher} has started {task.size} tasks ({task.names[1]})"
+    """Raises ValueError if RANK and WORLD_SIZE do not describe a world of all tasks that a scheduler started."""
+    launch = f"{task.launcher} has started {task.size} tasks ({task.names[1]})"
     if environ.get("TORCHELASTIC_RUN_ID"):
-        starters = _number(environ, "GROUP_WORLD_SIZE", least=1) or 1
-        if starters < task.size:
+        agents = _number(environ, "GROUP_WORLD_SIZE", least=1) or 1
+        if agents < task.size:
             raise ValueError(
-                f"make_mesh: {several}, each of them a torchrun, but this one's world has {starters} of them: say "
+                f"make_mesh: {launch}, each of them a torchrun, but this one's world has {agents} of them: say "
                 f"torchrun --nnodes={task.size} and --rdzv-endpoint, with one task on each node. {_APART}"
             )
     elif size < task.size:
-        raise ValueError(
-            f"make_mesh: {several}, each with WORLD_SIZE={size}. {_unset('RANK and WORLD_SIZE')}. {_APART}"
-        )
+        raise ValueError(f"make_mesh: {launch}, each with WORLD_SIZE={size}. {_unset('RANK and WORLD_SIZE')}. {_APART}")
     elif size == task.size:
         _refuse_others(task, rank, size, local)
 
 
 def _refuse_others(task: Start, *own: int | None) -> None:
-    """Raises ValueError if RANK, WORLD_SIZE or LOCAL_RANK is set and not what a scheduler says."""
-    said = task.rank, task.size, task.local_rank
-    for name, value, its, theirs in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), own, task.names, said, strict=True):
-        if value is not None and theirs is not None and value != theirs:
-            raise ValueError(f"make_mesh: {name}={value}, but {task.launcher} has set {its}={theirs}. {_unset(name)}")
+    """Raises ValueError if RANK, WORLD_SIZE or LOCAL_RANK is set and differs from the scheduler's value."""
+    stated = task.rank, task.size, task.local_rank
+    for name, value, its, their in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), own, task.names, stated, strict=True):
+        if value is not None and their is not None and value != their:
+            raise ValueError(f"make_mesh: {name}={value}, but {task.launcher} has set {its}={their}. {_unset(name)}")
 
 
 def check_begun(environ: Environ, pid: int, size: int) -> None:
-    """Raises ValueError for a world that somebody has begun, if it leaves out what a scheduler has started."""
+    """Raises ValueError if an initialized world of one process leaves out tasks that a scheduler started."""
     task = scheduled(environ, pid)
     if task is not None and size == 1 and task.size > 1:
         raise ValueError(
@@ -197,10 +196,10 @@ def check_begun(environ: Environ, pid: int, size: int) -> None:
 
 
 def address(environ: Environ, task: Start | None, launcher: str) -> tuple[str, int]:
-    """Where rank 0 listens: what the user says, or else the scheduler.
+    """Returns the host and port where rank 0 listens: as set by the user, or else by the scheduler.
 
     Raises:
-        ValueError: nobody does, or it is no port.
+        ValueError: neither gives them, or the port is out of range.
     """
     host = environ.get("MASTER_ADDR") or (task.host if task else "")
     if not host and task and environ.get("SLURM_JOB_ID") and environ.get("SLURM_JOB_NODELIST"):
@@ -240,7 +239,7 @@ def _first(nodelist: str) -> str:
 
 
 def _number(environ: Environ, name: str, least: int = 0) -> int | None:
-    """The value of a variable; None where it is unset or empty."""
+    """Returns a variable's value as an int; None if it is unset or empty."""
     text = environ.get(name, "")
     if not text:
         return None
@@ -252,13 +251,13 @@ def _number(environ: Environ, name: str, least: int = 0) -> int | None:
 
 
 def _needed(environ: Environ, name: str, launcher: str, least: int = 0) -> int:
-    found = _number(environ, name, least)
-    if found is None:
+    value = _number(environ, name, least)
+    if value is None:
         raise ValueError(
             f"make_mesh: {launcher} has started this process, but {name} is not set: do not unset it, as env -i and "
             f"srun --export=NONE and some containers do, or start the program by torchrun"
         )
-    return found
+    return value
 
 
 def _below(name: str, value: int | None, limit: str, size: int | None) -> None:
@@ -267,12 +266,12 @@ def _below(name: str, value: int | None, limit: str, size: int | None) -> None:
 
 
 def hosts(nodelist: str) -> Iterator[str]:
-    """The names in a list of SLURM's, in the order in which they are written.
+    """Yields the names in one of SLURM's lists of hosts, in the order in which they are written.
 
-    The last of several brackets counts fastest.
+    Of several brackets in a name the last varies fastest.
 
     Raises:
-        ValueError: it is not written so.
+        ValueError: the text is no such list.
 
     Example:
         >>> list(hosts("node[001-003,7],gpu-a[1-2]b"))
@@ -283,15 +282,15 @@ def hosts(nodelist: str) -> Iterator[str]:
         if not name or re.search(r"[\[\]\s,]", "".join([*pieces[::2], end])):
             raise ValueError(f"{nodelist!r} is no list of hosts as SLURM writes them, such as node[001-003,7],gpu1")
         texts, ranges = pieces[::2], pieces[1::2]
-        for numbers in itertools.product(*(list(_in_bracket(one, nodelist)) for one in ranges)):
+        for numbers in itertools.product(*(list(_in_bracket(bracket, nodelist)) for bracket in ranges)):
             yield "".join(itertools.chain.from_iterable(zip(texts, numbers, strict=True))) + end
 
 
 def _in_bracket(ranges: str, nodelist: str) -> Iterator[str]:
-    """What a bracket holds: numbers as wide as they are written."""
-    for one in ranges.split(","):
-        found = _RANGE.fullmatch(one)
-        if found is None or int(found[2] or found[1]) < int(found[1]):
+    """Yields the numbers in a bracket, padded with zeros to the width in which they are written."""
+    for part in ranges.split(","):
+        bounds = _RANGE.fullmatch(part)
+        if bounds is None or int(bounds[2] or bounds[1]) < int(bounds[1]):
             raise ValueError(f"{nodelist!r}: [{ranges}] does not hold numbers and ranges, such as [001-003,7]")
-        for number in range(int(found[1]), int(found[2] or found[1]) + 1):
-            yield str(number).zfill(len(found[1]))
+        for number in range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1):
+            yield str(number).zfill(len(bounds[1]))

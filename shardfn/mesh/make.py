@@ -1,4 +1,4 @@
-"""How meshes are made, of all processes or again on the ranks of one that has gone."""
+"""Makes meshes: of all processes, or again on the ranks of a mesh that was garbage-collected."""
 
 from __future__ import annotations
 
@@ -30,32 +30,33 @@ _log = logging.getLogger("shardfn")
 def make_mesh(
     *, device: str | None = None, scratch: Any = None, timeout: float | timedelta | None = None, **sizes: int
 ) -> DeviceMesh:
-    """A mesh of all processes with the named axes, slowest-varying first.
+    """Makes a mesh of all processes with the named axes, slowest-varying first.
 
-    Starts torch.distributed if nobody has: from the environment of torchrun, srun or mpirun, as a world of one process
-    otherwise. Then RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does, where they are
-    not. The last axes lie within a node as far as its ranks go: their order says which, since the ranks of a node are
-    consecutive where launchers do nothing else; an axis that would fit and spans nodes all the same is named in the
-    log.
+    Starts torch.distributed if nobody has: from the environment of torchrun, srun or mpirun, or else as a world of one
+    process. In the first case it also sets those of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT that are
+    unset, as torchrun does. The last axes lie within a node as far as its ranks reach: the order of the axes decides
+    which, since launchers number the ranks of a node consecutively unless told otherwise. An axis that would fit into a
+    node but spans several is named in the log.
 
     Args:
-        device: `"cpu"`, `"cuda"`, ...; default: CUDA where there is some, else the CPU.
-        scratch: the path of the folder, on a local disk, for what strategies keep on disk; see `Placement.on`.
-            Default: what the environment's SHARDFN_SCRATCH names. What is there is gone with the process.
-        timeout: how long ranks wait for each other, at the beginning and in every group of this world: seconds, or a
-            `timedelta`. Default: torch's own. A world that has begun keeps what it has.
-        **sizes: axis name -> ranks along it. One may be -1: whatever is left of the world.
+        device: `"cpu"`, `"cuda"`, ...; default: CUDA if there is any, else the CPU.
+        scratch: the path of a folder on a local disk where strategies keep values; see `Placement.on`. Default: the
+            environment's SHARDFN_SCRATCH. What is stored there is lost when the process ends.
+        timeout: how long ranks wait for each other, at the start and in every group of this world: seconds, or a
+            `timedelta`. Default: torch's. A world that has begun keeps its own.
+        **sizes: axis name -> number of ranks along it. One may be -1: whatever is left of the world.
 
     Returns:
-        torch's own mesh, whose dimensions have these names and sizes; rank `r` stands at the place whose row-major
-        number is `r`. Meshes of one world share their process groups.
+        torch's own mesh, whose dimensions have these names and sizes; rank `r` is at the place with the row-major
+        index `r`. Meshes of one world share their process groups.
 
     Raises:
-        ValueError: no axes, a size below 1, more than one -1, or sizes that do not multiply to the world; a device
-            with a number; a timeout that is no time, or not that of a world which has begun; a launcher's variables
-            that are missing or contradict each other.
+        ValueError: no axes, a size below 1, more than one -1, or sizes whose product is not the world's size; a device
+            with an index; a timeout that is not positive and finite, or differs from that of a world which has begun;
+            a launcher's variables are missing or contradict each other.
+        TypeError: a timeout that is no time, or a scratch that is no path.
         RuntimeError: ranks did not come in time, or disagree about their world; two ranks of a host use one
-            accelerator, and there are others; more ranks on a node than devices.
+            accelerator although there are others; a node has more ranks than devices.
 
     Example:
         >>> mesh = make_mesh(replica=2, shard=-1)  # doctest: +SKIP
@@ -86,14 +87,14 @@ def make_mesh(
     hosts = start_distributed(device, patience(timeout))
     claim_device(device)
     world = dist.get_world_size()
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if world % known or (-1 not in sizes.values() and known != world):
-        some, fix = ("a multiple of ", "") if -1 in sizes.values() else ("", ", or let one axis be -1")
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if world % product or (-1 not in sizes.values() and product != world):
+        multiple, fix = ("a multiple of ", "") if -1 in sizes.values() else ("", ", or let one axis be -1")
         raise ValueError(
-            f"make_mesh({short(show(sizes), 800)}) needs {some}{known} processes, but the world has {world}: "
-            f"start it with torchrun --nproc-per-node {known}{fix}"
+            f"make_mesh({short(show(sizes), 800)}) needs {multiple}{product} processes, but the world has {world}: "
+            f"start it with torchrun --nproc-per-node {product}{fix}"
         )
-    filled = {name: world // known if size == -1 else size for name, size in sizes.items()}
+    filled = {name: world // product if size == -1 else size for name, size in sizes.items()}
     spans = across(hosts, filled)
     if spans and dist.get_rank() == 0:
         _log.warning("make_mesh(%s): %s", show(filled), spans)
@@ -115,7 +116,7 @@ def _mesh(places: torch.Tensor, names: tuple[str, ...], device: str) -> DeviceMe
 
 
 def made_again(grid: Grid, device: str) -> DeviceMesh:
-    """A mesh that has gone, while values are placed on it."""
+    """Makes a mesh again that was garbage-collected while values are still placed on it."""
     names, lengths = zip(*grid.sizes, strict=True)
     mesh = _mesh(torch.tensor(grid.ranks).view(lengths), names, device)
     grid_of(mesh)
@@ -123,11 +124,11 @@ def made_again(grid: Grid, device: str) -> DeviceMesh:
 
 
 def across(hosts: Sequence[str], sizes: dict[str, int]) -> str:
-    """What to say of an axis that spans nodes though it would fit into one; empty where there is none.
+    """Returns a warning about an axis that spans nodes although it would fit into one; empty if there is none.
 
     Args:
-        hosts: of each rank.
-        sizes: axis name -> ranks along it, slowest-varying first.
+        hosts: the host of each rank.
+        sizes: axis name -> number of ranks along it, slowest-varying first.
     """
     inner, largest = 1, max(Counter(hosts).values(), default=0)
     for name, size in reversed(sizes.items()):
@@ -138,10 +139,10 @@ def across(hosts: Sequence[str], sizes: dict[str, int]) -> str:
             row = hosts[first : first + inner]
             if len(set(row)) > 1:
                 shown = ", ".join(row[:8]) + (", ..." if len(row) > 8 else "")
-                apart = sum(one != other for one, other in pairwise(hosts)) >= len(set(hosts))
+                interleaved = sum(host != following for host, following in pairwise(hosts)) >= len(set(hosts))
                 return (
                     f"axis {name!r} spans nodes, though a node has up to {largest} ranks: ranks {first} to "
-                    f"{first + inner - 1} are on {shown}. {_CONSECUTIVE if apart else _DIVIDING}"
+                    f"{first + inner - 1} are on {shown}. {_CONSECUTIVE if interleaved else _DIVIDING}"
                 )
     return ""
 

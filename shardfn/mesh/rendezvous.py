@@ -1,6 +1,6 @@
-"""How this process reaches the store by which the ranks of its world meet: one of torch's, of rank 0 or of torchrun.
+"""Connects this process to the store through which the ranks of its world meet, served by rank 0 or by torchrun.
 
-torchrun starts processes again, and its store may outlive them: what those that died left there is not met again.
+torchrun restarts processes, and its store may outlive them: entries of processes that died must not be read again.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch.distributed as dist
 from shardfn.mesh import watchdog
 from shardfn.mesh.launchers import Start
 
-NAMED = 20.0  # seconds in which the name of a host must become known
-ANSWERS = 20.0  # seconds in which what listens must answer as a store does
-COMPLAINS = 10.0  # seconds for which a process that cannot join tries to tell the others
-LISTENS = 3.0  # of these, in which what listens must answer as a store does
-PAUSE = 0.01  # seconds between two looks of rank 0, at first; at most twenty times as long
+NAMED = 20.0  # seconds within which a host's name must resolve
+ANSWERS = 20.0  # seconds within which a listener must answer as a store does
+COMPLAINS = 10.0  # seconds for which a process that cannot join tries to tell the others why
+LISTENS = 3.0  # seconds of these within which a listener must answer as a store does
+PAUSE = 0.01  # seconds between rank 0's polls at first; the pause grows to twenty times as much
 
 _HERE, _LIFE = "shardfn/here/{}", "shardfn/life/{}"
 _log = logging.getLogger("shardfn")
 
 
 class PortInUse(RuntimeError):
-    """Rank 0 cannot listen where something does already, which may be another rank 0."""
+    """Rank 0 cannot listen because the port is in use, perhaps by another process that is rank 0."""
 
 
 def store_of(start: Start, limit: float) -> Any:
-    """The store of a world: rank 0 serves it, or torchrun does; the others wait until it is there.
+    """Returns the store of a world, which rank 0 or torchrun serves; the other ranks wait until it listens.
 
     Raises:
-        PortInUse: rank 0 cannot serve it.
-        RuntimeError: the host is unknown, what listens there is no store, or nothing has come to listen there.
+        PortInUse: rank 0 cannot serve it because the port is in use.
+        RuntimeError: the host is unknown, the listener is no store, or nothing listened within the limit.
     """
     serves = start.rank == 0 and not agents_store()
     _resolve(start)
@@ -53,7 +53,7 @@ def store_of(start: Start, limit: float) -> Any:
     if "EADDRINUSE" in error:
         raise PortInUse(
             f"make_mesh: rank 0 cannot listen on port {start.port} of {socket.gethostname()}, which another program "
-            f"uses, or another process that is rank 0, too: RANK is another one for each process; or export "
+            f"uses, or another process that is rank 0, too: RANK must differ between processes; or export "
             f"MASTER_PORT=PORT, a free one, for all ranks, or end what is left of an earlier run"
         ) from None
     where = f"MASTER_ADDR:MASTER_PORT = {start.host}:{start.port}"
@@ -70,7 +70,7 @@ def store_of(start: Start, limit: float) -> Any:
 
 
 def _connected(host: str, port: int, size: int | None, serves: bool, seconds: float) -> Any:
-    """The store there, or the RuntimeError that says why there is none."""
+    """Returns the store at an address, or the RuntimeError that says why there is none."""
     result: list[Any] = []
 
     def connect() -> None:
@@ -83,7 +83,7 @@ def _connected(host: str, port: int, size: int | None, serves: bool, seconds: fl
         except RuntimeError as error:
             result.append(error)
 
-    # On a thread of its own, since torch waits for ever for the answer of something that listens and is no store.
+    # On a thread of its own, since torch waits without limit for a listener that is no store to answer.
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(seconds + 1)
@@ -91,7 +91,7 @@ def _connected(host: str, port: int, size: int | None, serves: bool, seconds: fl
 
 
 def _resolve(start: Start) -> None:
-    """Waits until the host has an address, as that of a pod which has just been started may not."""
+    """Waits until the host's name resolves, which takes time for a pod that has just been started."""
     until, pause = time.monotonic() + NAMED, 0.5
     while True:
         try:
@@ -107,28 +107,28 @@ def _resolve(start: Start) -> None:
 
 
 def _reach(start: Start, limit: float) -> None:
-    """Waits until something listens there."""
-    begun, speaks = time.monotonic(), watchdog.PATIENCE
+    """Waits until something listens at the host and port."""
+    started, next_warning = time.monotonic(), watchdog.PATIENCE
     while True:
         try:
             socket.create_connection((start.host, start.port), timeout=5).close()
             return
         except OSError as error:
-            waited = time.monotonic() - begun
-            told = (
+            waited = time.monotonic() - started
+            problem = (
                 f"rank 0 of {start.size} has not come: nothing listens at {start.host}:{start.port} ({error}), where "
                 f"MASTER_ADDR and MASTER_PORT say that it does"
             )
         if waited > limit:
-            raise RuntimeError(f"make_mesh: {told}, in {limit:.0f} s. Look at the output of rank 0 first")
-        if waited > speaks:
-            speaks = 2 * waited
-            _log.warning("rank %d has waited %.0f s for the world to begin: %s", start.rank, waited, told)
+            raise RuntimeError(f"make_mesh: {problem}, in {limit:.0f} s. Look at the output of rank 0 first")
+        if waited > next_warning:
+            next_warning = 2 * waited
+            _log.warning("rank %d has waited %.0f s for the world to begin: %s", start.rank, waited, problem)
         time.sleep(0.2)
 
 
 def reached_soon(host: str, port: int) -> Any:
-    """The store, to tell the others why this process does not come; None where it is not there soon."""
+    """Returns the store, to tell the others why this process does not join; None if it is not reachable soon."""
     until = time.monotonic() + COMPLAINS
     while time.monotonic() < until:
         with contextlib.suppress(OSError):
@@ -140,34 +140,34 @@ def reached_soon(host: str, port: int) -> Any:
 
 
 def agents_store() -> bool:
-    """Whether the store is torchrun's own, and not one that rank 0 serves."""
+    """Whether torchrun's agent serves the store, rather than rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_of_this_life(store: Any, rank: int, size: int) -> Any:
-    """What only the processes of this life read and write, in a store that earlier ones may have used.
+    """Returns a view of the store that only this generation of processes reads and writes.
 
-    torchrun's own number of restarts would not do: each host counts those that its own processes caused, so that hosts
-    which go on together have different ones. Instead every process says a name that nobody had before, and rank 0
-    answers to each of them. What is left of one that has died is answered, too, and nobody reads it.
+    torchrun's own restart count cannot separate generations: each host counts only restarts that its own processes
+    caused, so hosts that continue together may count differently. Instead, every process writes a fresh unique name and
+    rank 0 answers each of them. Names left by processes that died are answered too, and nobody reads the answers.
 
     Raises:
-        RuntimeError: a rank did not come within the store's timeout.
+        RuntimeError: a rank did not arrive within the store's timeout.
     """
-    me = uuid.uuid4().hex
+    own_name = uuid.uuid4().hex
     if rank > 0:
-        store.set(_HERE.format(rank), me)
-        life = store.get(_LIFE.format(me)).decode()
-        store.add(_LIFE.format(life), 1)
+        store.set(_HERE.format(rank), own_name)
+        life = store.get(_LIFE.format(own_name)).decode()
+        store.add(_LIFE.format(life), 1)  # rank 0 counts the ranks that have heard its name
         return dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
     end, pause, answered = time.monotonic() + store.timeout.total_seconds(), PAUSE, set()
-    while store.add(_LIFE.format(me), 0) < size - 1:
+    while store.add(_LIFE.format(own_name), 0) < size - 1:
         for other in range(1, size):
             if store.check([_HERE.format(other)]) and (name := store.get(_HERE.format(other))) not in answered:
-                store.set(_LIFE.format(name.decode()), me)
+                store.set(_LIFE.format(name.decode()), own_name)
                 answered.add(name)
         if time.monotonic() > end:
             raise RuntimeError(f"of {size} ranks only {len(answered) + 1} came within {store.timeout}")
         time.sleep(pause)
         pause = min(2 * pause, 20 * PAUSE)
-    return dist.PrefixStore(f"life {me}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"life {own_name}", store)  # type: ignore[attr-defined]

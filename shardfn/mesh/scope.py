@@ -1,4 +1,4 @@
-"""Which mesh axis names mean here: the one of the surrounding `shard_map`."""
+"""The mesh in scope, which gives axis names their meaning: that of the surrounding `shard_map`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _scope = _Scope()
 
 
 def scope(mesh: DeviceMesh, axes: Axes | None = None) -> contextlib.AbstractContextManager[None]:
-    """Axis names inside mean those of `mesh`; `axes` is `known_axes(mesh)`, where the caller has it."""
+    """A context in which axis names mean those of `mesh`; `axes` is `known_axes(mesh)` if the caller has it."""
     if debugging.collectives and not torch.compiler.is_compiling():
         return _watched(mesh, axes)
     return _scoped(mesh, axes)
@@ -61,29 +61,30 @@ def _scoped(mesh: DeviceMesh, axes: Axes | None) -> Iterator[None]:
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The mesh in scope, or None."""
+    """Returns the mesh in scope, or None."""
     return _scope.mesh
 
 
 def current_axes() -> Axes | None:
-    """The axes of the mesh in scope, or None."""
+    """Returns the axes of the mesh in scope, or None."""
     return _scope.axes
 
 
 def bound_axis(axis: AxisName, where: str) -> Axis:
-    """The named axis of the mesh in scope.
+    """Returns the named axis of the mesh in scope.
 
     Args:
         axis: a name or a tuple of names.
-        where: the function that asks, for the message.
+        where: the calling function, for the message.
 
     Raises:
-        NameError: no mesh in scope.
-        ValueError: a name that the mesh does not have.
+        TypeError: the axis is neither a name nor a tuple of names.
+        NameError: no mesh is in scope.
+        ValueError: the mesh has no axis of a name.
     """
     if not isinstance(axis, str) and not (isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)):
-        said = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
-        raise TypeError(f"{where}: an axis is a name or a tuple of names, not {said}")
+        got = type(axis).__name__ if isinstance(axis, torch.Tensor) or "tensor(" in repr(axis) else repr(axis)
+        raise TypeError(f"{where}: an axis is a name or a tuple of names, not {got}")
     if not axis:
         return ALONE
     axes = _scope.axes or _elsewhere()
@@ -94,12 +95,12 @@ def bound_axis(axis: AxisName, where: str) -> Axis:
         )
     if torch.compiler.is_compiling():
         return _axis_of_number(axes.number, axis, where)
-    found = axes.used.get(axis)
-    return _axis_of_number(axes.number, axis, where) if found is None else found
+    bound = axes.used.get(axis)
+    return _axis_of_number(axes.number, axis, where) if bound is None else bound
 
 
 def _elsewhere() -> Axes | None:
-    """What names mean on a thread that Python did not start: autograd recomputes on one, for CUDA tensors."""
+    """Returns the axes in scope for an autograd thread, where checkpointing recomputes for CUDA; None if ambiguous."""
     if not autograd.autograd_thread():
         return None
     meshes = [mesh_numbered(number) for number, _ in set(lanes.entered)]
@@ -112,29 +113,29 @@ def _axis_of_number(number: int, axis: AxisName, where: str) -> Axis:
 
 
 def mesh_of(grid: Grid, where: str) -> DeviceMesh:
-    """The mesh in scope, which must be the one of `grid`; without one in scope, the last that was made like it.
+    """Returns the mesh in scope, checked against `grid`; without one, the newest mesh made with that grid.
 
     Raises:
-        ValueError: another mesh is in scope, or none and there is no such mesh in this world.
+        ValueError: the mesh in scope has another grid; or none is in scope and this process made none with that grid.
     """
     mesh = _scope.mesh
     if mesh is None:
-        here = world_of_thread()
-        known, device = here.grids.get(grid, (None, ""))
-        if known is None:
+        world = world_of_thread()
+        canonical, device = world.grids.get(grid, (None, ""))
+        if canonical is None:
             raise ValueError(
                 f"{where} is placed on a mesh ({grid}) that this process does not have: make it with "
                 f"make_mesh({grid}), or call it under shard_map(mesh=...)"
             )
-        alive = known.mesh()
-        if alive is None:  # nobody kept a flat shard, but the numbers alone, or a copy from a file
-            alive = here.again[known] = made_again(known, device)
+        alive = canonical.mesh()
+        if alive is None:  # no flat shard keeps the mesh alive, for instance after loading from a file
+            alive = world.again[canonical] = made_again(canonical, device)
         return alive
     if grid_of(mesh) is not grid and grid_of(mesh) != grid:
-        mine = grid_of(mesh)
-        said = str(mine) if str(mine) != str(grid) else f"{mine}, with other ranks: {mine.ranks}, not {grid.ranks}"
+        own = grid_of(mesh)
+        got = str(own) if str(own) != str(grid) else f"{own}, with other ranks: {own.ranks}, not {grid.ranks}"
         raise ValueError(
-            f"{where} is placed on a mesh ({grid}), but the mesh in scope has ({said}): run it on its own mesh, or "
+            f"{where} is placed on a mesh ({grid}), but the mesh in scope has ({got}): run it on its own mesh, or "
             f"place it anew with shardfn.shard(shardfn.unshard(...), mesh, ...)"
         )
     return mesh
@@ -142,7 +143,7 @@ def mesh_of(grid: Grid, where: str) -> DeviceMesh:
 
 @contextlib.contextmanager
 def independent_along(names: tuple[str, ...]) -> Iterator[None]:
-    """Inside, ranks along these axes each run a part of a program of their own, as the stages of a pipeline do."""
+    """A context in which ranks along these axes run their own part of a program, as pipeline stages do."""
     before, _scope.independent = _scope.independent, (*_scope.independent, *names)
     try:
         yield
@@ -151,14 +152,14 @@ def independent_along(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def independent_axes() -> tuple[str, ...]:
-    """The axes along which each rank runs its own part of a program here, so that nothing may go along them."""
+    """Returns the axes along which each rank runs its own part of a program, so no collective may use them."""
     return _scope.independent
 
 
 def refuse_independent(axis: AxisName, where: str) -> None:
-    """Raises RuntimeError where ranks along an axis run independently: they could only wait for each other."""
-    if _scope.independent and (among := set(_scope.independent).intersection(as_names(axis))):
+    """Raises RuntimeError if ranks along an axis run independently, where a collective would deadlock."""
+    if _scope.independent and (shared := set(_scope.independent).intersection(as_names(axis))):
         raise RuntimeError(
-            f"{where}: ranks along {' and '.join(map(repr, sorted(among)))} run independently here, each its own part "
+            f"{where}: ranks along {' and '.join(map(repr, sorted(shared)))} run independently here, each its own part "
             f"of a pipeline on its own micro-batch: nothing can go along that axis but before or after the pipeline"
         )

@@ -1,7 +1,7 @@
 """Partition specs: which mesh axes cut which dimension of which tensor of a tree.
 
-A spec is `P(...)`, or `...` for "as the value says". Specs for a tree are a tree prefix of it, or path rules
-(`by_path`). What is wrong with them is said with the tree path, the shape, the mesh sizes and the fix.
+A spec is `P(...)`, or `...` for "as the value says". The specs of a tree form a tree prefix of it, or are path rules
+(`by_path`). Errors quote the tree path, the shape, the mesh sizes and the fix.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Entry = str | tuple[str, ...] | None
 class P:
     """Partition spec: for each dimension of a tensor the mesh axis that cuts it, axes (major to minor), or None.
 
-    Dimensions beyond the last entry are not cut; `P()` is a value that every rank holds whole. A leaf in every
-    pytree registry.
+    Dimensions beyond the last entry are not cut; `P()` is a value that every rank holds whole. A spec is a leaf in
+    every pytree registry.
 
     Raises:
-        TypeError: an entry that is not an axis name, tuple of names, or None.
-        ValueError: an axis named twice.
+        TypeError: an entry is not an axis name, a tuple of names, or None.
+        ValueError: an axis is named twice.
 
     Example:
         >>> P("shard"), P(None, "tensor"), P(("replica", "shard"), None)
@@ -52,15 +52,15 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that cuts the value."""
+        """All axes that cut the value, in the order of its dimensions."""
         return tuple(name for names in self.by_dim() for name in names)
 
     def by_dim(self) -> Iterator[tuple[str, ...]]:
-        """The axes that cut each dimension, as tuples."""
+        """Yields the axes that cut each dimension, as tuples."""
         return (() if entry is None else as_names(entry) for entry in self.entries)
 
     def same(self, other: P) -> bool:
-        """Whether the two cut a tensor alike: `P("a")` and `P("a", None)` do."""
+        """Whether both cut a tensor alike, as `P("a")` and `P("a", None)` do."""
         return _trimmed(self) == _trimmed(other)
 
     def __len__(self) -> int:
@@ -85,18 +85,18 @@ def by_path(rules: Iterable[tuple[str, P | EllipsisType]], *, strict: bool = Tru
     """Specs for a whole tree by the paths of its leaves: the first rule that matches a path gives its spec.
 
     A path is the keys from the root of the subtree that the rules stand for, joined by dots: `blocks.0.attn.q`. An
-    empty key adds nothing to it.
+    empty key is left out.
 
     Args:
         rules: `(regular expression, spec)`; the expression must match the whole path.
-        strict: a path that no rule matches, or a rule that matches no path, is an error; otherwise such a leaf gets
-            `P()`.
+        strict: whether a path that no rule matches, or a rule that matches no path, is an error; otherwise such a leaf
+            gets `P()`.
 
     Returns:
-        Specs, wherever a tree of them is taken: `shard(specs=...)`, `shard_map(in_specs=...)`.
+        Specs, accepted wherever a tree of specs is: `shard(specs=...)`, `shard_map(in_specs=...)`.
 
     Raises:
-        TypeError: a rule without a spec.
+        TypeError: a rule's spec is no spec.
 
     Example:
         >>> specs = by_path([(r".*norm.*", P()), (r"blocks\\..*", P("shard"))], strict=False)
@@ -106,7 +106,7 @@ def by_path(rules: Iterable[tuple[str, P | EllipsisType]], *, strict: bool = Tru
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of a tree and the spec that the tree of specs gives it. `path` reads as Python: `params['w'][0]`."""
+    """One leaf of a tree with its spec from the tree of specs. `path` reads as Python: `params['w'][0]`."""
 
     path: str
     value: Any
@@ -114,43 +114,43 @@ class Leaf:
 
 
 def match(specs: Any, tree: Any, where: str, root: str) -> list[Leaf]:
-    """Each leaf of `tree` with its spec, in the order of `optree.tree_leaves(tree, is_leaf=places_itself)`.
+    """Returns each leaf of `tree` with its spec, in the order of `optree.tree_leaves(tree, is_leaf=places_itself)`.
 
     Args:
         specs: a tree prefix of `tree`, with specs at its leaves.
         tree: any pytree.
-        where: the Python parameter that the specs came by, for messages.
-        root: what the tree is called in messages.
+        where: the parameter that the specs were passed by, for messages.
+        root: the name of the tree in messages.
 
     Raises:
-        ValueError: specs that are not a prefix of the tree; a path without a rule, or a rule without a path.
-        TypeError: a leaf of the specs that is not a spec.
+        ValueError: the specs are not a prefix of the tree; a path has no rule, or a rule matches no path.
+        TypeError: a leaf of the specs is not a spec.
     """
     accessors, prefix, prefix_def = optree.tree_flatten_with_accessor(specs)
     try:
         subtrees = prefix_def.flatten_up_to(tree)
     except ValueError:
         raise _structure_error(specs, tree, where, root) from None
-    found: list[Leaf] = []
+    matched: list[Leaf] = []
     for accessor, spec, subtree in zip(accessors, prefix, subtrees, strict=True):
         spec = _spec(spec, accessor.codify(where))
         paths, leaves, _ = optree.tree_flatten_with_accessor(subtree, is_leaf=places_itself)
         chosen = _by_rules(spec, subtree, accessor.codify(where)) if isinstance(spec, ByPath) else [spec] * len(leaves)
-        for path, leaf, one in zip(paths, leaves, chosen, strict=True):
-            found.append(Leaf((accessor + path).codify(root), leaf, one))
-    return found
+        for path, leaf, leaf_spec in zip(paths, leaves, chosen, strict=True):
+            matched.append(Leaf((accessor + path).codify(root), leaf, leaf_spec))
+    return matched
 
 
 def places_itself(value: Any) -> bool:
-    """Whether a value, such as a flat shard, carries its own spec as `value.spec`; trees stop at it."""
+    """Whether a value carries its own spec as `value.spec`, as a flat shard does; such values are leaves of trees."""
     return not isinstance(value, Tensor) and isinstance(getattr(value, "spec", None), P)
 
 
 def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
-    """Raises unless the spec names axes of the mesh and fits the value's rank, or equals the one it carries.
+    """Raises unless the spec names axes of the mesh and fits the value's dimensions, or equals the value's own spec.
 
     Raises:
-        ValueError: an unknown axis, more entries than dimensions, another spec than the value's own.
+        ValueError: an unknown axis, more entries than dimensions, or a spec that differs from the value's own.
         TypeError: a value without dimensions under a spec that cuts.
     """
     if isinstance(leaf.spec, EllipsisType):
@@ -171,7 +171,7 @@ def check(leaf: Leaf, mesh: DeviceMesh, where: str) -> None:
 
 
 def check_own(leaf: Leaf, own: P, where: str) -> None:
-    """Raises ValueError unless the declared spec equals the one that the value carries."""
+    """Raises ValueError if the declared spec differs from the one that the value carries."""
     if isinstance(leaf.spec, P) and not leaf.spec.same(own):
         name = short(f"{where}: {leaf.path}", 600)
         raise ValueError(
@@ -186,11 +186,11 @@ def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "va
     Args:
         shape: of the whole value, in elements.
         spec: which axes cut which dimension.
-        mesh: that has these axes.
-        name: what the value is called in messages.
+        mesh: the mesh that has these axes.
+        name: the value's name in messages.
 
     Returns:
-        A size for each dimension: that of `shape`, divided by the sizes of the axes that cut it.
+        Each dimension of `shape`, divided by the sizes of the axes that cut it.
 
     Raises:
         ValueError: an unknown axis, more entries than dimensions, or a dimension that does not divide.
@@ -213,7 +213,7 @@ def local_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "va
 
 
 def sliced(value: Tensor, spec: P, mesh: DeviceMesh) -> Tensor:
-    """This rank's piece, a view, of a whole value whose shape divides (`local_shape` checks that)."""
+    """Returns this rank's piece, a view, of a whole value whose shape divides (`local_shape` checks that)."""
     for dim, names in enumerate(spec.by_dim()):
         if names:
             axis = axis_of(mesh, names)
@@ -233,11 +233,11 @@ def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "v
     Args:
         shape: of one rank's piece, in elements; all pieces have the same.
         spec: which axes cut which dimension.
-        mesh: that has these axes.
-        name: what the value is called in messages.
+        mesh: the mesh that has these axes.
+        name: the value's name in messages.
 
     Returns:
-        A size for each dimension: that of `shape`, times the sizes of the axes that cut it.
+        Each dimension of `shape`, times the sizes of the axes that cut it.
 
     Raises:
         ValueError: an unknown axis, or more entries than dimensions.
@@ -251,7 +251,7 @@ def global_shape(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str = "v
 
 
 def joined(*words: Any) -> str:
-    """The path of these keys, or paths, one after another: joined by dots, where an empty one adds nothing.
+    """Joins keys or paths by dots, leaving out empty ones.
 
     Example:
         >>> joined("blocks", 0, "attn.q"), joined("", "norm.weight")
@@ -261,7 +261,7 @@ def joined(*words: Any) -> str:
 
 
 def dotted(accessor: Iterable[Any]) -> str:
-    """A leaf's path as `by_path` sees it: `blocks.0.w`."""
+    """Returns a leaf's path as `by_path` sees it: `blocks.0.w`."""
     return joined(*(getattr(entry, "field", entry.entry) for entry in accessor))
 
 
@@ -289,7 +289,7 @@ def _spec(spec: Any, where: str) -> Any:
 
 
 def _instead(spec: Any) -> str:
-    """What to write for what is no spec."""
+    """Returns advice on what to write in place of something that is no spec."""
     if isinstance(spec, str):
         return f"write P({short(repr(spec))})"
     dim = getattr(spec, "dim", None)  # of a placement of DTensor
@@ -300,25 +300,25 @@ def _instead(spec: Any) -> str:
 
 def _by_rules(rules: ByPath, subtree: Any, where: str) -> list[P | EllipsisType]:
     paths = [dotted(accessor) for accessor in optree.tree_accessors(subtree, is_leaf=places_itself)]
-    chosen = [next((spec for rule, spec in rules.rules if rule.fullmatch(path)), None) for path in paths]
+    matched = [next((spec for rule, spec in rules.rules if rule.fullmatch(path)), None) for path in paths]
     if rules.strict:
-        without = [path for path, spec in zip(paths, chosen, strict=True) if spec is None]
+        unmatched = [path for path, spec in zip(paths, matched, strict=True) if spec is None]
         unused = [rule.pattern for rule, _ in rules.rules if not any(map(rule.fullmatch, paths))]
-        if without or unused:
+        if unmatched or unused:
             raise ValueError(
                 f"{where}: by_path "
                 + "; ".join(
-                    [f"has no rule for {listed(without)}"] * bool(without)
+                    [f"has no rule for {listed(unmatched)}"] * bool(unmatched)
                     + [f"has rules that match no path: {listed(unused)} (the paths are {listed(paths)})"] * bool(unused)
                 )
                 + "; add or fix a rule, or pass strict=False"
             )
-    return [P() if spec is None else spec for spec in chosen]
+    return [P() if spec is None else spec for spec in matched]
 
 
 def _structure_error(specs: Any, tree: Any, where: str, root: str) -> ValueError:
     errors = optree.prefix_errors(specs, tree)
-    reason = listed((str(one(where)) for one in errors), 1, room=1000) or "different structures"
+    reason = listed((str(error(where)) for error in errors), 1, room=1000) or "different structures"
     if any(spec is None for spec in optree.tree_leaves(specs, none_is_leaf=True)):
         reason += "\n(None is not a spec: write P() for a value that every rank holds whole)"
     fix = "give a spec for each of its leaves, in containers with the same keys, or one for a whole subtree"
@@ -335,10 +335,10 @@ def _check_rank(shape: Sequence[int], spec: P, mesh: DeviceMesh, name: str) -> N
 
 
 def _pieces(names: AxisName, mesh: DeviceMesh) -> int:
-    have = sizes(mesh)
-    return math.prod(have[name] for name in names)
+    lengths = sizes(mesh)
+    return math.prod(lengths[name] for name in names)
 
 
 def _product(names: tuple[str, ...], mesh: DeviceMesh) -> str:
-    have = sizes(mesh)
-    return " x ".join(f"{name} {have[name]}" for name in names)
+    lengths = sizes(mesh)
+    return " x ".join(f"{name} {lengths[name]}" for name in names)

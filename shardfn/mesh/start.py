@@ -1,4 +1,4 @@
-"""How this process enters its world and leaves it, and which device is its own there."""
+"""How this process joins and leaves its world, and which device it uses there."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from shardfn.mesh.rendezvous import agents_store, store_of_this_life
 from shardfn.mesh.rollcall import Card, local_rank, roll_call, say_wrong
 
 LEAVE_TOGETHER = timedelta(seconds=10)
-USUALLY = timedelta(minutes=30)  # what torch takes where nothing is said
+USUALLY = timedelta(minutes=30)  # torch's default timeout
 
 _log = logging.getLogger("shardfn")
-_begun = 0  # worlds that this process has entered
+_begun = 0  # number of worlds of several processes that this process has joined
 
 
 def patience(timeout: object) -> timedelta | None:
-    """What a user says of how long ranks wait for each other.
+    """Converts the user's timeout to a `timedelta`; None stays None.
 
     Raises:
-        TypeError: it is no time.
-        ValueError: it is not above 0, or has no end.
+        TypeError: the timeout is neither a number nor a `timedelta`.
+        ValueError: the timeout is not positive or not finite.
     """
     if timeout is None:
         return None
@@ -40,17 +40,17 @@ def patience(timeout: object) -> timedelta | None:
         raise TypeError(f"make_mesh: timeout={timeout!r}; it is a number of seconds, or a datetime.timedelta")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not 0.001 <= seconds <= 1e9:
-        raise ValueError(f"make_mesh: timeout={timeout!r}; it is above 0 and has an end, as 600 or timedelta(hours=1)")
+        raise ValueError(f"make_mesh: timeout={timeout!r}; it must be above 0 and finite, as 600 or timedelta(hours=1)")
     return timedelta(seconds=seconds)
 
 
 def start_distributed(device: str = "cpu", timeout: timedelta | None = None) -> tuple[str, ...]:
-    """Starts torch.distributed if nobody has, and chooses this process's device; the host of each rank.
+    """Starts torch.distributed if nobody has and chooses this process's device; returns the host of each rank.
 
     Raises:
-        ValueError: the launcher's variables contradict each other; a timeout that is not that of a world which has
-            begun.
-        RuntimeError: the ranks did not all come, or do not fit together.
+        ValueError: the launcher's variables contradict each other, or the timeout differs from that of a world which
+            has begun.
+        RuntimeError: some ranks did not come, or their cards contradict each other.
     """
     if not dist.is_initialized():
         cards = _start(device, timeout)
@@ -70,7 +70,7 @@ def start_distributed(device: str = "cpu", timeout: timedelta | None = None) -> 
 
 
 def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
-    """Enters the world of which the environment speaks."""
+    """Joins the world that the environment describes; returns the ranks' cards, none for a world of one."""
     global _begun
     try:
         start = launchers.found(os.environ, os.getpid())
@@ -84,18 +84,18 @@ def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
                 "make_mesh: a world of one process, in a SLURM job of %d tasks (SLURM_NTASKS): srun starts them all, "
                 "and this process was started without it", tasks,
             )  # fmt: skip
-        more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        alone = dist.HashStore()  # type: ignore[attr-defined]
-        alone.set_timeout(timeout or USUALLY)
-        dist.init_process_group(store=alone, rank=0, world_size=1, **more)
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        local_store = dist.HashStore()  # type: ignore[attr-defined]
+        local_store.set_timeout(timeout or USUALLY)
+        dist.init_process_group(store=local_store, rank=0, world_size=1, **options)
         atexit.register(_end_distributed)
         return ()
     limit = (timeout or USUALLY).total_seconds()
     for name, value in start.variables().items():
-        os.environ[name] = os.environ.get(name) or value  # as torchrun does, for what else the program uses
+        os.environ[name] = os.environ.get(name) or value  # as torchrun does, for other libraries of the program
     try:
         store = rendezvous.store_of(start, limit)
-    except rendezvous.PortInUse as error:  # by another rank 0 perhaps, which waits for the others
+    except rendezvous.PortInUse as error:  # perhaps another rank 0 holds the port and waits for the others
         _complain(error)
         raise
     life = store_of_this_life(store, start.rank, start.size) if agents_store() else _life(store)
@@ -109,12 +109,12 @@ def _start(device: str, timeout: timedelta | None) -> tuple[Card, ...]:
 
 
 def _life(store: Any) -> Any:
-    """Of a store that rank 0 serves, which goes with it: what this world, of several in one process, has of it."""
+    """Returns this world's view of rank 0's store, since one process may join several worlds one after another."""
     return dist.PrefixStore(f"life {_begun}", store)  # type: ignore[attr-defined]
 
 
 def _complain(error: Exception) -> None:
-    """Tells those that wait for this process that it does not come, if they can be found."""
+    """Tells the processes that wait for this one that it does not join, if their store can be reached."""
     with contextlib.suppress(ValueError, RuntimeError):
         try:
             task = launchers.scheduled(os.environ, os.getpid())
@@ -122,9 +122,9 @@ def _complain(error: Exception) -> None:
             task = None
         store = rendezvous.reached_soon(*launchers.address(os.environ, task, ""))
         if store is not None:
-            told = str(error).removeprefix("make_mesh: ")
-            said = f"process {os.getpid()} of {socket.gethostname()} does not come: {told}"
-            say_wrong(dist.PrefixStore("shardfn/roll", _life(store)), said)  # type: ignore[attr-defined]
+            reason = str(error).removeprefix("make_mesh: ")
+            message = f"process {os.getpid()} of {socket.gethostname()} does not come: {reason}"
+            say_wrong(dist.PrefixStore("shardfn/roll", _life(store)), message)  # type: ignore[attr-defined]
 
 
 def _card(device: str, size: int, local: int | None, timeout: timedelta | None) -> Card:
@@ -133,10 +133,10 @@ def _card(device: str, size: int, local: int | None, timeout: timedelta | None) 
 
 
 def _cards(device: str) -> tuple[Card, ...]:
-    """Of all ranks; they compare once for each kind of device."""
+    """Returns the cards of all ranks, which they exchange once for each kind of device."""
     agreed, size = world_of_thread().agreed, dist.get_world_size()
-    found: tuple[Card, ...] | None = agreed.get(f"cards {device}")
-    if found is None:
+    cards: tuple[Card, ...] | None = agreed.get(f"cards {device}")
+    if cards is None:
         local = os.environ.get("LOCAL_RANK", "")
         mine = _card(device, size, int(local) if local.isdecimal() else None, None)
         if size == 1:
@@ -145,53 +145,53 @@ def _cards(device: str) -> tuple[Card, ...]:
         store, world = process_groups.default_store(), dist.group.WORLD
         assert world is not None
         number = agreed["roll calls"] = agreed.get("roll calls", -1) + 1
-        with waiting.on("the first mesh", world.group_name, "make_mesh", range(size)) as here:
-            found = agreed[f"cards {device}"] = roll_call(
+        with waiting.on("the first mesh", world.group_name, "make_mesh", range(size)) as wait:
+            cards = agreed[f"cards {device}"] = roll_call(
                 dist.PrefixStore(f"shardfn/roll {number}", store),  # type: ignore[attr-defined]
-                dist.get_rank(), mine, store.timeout.total_seconds(), lambda: here.verdict,
+                dist.get_rank(), mine, store.timeout.total_seconds(), lambda: wait.verdict,
             )  # fmt: skip
-    return found
+    return cards
 
 
 def _end_distributed() -> None:
-    # A rank that leaves while others still talk makes them abort; one that failed must not wait, and one that chose
-    # to exit may be waited for itself.
+    # A rank that leaves while others still communicate makes them abort, so all leave together. One that failed must
+    # not wait; one that exits on its own may be waited for by others.
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         store, ranks = process_groups.default_store(), range(dist.get_world_size())
-        with contextlib.suppress(RuntimeError):  # a barrier that some rank never joins could not be left again
+        with contextlib.suppress(RuntimeError):  # the wait has a timeout; a barrier's could not be left
             store.set(f"shardfn/leaving/{dist.get_rank()}", "")
             store.wait([f"shardfn/leaving/{rank}" for rank in ranks], LEAVE_TOGETHER)
         dist.destroy_process_group()
 
 
 def check_device(device: str) -> None:
-    """Raises ValueError for what names no kind of device, such as one with an index."""
+    """Raises ValueError unless the text names a kind of device, without an index."""
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except (RuntimeError, TypeError):
-        found = None
-    if found is None or found.index is not None:
-        what = "a kind of device, without a number" if found is not None else "not a device of torch"
-        fix = "cuda" if found is None or found.type == "cuda" else found.type
-        raise ValueError(f'make_mesh(device={device!r}): that is {what}; write device="{fix}" or device="cpu"')
+        parsed = None
+    if parsed is None or parsed.index is not None:
+        problem = "one device; name a kind, without a number" if parsed is not None else "not a device of torch"
+        fix = "cuda" if parsed is None or parsed.type == "cuda" else parsed.type
+        raise ValueError(f'make_mesh(device={device!r}): that is {problem}; write device="{fix}" or device="cpu"')
 
 
 def _module(device: str) -> Any:
-    """The module of a kind of device whose devices a process chooses from."""
+    """Returns torch's module for a kind of device that a process chooses from, or None."""
     module = None if device == "cpu" else getattr(torch, device, None)
     return module if hasattr(module, "set_device") and hasattr(module, "device_count") else None
 
 
 def _devices(device: str) -> int:
-    """How many devices this process may choose from; 0 where it has chosen."""
+    """Returns how many devices this process may choose from; 0 if it has chosen already."""
     module = _module(device)
     return 0 if module is None or module.is_initialized() else int(module.device_count())
 
 
 def choose_device(device: str, local: int) -> None:
-    """Makes the device of this number on the node the current one, unless the process has chosen; the only one, if so.
+    """Makes the device with this local index current (the only device, if there is one), unless the process has chosen.
 
-    It comes before any group is made, so that each is made for the right device.
+    Call it before any group is made, so that each group is made for the right device.
     """
     count = _devices(device)
     if count:
@@ -199,10 +199,10 @@ def choose_device(device: str, local: int) -> None:
 
 
 def claim_device(device: str) -> None:
-    """Says which accelerator this process uses, and finds out whether another one does.
+    """Publishes which accelerator this process uses, and checks that no other rank uses it.
 
     Raises:
-        RuntimeError: two ranks use one device, and there are others.
+        RuntimeError: two ranks use one device although there are others, or although NCCL needs one for each.
     """
     module: Any = None if device == "cpu" else getattr(torch, device, None)
     world = dist.group.WORLD

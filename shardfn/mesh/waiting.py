@@ -1,9 +1,9 @@
-"""Ranks that wait for each other in vain find out, and say so.
+"""Marks waits for other ranks, so that ranks which wait in vain find out and raise.
 
-Whoever is about to block until other ranks come says it first: `with on("all_gather", group, stage): work.wait()`. The
-`watchdog` looks after these waits, and wakes a thread that waits in vain with an error.
+Code that is about to block until other ranks come announces it: `with on("all_gather", group, stage): work.wait()`. The
+`watchdog` watches these waits, and wakes a thread that waits in vain with an error.
 
-A rank that computes is waited for without end, and so is one that waits for something which was not announced here.
+A rank that computes is waited for without limit, and so is one that waits for something that was not announced here.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from shardfn.mesh import callsites, watchdog
 from shardfn.mesh.deadlock import CALL, SHOWN, State, advised, ranks_named, standing
 from shardfn.mesh.watchdog import arrivals, broken_groups, waits
 
-MOST_KINDS = 4096  # that are counted of one group
-_axes_of: dict[str, str] = {}  # along which a group runs
+MOST_KINDS = 4096  # most kinds of waits counted for one group
+_axes_of: dict[str, str] = {}  # group -> the axes that it runs along
 
 
 class on:
-    """This thread waits for other ranks while the block runs; a RuntimeError from inside says what for.
+    """A context: this thread waits for other ranks inside; a RuntimeError from inside is raised again with what for.
 
     Args:
         what: the operation: `"all_gather"`.
-        group: name of the process group whose ranks it needs.
-        of: what it is done to, a stage say. Ranks meet whose `what` and `of` are equal.
-        ranks: the ranks it needs, where that is not the group's. Such a wait ends in an error only if they have come
-            to wait for others in vain, or ended, before they came to this.
-        note: more about it, for this rank's log.
-        sided: whether only some ranks wait for this, as for a message: it is logged, and never given up.
+        group: name of the process group whose ranks are needed.
+        of: what the operation is done to, such as a stage. Ranks meet in waits with equal `what` and `of`.
+        ranks: the ranks that are needed, if not the group's. Such a wait ends in an error only if they have ended, or
+            wait in vain themselves, before they come to it.
+        note: more about the wait, for this rank's log.
+        sided: whether only some ranks wait for this, as for a message: the wait is logged, and never given up.
 
     Attributes:
-        nested: whether it is a part of another one of the same group, which says more.
+        nested: whether it is part of an outer wait on the same group, which says more.
     """
 
     __slots__ = (
@@ -61,21 +61,21 @@ class on:
         self.what, self.group, self.of, self.ranks, self.note, self.sided = what, group, of, ranks, note, sided
 
     def __enter__(self) -> on:
-        me = get_ident()
+        thread = get_ident()
         if self.group in broken_groups and self.ranks is None:
             raise RuntimeError(watchdog.since_when(self, broken_groups[self.group]))
-        before = self._before = waits.get(me)
+        before = self._before = waits.get(thread)
         if before is not None and before.group == self.group and (before.of != "" or self.of == ""):
             self.nested = True
-            return self  # the outer one says more, and is what other ranks are compared by
+            return self  # the outer wait says more, and other ranks are compared by it
         self.nested = False
-        counts = arrivals.get((me, self.group))
+        counts = arrivals.get((thread, self.group))
         if counts is None or len(counts) > MOST_KINDS:
-            counts = arrivals[(me, self.group)] = {}
+            counts = arrivals[(thread, self.group)] = {}
         key = (self.what, self.of)
         self.count = counts[key] = counts.get(key, 0) + 1
         self.verdict, self.renewed = "", False
-        waits[me] = self
+        waits[thread] = self
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
@@ -86,56 +86,56 @@ class on:
             waits.pop(get_ident(), None)
         else:
             waits[get_ident()] = before
-        if isinstance(error, RuntimeError) and (told := _failed(self, error)) is not error:
-            if self.ranks is None and not self.renewed and watchdog.STAYS not in str(told):
-                broken_groups[self.group] = f"{callsites.caller()}, where {told}"
-            raise told from None  # what the backend says of it is in there, and comes after
+        if isinstance(error, RuntimeError) and (outcome := _failed(self, error)) is not error:
+            if self.ranks is None and not self.renewed and watchdog.STAYS not in str(outcome):
+                broken_groups[self.group] = f"{callsites.caller()}, where {outcome}"
+            raise outcome from None  # the new error quotes the backend's message
 
     @property
     def key(self) -> str:
-        """By which other ranks know it."""
+        """The text by which other ranks identify the wait."""
         return f"{self.what} {self.of}"
 
     def __str__(self) -> str:
         of = f" of {self.of!r}" if self.of != "" else ""
-        along = named(self.group)
-        return f"{self.what}{of}{f' over {along}' if along else ''}"
+        axes = named(self.group)
+        return f"{self.what}{of}{f' over {axes}' if axes else ''}"
 
 
 @contextlib.contextmanager
 def during(call: str) -> Iterator[None]:
-    """What this thread waits for is a part of this call of the user's, `"sf.unshard"` say: messages name it."""
-    me = get_ident()
-    own = me not in watchdog.calls
-    if own:
-        watchdog.calls[me] = f"{call}, called at {callsites.caller()}" if debugging.collectives else call
+    """A context: messages say that waits inside belong to this call by the user, such as `"sf.unshard"`."""
+    thread = get_ident()
+    outermost = thread not in watchdog.calls
+    if outermost:
+        watchdog.calls[thread] = f"{call}, called at {callsites.caller()}" if debugging.collectives else call
     try:
         yield
     finally:
-        if own:
-            watchdog.calls.pop(me, None)
+        if outermost:
+            watchdog.calls.pop(thread, None)
 
 
 def along(group: str, axes: str) -> None:
-    """Messages call a group by these axes."""
+    """Makes messages name a group by these axes."""
     _axes_of[group] = axes
 
 
 def named(group: str) -> str:
-    """The axes by which messages call a group; empty if nobody has said them."""
+    """Returns the axes by which messages name a group; empty if none were given."""
     return _axes_of.get(group, "")
 
 
-def release(groups: Iterable[str], told: str) -> None:
-    """Waits in these groups, which will be renewed, and for groups to be made, are in vain: who is woken says so."""
-    names, me = set(groups), get_ident()
+def release(groups: Iterable[str], reason: str) -> None:
+    """Declares waits in these groups, which will be renewed, and waits for new groups void: they raise `reason`."""
+    names, own_thread = set(groups), get_ident()
     for thread, wait in list(waits.items()):
-        if thread != me and not wait.verdict and (wait.group in names or wait.group.startswith("meeting ")):
-            wait.verdict, wait.renewed = told, True
+        if thread != own_thread and not wait.verdict and (wait.group in names or wait.group.startswith("meeting ")):
+            wait.verdict, wait.renewed = reason, True
 
 
 def forget(groups: Iterable[str]) -> None:
-    """What was waited for in these groups is over, on all their ranks, however often each of them came to it."""
+    """Clears all state of waits in these groups, however often each rank has arrived at them."""
     names = set(groups)
     for key in [key for key in list(arrivals) if key[1] in names or key[1].startswith("meeting ")]:
         arrivals.pop(key, None)
@@ -145,28 +145,28 @@ def forget(groups: Iterable[str]) -> None:
 
 
 def meet(name: str, ranks: Sequence[int], what: str, of: str) -> None:
-    """Waits until all of these ranks have come to the same place, by way of the store.
+    """Waits through the store until all of these ranks have come to the same place.
 
     Raises:
-        RuntimeError: some rank cannot come any more, or did not within the world's timeout.
+        RuntimeError: a rank can no longer come, or did not within the world's timeout.
     """
     store = process_groups.default_store()
     limit = time.monotonic() + store.timeout.total_seconds()
     store.set(f"shardfn/meeting/{name}/{dist.get_rank()}", "")
-    left = [f"shardfn/meeting/{name}/{rank}" for rank in ranks]
-    each = itertools.cycle(range(len(ranks)))
-    with on(what, f"meeting {name}", of, ranks) as here:
-        while not _came(store, left):
-            if here.verdict or time.monotonic() > limit:
+    keys = [f"shardfn/meeting/{name}/{rank}" for rank in ranks]
+    turns = itertools.cycle(range(len(ranks)))
+    with on(what, f"meeting {name}", of, ranks) as wait:
+        while not _came(store, keys):
+            if wait.verdict or time.monotonic() > limit:
                 raise RuntimeError("timed out")
-            # A few in turn: the store of a large world could not bear more.
-            some = [next(each) for _ in range(min(SHOWN, len(ranks)))]
-            if any(not store.check([left[i]]) and process_groups.disconnected(ranks[i]) for i in some):
+            # Only a few ranks at a time, to spare the store of a large world.
+            sample = [next(turns) for _ in range(min(SHOWN, len(ranks)))]
+            if any(not store.check([keys[i]]) and process_groups.disconnected(ranks[i]) for i in sample):
                 raise RuntimeError("connection closed")
 
 
 def _came(store: Any, keys: list[str]) -> bool:
-    """Whether all keys are there, or come within half a second; a wait by the store would log that they are late."""
+    """Whether all keys are set within half a second. Polls, since a wait by the store would log that keys are late."""
     end, pause = time.monotonic() + min(watchdog.TICK, 0.5), 0.001
     while not store.check(keys):
         if time.monotonic() > end:
@@ -176,70 +176,70 @@ def _came(store: Any, keys: list[str]) -> bool:
     return True
 
 
-# --- what is said when a wait fails ---
+# --- errors of waits that fail ---
 
 
 def brief(error: BaseException) -> str:
-    """What a backend says, without its general advice."""
+    """Returns a backend's error message without its general advice."""
     return str(error).split(" This is typically")[0].rstrip(" .")
 
 
 def cause(error: BaseException) -> BaseException | None:
-    """From what an error is raised whose text has that of this one: nothing, where that says it all."""
+    """Returns the `from` clause for an error that quotes this one: None if this one is a full report already."""
     return None if " in vain for " in str(error) else error
 
 
 def elsewhere(error: BaseException) -> bool:
-    """Whether the ranks that did not come are in no collective on tensors: they have ended, save something, ..."""
-    told = str(error)
-    return " waits for " not in told or CALL.search(told) is not None or "the making of a group" in told
+    """Whether the ranks that did not come are in no collective on tensors: they have ended, are saving, ..."""
+    message = str(error)
+    return " waits for " not in message or CALL.search(message) is not None or "the making of a group" in message
 
 
 _BROKEN = re.compile("connection|closed|closure|timed out|timeout|reset by peer|broken pipe|abort", re.IGNORECASE)
 
 
 def _failed(wait: on, error: RuntimeError) -> RuntimeError:
-    """What to raise when a wait failed by itself: because a rank has gone, or broke the group."""
+    """Returns the error to raise for a failed wait: why it was given up, or which rank has ended or broke the group."""
     if wait.verdict:
         return RuntimeError(wait.verdict)
     if watchdog.watcher is None or " in vain for " in str(error) or not _BROKEN.search(str(error)):
         return error
-    if wait.group in broken_groups and wait.ranks is None:  # since this thread came to it
+    if wait.group in broken_groups and wait.ranks is None:  # by another thread or rank, since this wait began
         return RuntimeError(watchdog.since_when(wait, broken_groups[wait.group]))
-    me = watchdog.watcher.rank
+    own_rank = watchdog.watcher.rank
     states: dict[int, State] = {}
     others: list[int] = []
-    silently = ""
+    manner = ""
     with contextlib.suppress(Exception):  # the store may have gone with a rank
-        others = [rank for rank in watchdog.ranks_of(wait) if rank != me][:64]
+        others = [rank for rank in watchdog.ranks_of(wait) if rank != own_rank][:64]
         states = watchdog.read_states(process_groups.default_store(), others)
-        silently = " without a word"
-    mine, found = [get_ident(), wait.group, wait.key, wait.count], ""
+        manner = " without a word"
+    own_wait, verdict = [get_ident(), wait.group, wait.key, wait.count], ""
     for state in states.values():
-        told, *those = state["vain"].get(str(me), [""])
-        found = found or (told if mine in those else "")
+        message, *hopeless = state["vain"].get(str(own_rank), [""])
+        verdict = verdict or (message if own_wait in hopeless else "")
     watchdog.pass_on([state["vain"] for state in states.values()])
-    if found:
-        return RuntimeError(advised(found))
+    if verdict:
+        return RuntimeError(advised(verdict))
     since = [state["broken"][wait.group] for state in states.values() if wait.group in state["broken"]]
     if since and wait.ranks is None:
         return RuntimeError(watchdog.since_when(wait, broken_groups.setdefault(wait.group, since[0])))
-    known = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
-    spoke = [rank for rank, state in states.items() if state["ended"] or state["vain"]]
-    gone = [] if spoke else _gone(others)
-    told = f"rank {me} waited in vain for {watchdog.text_of(wait, get_ident())}"
-    if known and not gone:
-        return RuntimeError(advised(f"{told}: {standing(known, states)}"))
-    who = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
+    stalled = [rank for rank, state in states.items() if state["ended"] or state["vain"] or state["threads"]]
+    explained = [rank for rank, state in states.items() if state["ended"] or state["vain"]]
+    gone = [] if explained else _gone(others)
+    message = f"rank {own_rank} waited in vain for {watchdog.text_of(wait, get_ident())}"
+    if stalled and not gone:
+        return RuntimeError(advised(f"{message}: {standing(stalled, states)}"))
+    subject = f"{ranks_named(gone)} {'has' if len(gone) == 1 else 'have'}" if gone else "a rank has"
     after = f", after {callsites.last()}" if callsites.last() else ""
-    return RuntimeError(f"{told}: {who} ended{silently}{after}; look at its output first ({brief(error)})")
+    return RuntimeError(f"{message}: {subject} ended{manner}{after}; look at its output first ({brief(error)})")
 
 
 def _gone(ranks: Sequence[int]) -> list[int]:
-    """Those of these ranks whose processes have ended, as far as this one's connections tell."""
+    """Returns those of these ranks whose processes have ended, judged by this process's connections."""
     gone: list[int] = []
     with contextlib.suppress(RuntimeError):
-        for pause in (0.0, 0.1, 0.3):  # one connection may be closed sooner than another
+        for pause in (0.0, 0.1, 0.3):  # connections do not all close at the same time
             time.sleep(pause)
             gone = gone or [rank for rank in ranks if process_groups.disconnected(rank)]
     return gone

@@ -1,4 +1,4 @@
-"""What a step will take, before anything of it is there, and what the ranks of a mesh hold.
+"""Predicts the memory that a step will take, and shows what the ranks of a mesh hold.
 
 It imports `stages`, `optim`, `tiers`, `shards`, `quant`, `mesh` and `compat`.
 """

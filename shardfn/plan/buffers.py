@@ -1,4 +1,4 @@
-"""The buffers of the schedule: what stages gather and decode into, and what gradients and disks go through."""
+"""Sizes in bytes of the schedule's buffers: for gathering, decoding, reducing gradients, and disk transfers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardfn.tiers.transfers import UNIT
 
 
 class Planned:
-    """A stage of which this rank runs calls: its signature, its shards, and how these travel."""
+    """A stage whose calls this rank runs: its signature, its shards, and how these are gathered."""
 
     def __init__(self, flats: list[FlatShard], options: Options) -> None:
         layouts = tuple(flat.layout for flat in flats)
@@ -33,34 +33,34 @@ class Planned:
 
     @property
     def gathers(self) -> list[FlatShard]:
-        """The shards that go through a buffer."""
+        """The shards that are gathered through a buffer."""
         return [flat for flat, gather in zip(self.flats, self.plan.each, strict=True) if gather.moves]
 
 
 def planned(tree: Any, options: Options) -> list[list[Planned]]:
-    """The stages on each mesh that this rank runs, each once. What follows asks for those of one mesh."""
+    """Returns the stages that this rank runs, each once, as a list for each mesh; other functions take one list."""
     meshes: dict[Any, dict[int, Planned]] = {}
     for node in optree.tree_leaves(tree, is_leaf=is_stage):
         if not is_stage(node):
             continue
         flats = stage_shards(node)
         if all(flat.layout.here(process_groups.global_rank()) for flat in flats):
-            known = meshes.setdefault(flats[0].layout.grid, {})
-            known.setdefault(id(flats[0].values), Planned(flats, options))
-    return [list(some.values()) for some in meshes.values()]
+            stages = meshes.setdefault(flats[0].layout.grid, {})
+            stages.setdefault(id(flats[0].values), Planned(flats, options))
+    return [list(group.values()) for group in meshes.values()]
 
 
 def gathered(stages: list[Planned], options: Options) -> int:
-    """What parameters are gathered into."""
-    largest = max(one.plan.nbytes for one in stages)
-    kept = [one for one in stages if one.signature.keep in (True, "step")]
-    turns = sum(one.plan.nbytes > 0 and one not in kept for one in stages)
-    copies = sum(_secondary(one) for one in stages if isinstance(one.signature.keep, tuple))
-    return min(turns, options.prefetch + 1) * largest + sum(one.plan.nbytes for one in kept) + copies
+    """Returns the size of the buffers into which parameters are gathered."""
+    largest = max(stage.plan.nbytes for stage in stages)
+    kept = [stage for stage in stages if stage.signature.keep in (True, "step")]
+    in_ring = sum(stage.plan.nbytes > 0 and stage not in kept for stage in stages)
+    copies = sum(_secondary(stage) for stage in stages if isinstance(stage.signature.keep, tuple))
+    return min(in_ring, options.prefetch + 1) * largest + sum(stage.plan.nbytes for stage in kept) + copies
 
 
 def _secondary(stage: Planned) -> int:
-    """What forward leaves for backward to gather from."""
+    """Returns the size of the copy that forward leaves for backward to gather from."""
     if stage.plan.secondary is None or not stage.plan.nbytes:
         return 0
     nbytes = 0
@@ -72,37 +72,37 @@ def _secondary(stage: Planned) -> int:
 
 
 def decoded(stages: list[Planned], options: Options) -> int:
-    """What parameters in few bits are decoded to."""
+    """Returns the size of the largest stage's buffers for parameters decoded from few bits."""
 
-    def of(packed: Packed) -> int:
+    def decoded_size(packed: Packed) -> int:
         return room(packed.numel * (options.gather_dtype or packed.dtype).itemsize)
 
-    return max(sum(map(of, one.signature.packed)) for one in stages)
+    return max(sum(map(decoded_size, stage.signature.packed)) for stage in stages)
 
 
 def reducing(stages: list[Planned], options: Options) -> int:
-    """What gradients take off from, and what arrives; and those that are about to leave the device."""
+    """Returns the size of the buffers that gradients are sent from and received in, or leave the device through."""
     scratch: dict[int, int] = {}
-    away = 0
-    for one in stages:
-        for k, flat in enumerate(one.flats):
+    offloaded = 0
+    for stage in stages:
+        for k, flat in enumerate(stage.flats):
             layout, itemsize = flat.layout, options.sum_dtype(flat.values.dtype).itemsize
             if not layout.trainable:
                 continue
             if max(layout.size, layout.state_layout.size) > 1:
                 scratch[k] = max(scratch.get(k, 0), layout.padded * itemsize)
             if layout.placement.tiers.grads != "device":
-                away = max(away, layout.state_layout.piece * max(itemsize, flat.values.itemsize))
-    return 2 * 2 * sum(scratch.values()) + (Reductions.UNDER_WAY + 1) * away
+                offloaded = max(offloaded, layout.state_layout.piece * max(itemsize, flat.values.itemsize))
+    return 2 * 2 * sum(scratch.values()) + (Reductions.UNDER_WAY + 1) * offloaded
 
 
-# --- what reads and writes disks ---
+# --- disk transfers ---
 
 
-def moving(every: list[Planned], options: Options, state: Iterable[tuple[Tensor, str, Layout | None]]) -> int:
-    """What is read ahead and written behind on all meshes, for all kinds: the buffers are kept, by their sizes."""
-    away = any(flat.layout.placement.tiers != Tiers() for one in every for flat in one.flats)
-    return _read(every, options) + _written(every) + _streamed(every, state) + away * _rounded(copying.ROOM)
+def moving(stages: list[Planned], options: Options, state: Iterable[tuple[Tensor, str, Layout | None]]) -> int:
+    """Returns the size of the disk buffers of all meshes together: buffers are kept, and reused by size."""
+    offloads = any(flat.layout.placement.tiers != Tiers() for one in stages for flat in one.flats)
+    return _read(stages, options) + _written(stages) + _streamed(stages, state) + offloads * _rounded(copying.ROOM)
 
 
 def _rounded(nbytes: int) -> int:
@@ -110,10 +110,10 @@ def _rounded(nbytes: int) -> int:
 
 
 def _most(counts: Iterable[dict[int, int]], at_once: int) -> int:
-    """Bytes of buffers, if so many of these may be in use at once: counts by size."""
-    every = list(counts)
-    sizes = {size for one in every for size in one}
-    return sum(size * sum(sorted((one.get(size, 0) for one in every), reverse=True)[:at_once]) for size in sizes)
+    """Returns the bytes of buffers when at most `at_once` of these demands (size -> count) are active together."""
+    demands = list(counts)
+    sizes = {size for d in demands for size in d}
+    return sum(size * sum(sorted((d.get(size, 0) for d in demands), reverse=True)[:at_once]) for size in sizes)
 
 
 def _sizes(nbytes: Iterable[int]) -> dict[int, int]:
@@ -121,10 +121,10 @@ def _sizes(nbytes: Iterable[int]) -> dict[int, int]:
 
 
 def _read(stages: list[Planned], options: Options) -> int:
-    """Parameters on their way into the ring."""
+    """Returns the size of the buffers for parameters read from disk into the ring."""
     of = (
-        [-(-flat.values.nbytes // ALIGNMENT) * ALIGNMENT for flat in one.gathers if _params_on_disk(flat)]
-        for one in stages
+        [-(-flat.values.nbytes // ALIGNMENT) * ALIGNMENT for flat in stage.gathers if _params_on_disk(flat)]
+        for stage in stages
     )
     return _most(map(_sizes, of), 1 + 2 * options.prefetch)
 
@@ -134,8 +134,8 @@ def _params_on_disk(flat: FlatShard) -> bool:
 
 
 def _written(stages: list[Planned]) -> int:
-    """Gradients on their way to disk."""
-    nbytes = [n + 2 * ALIGNMENT for one in stages for flat in one.flats if (n := _gradient_on_disk(flat))]
+    """Returns the size of the buffers for gradients written to disk."""
+    nbytes = [n + 2 * ALIGNMENT for stage in stages for flat in stage.flats if (n := _gradient_on_disk(flat))]
     return _most([_sizes([n]) for n in nbytes], grad_offload.BEHIND + 1)
 
 
@@ -147,12 +147,12 @@ def _gradient_on_disk(flat: FlatShard) -> int:
 
 
 def _streamed(stages: list[Planned], state: Iterable[tuple[Tensor, str, Layout | None]]) -> int:
-    """An optimizer's step: of each column that is on disk some stretches, the last of which may be of any length."""
+    """Returns the size of an optimizer step's buffers: some chunks of each column on disk, the last of any length."""
     columns: dict[Layout, list[tuple[int, int]]] = {}
-    for flat in (flat for one in stages for flat in one.flats if flat.layout.trainable):
-        own = columns.setdefault(flat.layout.state_layout, [])
+    for flat in (flat for stage in stages for flat in stage.flats if flat.layout.trainable):
+        layout_columns = columns.setdefault(flat.layout.state_layout, [])
         itemsize, held = flat.values.itemsize, flat.layout.state_layout.piece
-        own += [(held * itemsize, itemsize)] * (_params_on_disk(flat) + bool(_gradient_on_disk(flat)))
+        layout_columns += [(held * itemsize, itemsize)] * (_params_on_disk(flat) + bool(_gradient_on_disk(flat)))
     for x, tier, layout in state:
         if tier == "disk" and layout is not None:
             columns.setdefault(layout, []).append((x.nbytes, x.itemsize))
@@ -161,6 +161,6 @@ def _streamed(stages: list[Planned], state: Iterable[tuple[Tensor, str, Layout |
 
 
 def _any_length(columns: list[tuple[int, int]]) -> dict[int, int]:
-    """How many buffers of each size the stretches of some columns may need, of whatever length these are."""
+    """Returns size -> count of the buffers that chunks of these columns may need, whatever their lengths."""
     longest = (_rounded(min(nbytes, streaming.CHUNK * itemsize) + 2 * ALIGNMENT) for nbytes, itemsize in columns)
-    return Counter(size for most in longest for size in range(UNIT, most + 1, UNIT))
+    return Counter(size for limit in longest for size in range(UNIT, limit + 1, UNIT))

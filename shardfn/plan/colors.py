@@ -1,4 +1,4 @@
-"""A color for each rank, so that who holds something is seen: the same in the terminal and in pictures."""
+"""Colors of ranks, the same in the terminal and in pictures, that show who holds what."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ PADDING, OTHER = "#e4e8ed", "#9aa7b5"
 
 
 def colors(section: Section) -> dict[int, str]:
-    """By rank: a hue for each position along the axes that cut most of the bytes, paler for each further copy."""
+    """Returns rank -> color: a hue by position along the axes that cut most bytes, paler for each further copy."""
     grid = section.grid
     if grid is None:
         return dict.fromkeys(section.places, FEW[0])
     names = main_axes(section, grid)
-    rest = [name for name, _ in grid.sizes if name not in names]
-    count, copies = grid.size(names), grid.size(tuple(rest))
+    other_axes = [name for name, _ in grid.sizes if name not in names]
+    count, copies = grid.size(names), grid.size(tuple(other_axes))
     color_of = {}
-    for rank, where in places(grid).items():
-        paler = 0.45 * along(grid, where, rest) / max(copies - 1, 1)
-        color_of[rank] = mixed(hue(along(grid, where, names), count), "#ffffff", paler)
+    for rank, position in places(grid).items():
+        paler = 0.45 * along(grid, position, other_axes) / max(copies - 1, 1)
+        color_of[rank] = mixed(hue(along(grid, position, names), count), "#ffffff", paler)
     return color_of
 
 
 def main_axes(section: Section, grid: Grid) -> tuple[str, ...]:
-    """Those that cut most of the bytes; all, where none does."""
+    """Returns the axes that cut most of the bytes; all axes if none cuts any."""
     whole: dict[tuple[str, ...], int] = {}
     for flat in section.flats:
         axes = tuple(name for name in flat.layout.placement.axes if grid.size(name) > 1)
@@ -39,7 +39,7 @@ def main_axes(section: Section, grid: Grid) -> tuple[str, ...]:
 
 
 def hue(index: int, count: int) -> str:
-    """One of so many colors."""
+    """Returns color `index` of `count` distinct ones."""
     if count <= len(FEW):
         return FEW[index]
     low, part = divmod(index / (count - 1) * (len(MANY) - 1), 1)
@@ -47,12 +47,12 @@ def hue(index: int, count: int) -> str:
 
 
 def mixed(a: str, b: str, part: float) -> str:
-    """A color between two."""
+    """Mixes two colors: `part` of `b`, the rest of `a`."""
     return "#" + "".join(f"{round(x + (y - x) * part):02x}" for x, y in zip(_rgb(a), _rgb(b), strict=True))
 
 
 def over(color: str) -> str:
-    """Black or white: what can be read on it."""
+    """Returns the text color, black or white, that is readable on a color."""
     r, g, b = _rgb(color)
     return "#ffffff" if 0.299 * r + 0.587 * g + 0.114 * b < 160 else "#1c2733"
 

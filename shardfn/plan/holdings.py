@@ -1,4 +1,4 @@
-"""What the ranks of a mesh hold of a tree: asked of its layouts, not of other ranks, and without touching a number."""
+"""What the ranks of a mesh hold of a tree, computed from layouts alone, without other ranks or reading data."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Flat:
     """One flat shard of a tree.
 
     Attributes:
-        layout: of it.
-        dtype: of its values, which need not be the parameters'.
-        itemsize: bytes for each element of a piece; 0 where there are no values.
-        shared: where in the tree the same tensor stood before; empty, if nowhere.
+        layout: its layout.
+        dtype: dtype of its values, which may differ from the parameters'.
+        itemsize: bytes per element of a piece; 0 if it has no values.
+        shared: path at which the same tensor occurred before; empty if it did not.
     """
 
     layout: Layout
@@ -47,30 +47,30 @@ class Flat:
 
     @property
     def piece(self) -> int:
-        """Bytes on each rank where the parameters live."""
+        """Bytes on each rank that holds the parameters."""
         return 0 if self.shared else self.layout.piece * self.itemsize
 
     @property
     def whole(self) -> int:
-        """Bytes of the whole parameters, each once, without padding."""
+        """Bytes of the whole parameters, each counted once, without padding."""
         if self.shared:
             return 0
         return self.itemsize * sum(math.prod(self.layout.whole_shape(i)) for i in range(len(self.layout.entries)))
 
     @property
     def numbers(self) -> int:
-        """Elements of the whole parameters, as a function meets them."""
+        """Elements of the whole parameters, in the shapes that functions see."""
         layout = self.layout
         return 0 if self.shared else sum(math.prod(layout.meant_shape(i)) for i in range(len(layout.entries)))
 
     def name(self, number: int) -> str:
-        """Of a parameter, within its stage."""
+        """Returns a parameter's path within its stage."""
         path, stage = self.layout.entries[number].path, self.layout.stage
         return path.removeprefix(f"{stage}.") if stage and path != stage else "" if path == stage else path
 
     @property
     def kind(self) -> Any:
-        """The same for flat shards that differ only in their stage."""
+        """Equal for flat shards that differ only in their stage."""
         layout = self.layout
         entries = [(self.name(i), e.leaves, e.shape, e.spec, e.offset) for i, e in enumerate(layout.entries)]
         packed = [str(layout.packed_at(i)) for i in range(len(entries))]
@@ -80,16 +80,16 @@ class Flat:
 
 @dataclass(frozen=True)
 class Plain:
-    """A tensor of a tree that is not in a flat shard.
+    """A tensor of a tree that is in no flat shard.
 
     Attributes:
-        path: in its stage.
-        shape: of the whole.
+        path: within its stage.
+        shape: of the whole tensor.
         dtype: as a word.
-        nbytes: that this rank has.
-        whole: bytes of the whole.
-        numel: elements of the whole.
-        note: what else is to be said of it.
+        nbytes: bytes on this rank.
+        whole: bytes of the whole tensor.
+        numel: elements of the whole tensor.
+        note: a remark to show with it.
     """
 
     path: str
@@ -103,7 +103,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a tree has at the place of one stage: its flat shards, or the plain tensors that would make up one."""
+    """The contents of a tree at one stage: its flat shards, or the plain tensors that would form a stage."""
 
     name: str
     flats: tuple[Flat, ...] = ()
@@ -111,17 +111,17 @@ class Stage:
 
     @property
     def kind(self) -> Any:
-        """The same for stages that differ only in their names."""
+        """Equal for stages that differ only in their names."""
         return [flat.kind for flat in self.flats], self.plain
 
     @property
     def whole(self) -> int:
-        """Bytes of the whole, each parameter once."""
+        """Bytes of the whole stage, each parameter counted once."""
         return sum(flat.whole for flat in self.flats) + sum(tensor.whole for tensor in self.plain)
 
 
 class Held(NamedTuple):
-    """Bytes of one rank, by kind."""
+    """Bytes on one rank, by kind."""
 
     trained: int
     frozen: int
@@ -130,66 +130,66 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """What of a tree is on one mesh; on this process alone, if there is none."""
+    """The part of a tree on one mesh, or on this process alone if `grid` is None."""
 
     grid: Grid | None
     stages: tuple[Stage, ...]
 
     @property
     def flats(self) -> Iterator[Flat]:
-        """Of all stages."""
+        """The flat shards of all stages."""
         return itertools.chain.from_iterable(stage.flats for stage in self.stages)
 
     @property
     def runs(self) -> list[list[Stage]]:
-        """Stages one after another that differ only in their names, together."""
-        return [list(some) for _, some in itertools.groupby(self.stages, lambda stage: stage.kind)]
+        """Groups of consecutive stages that differ only in their names."""
+        return [list(stages) for _, stages in itertools.groupby(self.stages, lambda stage: stage.kind)]
 
     @cached_property
     def held(self) -> dict[int, Held]:
-        """By rank."""
-        pieces: Counter[tuple[Layout, bool]] = Counter()  # of all that lives at the same places, by one of its layouts
-        first: dict[Any, Layout] = {}
+        """Rank -> bytes that it holds."""
+        pieces: Counter[tuple[Layout, bool]] = Counter()  # by one layout for each set of places
+        layout_at: dict[Any, Layout] = {}
         for flat in self.flats:
-            layout = first.setdefault(flat.layout.placement.only_at, flat.layout)
+            layout = layout_at.setdefault(flat.layout.placement.only_at, flat.layout)
             pieces[layout, flat.layout.trainable] += flat.piece
         plain = sum(tensor.nbytes for stage in self.stages for tensor in stage.plain)
         held = {}
-        for rank, where in self.places.items():
-            here = {True: 0, False: 0}
+        for rank, position in self.places.items():
+            totals = {True: 0, False: 0}
             for (layout, trained), nbytes in pieces.items():
-                here[trained] += nbytes * lives(layout, where)
-            held[rank] = Held(here[True], here[False], plain)
+                totals[trained] += nbytes * lives(layout, position)
+            held[rank] = Held(totals[True], totals[False], plain)
         return held
 
     @cached_property
     def places(self) -> dict[int, dict[str, int]]:
-        """Where each rank stands along each axis."""
+        """Rank -> its position along each axis."""
         return {process_groups.global_rank(): {}} if self.grid is None else places(self.grid)
 
 
 def places(grid: Grid) -> dict[int, dict[str, int]]:
-    """Where each rank stands along each axis."""
+    """Returns rank -> its position along each axis."""
     names = [name for name, _ in grid.sizes]
-    every = itertools.product(*(range(size) for _, size in grid.sizes))
-    return {rank: dict(zip(names, at, strict=True)) for rank, at in zip(grid.ranks, every, strict=True)}
+    positions = itertools.product(*(range(size) for _, size in grid.sizes))
+    return {rank: dict(zip(names, position, strict=True)) for rank, position in zip(grid.ranks, positions, strict=True)}
 
 
-def along(grid: Grid, where: dict[str, int], names: Sequence[str]) -> int:
-    """A position along the product of some axes, major to minor."""
-    have, index = dict(grid.sizes), 0
+def along(grid: Grid, position: dict[str, int], names: Sequence[str]) -> int:
+    """Returns the position along the product of some axes, major to minor."""
+    lengths, index = dict(grid.sizes), 0
     for name in names:
-        index = index * have[name] + where[name]
+        index = index * lengths[name] + position[name]
     return index
 
 
 def lives(layout: Layout, where: dict[str, int]) -> bool:
-    """Whether a rank that stands there holds anything of a buffer."""
+    """Whether a rank at this position holds any part of a buffer."""
     return all(where[name] == position for name, position in layout.placement.only_at)
 
 
 def owners(layout: Layout) -> dict[str, dict[Range, list[int]]]:
-    """Of each parameter its parts, and the ranks that hold each."""
+    """Returns, for each parameter, the ranks that hold each of its parts."""
     ranks_of: dict[str, dict[Range, list[int]]] = {entry.path: {} for entry in layout.entries}
     for rank in sorted(layout.grid.ranks):
         for part in layout.ranges(rank):
@@ -198,7 +198,7 @@ def owners(layout: Layout) -> dict[str, dict[Range, list[int]]]:
 
 
 def pieces_of(layout: Layout, number: int) -> range:
-    """The pieces of the buffer that have elements of a parameter."""
+    """Returns the indices of the buffer's pieces that hold elements of a parameter."""
     entry = layout.entries[number]
     return range(entry.offset // layout.piece, (entry.offset + max(entry.numel, 1) - 1) // layout.piece + 1)
 
@@ -207,11 +207,11 @@ def pieces_of(layout: Layout, number: int) -> range:
 
 
 def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[Section, ...]:
-    """What a tree has, by mesh, and what it has on none.
+    """Returns the sections of a tree: one for each mesh, and one for what is on no mesh.
 
     Raises:
-        ValueError: nothing to show; a flat shard of another mesh than was passed.
-        TypeError: a module.
+        ValueError: there is nothing to show, or a flat shard is on another mesh than the one passed.
+        TypeError: the tree is a module.
     """
     if isinstance(tree, torch.nn.Module):
         raise TypeError(
@@ -223,15 +223,15 @@ def sections(tree: Any, mesh: DeviceMesh | None) -> tuple[Section, ...]:
         raise ValueError(f"show: there is nothing to show, {_instead(tree)}")
     grids = list({flat.layout.grid: None for stage in stages for flat in stage.flats})
     given = _given(mesh, grids, stages)
-    own = tuple(stage for stage in stages if not stage.flats)
+    without_mesh = tuple(stage for stage in stages if not stage.flats)
     if given is not None or len(grids) == 1:
         return (Section(given or grids[0], tuple(stages)),)
-    on = [Section(grid, tuple(s for s in stages if s.flats and s.flats[0].layout.grid == grid)) for grid in grids]
-    return (*on, Section(None, own)) if own else tuple(on)
+    by_grid = [Section(grid, tuple(s for s in stages if s.flats and s.flats[0].layout.grid == grid)) for grid in grids]
+    return (*by_grid, Section(None, without_mesh)) if without_mesh else tuple(by_grid)
 
 
 def _given(mesh: DeviceMesh | None, grids: list[Grid], stages: list[Stage]) -> Grid | None:
-    """The grid of the mesh that was passed, or of the one in scope where nothing else says which."""
+    """Returns the grid of the mesh that was passed, or if nothing else determines it, of the mesh in scope."""
     if mesh is None:
         mesh = None if grids else current_mesh()
     grid = None if mesh is None else grid_of(mesh)
@@ -262,11 +262,11 @@ def _stages(tree: Any) -> Iterator[Stage]:
     waiting: list[Plain] = []
     name = ""
     for accessor, leaf in zip(accessors, leaves, strict=True):
-        at, path = _stage_of(accessor), dotted(accessor)
-        if waiting and (at != name or is_stage(leaf)):
+        stage_name, path = _stage_of(accessor), dotted(accessor)
+        if waiting and (stage_name != name or is_stage(leaf)):
             yield Stage(name, plain=tuple(waiting))
             waiting = []
-        name = at
+        name = stage_name
         if is_stage(leaf):
             flats = tuple(_flat(flat, path, first_at) for flat in stage_shards(leaf))
             yield Stage(path or flats[0].layout.stage, flats)
@@ -277,7 +277,7 @@ def _stages(tree: Any) -> Iterator[Stage]:
 
 
 def _stage_of(accessor: Any) -> str:
-    """What stage `shard` would put a tensor in by default."""
+    """Returns the name of the stage that `shard` would put a tensor in by default."""
     depth = 2 if len(accessor) > 2 and accessor[1].type in (list, tuple) else 1
     return dotted(accessor[:depth]) if len(accessor) > 1 else ""
 
@@ -286,32 +286,32 @@ def _flat(flat: FlatShard, path: str, first_at: dict[int, str]) -> Flat:
     x, layout = flat.values, flat.layout
     if not isinstance(x, Tensor):
         return Flat(layout, layout.dtype, 0, "")
-    before = first_at.setdefault(id(x), path)
-    return Flat(layout, x.dtype, x.dtype.itemsize * math.prod(x.shape[:-1]), "" if before == path else before)
+    first_path = first_at.setdefault(id(x), path)
+    return Flat(layout, x.dtype, x.dtype.itemsize * math.prod(x.shape[:-1]), "" if first_path == path else first_path)
 
 
 def _plain(leaf: Any, path: str, stage: str, first_at: dict[int, str]) -> Plain | None:
-    """A tensor, or what of a flat shard an optimizer has apart; None of what is neither."""
+    """Describes a tensor, or what an optimizer keeps separately for a flat shard; None for other leaves."""
     values: Any = leaf if isinstance(leaf, Tensor) else getattr(leaf, "values", None)
     if not isinstance(values, Tensor):
         return None
     name = path.removeprefix(stage).removeprefix(".")
-    before = first_at.setdefault(id(values), path)
+    first_path = first_at.setdefault(id(values), path)
     if is_packed(leaf):
         plain = Plain(name, leaf.shape, str(leaf.format), values.nbytes, values.nbytes, leaf.numel)
     else:
         plain = Plain(name, tuple(values.shape), word(values.dtype), values.nbytes, values.nbytes, values.numel())
-    if before != path:
-        return replace(plain, nbytes=0, whole=0, numel=0, note=f"the same as {before}")
-    here = values.to_local().nbytes if is_dtensor(values) else values.nbytes  # type: ignore[attr-defined]
+    if first_path != path:
+        return replace(plain, nbytes=0, whole=0, numel=0, note=f"the same as {first_path}")
+    nbytes = values.to_local().nbytes if is_dtensor(values) else values.nbytes  # type: ignore[attr-defined]
     if is_dtensor(leaf):
         note = f"DTensor, {', '.join(map(str, leaf.placements))}"
     else:
         whole = isinstance(leaf, Tensor) or is_packed(leaf)
         note = "" if whole else f"this rank's, of {leaf.layout.stage or 'the tree'}"
-    return replace(plain, nbytes=here, note=note)
+    return replace(plain, nbytes=nbytes, note=note)
 
 
 def word(dtype: torch.dtype) -> str:
-    """A dtype without its module."""
+    """Returns a dtype's name without its module."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Parameters without numbers, laid out as those with numbers would be."""
+"""Lays out parameters without data exactly as parameters with data."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 
 class _Shapes(TorchFunctionMode):
-    """Whatever is made has no numbers, and whoever draws some needs no generator."""
+    """A mode in which new tensors have no data, on the meta device, and random ops need no generator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
-        if given.get("device") is not None:
-            given["device"] = "meta"
-        return func(*args, **given)
+        arguments = {name: value for name, value in (kwargs or {}).items() if name != "generator"}
+        if arguments.get("device") is not None:
+            arguments["device"] = "meta"
+        return func(*args, **arguments)
 
 
 def made(path: str, node: Any) -> Any:
-    """A tree with what its makers would make in their places, without numbers.
+    """Returns a tree with each maker replaced by what it would make, without data.
 
     Raises:
-        TypeError: a leaf that is neither a tensor nor a maker.
-        ValueError: a maker that reads numbers.
+        TypeError: a leaf is neither a tensor nor a maker.
+        ValueError: a maker reads data.
     """
     accessors, leaves, tree = optree.tree_flatten_with_accessor(node, is_leaf=lambda x: is_flat(x) or is_packed(x))
-    found = (_leaf(joined(path, dotted(accessor)), leaf) for accessor, leaf in zip(accessors, leaves, strict=True))
-    return optree.tree_unflatten(tree, list(found))
+    filled = (_leaf(joined(path, dotted(accessor)), leaf) for accessor, leaf in zip(accessors, leaves, strict=True))
+    return optree.tree_unflatten(tree, list(filled))
 
 
 def _leaf(name: str, leaf: Any) -> Any:
@@ -69,7 +69,7 @@ def _leaf(name: str, leaf: Any) -> Any:
 def laid_out(
     params: Any, mesh: DeviceMesh, strategy: Strategy, stages: Which | None, frozen: Which, specs: Specs
 ) -> Any:
-    """The tree as `shard` would return it, but without numbers, and without asking other ranks.
+    """Returns the tree that `shard` would return, but without data, and without asking other ranks.
 
     Raises:
         ValueError, TypeError: as `shard`.
@@ -85,21 +85,21 @@ def laid_out(
         }
         return subtree if not flats else next(iter(flats.values())) if len(flats) == 1 else flats
 
-    found = rules.map_stages(params, cut, made)
+    tree = rules.map_stages(params, cut, made)
     if rules.unused:
         raise ValueError(
             f"memory: nothing matches {listed(map(repr, sorted(rules.unused)))}; the parameters are {listed(names)}"
         )
-    return found
+    return tree
 
 
 def without_numbers(tree: Any) -> Any:
-    """The same tree with tensors on the meta device; one that is there twice is there twice."""
-    known: dict[int, Tensor] = {}
+    """Returns the same tree with tensors on the meta device; tensors that are shared stay shared."""
+    replaced: dict[int, Tensor] = {}
 
-    def of(leaf: Any) -> Any:
+    def hollow(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return known.setdefault(id(leaf), torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+        return replaced.setdefault(id(leaf), torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
 
-    return optree.tree_map(of, tree)
+    return optree.tree_map(hollow, tree)

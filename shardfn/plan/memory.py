@@ -1,4 +1,4 @@
-"""What a step will take of each tier, before it is there: counted from layouts, and from a state without numbers."""
+"""Predicts a step's memory on each tier, from layouts and from an optimizer state without data."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bytes:
-    """How many bytes of something a rank has where.
+    """Bytes that a rank has on each tier.
 
     Attributes:
-        device: on the device that computes; on a mesh of CPUs also what is in the host's memory, which is the same.
-        host: in the host's memory, where that is another.
-        disk: in files, in whole blocks of 4096.
+        device: on the device that computes; on a mesh of CPUs, the host's memory is counted here.
+        host: in the host's memory, if that is separate.
+        disk: in files, in whole blocks of 4096 bytes.
     """
 
     device: int = 0
@@ -53,39 +53,38 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """On all of them."""
+        """Bytes on all tiers."""
         return self.device + self.host + self.disk
 
 
-def together(some: Iterable[Bytes]) -> Bytes:
-    """Their sum."""
-    return sum(some, Bytes())
+def together(parts: Iterable[Bytes]) -> Bytes:
+    """Returns the sum."""
+    return sum(parts, Bytes())
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes that one rank has during a step, by kind and tier, as `memory` counts them.
 
-    The first three are there from the first step to the last, and exact. Of the others each one is the most that there
-    is at once: `gathered` to the byte where the backward of every stage reads its parameters, the others at most.
+    The first three exist from the first step to the last, and are exact. Each other figure is a maximum over time:
+    `gathered` is exact if the backward of every stage reads its parameters, the others are upper bounds.
 
     Attributes:
-        parameters: this rank's pieces, padding included: elements that its layouts hold, times the bytes of one.
-        gradients: of what is trained, as `value_and_grad` returns them, in the parameters' dtype: elements that the
-            layouts of the state hold, times the bytes of one. One set of them: a loop that keeps the last ones while it
-            computes new ones has two.
+        parameters: this rank's pieces, padding included: elements that its layouts hold, times bytes per element.
+        gradients: of trained parameters, as `value_and_grad` returns them, in the parameters' dtype: elements that the
+            layouts of the state hold, times bytes per element. One set: a loop that keeps the previous gradients while
+            it computes new ones has two.
         state: the tensors of `optimizer.init(params)`.
-        gathered: the ring, `1 + prefetch` buffers (or one for each stage, if there are fewer) of the size of the
-            largest stage; in addition to these, of each stage that is not given back after forward, its whole size;
-            and what `hpz` leaves for backward. The size of a stage is the sum over its buffers, each rounded up to
-            512 bytes; of what need not be gathered, because it is whole here and in its own dtype, it is 0.
-        decoded: what parameters in few bits are decoded to: the largest stage's, in the dtype that it computes with.
-        reducing: what gradients take off from: for each of a stage's buffers two gradients of the largest stage, and
-            two of what arrives; and where gradients go to another tier, three pieces of the largest one.
-        moving: what reads and writes disks, through buffers of whole MiB: of parameters, those of `1 + 2 prefetch`
-            stages; of gradients, three; of an optimizer's step, five stretches of 2^19 elements of each column that is
-            on disk, of which there may be some for each size of the last stretch; and 9 MiB by which values were put
-            there.
+        gathered: the ring of `1 + prefetch` buffers (or one for each stage, if there are fewer) of the size of the
+            largest stage; in addition the whole size of each stage that is kept after forward; and the copies that
+            `hpz` leaves for backward. The size of a stage is the sum over its buffers, each rounded up to 512 bytes; a
+            buffer that need not be gathered, because it is whole here and in its own dtype, counts 0.
+        decoded: what parameters in few bits are decoded to: the largest stage's, in the dtype in which it computes.
+        reducing: buffers for gradients: for each of a stage's buffers two send and two receive buffers of the largest
+            stage's size; and if gradients go to another tier, three pieces of the largest one.
+        moving: buffers for disk transfers, in whole MiB: for parameters, those of `1 + 2 prefetch` stages; for
+            gradients, three; for an optimizer's step, five chunks of 2^19 elements of each column on disk, possibly
+            several for each size of the last chunk; and 9 MiB through which values were put there.
     """
 
     parameters: Bytes = Bytes()
@@ -98,15 +97,15 @@ class Memory:
 
     @property
     def total(self) -> Bytes:
-        """Of all kinds, by tier: what a step takes, but for activations and what functions compute with."""
-        return together(getattr(self, one.name) for one in fields(self))
+        """All kinds together, by tier: a step's memory except for activations and what functions compute with."""
+        return together(getattr(self, kind.name) for kind in fields(self))
 
     def __str__(self) -> str:
-        rows = {one.name: getattr(self, one.name) for one in fields(self)} | {"total": self.total}
+        rows = {field.name: getattr(self, field.name) for field in fields(self)} | {"total": self.total}
         unit, name = (1e9, "GB") if self.total.total >= 1e10 else (1e6, "MB")
         lines = [f"{name + ' a rank':<12}" + "".join(f"{tier:>12}" for tier in ("device", "host", "disk"))]
-        for kind, some in rows.items():
-            cells = (f"{n / unit:.3f}" if n else "-" for n in (some.device, some.host, some.disk))
+        for kind, nbytes in rows.items():
+            cells = (f"{n / unit:.3f}" if n else "-" for n in (nbytes.device, nbytes.host, nbytes.disk))
             lines.append(f"{kind:<12}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
 
@@ -127,40 +126,40 @@ def memory(
     reduce_dtype: torch.dtype | None = None,
     gather: Format | None = None,
 ) -> Memory:
-    """The bytes that this rank will have during a step, by kind and tier, before any of them is there.
+    """Predicts the bytes that this rank will have during a step, by kind and tier, before any of them is allocated.
 
-    It takes no memory, moves nothing and asks no other rank. Stages are counted as `shard` makes them, one call of each
-    at a time. What it does not count are activations, what a stage's function computes with, and what an optimizer
-    makes for a moment.
+    Allocates nothing, moves nothing and asks no other rank. Stages are counted as `shard` makes them, with one call of
+    each at a time. Not counted are activations, memory that a stage's function computes with, and an optimizer's
+    temporaries.
 
     Args:
-        params: what `shard` returned; or what it is going to get, with a strategy: a tree of tensors, which may be on
-            the meta device, as those of a module that was built inside `interop.meta()` are, or of makers, as `init`
-            takes them. Without a strategy, plain tensors count as they are, on the device.
-        optimizer: whose state is counted. Default: none.
-        strategy: as for `shard`, for what is not sharded yet.
-        mesh: as for `shard`. Default: the one in scope.
-        stages: as for `shard`, like what follows.
+        params: what `shard` returned; or, with a strategy, what it will be given: a tree of tensors, possibly on the
+            meta device, as in a module built inside `interop.meta()`, or of makers, as for `init`. Without a strategy,
+            plain tensors count as they are, on the device.
+        optimizer: the optimizer whose state is counted. Default: none.
+        strategy: as for `shard`, if the parameters are not sharded yet.
+        mesh: as for `shard`. Default: the mesh in scope.
+        stages: as for `shard`.
         frozen: as for `shard`.
         specs: as for `shard`.
-        reshard: what the stages were asked for, as in `stage`, like what follows.
+        reshard: what the stages are asked for, as in `stage`.
         prefetch: as in `stage`.
         gather_dtype: as in `stage`.
         reduce_dtype: as in `stage`.
         gather: as in `stage`.
 
     Returns:
-        The figures; printed, they are a table. How each is counted `Memory` says.
+        The figures, which print as a table. `Memory` says how each is counted.
 
     Raises:
-        ValueError: a strategy without a mesh, or the other way round, or for parameters that are sharded already; a
-            state that only values can tell, or the first step; what `shard` would refuse.
-        TypeError: an optimizer that is none; a leaf that is neither a tensor nor a maker.
+        ValueError: a strategy without a mesh, or a mesh without a strategy, or a strategy for parameters that are
+            sharded already; a state that depends on data or on the first step; anything that `shard` would refuse.
+        TypeError: the optimizer is none; a leaf is neither a tensor nor a maker.
 
     Example:
         ``print(memory(init_makers, adamw(3e-4), full_shard("shard").on(state="disk"), mesh=mesh))``
     """
-    # A stage looks at what it is asked for.
+    # Making a stage checks the options.
     stage(lambda: None, reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, gather=gather)
     options = Options(
         reshard=reshard, prefetch=prefetch, gather_dtype=gather_dtype, reduce_dtype=reduce_dtype, gather=gather
@@ -168,8 +167,8 @@ def memory(
     if optimizer is not None:
         must_be_optimizer("memory", optimizer)
     tree = hollow.without_numbers(_laid_out(params, strategy, mesh, stages, frozen, specs))
-    every = optree.tree_leaves(tree, is_leaf=is_flat)
-    leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in every}.values()  # each once
+    all_leaves = optree.tree_leaves(tree, is_leaf=is_flat)
+    leaves = {id(leaf.values if is_flat(leaf) else leaf): leaf for leaf in all_leaves}.values()  # shared tensors once
     state = [] if optimizer is None else _state(optimizer, tree)
     meshes = buffers.planned(tree, options)
     moving = buffers.moving([*itertools.chain(*meshes)], options, state)  # in the host's memory, where that is another
@@ -177,9 +176,9 @@ def memory(
         parameters=together(_parameter(leaf) for leaf in leaves),
         gradients=together(_gradient(leaf) for leaf in leaves),
         state=together(on(tier, x, layout) for x, tier, layout in state),
-        gathered=Bytes(sum(buffers.gathered(some, options) for some in meshes)),
-        decoded=Bytes(sum(buffers.decoded(some, options) for some in meshes)),
-        reducing=Bytes(sum(buffers.reducing(some, options) for some in meshes)),
+        gathered=Bytes(sum(buffers.gathered(planned, options) for planned in meshes)),
+        decoded=Bytes(sum(buffers.decoded(planned, options) for planned in meshes)),
+        reducing=Bytes(sum(buffers.reducing(planned, options) for planned in meshes)),
         moving=Bytes(host=moving) if any(_apart(leaf.layout) for leaf in leaves if is_flat(leaf)) else Bytes(moving),
     )
 
@@ -187,15 +186,15 @@ def memory(
 def _laid_out(
     params: Any, strategy: Strategy | None, mesh: DeviceMesh | None, stages: Which | None, frozen: Which, specs: Specs
 ) -> Any:
-    """Parameters as they are, or would be, sharded."""
-    already = any(map(is_flat, optree.tree_leaves(params, is_leaf=is_flat)))
-    if already and strategy is not None:
+    """Returns the parameters as they are sharded, or would be."""
+    is_sharded = any(map(is_flat, optree.tree_leaves(params, is_leaf=is_flat)))
+    if is_sharded and strategy is not None:
         raise ValueError(
             "memory: the parameters are sharded already, each by its own strategy: leave strategy= out, or "
             "pass what shard() is to get"
         )
     if strategy is None:
-        if mesh is not None and not already:
+        if mesh is not None and not is_sharded:
             raise ValueError(
                 'memory: a mesh, but no strategy: pass what shard() is to get, full_shard("shard") say; without both, '
                 "parameters count as whole ones of one process"
@@ -211,7 +210,7 @@ def _laid_out(
 
 
 def on(tier: str, x: Tensor | int, layout: Layout | None) -> Bytes:
-    """What a tensor takes of a tier, on the layout's mesh."""
+    """Returns what a tensor takes on a tier of the layout's mesh."""
     nbytes = x if isinstance(x, int) else x.untyped_storage().nbytes()
     if tier == "disk":
         return Bytes(disk=-(-nbytes // ALIGNMENT) * ALIGNMENT)
@@ -219,7 +218,7 @@ def on(tier: str, x: Tensor | int, layout: Layout | None) -> Bytes:
 
 
 def _apart(layout: Layout | None) -> bool:
-    """Whether the host's memory is another than the device's."""
+    """Whether the host's memory is separate from the device's."""
     return layout is not None and mesh_of(layout.grid, f"stage {layout.stage!r}").device_type != "cpu"
 
 
@@ -243,7 +242,7 @@ def _gradient(leaf: Any) -> Bytes:
 
 
 def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | None]]:
-    """The tensors of a state, on which tier each one would be, and the layout that it is like."""
+    """Returns the tensors of a state, each with its tier and the layout that it follows."""
     try:
         state = optimizer.init(tree)
     except (RuntimeError, NotImplementedError) as error:
@@ -258,19 +257,19 @@ def _state(optimizer: Optimizer, tree: Any) -> list[tuple[Tensor, str, Layout | 
         )
     seen = {autograd.storage_of(x) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
     flats = [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_flat) if is_flat(leaf)]
-    away = [flat.layout.placement.tiers.params != "device" for flat in flats]
-    found = []
+    offloaded = [flat.layout.placement.tiers.params != "device" for flat in flats]
+    tensors = []
     for x, layout in _tensors(state):
         if autograd.storage_of(x) in seen:
             continue
         seen.add(autograd.storage_of(x))
-        beside = "host" if away and all(away) else "device"
-        found.append((x, placing.intended(x) or (layout.placement.tiers.state if layout else beside), layout))
-    return found
+        default_tier = "host" if offloaded and all(offloaded) else "device"
+        tensors.append((x, placing.intended(x) or (layout.placement.tiers.state if layout else default_tier), layout))
+    return tensors
 
 
 def _tensors(state: Any) -> Iterator[tuple[Tensor, Layout | None]]:
-    """Each tensor, with the layout of the node that it is in."""
+    """Yields each tensor with the layout of the node that contains it."""
     for node in optree.tree_leaves(state, is_leaf=_has_layout):
         for x in optree.tree_leaves(node):
             if isinstance(x, Tensor):

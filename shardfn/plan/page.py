@@ -1,4 +1,4 @@
-"""Who holds what, in lines of text: each line some words, each word with the style that a terminal may give it."""
+"""Shows who holds what as lines of text; each line consists of words with a style for the terminal."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardfn.shards.layout import Layout, Range
 from shardfn.shards.placement import Reshard
 
 Line = list[tuple[str, str]]
-NAMED = 16  # ranks; where there are more, positions along axes are told in place of them
-PARTS = 4  # of a parameter that are told one by one
-BAR = 16, 44  # columns, at least and at most
-KEPT = "\N{NO-BREAK SPACE}"  # within what stays in one line
-MOST = 8  # positions along an axis of the mesh
+NAMED = 16  # most ranks that are named; with more, positions along axes are shown instead
+PARTS = 4  # most parts of a parameter that are listed one by one
+BAR = 16, 44  # least and greatest width of a bar, in columns
+KEPT = "\N{NO-BREAK SPACE}"  # joins words that must stay in one line
+MOST = 8  # most positions shown along an axis of the mesh
 
 
 def lines(sections: Sequence[Section], width: int) -> Iterator[Line]:
-    """All of it."""
+    """Yields all lines."""
     for number, section in enumerate(sections):
         if number:
             yield []
@@ -40,7 +40,7 @@ def lines(sections: Sequence[Section], width: int) -> Iterator[Line]:
 
 @dataclass(frozen=True)
 class Page:
-    """One section, as wide as a terminal."""
+    """One section, formatted to the width of a terminal."""
 
     section: Section
     color: dict[int, str]
@@ -49,7 +49,7 @@ class Page:
     # --- the mesh ---
 
     def mesh(self) -> Iterator[Line]:
-        """The mesh as a grid of its ranks, of which this one is underlined."""
+        """Yields the mesh as a grid of its ranks, with this rank underlined."""
         grid = self.section.grid
         if grid is None:
             yield [("no mesh", "bold"), (": what this process has", "")]
@@ -81,7 +81,7 @@ class Page:
     # --- stages ---
 
     def stages(self, run: Sequence[Stage]) -> Iterator[Line]:
-        """Stages that differ only in their names."""
+        """Yields a run of stages that differ only in their names."""
         first = run[0]
         name = first.name or ("at the top" if any(tensor.path for tensor in first.plain) else "(the tree itself)")
         if len(run) > 1:
@@ -107,46 +107,46 @@ class Page:
 
     def _flat(self, flat: Flat) -> Iterator[Line]:
         layout = flat.layout
-        every = range(len(layout.entries))
-        names = _column([flat.name(i) or "(itself)" for i in every], self.width // 4)
-        shapes = _column([shape_of(layout, i) for i in every], self.width // 3)
+        numbers = range(len(layout.entries))
+        names = _column([flat.name(i) or "(itself)" for i in numbers], self.width // 4)
+        shapes = _column([shape_of(layout, i) for i in numbers], self.width // 3)
         left = 2 + len(names[0]) + 2 + len(shapes[0]) + 2
         bar = max(BAR[0], min(BAR[1], (self.width - left) // 2))
         room = max(self.width - left - bar - 3, 24)
         held = holders(self.section, layout)
-        shades = {piece: self.color[some[0]] for piece, some in held.items()}
+        shades = {piece: self.color[owning[0]] for piece, owning in held.items()}
         yield [(" " * left, ""), *self._pieces(layout, held, shades, bar)]
         parts_of = owners(layout) if len(layout.grid.ranks) <= NAMED else None
-        for i, name, shape in zip(every, names, shapes, strict=True):
-            told = held_by(layout, i, None if parts_of is None else parts_of[layout.entries[i].path])
-            who, *more = _broken(told, room)
+        for i, name, shape in zip(numbers, names, shapes, strict=True):
+            descriptions = held_by(layout, i, None if parts_of is None else parts_of[layout.entries[i].path])
+            who, *more = _broken(descriptions, room)
             yield [(f"  {name}  ", ""), (f"{shape}  ", "dim"), *_stretch(layout, i, shades, bar), (f"  {who}", "")]
             yield from ([(" " * (left + bar + 3) + text, "")] for text in more)
 
     def _pieces(self, layout: Layout, held: dict[int, list[int]], shades: dict[int, str], bar: int) -> Line:
-        """The buffer, cut into its pieces, each with the names of those that hold it."""
+        """Returns the buffer cut into its pieces, each with the names of its holders."""
         if layout.size * 2 > bar:
             return [(f"│{f'{layout.size} pieces':^{bar - 1}}│", "dim")]
         line: Line = []
         for piece in range(layout.size):
             start, stop = (bar * k // layout.size for k in (piece, piece + 1))
-            few = len(layout.grid.ranks) <= NAMED
-            who = ranks(held[piece], layout.grid) if few else str(piece) if layout.size > 1 else "every rank"
-            who = _cut(who, stop - start - 1)
-            line.append((f"│{who:<{stop - start - 1}}", f"{over(shades[piece])} on {shades[piece]}"))
+            names_ranks = len(layout.grid.ranks) <= NAMED
+            label = ranks(held[piece], layout.grid) if names_ranks else str(piece) if layout.size > 1 else "every rank"
+            label = _cut(label, stop - start - 1)
+            line.append((f"│{label:<{stop - start - 1}}", f"{over(shades[piece])} on {shades[piece]}"))
         return [*line, ("│", "dim")]
 
-    # --- sums ---
+    # --- totals ---
 
     def totals(self) -> Iterator[Line]:
-        """What each rank holds of all, and what there is."""
+        """Yields what each rank holds in total, and the size of the whole."""
         section = self.section
         kinds: dict[Held, list[int]] = {}
         for rank, held in section.held.items():
             kinds.setdefault(held, []).append(rank)
         for held, holders in itertools.islice(kinds.items(), PARTS):
-            some = [f"{byte_count(n)} {kind}" for kind, n in held._asdict().items() if n]
-            kind = f" ({', '.join(some)})" if len(some) > 1 else ""
+            amounts = [f"{byte_count(n)} {kind}" for kind, n in held._asdict().items() if n]
+            kind = f" ({', '.join(amounts)})" if len(amounts) > 1 else ""
             yield [(f"{_holders(holders, section)}: ", "bold"), (f"{byte_count(sum(held))}{kind}", "")]
         if len(kinds) > PARTS:
             least, most = min(map(sum, kinds)), max(map(sum, kinds))
@@ -184,7 +184,7 @@ def _holders(holders: list[int], section: Section) -> str:
 
 
 def described(flat: Flat) -> str:
-    """Its dtype, and how it is placed."""
+    """Describes a flat shard: its dtype, and how it is placed."""
     layout, placement = flat.layout, flat.layout.placement
     words = [word(layout.dtype)]
     if flat.itemsize and flat.dtype != layout.dtype:
@@ -213,13 +213,13 @@ def described(flat: Flat) -> str:
 
 
 def copied_over(layout: Layout) -> tuple[str, ...]:
-    """Axes along which ranks hold the same of every parameter."""
+    """Returns the axes along which all ranks hold the same of every parameter."""
     same = [layout.same_axes(number) for number in range(len(layout.entries))]
     return tuple(name for name, n in layout.grid.sizes if n > 1 and all(name in axes for axes in same))
 
 
 def _travels(layout: Layout) -> list[str]:
-    """What is gathered, in what, and for how long."""
+    """Says what is gathered, in which format, and how long it is kept."""
     placement, words = layout.placement, list[str]()
     if layout.size > 1 and layout.trainable:
         words.append(_kept(placement.reshard))
@@ -239,35 +239,35 @@ def _kept(reshard: Reshard) -> str:
 
 
 def shape_of(layout: Layout, number: int) -> str:
-    """A parameter's whole shape, and how other axes than the buffer's cut it, or in what bits it is."""
+    """Returns a parameter's whole shape, with the axes outside the buffer that cut it, or its packed format."""
     spec, packed = layout.entries[number].spec, layout.packed_at(number)
-    more = f" {spec}" if spec.axes else f" {packed.format}" if packed is not None else ""
-    return f"{list(layout.meant_shape(number))}{more}"
+    suffix = f" {spec}" if spec.axes else f" {packed.format}" if packed is not None else ""
+    return f"{list(layout.meant_shape(number))}{suffix}"
 
 
 def held_by(layout: Layout, number: int, parts: dict[Range, list[int]] | None) -> list[str]:
-    """Who holds which elements of a parameter: by rank, where the parts of each are known."""
+    """Says who holds which elements of a parameter: by rank if the parts are known, else by position along axes."""
     whole, unit = layout.whole_shape(number), "bytes" if layout.packed_at(number) else "elements"
     if parts is not None and len(parts) <= PARTS:
         return [f"{ranks(who, layout.grid)}: {region(part, whole, unit)}" for part, who in parts.items()]
     if parts is not None:
-        most = max(part.stop - part.start for part in parts)
-        everyone = sorted(rank for who in parts.values() for rank in who)
-        return [f"{ranks(everyone, layout.grid)}: {len(parts)} parts, up to {most:,} {unit} each"]
+        largest = max(part.stop - part.start for part in parts)
+        all_holders = sorted(rank for who in parts.values() for rank in who)
+        return [f"{ranks(all_holders, layout.grid)}: {len(parts)} parts, up to {largest:,} {unit} each"]
     pieces = pieces_of(layout, number)
     axes = " x ".join(name for name in layout.placement.axes if layout.grid.size(name) > 1) or "every rank"
     if len(pieces) > PARTS:
         return [f"{axes} {pieces[0]} to {pieces[-1]}: up to {layout.piece:,} {unit} each"]
-    entry, told = layout.entries[number], []
+    entry, descriptions = layout.entries[number], []
     for piece in pieces:
         start, stop, _ = layout.within(number, piece)
         part = Range(entry.path, start, stop, entry.shape, (0,) * len(entry.shape))
-        told.append(f"{f'{axes} {piece}' if layout.size > 1 else axes}: {region(part, entry.shape, unit)}")
-    return told
+        descriptions.append(f"{f'{axes} {piece}' if layout.size > 1 else axes}: {region(part, entry.shape, unit)}")
+    return descriptions
 
 
 def region(part: Range, whole: Sequence[int], unit: str = "elements") -> str:
-    """Elements of a parameter, as a slice of it where they are whole rows."""
+    """Describes elements of a parameter, as a slice of it if they are whole rows."""
     numel = math.prod(part.shape)
     if (part.start, part.stop) == (0, numel):
         return _box(part.corner, part.shape, whole) or "all"
@@ -280,19 +280,19 @@ def region(part: Range, whole: Sequence[int], unit: str = "elements") -> str:
 
 
 def _box(corner: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> str:
-    """A part of a tensor as Python's slices; nothing for all of it."""
+    """Formats a part of a tensor as Python slices; empty for all of it."""
     slices = [":" if n == total else f"{at}:{at + n}" for at, n, total in zip(corner, shape, whole, strict=True)]
     while slices and slices[-1] == ":":
         slices.pop()
     return f"[{', '.join(slices)}]" if slices else ""
 
 
-def ranks(some: Sequence[int], grid: Grid) -> str:
-    """Numbers of ranks, neighbours as `0-3`."""
-    if len(some) == len(grid.ranks) > 1:
+def ranks(numbers: Sequence[int], grid: Grid) -> str:
+    """Formats numbers of ranks, with neighbours as `0-3`."""
+    if len(numbers) == len(grid.ranks) > 1:
         return "every rank"
     runs: list[list[int]] = []
-    for rank in some:
+    for rank in numbers:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
@@ -301,16 +301,16 @@ def ranks(some: Sequence[int], grid: Grid) -> str:
 
 
 def holders(section: Section, layout: Layout) -> dict[int, list[int]]:
-    """The ranks that hold each piece."""
+    """Returns piece -> the ranks that hold it."""
     ranks_of: dict[int, list[int]] = {}
-    for rank, where in sorted(section.places.items()):
-        if lives(layout, where):
-            ranks_of.setdefault(along(layout.grid, where, layout.placement.axes), []).append(rank)
+    for rank, position in sorted(section.places.items()):
+        if lives(layout, position):
+            ranks_of.setdefault(along(layout.grid, position, layout.placement.axes), []).append(rank)
     return ranks_of
 
 
 def _stretch(layout: Layout, number: int, shades: dict[int, str], bar: int) -> Line:
-    """Where in the buffer a parameter lies, in the colors of those that hold it."""
+    """Returns a bar that shows where in the buffer a parameter lies, in the colors of its holders."""
     entry, padded = layout.entries[number], layout.padded
     start = min(bar * entry.offset // padded, bar - 1)
     stop = max(start + 1, min(math.ceil(bar * (entry.offset + entry.numel) / padded), bar))
@@ -318,7 +318,7 @@ def _stretch(layout: Layout, number: int, shades: dict[int, str], bar: int) -> L
     middles = ((2 * at + 1) * layout.size // (2 * bar) for at in range(start, stop))
     shown = (shades[min(max(piece, pieces.start), pieces.stop - 1)] for piece in middles)
     mark = "━" if entry.numel else "·"
-    line = [(mark * len(list(some)), color) for color, some in itertools.groupby(shown)]
+    line = [(mark * len(list(same_color)), color) for color, same_color in itertools.groupby(shown)]
     return [(" " * start, ""), *line, (" " * (bar - stop + 1), "")]
 
 
@@ -327,7 +327,7 @@ def _plain(tensor: Plain) -> str:
 
 
 def some_of(count: int, room: int) -> list[int | None]:
-    """The first of so many things, and the last, with None for those between, if there is no room for all."""
+    """Returns the first indices and the last, with None for those between, if `count` does not fit into `room`."""
     return [*range(count)] if count <= room else [*range(room - 2), None, count - 1]
 
 
@@ -341,7 +341,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _broken(parts: Iterable[str], room: int) -> list[str]:
-    """Parts in lines, none of which is broken within."""
+    """Joins parts into lines no wider than `room`, without breaking a part."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 3 + len(part) <= room:

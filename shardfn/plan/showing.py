@@ -1,4 +1,4 @@
-"""Who holds what of a tree on a mesh: to be read on a terminal, in a notebook, or as a picture."""
+"""Shows who holds what of a tree on a mesh: on a terminal, in a notebook, or as a picture."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 
 def show(tree: Any, mesh: DeviceMesh | None = None) -> Shown:
-    """Which rank holds which elements of which parameter, how each stage is placed, and what that takes.
+    """Shows which rank holds which elements of which parameter, how each stage is placed, and what memory that takes.
 
     It reads layouts alone: nothing is sent, moved or copied, so one rank may call it without the others, on a mesh of
-    any size, and for tensors on the meta device. Ranks are told by their numbers while there are at most 16; on larger
-    meshes by their positions along the axes that cut a stage. Stages that differ only in their names are told once.
+    any size, and for tensors on the meta device. Ranks are shown by number if there are at most 16; on larger meshes by
+    their positions along the axes that cut a stage. Stages that differ only in their names are shown once.
 
     Args:
         tree: parameters, gradients or an optimizer's state: flat shards, plain tensors, or both. The tree of a module
             is `interop.functional(module).tree`.
-        mesh: for plain tensors, which every rank is taken to hold as this one does. Default: the one of the flat
-            shards, else the one in scope, else none, and a tree is what this process has. Flat shards of several meshes
-            are shown mesh by mesh.
+        mesh: for plain tensors, which are taken to be the same on every rank. Default: the mesh of the flat shards,
+            else the one in scope, else none, which shows what this process has. Flat shards of several meshes are shown
+            mesh by mesh.
 
     Returns:
-        What prints itself at a prompt and in a notebook; `str(...)` of it is plain text, and `.save("params.png")`
-        makes a picture of it.
+        An object that displays itself at a prompt and in a notebook; its `str(...)` is plain text, and
+        `.save("params.png")` makes a picture of it.
 
     Raises:
-        ValueError: nothing to show; flat shards of another mesh than was passed.
-        TypeError: a module.
+        ValueError: there is nothing to show, or flat shards are on another mesh than the one passed.
+        TypeError: the tree is a module.
 
     Example:
         ``print(show(params))``, or ``show(opt.init(params)).save("state.svg")``
@@ -50,21 +50,21 @@ class Shown:
     """Who holds what.
 
     Attributes:
-        sections: what there is, mesh by mesh.
+        sections: the contents, mesh by mesh.
     """
 
     def __init__(self, sections: tuple[holdings.Section, ...]) -> None:
         self.sections = sections
 
     def nbytes(self, rank: int) -> int:
-        """What a rank holds, padding included; a plain tensor counts as it does here."""
+        """Returns the bytes that a rank holds, padding included; a plain tensor counts as it does here."""
         held = [section.held for section in self.sections]
         if not any(rank in section for section in held):
             raise ValueError(f"show: rank {rank} is on none of the meshes")
         return sum(sum(section[rank]) for section in held if rank in section)
 
     def text(self, width: int | None = None) -> str:
-        """Lines of at most so many columns, where words allow it. Default: those of the terminal."""
+        """Returns the text, in lines of at most `width` columns if words allow it. Default: the terminal's width."""
         lines = page.lines(self.sections, width or _columns())
         return "\n".join("".join(word for word, _ in line).rstrip() for line in lines)
 
@@ -72,7 +72,7 @@ class Shown:
         return self.text()
 
     def __repr__(self) -> str:
-        """With colors, where that is a terminal's."""
+        """The text, in color if standard output is a terminal."""
         if not sys.stdout.isatty() or "NO_COLOR" in os.environ or find_spec("rich") is None:
             return self.text()
         from rich.console import Console
@@ -100,7 +100,7 @@ class Shown:
         return console.export_html(inline_styles=True, code_format=f'<pre style="{MONO}">{{code}}</pre>')
 
     def figure(self) -> Figure:
-        """The picture, which a notebook shows, too.
+        """Returns the picture, which notebooks can show, too.
 
         Raises:
             ModuleNotFoundError: matplotlib is missing.
@@ -113,26 +113,26 @@ class Shown:
         return _drawn(list(page.lines(self.sections, WIDE)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the picture, in the format that the name's ending says: `.svg`, `.png`, `.pdf`.
+        """Writes the picture, in the format given by the file name's suffix: `.svg`, `.png`, `.pdf`.
 
         Raises:
             ModuleNotFoundError: matplotlib is missing.
-            ValueError: an ending that no picture has.
+            ValueError: no picture format has this suffix.
         """
         figure = self.figure()
-        known = figure.canvas.get_supported_filetypes()
+        formats = figure.canvas.get_supported_filetypes()
         ending = Path(path).suffix.removeprefix(".").lower()
-        if ending not in known:
+        if ending not in formats:
             raise ValueError(f"show: {os.fspath(path)!r} names no kind of picture: end it in .svg, .png or .pdf")
         figure.savefig(path, dpi=150)
 
 
-WIDE = 120  # columns, of what no terminal shows
+WIDE = 120  # columns, where there is no terminal
 MONO = "white-space:pre;overflow-x:auto;line-height:1.25;font-family:Menlo,'DejaVu Sans Mono',consolas,monospace"
 
 
-COLUMN, LINE = 0.08, 0.18  # inches, of what is drawn: whole pixels, to which glyphs are rounded
-INK = {"": "#1c2733", "bold": "#1c2733", "dim": "#66727f"}  # of words without a color
+COLUMN, LINE = 0.08, 0.18  # size of a character in inches; whole pixels, as glyphs are rounded to pixels
+INK = {"": "#1c2733", "bold": "#1c2733", "dim": "#66727f"}  # colors by style
 
 
 def _columns() -> int:
@@ -140,7 +140,7 @@ def _columns() -> int:
 
 
 def _drawn(lines: list[page.Line]) -> Figure:
-    """Lines as a picture, in which each word stands in the columns that it has on a terminal."""
+    """Draws lines as a picture, with each word in the columns that it has on a terminal."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -149,15 +149,15 @@ def _drawn(lines: list[page.Line]) -> Figure:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(-2, columns + 2), ylim=(len(lines) + 1, -1))
     axes.set_axis_off()
-    how: dict[str, Any] = {"family": "monospace", "fontsize": 72 * COLUMN / 0.602, "parse_math": False}
+    font: dict[str, Any] = {"family": "monospace", "fontsize": 72 * COLUMN / 0.602, "parse_math": False}
     for y, line in enumerate(lines):
         x = 0
         for word, style in line:
-            color, _, ground = style.removesuffix(" underline").partition(" on ")
-            if ground:
-                axes.add_patch(Rectangle((x, y), len(word), 1, facecolor=ground, linewidth=0))
+            color, _, background = style.removesuffix(" underline").partition(" on ")
+            if background:
+                axes.add_patch(Rectangle((x, y), len(word), 1, facecolor=background, linewidth=0))
             begin, weight = x + len(word) - len(word.lstrip()), "bold" if style == "bold" else "normal"
             if word.strip():
-                axes.text(begin, y + 0.75, word.strip(), color=INK.get(color, color), weight=weight, **how)
+                axes.text(begin, y + 0.75, word.strip(), color=INK.get(color, color), weight=weight, **font)
             x += len(word)
     return figure

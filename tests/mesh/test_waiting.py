@@ -156,7 +156,7 @@ def test_a_group_that_was_given_up_says_why_when_it_is_used_again() -> None:
         for said in own.run(given_up):
             assert "in vain for all_reduce" in said[0]
             assert said[1] == said[2]
-            assert re.search(r"its group is broken since \S+:\d+, where rank \d waits in vain for all_reduce", said[1])
+            assert re.search(r"has been broken since \S+:\d+, where rank \d waits in vain for all_reduce", said[1])
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -373,7 +373,7 @@ def test_a_group_that_failed_is_failed_on_all_ranks_and_pairs_nobody(names: list
         assert first[1].startswith(f"rank {rank} waits in vain for "), first
         for name, (how, said) in zip(("both", "x", "y") * 2, later, strict=True):
             if (name, rank) in broken:
-                assert re.search(r"its group is broken since .*rank \d waits in vain for ", said), (
+                assert re.search(r"its group has been broken since .*rank \d waits in vain for ", said), (
                     rank,
                     name,
                     how,
