@@ -632,8 +632,8 @@ MUTANTS = [
     Mutant(
         "a stopped run is not told why",
         "run/looping.py",
-        "word = common(heard, _settled(run, reached))",
-        "word = _settled(run, reached)",
+        "word = common(heard, _settle(run, reached))",
+        "word = _settle(run, reached)",
         f"{RUN}/test_interrupts.py::test_a_run_that_stops_says_why_also_when_the_reason_has_gone",
     ),
     Mutant(
@@ -674,8 +674,8 @@ MUTANTS = [
     Mutant(
         "a checkpoint is of any step",
         "run/folder.py",
-        'if "step" in found.numbers and found.numbers["step"] != step_of(path):',
-        "if not found.numbers:",
+        'if "step" in manifest.numbers and manifest.numbers["step"] != step_of(path):',
+        "if not manifest.numbers:",
         f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
     ),
     Mutant(
