@@ -19,7 +19,7 @@ from shardfn.checkpoint.boxes import Box, steps, whole
 from shardfn.checkpoint.contents import Kind, LocalBox
 from shardfn.checkpoint.matching import Differences, part_with, patterns
 from shardfn.checkpoint.team import CheckpointError, Team, team_of
-from shardfn.collectives.agree import agree
+from shardfn.collectives.agree import agree, failing_together
 from shardfn.compat import process_groups
 from shardfn.interop import coded, conversions
 from shardfn.interop.coded import Coded
