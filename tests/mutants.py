@@ -545,8 +545,8 @@ MUTANTS = [
     Mutant(
         "a background save copies nothing",
         "checkpoint/writing.py",
-        "copies = snapshots.taken([one.values for one in found.boxes])",
-        "copies = [one.values for one in found.boxes]",
+        "copies = snapshots.taken([box.values for box in held.boxes])",
+        "copies = [box.values for box in held.boxes]",
         "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
     ),
     # the run

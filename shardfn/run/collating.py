@@ -128,9 +128,7 @@ def _of_tokenizer(collate: Any) -> dict[Any, float]:
 
 
 def kinds_but_sizes(batch: Any) -> list[str]:
-    """One line for each leaf of a batch, with shapes only beyond the first `SIZES` dimensions, which ranks compare as
-    numbers.
-    """
+    """One line for each leaf of a batch, without the first `SIZES` sizes, which ranks compare as numbers."""
     dims_so_far, lines = 0, []
     for name, leaf in named_leaves(batch):
         shape = shape_of(leaf)

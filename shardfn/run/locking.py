@@ -106,8 +106,9 @@ class Lock:
         return file is not None and status is not None and _file_key(status) == _file_key(os.fstat(file))
 
     def _content(self) -> bytes:
-        """The content of the lock file. A second open of a file that this process has locked would drop the lock when
-        closed.
+        """The content of the lock file.
+
+        Read through the open descriptor if there is one: closing a second one would drop this process's lock.
         """
         if self._file is not None and self._is_current():
             return os.pread(self._file, SIZE, 0)

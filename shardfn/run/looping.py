@@ -81,9 +81,9 @@ def loop(
         resume: True: resume from the newest checkpoint in `save`, if there is one; it is an error if that is incomplete
             or cannot be read. `"previous"`: read every byte, resume from the newest undamaged one, and give newer ones
             hidden names that end in `.damaged`. False: there must be no checkpoint.
-        evaluate: `(state) -> metrics`, reported as `eval/...` after each checkpoint and at the end; or `(function,
-            steps)` with its own interval; or a dict of these by name. It must not change the state, and has its own
-            random numbers. A run that resumes at a step with an evaluation begins with it.
+        evaluate: `(state) -> metrics`, reported as `eval/...` after each checkpoint and at the end; or
+            `(function, steps)` with its own interval; or a dict of these by name. It must not change the state, and
+            has its own random numbers. A run that resumes at a step with an evaluation begins with it.
         report: `(step, metrics) -> None`, or several, called on the first rank with each step's metrics and figures:
             `seconds`, `tokens_per_second`, `memory_gib`, and with `flops` also `tflops` and `mfu`. Default:
             `sf.run.progress()`; `[]` for none.

@@ -163,9 +163,7 @@ class TokenFile:
         return self._mapped(np.dtype("<i8"), self._after, self.documents + 1)
 
     def _mapped(self, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
-        return np.asarray(
-            np.memmap(self.path, dtype, "r", offset, (count,))
-        )  # a plain array is sliced in half the time
+        return np.asarray(np.memmap(self.path, dtype, "r", offset, (count,)))  # slices of it cost half of a memmap's
 
     def verify(self) -> None:
         """Checks the checksum of the whole file.
@@ -276,8 +274,8 @@ def packed_windows(files: Paths, context: int) -> Packed:
     """As `token_windows`, with the document of each token, so that attention can be kept within documents.
 
     A row is a dict of int64 `[context + 1]`: `tokens`; `documents`, counted from 1 in each row; and `positions`, which
-    begin with 0 in each document, and again in each row. A token may attend to those before it for which `documents[:,
-    None] == documents`; where `documents[1:] != documents[:-1]` the next token is another document's.
+    begin with 0 in each document, and again in each row. A token may attend to those before it for which
+    `documents[:, None] == documents`; where `documents[1:] != documents[:-1]` the next token is another document's.
 
     Args:
         files: made by `sf.run.write_tokens`: a path, or several.
