@@ -169,7 +169,7 @@ def publish(folder: Path, path: Path) -> None:
         discard(old)
         path.rename(old)
     folder.rename(path)
-    sync(path.parent)
+    sync(path.parent)  # before the old one goes, so that one of them outlives a crash
     spare(old)
 
 

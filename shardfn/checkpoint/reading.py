@@ -263,7 +263,7 @@ class CheckpointReader(Reader):
             if flaw:
                 raise CheckpointError(f"{self.source.folder} is damaged, in {name}: {flaw}")
             spans = sorted(
-                ((*span(part.box, kind.shape), part) for part in chunks if part.box.numel), key=lambda part: part[0]
+                ((*span(part.box, kind.shape), part) for part in chunks if part.box.numel), key=lambda entry: entry[0]
             )
             stops = list(itertools.accumulate((stop for _, stop, _ in spans), max))
             self._orders[name] = [part for *_, part in spans], [start for start, *_ in spans], stops

@@ -107,7 +107,7 @@ class Pending:
             FileExistsError, ValueError: as `save` does; each error is raised once.
         """
         self._thread.join()
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # it has been waited for before
             _pending.remove(self)
         if self.error is not None:
             error, self.error = self.error, None

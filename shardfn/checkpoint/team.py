@@ -122,7 +122,7 @@ def on_each_rank(run: Callable[[], T]) -> T:
     try:
         return run()
     except Exception as error:
-        if waiting.cause(error) is not None:  # after a wait that has failed, the others do not come to a meeting
+        if waiting.cause(error) is not None:  # after a wait in vain no other rank comes to hear of it
             with contextlib.suppress(CheckpointError):
                 team_of(()).gathered((None, _worded(error)))
         raise

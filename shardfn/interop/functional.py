@@ -295,7 +295,7 @@ class Functional:
             self._running.now = before
         self._looked.add(self.module.training)
         self.buffers.update({name: changed[key] for name, key in self._same.items() if key in self._kept})
-        del announced
+        del announced  # it is in force as long as it is alive
         self._order = tuple(dict.fromkeys(run.trace))
         if buffers is None:
             return out

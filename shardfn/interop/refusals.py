@@ -32,10 +32,7 @@ OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
 def aliases(module: nn.Module, known: Mapping[int, Tensor]) -> Iterator[tuple[Any, Any, int]]:
-    """Yields places outside of `_parameters` where modules keep parameters, such as a list of a recurrent module's own.
-
-    Yields:
-        The list or dict, the key in it, and the parameter's id.
+    """Yields where else modules keep parameters, as recurrent ones do: a list or dict, the key in it, the id of one.
 
     Raises:
         TypeError: a parameter is kept where it cannot be replaced.

@@ -93,7 +93,7 @@ class Late:
                 by_device.setdefault(x.device, []).append(name)
         copies, waits = [], []
         for device, names in by_device.items():
-            wide = torch.float32 if device.type == "mps" else torch.float64
+            wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
             # The allocator may reuse `packed` during the copy, but only for later work on the same stream.
             packed = torch.stack([metrics[name].detach().reshape(()).to(wide) for name in names])
             if device.type != "cpu":

@@ -195,7 +195,7 @@ def _next(
             if seen.looking:
                 seen.add(read.batch)
             read = Read(read.state, copier.start(read.batch))
-    except Exception as error:
+    except Exception as error:  # not raised before all ranks know of it, in `_ended`
         read = Read(State.FAILED, error=error)
     if len(who.places) > 1 and who.unequal and process_groups.worlds_of_threads():
         return _among_threads(read, who), None
@@ -252,7 +252,7 @@ def _first_at_places(every: Sequence[Any], differ: str, step: int, who: Peers) -
 
 
 def _among_threads(mine: Read, who: Peers) -> Read:
-    """Agrees on the next batch, waiting, between ranks that are threads, where one rank at its end ends all."""
+    """Waits for all ranks, which are threads here, to agree on the next batch; one rank at its end ends all."""
     states = gathered(torch.tensor([mine.state]), who.mesh, None, "the next batch", who.name).flatten().tolist()
     if mine.error is not None:
         return mine

@@ -71,7 +71,7 @@ class Interrupts:
             _log.warning("%s: the run saves and ends; another one, %g s from now, ends it at once", name, REPEAT)
         elif now - self.signalled > REPEAT:
             self._restore()
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # again, now with its former effect
 
     def _restore(self) -> None:
         for number, before in self._before.items():

@@ -84,12 +84,13 @@ class Lock:
 
     def _try(self) -> bool:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _guard:
+        with _guard:  # record locks are the process's: its threads are kept apart by `_held`
             status = seen(self.path)
             if status is not None and _file_key(status) in _held:
                 return False
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
+                # The other run may have deleted the file after it was opened here.
                 if _try_lock(file, self.path) and self._is_current(file):
                     self._written = _description()
                     os.ftruncate(file, 0)

@@ -111,7 +111,7 @@ def seed_host(seed: int) -> None:
     What that code draws then depends on the seed alone, whichever process runs it.
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
     torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms to look for devices
 
 

@@ -192,7 +192,7 @@ class Reports:
         try:
             for report in self.every:
                 call(report)
-        except Exception as error:
+        except Exception as error:  # all ranks raise it, at their next exchange
             self.error = error
 
 

@@ -75,7 +75,7 @@ def write_tokens(
                 raise ValueError("write_tokens: there are no documents to write")
             starts.write(np.int64(count).astype("<i8").tobytes())
             starts.seek(0)
-            file.write(bytes(-file.tell() % 8))
+            file.write(bytes(-file.tell() % 8))  # aligns the int64 that follow
             shutil.copyfileobj(starts, file)
             starts.seek(0)
             while portion := starts.read(PORTION):
