@@ -200,14 +200,14 @@ def _inside(name: str, part: str) -> str | None:
 
 def hint(differ: Differences, names: dict[str, Name], source: Entries, asked: Asked) -> str:
     """Advice for a message: in which part the missing entries are, or that there is no such part."""
-    every = [*source.tensors, *source.numbers]
-    if asked.part and not any(_inside(name, asked.part) for name in every):
-        parts = listed(dict.fromkeys(name.partition(".")[0] for name in every), room=_ROOM)
+    entries = [*source.tensors, *source.numbers]
+    if asked.part and not any(_inside(name, asked.part) for name in entries):
+        parts = listed(dict.fromkeys(name.partition(".")[0] for name in entries), room=_ROOM)
         return f". There is no part {short(repr(asked.part))}: the first keys are {parts}"
     if names or not differ.missing:
         return asked.advice if differ.missing else ""
     plain = [label.partition(" (here ")[0] for label in differ.missing]
-    part = part_with(plain, every)
+    part = part_with(plain, entries)
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
 
 

@@ -238,8 +238,8 @@ def tensors_in(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # it is not iterable itself
                 part = opened.get_slice(name)
-                known = part.get_dtype() in CODES.values()
-                yield name, opened.get_tensor(name) if known else Unknown(f"{part.get_dtype()} {part.get_shape()}")
+                is_known = part.get_dtype() in CODES.values()
+                yield name, opened.get_tensor(name) if is_known else Unknown(f"{part.get_dtype()} {part.get_shape()}")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 

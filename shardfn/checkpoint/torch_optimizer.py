@@ -216,17 +216,17 @@ def _groups(reader: Reader, part: str, theirs: list[str]) -> dict[str, Group]:
     prefix = joined(part, "param_groups") + "."
     source = reader.source
     entries = [*source.numbers, *source.tensors, *source.others]
-    found = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
-    numbered = any(re.fullmatch(r"\d+\.params(\.\d+)?", name) for name in found)
+    in_groups = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
+    numbered = any(re.fullmatch(r"\d+\.params(\.\d+)?", name) for name in in_groups)
     groups: dict[str, Group] = {}
     if numbered:
-        for name, full in found.items():
+        for name, full in in_groups.items():
             number, _, rest = name.partition(".")
             groups.setdefault(number, {})[rest] = full
         by_name = {str(one): group for group in groups.values() for one in _listed(reader, group, "params")}
     else:
         by_name = {
-            one: {name.removeprefix(f"{one}."): full for name, full in found.items() if name.startswith(f"{one}.")}
+            one: {name.removeprefix(f"{one}."): full for name, full in in_groups.items() if name.startswith(f"{one}.")}
             for one in theirs
         }
     without = [one for one in theirs if not by_name.get(one)]

@@ -210,7 +210,7 @@ class Save:
         if len({digest for _, digest, _ in summaries}) > 1:
             self._differ(self.team.gathered(self._in_common()))
         plain = summaries[0][2]
-        differing = [name for name in plain if any(one[name] != plain[name] for *_, one in summaries)]
+        differing = [name for name in plain if any(theirs[name] != plain[name] for *_, theirs in summaries)]
         wrong = [name for name in differing if name not in self.contents.by_rank]
         if wrong:
             raise ValueError(

@@ -57,15 +57,15 @@ def converted(module: Any, stored: Mapping[str, Assembled], names: Iterable[str]
     renames = [rule for rule in rules if isinstance(rule, library.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, library.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    known = dict.fromkeys(names, True)
+    of_module = dict.fromkeys(names, True)
     prefix = getattr(module, "base_model_prefix", None)
     result, to_convert, last = Converted({}, []), dict[str, list[tuple[str, str]]](), _Last()
     renamed: dict[str, str] = {}
     for name in sorted(stored, key=library.dot_natural_key):
-        target, pattern = library.rename_source_key(name, renames, converters, prefix, known)
-        if target not in known and name in known:
-            target, pattern = library.rename_source_key(name, [], [], prefix, known)
-        if target not in known:
+        target, pattern = library.rename_source_key(name, renames, converters, prefix, of_module)
+        if target not in of_module and name in of_module:
+            target, pattern = library.rename_source_key(name, [], [], prefix, of_module)
+        if target not in of_module:
             result.extra.append(name)
         elif pattern is not None:
             to_convert.setdefault(target, []).append((name, pattern))
@@ -76,8 +76,8 @@ def converted(module: Any, stored: Mapping[str, Assembled], names: Iterable[str]
             result.values[target] = stored[name]
     for target, sources in to_convert.items():
         outputs = _by_rule(module, by_pattern[sources[0][1]], target, sources, stored, last)
-        result.values.update((name, x) for name, x in outputs.items() if name in known)
-        result.extra.extend(name for name in outputs if name not in known)
+        result.values.update((name, x) for name, x in outputs.items() if name in of_module)
+        result.extra.extend(name for name in outputs if name not in of_module)
     used = tuple(number for number, rule in enumerate(rules) if rule.was_used())
     return result._replace(used=used)
 

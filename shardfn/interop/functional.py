@@ -393,9 +393,9 @@ class Functional:
             )
 
     def _check_adapters(self, adapters: Mapping[str, Any]) -> None:
-        known = {*self._units, self._loose.path}
-        if not isinstance(adapters, Mapping) or not set(adapters) <= known:
-            extra = sorted(set(adapters) - known) if isinstance(adapters, Mapping) else [type(adapters).__name__]
+        keys = {*self._units, self._loose.path}
+        if not isinstance(adapters, Mapping) or not set(adapters) <= keys:
+            extra = sorted(set(adapters) - keys) if isinstance(adapters, Mapping) else [type(adapters).__name__]
             raise ValueError(
                 f"adapters of {type(self.module).__name__} are a dict of its stages, as shardfn.lora makes it of a "
                 f"model with the same stages; not known: {_some(extra)}; its stages are {_some(list(self.stages))}"
@@ -416,9 +416,9 @@ class Functional:
         """
         if all(tuple(m._modules.values()) == children and _has_no_values(m) for m, children in self._skeleton):
             return
-        known = {m for m, _ in self._skeleton}
+        modules = {m for m, _ in self._skeleton}
         for path, m in self.module.named_modules():
-            if not (_has_no_values(m) and (m in known or not m._buffers)):
+            if not (_has_no_values(m) and (m in modules or not m._buffers)):
                 raise RuntimeError(
                     f"{path or type(m).__name__} got other parameters or modules after functional(), which knows "
                     f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "

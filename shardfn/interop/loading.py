@@ -224,8 +224,8 @@ def _planned(
     names = {**model.names, **{name: first.setdefault(id(b), name) for name, b in model.buffers.items()}}
     buffers = {names[name]: b for name, b in model.buffers.items() if name in state_dict}
     wanted = {**_named(model.tree), **buffers}
-    known = {name for name in names if names[name] in wanted}
-    by_module_name = _found(folder, model, coded.stored(tensors), known)
+    of_module = {name for name in names if names[name] in wanted}
+    by_module_name = _found(folder, model, coded.stored(tensors), of_module)
     values, others = _by_name(coded.upright(by_module_name.values, model.module), names)
     wrong = [f"{name} is {what}" for name, what in strange.items() if name in wanted]
     if wrong:
@@ -258,12 +258,12 @@ def _planned(
     return _Plan(values, others, note, forget)
 
 
-def _found(folder: Any, model: Functional, stored: dict[str, Assembled], known: set[str]) -> conversions.Converted:
+def _found(folder: Any, model: Functional, stored: dict[str, Assembled], of_module: set[str]) -> conversions.Converted:
     """The tensors under the module's names."""
     if in_files(folder) and conversions.of_transformers(model.module):
-        return conversions.converted(model.module, stored, known)
-    extra = [name for name in stored if name not in known]
-    return conversions.Converted({name: x for name, x in stored.items() if name in known}, extra)
+        return conversions.converted(model.module, stored, of_module)
+    extra = [name for name in stored if name not in of_module]
+    return conversions.Converted({name: x for name, x in stored.items() if name in of_module}, extra)
 
 
 def _by_name(
@@ -378,7 +378,7 @@ def _encoded(
             return x
         return Computed((packed[name].nbytes,), torch.uint8, functools.partial(content, x, name))
 
-    tied = {name: {alias: instead(x, name) for alias, x in some.items()} for name, some in others.items()}
+    tied = {name: {alias: instead(x, name) for alias, x in aliases.items()} for name, aliases in others.items()}
     return {name: instead(x, name) for name, x in values.items()}, tied
 
 
@@ -416,7 +416,7 @@ def _kept(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
 
 def _read(params: Any, model: Functional, plan: _Plan) -> None:
     for _, boxes in _kept(params):
-        for local in (local for some in boxes.values() for local in some):
+        for local in (local for part_boxes in boxes.values() for local in part_boxes):
             _filled(plan, local.name, local.box, local.values)
     for name in plan.note.buffers:
         b = _buffer(model, name)

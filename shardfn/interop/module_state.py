@@ -167,13 +167,13 @@ def _copied(x: Any, rebound: bool) -> Any:
 
 def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
     """The lists, dicts and sets among values and inside them, each with a shallow copy."""
-    pending, found = list(values), dict[int, tuple[Any, Any]]()
+    pending, copies = list(values), dict[int, tuple[Any, Any]]()
     while pending:
         value = pending.pop()
-        if type(value) in _CONTAINERS and id(value) not in found:
-            found[id(value)] = value, copy.copy(value)
+        if type(value) in _CONTAINERS and id(value) not in copies:
+            copies[id(value)] = value, copy.copy(value)
             pending += value.values() if isinstance(value, dict) else value
-    return list(found.values())
+    return list(copies.values())
 
 
 def _filled(own: dict[str, Any]) -> list[Any]:
@@ -205,9 +205,9 @@ def _differs(place: Attribute, mark: Any) -> bool:
     return not all(_same_items(x, values) for x, values in state)
 
 
-def _same_items(one: Any, other: Any) -> bool:
-    both = [list(x.items()) if isinstance(x, dict) else [(None, y) for y in x] for x in (one, other)]
-    return len(one) == len(other) and all(a is b and k is l for (k, a), (l, b) in zip(*both, strict=True))
+def _same_items(first: Any, second: Any) -> bool:
+    both = [list(x.items()) if isinstance(x, dict) else [(None, y) for y in x] for x in (first, second)]
+    return len(first) == len(second) and all(a is b and k is l for (k, a), (l, b) in zip(*both, strict=True))
 
 
 def _put(places: list[Attribute], values: list[Any], contents: list[tuple[Any, Any]]) -> None:

@@ -281,22 +281,22 @@ def _policy(
 def _named(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
     if callable(stages) and not isinstance(stages, type):
         return lambda path, m: bool(stages(path, m))
-    asked = [stages] if isinstance(stages, (str, type)) else list(stages)
-    for one in asked:
-        if not isinstance(one, (str, type)):
+    wanted = [stages] if isinstance(stages, (str, type)) else list(stages)
+    for item in wanted:
+        if not isinstance(item, (str, type)):
             raise TypeError(
                 f"functional: stages={stages!r}; it is names of classes, classes, regular expressions of paths, or a "
                 f"function of a path and a module"
             )
 
-    def matches(one: Any, path: str, m: nn.Module) -> bool:
-        if isinstance(one, type):
-            return isinstance(m, one)
-        return type(m).__name__ == one or re.fullmatch(one, path) is not None
+    def matches(item: Any, path: str, m: nn.Module) -> bool:
+        if isinstance(item, type):
+            return isinstance(m, item)
+        return type(m).__name__ == item or re.fullmatch(item, path) is not None
 
-    there = list(module.named_modules(remove_duplicate=False))
-    for one in asked:
-        if not any(matches(one, path, m) for path, m in there):
-            classes = listed(dict.fromkeys(type(m).__name__ for _, m in there if any(True for _ in m.parameters())))
-            raise ValueError(f"functional: stages: nothing is or matches {one!r}; the module has {classes}")
-    return lambda path, m: any(matches(one, path, m) for one in asked)
+    modules = list(module.named_modules(remove_duplicate=False))
+    for item in wanted:
+        if not any(matches(item, path, m) for path, m in modules):
+            classes = listed(dict.fromkeys(type(m).__name__ for _, m in modules if any(True for _ in m.parameters())))
+            raise ValueError(f"functional: stages: nothing is or matches {item!r}; the module has {classes}")
+    return lambda path, m: any(matches(item, path, m) for item in wanted)

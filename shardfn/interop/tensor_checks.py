@@ -203,13 +203,13 @@ class Region:
 
     def _dims_of(self, slots: Sequence[Slot]) -> list[int | None]:
         """The dimension along which each parameter is cut; None for whole ones."""
-        cut = {
-            id(m._parameters[name]): cut_dim(m, one, name)
-            for m, one in self.cuts.items()
+        dims = {
+            id(m._parameters[name]): cut_dim(m, cut, name)
+            for m, cut in self.cuts.items()
             for name, p in m._parameters.items()
-            if p is not None and p.shape != one.shapes[name]
+            if p is not None and p.shape != cut.shapes[name]
         }
-        return [cut.get(id(holder[at])) for holder, at, _ in slots]
+        return [dims.get(id(holder[at])) for holder, at, _ in slots]
 
     def _refuse_differing(self, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         for y, expected in zip(got, want, strict=True):
@@ -258,12 +258,12 @@ def _cast(x: Any, dtype: torch.dtype | None, differentiated: bool) -> Any:
     return x.detach().to(dtype or x.dtype).requires_grad_(differentiated)
 
 
-def _within(one: Tensor, other: Tensor, scale: float, rounding: float) -> bool:
+def _within(x: Tensor, y: Tensor, scale: float, rounding: float) -> bool:
     """Whether two tensors are equal up to rounding of numbers of magnitude `scale`."""
-    if one.shape != other.shape or not one.numel():
-        return one.shape == other.shape
-    distance = (one.double() - other.double()).nan_to_num().abs().max()
-    return bool(distance <= max(rounding, 32 * torch.finfo(one.dtype).eps) * scale)
+    if x.shape != y.shape or not x.numel():
+        return x.shape == y.shape
+    distance = (x.double() - y.double()).nan_to_num().abs().max()
+    return bool(distance <= max(rounding, 32 * torch.finfo(x.dtype).eps) * scale)
 
 
 _ROUNDING = 1e-6  # modules compute some things in float32 whatever their arguments
@@ -299,24 +299,24 @@ class Following(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if self.region.owner.proving:
             return out
-        known = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
-        results = list(_tensors(out)) if known else []
+        traced = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
+        results = list(_tensors(out)) if traced else []
         if isinstance(func, torch._ops.OpOverload) and func.namespace.startswith("shardfn"):
             op = str(func.name()).split("::")[-1]
             if self.group in args:
                 cut = op not in ("psum", "all_gather_invariant")
             else:
-                cut = any(map(is_cut, known))
+                cut = any(map(is_cut, traced))
         else:
-            cut = any(map(is_cut, known))
+            cut = any(map(is_cut, traced))
             if cut and any(x.requires_grad for x in results):
-                self._meet(known, getattr(func, "__name__", str(func)))
+                self._meet(traced, getattr(func, "__name__", str(func)))
         for x in results:
             setattr(x, _MARK, cut)
         return out
 
-    def _meet(self, known: list[Tensor], what: str) -> None:
-        for x in known:
+    def _meet(self, traced: list[Tensor], what: str) -> None:
+        for x in traced:
             if x.requires_grad and not is_cut(x) and what not in _SHAPES:
                 name = self.names.get(id(x))
                 value = f"the parameter {name}" if name else f"a value of shape {tuple(x.shape)}"

@@ -218,11 +218,11 @@ def _matched(module: nn.Module, entries: Table, own: bool) -> tuple[Words, Numbe
         if to.setdefault(key, word) != word:
             raise ValueError(f"functional: tensor: {path} is both {to[key]!r} and {word!r}: keep one of the entries")
 
-    for entry, said in entries.items():
-        word, matched = _SAME.get(said, said), False
+    for entry, given in entries.items():
+        word, matched = _SAME.get(given, given), False
         if word not in WORDS and word not in NUMBERS:
             raise ValueError(
-                f"functional: tensor: {entry!r} is {said!r}, which is not one of {', '.join((*WORDS, *NUMBERS))}: say "
+                f"functional: tensor: {entry!r} is {given!r}, which is not one of {', '.join((*WORDS, *NUMBERS))}: say "
                 f"it in these words, or leave it out together with what depends on it"
             )
         pattern = re.compile(("" if own else r"(?:.*\.)?") + re.escape(entry).replace(r"\*", r"[^.]+"))
@@ -237,7 +237,7 @@ def _matched(module: nn.Module, entries: Table, own: bool) -> tuple[Words, Numbe
                     add((parameters if word in WORDS else numbers).setdefault(m, {}), name, word, full_name)
                     matched = True
         if not matched and not own:
-            raise ValueError(f"functional: tensor: nothing of {type(module).__name__} matches {entry!r} ({said})")
+            raise ValueError(f"functional: tensor: nothing of {type(module).__name__} matches {entry!r} ({given})")
     return words, numbers, parameters
 
 

@@ -86,7 +86,7 @@ class Late:
 
     def put(self, step: int, metrics: dict[str, Any]) -> None:
         """Starts to copy a step's metrics to the host, without waiting; the tensors may be overwritten afterwards."""
-        known = {name: float(x) for name, x in metrics.items() if not isinstance(x, Tensor)}
+        numbers = {name: float(x) for name, x in metrics.items() if not isinstance(x, Tensor)}
         by_device: dict[torch.device, list[str]] = {}
         for name, x in metrics.items():
             if isinstance(x, Tensor):
@@ -101,7 +101,7 @@ class Late:
                 packed = host.copy_(packed, non_blocking=True)
                 waits.append(_arrival(device))
             copies.append((names, packed))
-        self.coming.append(_Coming(step, list(metrics), known, copies, waits))
+        self.coming.append(_Coming(step, list(metrics), numbers, copies, waits))
 
     def until(self, step: int) -> Iterator[tuple[int, dict[str, float]]]:
         """Yields step and metrics in order, up to and including `step`, waiting for the device if needed."""

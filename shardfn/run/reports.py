@@ -79,10 +79,10 @@ class jsonl:
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         """Appends a line."""
         assert self._file is not None, "`begin` comes first"
-        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, **known} | {"step": step}) + "\n"
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **values} | {"step": step}) + "\n"
         if step == self._start:
-            self._there[frozenset({"step", *known})] = line
+            self._there[frozenset({"step", *values})] = line
             self._file.truncate(self._at)
             line = "".join(self._there.values())
         try:
