@@ -119,7 +119,7 @@ def flaw(shape: Ints, parts: Sequence[Box]) -> str:
         live = [(end, other) for end, other in live if end > start]
         overlap = next((other for _, other in live if other.common(parts[i])), None)
         if overlap is not None:
-            return f"the parts at {list(overlap.offsets)} and {list(parts[i].offsets)} have some elements both"
+            return f"the parts at {list(overlap.offsets)} and {list(parts[i].offsets)} overlap"
         live.append((stop, parts[i]))
     numel = math.prod(shape)
     missing = numel - sum(box.numel for box in parts)

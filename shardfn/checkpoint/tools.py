@@ -137,7 +137,7 @@ def chosen(source: Source, pattern: str | None) -> list[str]:
     """
     names = [name for name in [*source.tensors, *source.numbers] if pattern is None or re.fullmatch(pattern, name)]
     if pattern is not None and not names:
-        raise CheckpointError(f"no entry of {source.folder} has a name that is all of {pattern!r}")
+        raise CheckpointError(f"no entry of {source.folder} has a name that matches {pattern!r} as a whole")
     return names
 
 

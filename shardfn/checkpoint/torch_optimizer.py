@@ -275,7 +275,7 @@ def _numbers(ours: dict[str, Any], groups: dict[str, Group], make: Make) -> dict
             raise CheckpointError(f"the group of {name} is neither of torch.optim.Adam nor of AdamW: it has no amsgrad")
         wrong = next((option for option in ("amsgrad", "maximize") if group.get(option)), None)
         if wrong:
-            raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim has not")
+            raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim does not have")
         decoupled = group.get("decoupled_weight_decay")
         if decoupled is not None and group.get("weight_decay") and decoupled is not (make is torch.optim.AdamW):
             theirs, ours_name = ("AdamW", "adamw") if decoupled else ("Adam", "adam")

@@ -127,7 +127,7 @@ def _of_file(
                     gone += entries
                     continue
                 if chunk.length < 0:
-                    yield Damage(file, chunk.stop, chunk.offset, entries, "parts lie one over another")
+                    yield Damage(file, chunk.stop, chunk.offset, entries, "parts overlap")
                     continue
                 crc = chunk.before
                 for _, content in blocks(descriptor, chunk.offset, chunk.stop, chunk.offset, Buffer()):

@@ -100,7 +100,7 @@ def _next(shared: _Ahead, thread: threading.Thread) -> Any:
             return shared.items.get(timeout=LOOK)
         except queue.Empty:
             if not thread.is_alive() and shared.items.empty():
-                raise RuntimeError("the thread that reads batches has gone: it does not live on in a fork") from None
+                raise RuntimeError("the thread that reads batches is gone: threads do not survive a fork") from None
 
 
 def _read(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.device) -> None:

@@ -103,7 +103,7 @@ def seconds_of(limit: float | timedelta | None, saves: bool) -> float | None:
         if not end:
             return None
         if not end.isdigit():
-            raise ValueError(f"sf.run.loop: SLURM_JOB_END_TIME={end!r} is no time: unset it, or pass limit=")
+            raise ValueError(f"sf.run.loop: SLURM_JOB_END_TIME={end!r} is not a time: unset it, or pass limit=")
         return int(end) - time.time() + time.monotonic() - process_start()
     if isinstance(limit, timedelta):
         limit = limit.total_seconds()

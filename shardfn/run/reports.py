@@ -64,7 +64,7 @@ class jsonl:
                 line_step = _step(line if number == 1 else line.rstrip(b"\0"))
                 if line_step is None or line_step < last:
                     raise ValueError(
-                        f"sf.run.jsonl: line {number} of {self.path} is none of a run's metrics, and the file is left "
+                        f"sf.run.jsonl: line {number} of {self.path} is not a run's metrics, and the file is left "
                         f"as it is: pass the path of a new one, or of one that sf.run.jsonl has written"
                     )
                 if line_step <= step:
