@@ -545,8 +545,8 @@ MUTANTS = [
     Mutant(
         "a background save copies nothing",
         "checkpoint/writing.py",
-        "copies = snapshots.taken([one.values for one in found.boxes])",
-        "copies = [one.values for one in found.boxes]",
+        "copies = snapshots.taken([box.values for box in held.boxes])",
+        "copies = [box.values for box in held.boxes]",
         "tests/checkpoint/test_checkpoint.py::test_training_goes_on_while_a_checkpoint_is_written",
     ),
     # the run
@@ -632,8 +632,8 @@ MUTANTS = [
     Mutant(
         "a stopped run is not told why",
         "run/looping.py",
-        "word = common(heard, _settled(run, reached))",
-        "word = _settled(run, reached)",
+        "word = common(heard, _settle(run, reached))",
+        "word = _settle(run, reached)",
         f"{RUN}/test_interrupts.py::test_a_run_that_stops_says_why_also_when_the_reason_has_gone",
     ),
     Mutant(
@@ -674,8 +674,8 @@ MUTANTS = [
     Mutant(
         "a checkpoint is of any step",
         "run/folder.py",
-        'if "step" in found.numbers and found.numbers["step"] != step_of(path):',
-        "if not found.numbers:",
+        'if "step" in manifest.numbers and manifest.numbers["step"] != step_of(path):',
+        "if not manifest.numbers:",
         f"{RUN}/test_folders.py::test_a_damaged_checkpoint_is_an_error_on_every_rank_and_never_a_beginning",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Training state on disk, whole or absent, from any mesh to any other, in formats that other systems read.
+"""Saves and loads training state atomically, from any mesh to any other, in formats that other systems read.
 
 Imports `shards`, `collectives`, `mesh` and `compat`.
 """

@@ -1,4 +1,4 @@
-"""Boxes of arrays: what two have in common, how one lies in row-major order, whether some make up a whole."""
+"""Boxes (hyperrectangles) of arrays: intersections, positions in row-major order, and partitions."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Part of an array: where it begins along each dimension, and how long it is."""
+    """Part of an array: its offset and its size along each dimension."""
 
     offsets: Ints
     sizes: Ints
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     @property
     def ends(self) -> Ints:
-        """Where it ends along each dimension."""
+        """The end along each dimension, exclusive."""
         return tuple(at + n for at, n in zip(self.offsets, self.sizes, strict=True))
 
     def moved(self, corner: Sequence[int]) -> Box:
-        """The same in an array that holds this one at `corner`."""
+        """The box in the coordinates of an array that contains this one's array at `corner`."""
         return Box(tuple(a + b for a, b in zip(self.offsets, corner, strict=True)), self.sizes)
 
     def common(self, other: Box) -> Box | None:
-        """What both have; None where that is nothing."""
+        """The intersection of two boxes; None if it is empty."""
         low = tuple(map(max, self.offsets, other.offsets))
         high = map(min, self.ends, other.ends)
         sizes = tuple(b - a for a, b in zip(low, high, strict=True))
         return None if any(n <= 0 for n in sizes) else Box(low, sizes)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The indices of this box in the array that `outer` cuts out."""
+        """The slices that select this box from the array that `outer` cuts out."""
         starts = (a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return tuple(slice(start, start + n) for start, n in zip(starts, self.sizes, strict=True))
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """All of an array."""
+    """The box of a whole array."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements `start` to `stop` of an array of this shape, in row-major order, as the fewest boxes, in this order."""
+    """Elements `start` to `stop` of an array in row-major order, as the fewest boxes, in that order."""
     if start >= stop:
         return
     if len(shape) < 2:
@@ -77,7 +77,7 @@ def _in_row(number: int, shape: Sequence[int], start: int, stop: int) -> Iterato
 
 
 def steps(box: Box, most: int, start: int = 0, stop: int | None = None) -> Iterator[Box]:
-    """Elements `start` to `stop` of a box as boxes of at most `most` elements; an empty box as itself."""
+    """Elements `start` to `stop` of a box as boxes of at most `most` elements; an empty box is yielded as it is."""
     if box.numel == 0:
         yield box
     for low in range(start, box.numel if stop is None else stop, max(1, most)):
@@ -86,40 +86,40 @@ def steps(box: Box, most: int, start: int = 0, stop: int | None = None) -> Itera
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[int, Iterator[int]]:
-    """How a box lies in an array of this shape, in row-major order: in runs of one length, and where each begins."""
+    """A box as contiguous runs in row-major order: the length of each, and the index at which each begins."""
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     cut = len(shape)
     while cut > 0:
         cut -= 1
         if box.sizes[cut] != shape[cut]:
             break
-    first = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
     starts = ([i * stride for i in range(n)] for n, stride in zip(box.sizes[:cut], strides[:cut], strict=True))
-    return math.prod(box.sizes[cut:]), (first + sum(some) for some in itertools.product(*starts))
+    return math.prod(box.sizes[cut:]), (first + sum(offsets) for offsets in itertools.product(*starts))
 
 
 def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """From which element of an array to which, in row-major order, a box that is not empty reaches."""
+    """The first and the last-plus-one element, in row-major order, of a box that is not empty."""
     first = last = 0
-    for at, n, of in zip(box.offsets, box.sizes, shape, strict=True):
-        first, last = first * of + at, last * of + at + n - 1
+    for offset, n, size in zip(box.offsets, box.sizes, shape, strict=True):
+        first, last = first * size + offset, last * size + offset + n - 1
     return first, last + 1
 
 
 def flaw(shape: Ints, parts: Sequence[Box]) -> str:
-    """Why boxes do not make up an array of this shape, each element once; "" if they do."""
+    """Why boxes are not a partition of an array, as text; "" if they are."""
     if not parts:
         return "it has no parts"
     for box in parts:
         negative = min((0, *box.offsets, *box.sizes)) < 0
         if len(box.sizes) != len(shape) or negative or any(map(operator.gt, box.ends, shape)):
             return f"a part at {list(box.offsets)} of sizes {list(box.sizes)} is not inside {list(shape)}"
-    live: list[tuple[int, Box]] = []  # boxes that reach this far
+    live: list[tuple[int, Box]] = []  # boxes that end after the present start, with their ends
     for (start, stop), i in sorted((span(box, shape), i) for i, box in enumerate(parts) if box.numel):
-        live = [(end, one) for end, one in live if end > start]
-        twice = next((one for _, one in live if one.common(parts[i])), None)
-        if twice is not None:
-            return f"the parts at {list(twice.offsets)} and {list(parts[i].offsets)} have some elements both"
+        live = [(end, other) for end, other in live if end > start]
+        overlap = next((other for _, other in live if other.common(parts[i])), None)
+        if overlap is not None:
+            return f"the parts at {list(overlap.offsets)} and {list(parts[i].offsets)} overlap"
         live.append((stop, parts[i]))
     numel = math.prod(shape)
     missing = numel - sum(box.numel for box in parts)

@@ -1,4 +1,4 @@
-"""What a tree of training state holds, under true names: tensors of whole shapes, of which ranks have parts."""
+"""Flattens a tree of training state to named tensors of whole shapes, of which ranks hold parts, and numbers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from shardfn.tiers.tensors import on_disk
 
 Scalar = bool | int | float | complex | str | tuple[Any, ...] | list[Any] | None
 SCALARS = (bool, int, float, complex, str)
-BUFFER = 2**25  # bytes of a part that is written or read at a time
-FEW = 2**16  # bytes of a part that copies of it do not share
+BUFFER = 2**25  # bytes that are written or read at a time
+FEW = 2**16  # a part smaller than so many bytes per copy is written by one rank alone
 
 
 class ByRank:
-    """Marks a value that each rank has its own of: a tensor, number or string, or a pytree of them.
+    """Marks a value that differs between ranks: a tensor, number or string, or a pytree of them.
 
-    A value that is the same on all ranks is kept once, and can be loaded on any number of ranks; others only on as
-    many as wrote them. Generators are always kept like this.
+    A value that happens to be equal on all ranks is saved once, and can be loaded on any number of ranks; others only
+    on as many as saved them. Generators are always treated like this.
 
     Args:
         value: this rank's.
@@ -57,7 +57,7 @@ class ByRank:
 
 optree.register_pytree_node(
     ByRank,
-    lambda one: ((one.value,), None, ("value",)),
+    lambda node: ((node.value,), None, ("value",)),
     lambda _, children: ByRank(*children),
     path_entry_type=optree.GetAttrEntry,
     namespace=optree.registry.__GLOBAL_NAMESPACE,
@@ -65,7 +65,7 @@ optree.register_pytree_node(
 
 
 class Value:
-    """A leaf that is anything small of which torch's checkpoints have some: None, or a tuple or list of numbers."""
+    """A leaf for other small values in torch's checkpoints: None, or a tuple or list of numbers."""
 
     __slots__ = ("value",)
 
@@ -78,7 +78,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Single:
-    """A leaf that is one parameter of a flat shard, by its number, under a name of its own."""
+    """A leaf for one parameter of a flat shard, by its number in the layout, under its own name."""
 
     node: FlatShard | Piece
     number: int
@@ -86,12 +86,12 @@ class Single:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a named tensor is.
+    """Dtype and shape of a named tensor.
 
     Attributes:
         dtype: of its elements.
-        shape: of the whole.
-        meant: what bytes stand for, if they are a parameter in few bits: its format and shape.
+        shape: of the whole tensor.
+        meant: for the bytes of a parameter in few bits, its format and shape.
     """
 
     dtype: torch.dtype
@@ -100,24 +100,24 @@ class Kind:
 
     @property
     def bytes(self) -> int:
-        """Of all elements."""
+        """Size of all elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        said = f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
-        return f"{said}, {self.meant}" if self.meant else said
+        text = f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+        return f"{text}, {self.meant}" if self.meant else text
 
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box of a named tensor, in this rank's memory: `values` has the box's sizes."""
+    """A box of a named tensor in this rank's memory; `values` has the shape of the box."""
 
     name: str
     box: Box
     values: Tensor
 
     def take(self, box: Box, values: Tensor) -> None:
-        """Copies what it has in common with another box, whose elements these are."""
+        """Copies the intersection with another box, whose elements are `values`."""
         both = self.box.common(box)
         if both is not None:
             copying.copy_(self.values[both.within(self.box)], values[both.within(box)])
@@ -125,16 +125,16 @@ class LocalBox:
 
 @dataclass
 class Contents:
-    """A tree, taken apart.
+    """A flattened tree.
 
     Attributes:
-        tensors: by name; the same on all ranks, also of what they hold nothing of.
-        boxes: what this rank holds of those that are cut, or has to write of them.
+        tensors: by name, the same on all ranks, including tensors of which this rank holds nothing.
+        boxes: parts of cut tensors that this rank holds or, for writing, its share of them.
         plain: tensors that are whole on every rank.
-        numbers: and strings.
-        by_rank: names of those in `plain` and `numbers` that may differ between ranks.
+        numbers: numbers and strings.
+        by_rank: names in `plain` and `numbers` whose values may differ between ranks.
         packed: parameters in few bits.
-        keys: each name as the keys from the root of the tree.
+        keys: for each name the keys from the root of the tree.
         grids: the meshes.
     """
 
@@ -149,19 +149,19 @@ class Contents:
 
 
 def contents(state: Any, *, shared: bool) -> Contents:
-    """Takes a tree apart.
+    """Flattens a tree.
 
     Args:
         state: a pytree of flat shards, tensors, numbers, strings and generators.
-        shared: whether ranks with the same part of a tensor each take a share of it, as for writing.
+        shared: whether ranks that hold the same part of a tensor each take a share of it, as for writing.
 
     Raises:
-        TypeError: leaves of another kind.
-        ValueError: a name twice.
+        TypeError: there are leaves of another kind.
+        ValueError: two leaves have the same name.
     """
-    found = Contents()
-    wrong: list[str] = []
-    for tokens, leaf, own in _leaves(state, (), False):
+    result = Contents()
+    unsupported: list[str] = []
+    for tokens, leaf, by_rank in _leaves(state, (), False):
         name = _name(tokens)
         if type(leaf) in (Single, Value) and not shared:
             raise TypeError(
@@ -170,43 +170,43 @@ def contents(state: Any, *, shared: bool) -> Contents:
             )
         node, number = (leaf.node, leaf.number) if type(leaf) is Single else (leaf, None)
         if is_unit(node) and not (isinstance(node.values, Tensor) and lack(node.values)):
-            _add_flat(found, tokens, node, shared, number)
+            _add_flat(result, tokens, node, shared, number)
             continue
         if type(leaf) is Blocks and isinstance(leaf.values, Tensor) and not lack(leaf.values):
-            _add_blocks(found, tokens, leaf, shared)
+            _add_blocks(result, tokens, leaf, shared)
             continue
         meant = ""
         if is_packed(leaf):
-            found.packed[name], meant = leaf, leaf.meant
+            result.packed[name], meant = leaf, leaf.meant
         if is_unit(leaf) or is_packed(leaf) or type(leaf) is Blocks:
             leaf = leaf.values
         if isinstance(leaf, torch.Generator):
-            leaf, own = leaf.get_state(), True
+            leaf, by_rank = leaf.get_state(), True
         if isinstance(leaf, Tensor) and (why := lack(leaf)):
-            wrong.append(f"{name} is a tensor {why}")
+            unsupported.append(f"{name} is a tensor {why}")
             continue
         if isinstance(leaf, Tensor) and not is_dtensor(leaf):
-            _known(found, name, tokens)
-            found.tensors[name] = Kind(leaf.dtype, tuple(leaf.shape), meant)
-            found.plain[name] = leaf.detach()
+            _add_name(result, name, tokens)
+            result.tensors[name] = Kind(leaf.dtype, tuple(leaf.shape), meant)
+            result.plain[name] = leaf.detach()
         elif type(leaf) in SCALARS or type(leaf) is Value:
-            _known(found, name, tokens)
-            found.numbers[name] = leaf.value if type(leaf) is Value else leaf
+            _add_name(result, name, tokens)
+            result.numbers[name] = leaf.value if type(leaf) is Value else leaf
         else:
-            wrong.append(f"{name} is {type(leaf).__module__}.{type(leaf).__qualname__}")
+            unsupported.append(f"{name} is {type(leaf).__module__}.{type(leaf).__qualname__}")
             continue
-        if own:
-            found.by_rank.add(name)
-    if wrong:
+        if by_rank:
+            result.by_rank.add(name)
+    if unsupported:
         raise TypeError(
-            f"a checkpoint holds flat shards, tensors, numbers, strings and generators; {findings(wrong)}: convert "
-            f"them (`.item()`, `str()`, `torch.as_tensor()`), or leave them out"
+            f"a checkpoint holds flat shards, tensors, numbers, strings and generators; {findings(unsupported)}: "
+            f"convert them (`.item()`, `str()`, `torch.as_tensor()`), or leave them out"
         )
-    return found
+    return result
 
 
 def parameters(tree: Any) -> Iterator[tuple[str, Any, Ints]]:
-    """Each parameter of a tree: its name, it alone as a leaf, and its whole shape."""
+    """Yields each parameter of a tree: its name, a leaf for it alone, and its whole shape."""
     for tokens, leaf, _ in _leaves(tree, (), False):
         leaf = leaf.values if is_packed(leaf) else leaf
         if isinstance(leaf, Tensor):
@@ -217,44 +217,44 @@ def parameters(tree: Any) -> Iterator[tuple[str, Any, Ints]]:
 
 
 def rebuilt(state: Any, values: dict[str, Any]) -> Any:
-    """The tree with other numbers and strings; tensors and generators are those of the tree."""
+    """The tree with the given numbers and strings, and its own tensors and generators."""
     accessors, leaves, tree = optree.tree_flatten_with_accessor(state, is_leaf=is_unit)
     named = zip(map(_tokens, accessors), leaves, strict=True)
     return tree.unflatten(values.get(_name(tokens), leaf) if type(leaf) in SCALARS else leaf for tokens, leaf in named)
 
 
 def generators(state: Any) -> dict[str, torch.Generator]:
-    """The generators of a tree by name."""
+    """The generators of a tree, by name."""
     return {_name(tokens): leaf for tokens, leaf, _ in _leaves(state, (), False) if isinstance(leaf, torch.Generator)}
 
 
 def crc(tensor: Tensor) -> int:
-    """Of a tensor's bytes."""
-    found = 0
+    """The CRC-32 of a tensor's bytes."""
+    checksum = 0
     for part in arrivals(part for _, part in pieces(tensor, most_of(tensor))):
-        found = zlib.crc32(memory(part), found)
-    return found
+        checksum = zlib.crc32(memory(part), checksum)
+    return checksum
 
 
 def most_of(x: Tensor) -> int:
-    """Bytes of a tensor that are written or read at a time."""
+    """How many bytes of a tensor to write or read at a time."""
     return copying.PORTION if on_disk(x) else BUFFER
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's elements on the CPU, as a vector of bytes."""
+    """A tensor's elements as a 1-D uint8 tensor on the CPU, a view where possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.view(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; those of a contiguous one on the CPU themselves, to read and to write."""
-    found: Any = as_bytes(tensor).numpy()
-    return memoryview(found)
+    """A tensor's bytes as a memoryview; it shares the memory of a contiguous CPU tensor."""
+    array: Any = as_bytes(tensor).numpy()
+    return memoryview(array)
 
 
 def pieces(values: Tensor, most: int) -> Iterator[tuple[Box, Tensor]]:
-    """A whole tensor in row-major order, in boxes of at most so many bytes; at least one."""
+    """Yields boxes of at most `most` bytes, at least one, and their values, in row-major order."""
     for box in steps(whole(values.shape), most // values.element_size()):
         yield box, values[box.within(whole(values.shape))]
 
@@ -264,7 +264,7 @@ def _name(tokens: Iterable[Any]) -> str:
 
 
 def lack(x: Tensor) -> str:
-    """Why the elements of a tensor are not all that it is, or are not there; "" of most."""
+    """Why a tensor's elements cannot be read as one dense array; "" if they can."""
     if x.device.type == "meta":
         return "on the device meta, which has no values"
     if x.layout is not torch.strided or x.is_quantized or x.is_nested:
@@ -274,71 +274,71 @@ def lack(x: Tensor) -> str:
     return ""
 
 
-def _leaves(state: Any, tokens: tuple[Any, ...], own: bool) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
+def _leaves(state: Any, tokens: tuple[Any, ...], by_rank: bool) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
     accessors, leaves, _ = optree.tree_flatten_with_accessor(
         state, is_leaf=lambda x: is_unit(x) or type(x) in (ByRank, Blocks, Packed)
     )
     for accessor, leaf in zip(accessors, leaves, strict=True):
-        here = (*tokens, *_tokens(accessor))
+        keys = (*tokens, *_tokens(accessor))
         if type(leaf) is ByRank:
-            yield from _leaves(leaf.value, here, True)
+            yield from _leaves(leaf.value, keys, True)
         else:
-            yield here, leaf, own
+            yield keys, leaf, by_rank
 
 
 def _tokens(accessor: Iterable[Any]) -> tuple[Any, ...]:
-    """The keys that an accessor goes by; a `ByRank` or `Packed` on the way has none in a name."""
+    """The keys of an accessor, without `ByRank` and `Packed` nodes, which do not show in names."""
     entries = (entry for entry in accessor if getattr(entry, "type", None) not in (ByRank, Packed))
     return tuple(getattr(entry, "field", entry.entry) for entry in entries)
 
 
-def _known(found: Contents, name: str, tokens: tuple[Any, ...]) -> None:
-    if name in found.keys:
-        raise ValueError(f"two things in the tree have the name {name!r}: {found.keys[name]} and {tokens}")
-    found.keys[name] = tokens
+def _add_name(result: Contents, name: str, tokens: tuple[Any, ...]) -> None:
+    if name in result.keys:
+        raise ValueError(f"two things in the tree have the name {name!r}: {result.keys[name]} and {tokens}")
+    result.keys[name] = tokens
 
 
 def _add_flat(
-    found: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece, shared: bool, single: int | None = None
+    result: Contents, tokens: tuple[Any, ...], node: FlatShard | Piece, shared: bool, single: int | None = None
 ) -> None:
     layout: Layout = node.layout
     first = 0 if is_flat(node) else node.start  # type: ignore[union-attr]
-    found.grids.append(layout.grid)
+    result.grids.append(layout.grid)
     if node.values is None:
         return
     names, values = {}, node.values.detach()
     for number, keys in (_keys(tokens, node) if single is None else {single: tokens}).items():
         name = names[number] = _name(keys)
-        _known(found, name, keys)
+        _add_name(result, name, keys)
         packed = layout.packed_at(number)
-        found.tensors[name] = Kind(values.dtype, layout.whole_shape(number), packed.meant if packed else "")
+        result.tensors[name] = Kind(values.dtype, layout.whole_shape(number), packed.meant if packed else "")
         if packed is not None:
-            found.packed[name] = packed
+            result.packed[name] = packed
     for number, box, at in _cut(layout, process_groups.global_rank(), shared, values.element_size(), most_of(values)):
         if number in names:
-            own = values[at - first : at - first + box.numel].view(box.sizes)
-            found.boxes.append(LocalBox(names[number], box, own))
+            part = values[at - first : at - first + box.numel].view(box.sizes)
+            result.boxes.append(LocalBox(names[number], box, part))
 
 
-def _add_blocks(found: Contents, tokens: tuple[Any, ...], node: Blocks, shared: bool) -> None:
+def _add_blocks(result: Contents, tokens: tuple[Any, ...], node: Blocks, shared: bool) -> None:
     layout, rank = node.layout, process_groups.global_rank()
-    found.grids.append(layout.grid)
+    result.grids.append(layout.grid)
     keys = _keys(tokens, node)
     shapes = {number: blocks.whole_shape(layout, number) for number in keys}
-    for number, own in keys.items():
-        _known(found, _name(own), own)
-        found.tensors[_name(own)] = Kind(node.values.dtype, shapes[number])
+    for number, path in keys.items():
+        _add_name(result, _name(path), path)
+        result.tensors[_name(path)] = Kind(node.values.dtype, shapes[number])
     for number, offsets, start, stop in blocks.parts(node, rank, shared):
         axes = layout.same_axes(number)
         writer = zlib.crc32(layout.entries[number].path.encode()) % layout.grid.size(axes)
         if (start < stop or shapes[number][-1] == 0) and (not shared or layout.grid.index(rank, axes) == writer):
             sizes = (*(1 for _ in offsets[:-1]), stop - start)
             box = Box(offsets, sizes)
-            found.boxes.append(LocalBox(_name(keys[number]), box, node.values.detach()[start:stop].view(sizes)))
+            result.boxes.append(LocalBox(_name(keys[number]), box, node.values.detach()[start:stop].view(sizes)))
 
 
 def _keys(tokens: tuple[Any, ...], node: FlatShard | Piece | Blocks) -> dict[int, tuple[Any, ...]]:
-    """The parameters of a node by number, each with the keys to it."""
+    """The parameters of a node by number, each with its keys from the root."""
     layout: Layout = node.layout
     numbers = range(len(layout.entries)) if is_flat(node) else node.entries  # type: ignore[union-attr]
     prefix, stage = _prefix(tokens, layout)
@@ -355,33 +355,33 @@ def _inside(layout: Layout) -> list[tuple[Any, ...]]:
 
 @functools.lru_cache(maxsize=4096)
 def _cut(layout: Layout, rank: int, shared: bool, width: int, most: int) -> list[tuple[int, Box, int]]:
-    """A rank's piece as boxes of at most `most` bytes: a parameter, a box of it, and where in the piece it begins."""
+    """A rank's piece as boxes of at most `most` bytes: parameter number, box, and offset in the piece, for each."""
     numbers = {entry.path: number for number, entry in enumerate(layout.entries)}
     begin = layout.index(rank) * layout.piece
-    found = []
+    cuts = []
     for part in layout.ranges(rank):
         entry, low, high = layout.entries[numbers[part.path]], part.start, part.stop
         if shared:
             low, high = _share(layout, numbers[part.path], rank, low, high, width)
         if entry.numel == 0:
             if layout.grid.index(rank, layout.same_axes(numbers[part.path])) == 0:
-                found.append((numbers[part.path], whole(entry.shape), 0))
+                cuts.append((numbers[part.path], whole(entry.shape), 0))
             continue
-        at = entry.offset - begin + low
+        offset = entry.offset - begin + low
         for box in steps(whole(entry.shape), most // width, low, high):
-            found.append((numbers[part.path], box.moved(part.corner), at))
-            at += box.numel
-    return found
+            cuts.append((numbers[part.path], box.moved(part.corner), offset))
+            offset += box.numel
+    return cuts
 
 
 def _prefix(tokens: tuple[Any, ...], layout: Layout) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The keys before a stage's own, and these; together those of the node, without the one that marks a buffer."""
+    """The keys before the node's stage, and those of the stage, leaving out a key that marks a buffer."""
     stage = layout.stage
     marked = [i for i, token in enumerate(tokens) if str(token).startswith("@")]
     if marked:
         return tokens[: marked[0]], tuple(stage.split(".")) if stage else ()
     buffer = False
-    if layout.partial and tokens:  # a key that begins with a dtype tells a stage's buffers apart
+    if layout.partial and tokens:  # keys that begin with a dtype distinguish the buffers of a stage
         buffer = isinstance(getattr(torch, str(tokens[-1]).split(" ")[0].split(",")[0], None), torch.dtype)
     for end in (len(tokens) - 1, len(tokens)) if buffer else (len(tokens),):
         for start in range(end, -1, -1):
@@ -394,7 +394,7 @@ def _share(layout: Layout, number: int, rank: int, low: int, high: int, width: i
     axes = layout.same_axes(number)
     index, size = layout.grid.index(rank, axes), layout.grid.size(axes)
     if (high - low) * width < FEW * size:
-        chosen = zlib.crc32(layout.entries[number].path.encode()) % size
-        return (low, high) if index == chosen else (low, low)
+        writer = zlib.crc32(layout.entries[number].path.encode()) % size
+        return (low, high) if index == writer else (low, low)
     length = -(-(high - low) // size)
     return min(low + index * length, high), min(low + (index + 1) * length, high)

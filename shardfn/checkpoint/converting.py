@@ -1,4 +1,4 @@
-"""A checkpoint as one file, or as another number of ranks writes it, part by part by one process."""
+"""Converts a checkpoint, part by part in one process: to one file, or to what another number of ranks would write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Count = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Written:
-    """What became a new file or checkpoint, and the names of what did not."""
+    """A summary of the new file or checkpoint, and the names of entries that were left out."""
 
     path: Path
     tensors: int
@@ -45,19 +45,19 @@ def consolidate(
     overwrite: bool = False,
     report: Report = silent,
 ) -> Written:
-    """Whole tensors of a checkpoint in one file, which is whole or absent.
+    """Writes the whole tensors of a checkpoint to one file, atomically.
 
     Args:
         src: the checkpoint.
         dst: `.safetensors`, which holds tensors and is written part by part; or `.pt`, nested dicts of everything by
-            torch.save, for which it must fit into memory.
+            torch.save, which must fit into memory.
         pattern: for the names; see `chosen`.
-        strip: what names that begin with it lose.
-        overwrite: replace a file of this name.
-        report: is called with bytes done, and bytes in all.
+        strip: prefix that is removed from names.
+        overwrite: replace an existing file.
+        report: called with bytes done and bytes in all.
 
     Raises:
-        CheckpointError: what is wrong with the checkpoint, the names or the destination.
+        CheckpointError: the checkpoint, the names or the destination are wrong.
     """
     write = {".safetensors": _safetensors, ".pt": _nested}.get(dst.suffix)
     if write is None:
@@ -78,10 +78,10 @@ def consolidate(
 
 
 def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Written:
-    """The same checkpoint as so many ranks write it with `full_shard`, whole or absent; also one of torch's own.
+    """Rewrites a checkpoint, atomically, as `ranks` ranks would with `full_shard`; also reads torch's own checkpoints.
 
     Raises:
-        CheckpointError: what is wrong with the checkpoint or the destination.
+        CheckpointError: the checkpoint or the destination is wrong.
     """
     if ranks < 1:
         raise CheckpointError(f"{ranks} ranks; 1 or more write a checkpoint")
@@ -96,9 +96,9 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
     count = meter(report, sum(kind.bytes for kind in source.tensors.values()))
     with folders.discarding(folder):
         folder.mkdir()
-        for rank, own in enumerate(_shares(source, owners, ranks)):
+        for rank, share in enumerate(_shares(source, owners, ranks)):
             with contextlib.closing(Writer(folder, rank)) as writer:
-                for name, start, stop in own:
+                for name, start, stop in share:
                     kind = source.tensors[name]
                     for box in steps(whole(kind.shape), BUFFER // kind.dtype.itemsize, start, stop):
                         writer.tensor(name, reader.read(name, box), box)
@@ -114,7 +114,7 @@ def reshard(src: Path, dst: Path, ranks: int, *, report: Report = silent) -> Wri
 
 
 def _renamed(names: list[str], strip: str) -> dict[str, str]:
-    """New names to old ones."""
+    """Maps new names to old ones."""
     if strip and not any(name.startswith(strip) for name in names):
         raise CheckpointError(f"no name begins with {strip!r}")
     olds: dict[str, str] = {}
@@ -128,7 +128,7 @@ def _renamed(names: list[str], strip: str) -> dict[str, str]:
 
 
 def _safetensors(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: str, count: Count) -> list[str]:
-    """Writes tensors to a file of the safetensors format; the names of what it cannot hold."""
+    """Writes tensors to a safetensors file; returns the names of entries that it cannot hold."""
     source = reader.source
     kinds = {name: source.tensors[old] for name, old in olds.items() if old in source.tensors}
     plan = safetensors.planned(kinds, sys.maxsize, {})
@@ -155,15 +155,15 @@ def _nested(reader: CheckpointReader, path: Path, olds: dict[str, str], strip: s
             for box, values in reader.parts(name):
                 value[box.within(whole(kind.shape))].copy_(values)
                 count(values.nbytes)
-        own = keys.get(name, (name,))
-        _put(tree, _stripped(own, strip) if name != new else own, name, value)
+        path_keys = keys.get(name, (name,))
+        _put(tree, _stripped(path_keys, strip) if name != new else path_keys, name, value)
     with path.open("wb") as file:
         torch.save(_with_lists(tree), file)
     return []
 
 
 def _stripped(keys: tuple[Any, ...], strip: str) -> tuple[Any, ...]:
-    keys = tuple(key for key in keys if str(key))  # an empty one is not in the name
+    keys = tuple(key for key in keys if str(key))  # empty keys do not show in the name
     while strip and strip.startswith(f"{keys[0]}."):
         strip, keys = strip[len(f"{keys[0]}.") :], keys[1:]
     return (str(keys[0]).removeprefix(strip), *keys[1:]) if strip else keys
@@ -180,22 +180,22 @@ def _put(tree: dict[Any, Any], keys: tuple[Any, ...], name: str, value: Any) -> 
 
 
 def _with_lists(node: Any) -> Any:
-    """With lists for dicts whose keys are 0, 1 and so on."""
+    """Turns dicts whose keys are 0, 1 and so on into lists."""
     if not isinstance(node, dict):
         return node
-    made = {key: _with_lists(value) for key, value in node.items()}
-    if made and all(type(key) is int for key in made) and sorted(made) == list(range(len(made))):
-        return [made[i] for i in range(len(made))]
-    return made
+    items = {key: _with_lists(value) for key, value in node.items()}
+    if items and all(type(key) is int for key in items) and sorted(items) == list(range(len(items))):
+        return [items[i] for i in range(len(items))]
+    return items
 
 
 def _owners(source: Source, ranks: int) -> dict[str, int]:
-    """Who writes what each rank had its own of."""
-    return {f"{name}.rank{one}": one % ranks for name, size in source.by_rank.items() for one in range(size)}
+    """The rank that writes each entry that differs between ranks."""
+    return {f"{name}.rank{rank}": rank % ranks for name, size in source.by_rank.items() for rank in range(size)}
 
 
 def _shares(source: Source, owners: dict[str, int], ranks: int) -> list[list[tuple[str, int, int]]]:
-    """For each rank the tensors that it writes something of, from which element to which."""
+    """For each rank, the tensors that it writes, with first and last-plus-one element."""
     load = [0] * ranks
     shares: list[list[tuple[str, int, int]]] = [[] for _ in range(ranks)]
     for name, kind in source.tensors.items():

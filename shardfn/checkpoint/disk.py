@@ -1,7 +1,7 @@
-"""Bytes to and from files, whole or with an error; and what `torch.save` made, inside of a file.
+"""Reads and writes bytes of files completely or raises; and reads `torch.save` items inside of a file.
 
-That is a zip archive without compression, whose records have checksums. torch.load compares none of them, so that a
-changed bit would be loaded without an error; here they are compared.
+Such an item is a zip archive without compression, whose records have checksums. torch.load does not compare them, and
+would load a flipped bit without an error; here they are compared.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import listed
 
 STEP = 2**22  # bytes that are read at a time
-BLOCKS, BLOCK = 16, 2**14  # of a file that is sampled, and the bytes of one
+BLOCKS, BLOCK = 16, 2**14  # number of blocks of a file that are sampled, and their length in bytes
 
 
 class Flaw(Exception):
-    """What is wrong with part of a file, without saying with which."""
+    """What is wrong with a part of a file; the caller adds which file and part."""
 
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A file's descriptor while the block runs.
+    """A context with a file's read-only descriptor.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: the file cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -46,25 +46,25 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_at(descriptor: int, target: memoryview, offset: int) -> int:
-    """Fills memory with what a file has there; how many bytes that is, less only where the file ends.
+    """Reads from `offset` until `target` is full or the file ends; returns the number of bytes read.
 
     Raises:
-        Flaw: the disk does not give them.
+        Flaw: the file cannot be read.
     """
     done = 0
     while done < len(target):
         try:
-            more = os.preadv(descriptor, [target[done:]], offset + done)
+            count = os.preadv(descriptor, [target[done:]], offset + done)
         except OSError as error:
             raise Flaw(f"byte {offset + done} cannot be read: {error.strerror}") from error
-        if more == 0:
+        if count == 0:
             break
-        done += more
+        done += count
     return done
 
 
 def sampled(path: Path) -> int:
-    """A checksum of a file's length and of blocks all over it: of every byte, if it is small.
+    """A CRC-32 of a file's length and of blocks spread over it, or of all bytes if it is small.
 
     Raises:
         CheckpointError: it cannot be opened.
@@ -79,14 +79,14 @@ def sampled(path: Path) -> int:
 
 
 def write_at(descriptor: int, content: memoryview, offset: int) -> None:
-    """Writes all of it there."""
+    """Writes all of `content` at `offset`."""
     while content:
         done = os.pwrite(descriptor, content, offset)
         content, offset = content[done:], offset + done
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A file that is on the disk when this returns."""
+    """Writes a file; it is on disk when this returns."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -94,7 +94,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or the names in a folder, are on the disk."""
+    """Waits until a file's bytes, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -106,49 +106,49 @@ def sync(path: Path) -> None:
 
 
 class Item(io.RawIOBase):
-    """Bytes of a file as a file."""
+    """A range of a file as a file object."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Always true."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """To a place in it."""
+        """Moves to a position; returns it."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         if self._at < 0:
             raise OSError(f"{self._at} is before the beginning")
         return self._at
 
     def tell(self) -> int:
-        """The place in it."""
+        """The current position."""
         return self._at
 
     def readinto(self, target: bytearray | memoryview) -> int:  # type: ignore[override]
-        """Up to as many bytes as there is room for."""
+        """Reads up to `len(target)` bytes; returns how many."""
         room = memoryview(target)[: max(0, self._length - self._at)]
-        more = os.preadv(self._descriptor, [room], self._offset + self._at) if room else 0
-        self._at += more
-        return more
+        count = os.preadv(self._descriptor, [room], self._offset + self._at) if room else 0
+        self._at += count
+        return count
 
 
 def unpickled(descriptor: int, offset: int, length: int, *, values: bool = True) -> Any:
-    """What was saved, of which only tensors, numbers, strings and containers are unpickled.
+    """Loads a `torch.save` item with `weights_only=True`.
 
     Args:
         descriptor: of the file.
-        offset: where it begins.
-        length: in bytes.
-        values: whether tensors have theirs; if not, they are on the device `meta`, and are not compared either.
+        offset: at which the item begins.
+        length: of the item in bytes.
+        values: whether tensors get their values; if not, they are on the device `meta`, and checksums are not compared.
 
     Raises:
-        Flaw: it cannot be read, or does not fit its checksums.
+        Flaw: it cannot be read, or a checksum does not match.
     """
     if values:
         checked(descriptor, offset, length)
@@ -162,24 +162,24 @@ def unpickled(descriptor: int, offset: int, length: int, *, values: bool = True)
 def checked(
     descriptor: int, offset: int, length: int, *, values: bool = True, share: tuple[int, int] = (0, 1)
 ) -> dict[str, int]:
-    """Compares the records with their checksums; those of tensors' elements if `values`.
+    """Compares the records of a `torch.save` item with their checksums; records of tensor elements only if `values`.
 
-    Of `share=(i, n)`, one of n that compare together, records i, i + n and so on of elements are.
+    With `share=(i, n)`, process i of n that compare together reads records i, i + n and so on of tensor elements.
 
     Returns:
-        The checksums of the elements of tensors by record; none if `torch.save` was configured to make none.
+        The checksums of tensor elements by record; empty if `torch.save` was configured to write none.
 
     Raises:
-        Flaw: the records that do not fit.
+        Flaw: it cannot be read, or records do not match their checksums.
     """
-    wrong, others = [], 0
+    mismatches, others = [], 0
     try:
         with zipfile.ZipFile(io.BufferedReader(Item(descriptor, offset, length))) as archive:
             records = archive.infolist()
             elements = [info for info in records if "/data/" in info.filename]
-            mine = {info.filename for info in elements[share[0] :: share[1]]} if values else set()
+            own_share = {info.filename for info in elements[share[0] :: share[1]]} if values else set()
             for info in records:
-                if "/data/" in info.filename and info.filename not in mine:
+                if "/data/" in info.filename and info.filename not in own_share:
                     continue
                 others += "/data/" not in info.filename
                 try:
@@ -187,11 +187,11 @@ def checked(
                         while record.read(STEP):
                             pass
                 except zipfile.BadZipFile:
-                    wrong.append(info.filename)
+                    mismatches.append(info.filename)
     except Exception as error:  # a damaged archive raises almost anything
         raise Flaw(f"it cannot be read: {error}") from error
-    if sum("/data/" not in name for name in wrong) == others:
+    if sum("/data/" not in name for name in mismatches) == others:  # all mismatch: there are no checksums
         return {}
-    if wrong:
-        raise Flaw(f"its own checksum does not fit, in {listed(wrong)}")
+    if mismatches:
+        raise Flaw(f"its own checksum does not fit, in {listed(mismatches)}")
     return {info.filename: info.CRC for info in records if "/data/" in info.filename}

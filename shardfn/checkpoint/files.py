@@ -1,6 +1,6 @@
-"""Files of others, in which each tensor is whole: those of `torch.save`, and of safetensors.
+"""Reads files of other tools in which each tensor is whole: those of `torch.save`, and safetensors.
 
-Both are mapped into memory, so that a rank reads what it takes of them, and nothing else.
+Both are mapped into memory, so that a rank reads only the parts that it needs.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ STEP = 2**23  # bytes that are copied at a time
 
 @dataclass
 class Files(Entries):
-    """What files of whole tensors hold.
+    """The entries of files of whole tensors.
 
     Attributes:
         places: the file of each entry.
-        mapped: the tensors.
+        mapped: the tensors, mapped into memory.
     """
 
     places: dict[str, Path] = field(default_factory=dict)
     mapped: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, file: Path, leaf: Any) -> None:
-        """Takes in what a file has under a name.
+        """Adds an entry of a file.
 
         Raises:
-            CheckpointError: another one has it, too.
+            CheckpointError: the name is in use.
         """
         if name in self.places:
             raise CheckpointError(
@@ -69,7 +69,7 @@ class Files(Entries):
 
 
 def model_in(path: Path) -> Path | None:
-    """The file, or the index of several, that a path is or a folder has; None for anything else."""
+    """The model file at a path or in a folder, or the index of several; None if there is none."""
     if path.is_dir():
         return next((path / name for name in MODELS if (path / name).exists()), None)
     return path if path.exists() else None
@@ -78,18 +78,18 @@ def model_in(path: Path) -> Path | None:
 class FileReader(Reader):
     """Reads whole tensors in files.
 
-    `share=(i, n)` is for reader number i of n that read together.
+    With `share=(i, n)`, this is reader i of n that read together.
 
     Attributes:
-        source: what there is, and the tensors themselves.
+        source: the entries, with the mapped tensors.
     """
 
     source: Files
 
     def __init__(self, path: Path, share: tuple[int, int] = (0, 1)) -> None:
         self.source, self._share = Files(), share
-        self._checksums: dict[Path, dict[str, int]] = {}  # those that are in each file of torch's
-        self._places: set[tuple[int, int]] = set()  # of files in memory
+        self._checksums: dict[Path, dict[str, int]] = {}  # checksums in each file of torch.save
+        self._places: set[tuple[int, int]] = set()  # addresses and lengths of the mapped files
         before = _version(path)
         self._open(path)
         if _version(path) != before:
@@ -97,7 +97,7 @@ class FileReader(Reader):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name, mapped."""
+        """All tensors by name, mapped."""
         return self.source.mapped
 
     def _open(self, path: Path) -> None:
@@ -107,26 +107,26 @@ class FileReader(Reader):
             wanted = {name for name in where if name and path.parent / where[name] == file}
             if of_torch:
                 self._checksums[file] = _compare(file, values=False)
-            there = set[str]()
+            names = set[str]()
             for name, leaf in _of_torch(file) if of_torch else safetensors.tensors_in(file):
                 if of_torch or name in wanted or not wanted:
                     self.source.add(name, file, leaf)
-                    there.add(name)
-            if lacking := [name for name in where if name in wanted - there]:
-                raise CheckpointError(f"{file} has no {listed(lacking)}, though {path.name} says so")
-            self._places |= _places(file, [x for name, x in self.tensors.items() if name in there])
+                    names.add(name)
+            if missing := [name for name in where if name in wanted - names]:
+                raise CheckpointError(f"{file} has no {listed(missing)}, though {path.name} says so")
+            self._places |= _places(file, [x for name, x in self.tensors.items() if name in names])
 
     def identity(self) -> str:
-        """The same where the files are: by the checksums of all elements in those of torch's, else by some bytes."""
+        """A text that is equal for equal files: the checksums in torch.save files, or of a sample of bytes."""
         files = sorted({*self.source.places.values(), *self._checksums})
         return "; ".join(f"{disk.sampled(file):x} {sorted(self._checksums.get(file, {}).items())}" for file in files)
 
     def wanted(self, targets: Iterable[LocalBox]) -> list[LocalBox]:
-        """The boxes to fill."""
+        """The boxes to fill that are not empty."""
         return [target for target in targets if target.box.numel]
 
     def check(self, wanted: Sequence[LocalBox] = ()) -> None:
-        """Compares the checksums that files of torch's have, of this reader's share of the records in all of them.
+        """Compares the checksums in files by torch.save, for this reader's share of the records.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -136,7 +136,7 @@ class FileReader(Reader):
             _compare(file, True, self._share)
 
     def fill(self, wanted: Iterable[LocalBox]) -> None:
-        """Fills each box's values, of whatever dtype, from the tensor of its name."""
+        """Fills each box from the tensor of its name, converting the dtype."""
         with torch.no_grad():
             for target in wanted:
                 x = self.tensors[target.name]
@@ -145,40 +145,40 @@ class FileReader(Reader):
                     self.forget()
 
     def forget(self) -> None:
-        """Gives back the memory of what was read."""
+        """Releases the memory of mapped pages that have been read."""
         for address, nbytes in self._places:
             mapping.left(address, nbytes)
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """What tells a file from one that takes its place. Whoever replaces several files replaces their index, too."""
+    """Inode, time and size, which change if a file is replaced; replacing several files replaces their index, too."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _of_torch(file: Path) -> Iterator[tuple[str, Any]]:
-    """What `torch.save` wrote, under names as of our trees."""
+    """The leaves of a `torch.save` file, under names like those in our trees."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(_unpickled(file))
     return ((dotted(accessor) or "value", leaf) for accessor, leaf in zip(accessors, leaves, strict=True))
 
 
 def _places(file: Path, mapped: Iterable[Tensor]) -> set[tuple[int, int]]:
-    """Where in memory a file is, of which these are parts: addresses and lengths."""
+    """The address and length of the mapping of a file, found from one of its tensors."""
     x = next((x for x in mapped if x.numel()), None)
-    found = None if x is None else mapping.private(str(file), x.untyped_storage().data_ptr())
-    return set() if found is None else {found}
+    mapped_range = None if x is None else mapping.private(str(file), x.untyped_storage().data_ptr())
+    return set() if mapped_range is None else {mapped_range}
 
 
 def _unpickled(file: Path) -> Any:
-    """Containers, numbers, strings, and tensors whose elements stay in the file."""
+    """Loads a `torch.save` file with `weights_only=True`; tensor elements stay in the file."""
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"[Uu]nsupported (?:global|class|operand)[^\n.]*(?:\.\w[^\n. ]*)*", str(error))
-        what = f" ({found[0]})" if found else ""
+        culprit = re.search(r"[Uu]nsupported (?:global|class|operand)[^\n.]*(?:\.\w[^\n. ]*)*", str(error))
+        what = f" ({culprit[0]})" if culprit else ""
         raise CheckpointError(
             f"{file} holds more than tensors, numbers, strings and containers of these{what}, and loading it might run "
             f"any program: save a module's state_dict() instead of the module; if you trust the file, read it with "
@@ -189,7 +189,7 @@ def _unpickled(file: Path) -> Any:
 
 
 def _compare(file: Path, values: bool, share: tuple[int, int] = (0, 1)) -> dict[str, int]:
-    """Compares the checksums in a file of torch's, as `checked` does, and returns them."""
+    """Compares the checksums in a `torch.save` file, as `checked` does, and returns them."""
     with disk.opened(file) as descriptor:
         if not zipfile.is_zipfile(file):
             raise CheckpointError(

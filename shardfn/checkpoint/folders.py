@@ -1,4 +1,4 @@
-"""A folder of checkpoints: names that appear when all is on the disk, the newest, and what dead processes left."""
+"""Folders of checkpoints: publishing atomically, finding the newest, and cleaning up after dead processes."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from shardfn.checkpoint.manifest import (
 from shardfn.checkpoint.team import CheckpointError
 
 FILES = re.compile(rf"__\d+_0\.distcp|{re.escape(MANIFEST)}|{re.escape(METADATA)}")
-FILE_SYSTEMS = "lost+found"  # is at the root of a disk, where only the superuser may look
+FILE_SYSTEMS = "lost+found"  # at the root of a disk, readable by the superuser only
 
 _log = logging.getLogger("shardfn")
 
 
 def intact(folder: Path) -> Manifest | str:
-    """The manifest of a checkpoint whose files are all there, in full length; or why it is none.
+    """The manifest of a checkpoint whose files all exist at full length; otherwise the reason as text.
 
     Raises:
-        CheckpointError: the disk does not say.
+        CheckpointError: the disk cannot be read.
     """
     try:
         manifest = read_manifest(folder)
@@ -48,17 +48,17 @@ def intact(folder: Path) -> Manifest | str:
             raise
         return str(error)
     for name, (size, _) in manifest.files.items():
-        there = seen(folder / name)
-        if there is None or there.st_size != size:
-            return f"{folder / name} {'is gone' if there is None else f'has {there.st_size} of {size} bytes'}"
+        status = seen(folder / name)
+        if status is None or status.st_size != size:
+            return f"{folder / name} {'is gone' if status is None else f'has {status.st_size} of {size} bytes'}"
     return manifest
 
 
 def seen(path: Path) -> os.stat_result | None:
-    """What is there, a link followed; None if there is nothing.
+    """The status of a path, following links; None if nothing exists there.
 
     Raises:
-        CheckpointError: the disk does not say. To take that for nothing would begin a run anew.
+        CheckpointError: the disk cannot be read. Taking that for nothing would begin a run anew.
     """
     try:
         return path.stat()
@@ -73,36 +73,36 @@ def _absent(error: OSError) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one, whole or not, of this module or of torch.distributed.checkpoint."""
+    """Whether a folder is a checkpoint, complete or not, of this module or of torch.distributed.checkpoint."""
     return seen(folder / MANIFEST) is not None or seen(folder / METADATA) is not None
 
 
 def names_in(root: Path) -> list[str]:
-    """The names in a folder, and those that checkpoints had which a process was replacing when it died; sorted.
+    """The sorted names in a folder, including checkpoints that a process was replacing when it died.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
-        found = os.listdir(root)
+        every = os.listdir(root)
     except OSError as error:
         if _absent(error):
             return []
         raise CheckpointError(f"{root} cannot be read: {error.strerror}") from error
-    replaced = [name[1:].removesuffix(".replaced") for name in found if name[:1] == "." and name.endswith(".replaced")]
-    return sorted({*replaced, *(name for name in found if not name.startswith("."))} - {FILE_SYSTEMS})
+    replaced = [name[1:].removesuffix(".replaced") for name in every if name[:1] == "." and name.endswith(".replaced")]
+    return sorted({*replaced, *(name for name in every if not name.startswith("."))} - {FILE_SYSTEMS})
 
 
 def manifests(root: Path) -> dict[Path, Manifest | str]:
-    """Of the checkpoints in a folder, oldest first; and why those that are torn are none.
+    """The manifests of the checkpoints in a folder, oldest first; for torn ones the reason as text.
 
     Raises:
         CheckpointError: one of them cannot be read.
     """
-    found = {
+    by_path = {
         path: intact(restored(path)) for path in map(root.joinpath, names_in(root)) if is_checkpoint(restored(path))
     }
-    return dict(sorted(found.items(), key=lambda one: (_number(one[1]), one[0])))
+    return dict(sorted(by_path.items(), key=lambda pair: (_number(pair[1]), pair[0])))
 
 
 def _number(manifest: Manifest | str) -> int:
@@ -110,12 +110,16 @@ def _number(manifest: Manifest | str) -> int:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The checkpoints in a folder that are whole, oldest first. Raises as `manifests` does."""
+    """The complete checkpoints in a folder, oldest first. Raises as `manifests` does."""
     return [path for path, manifest in manifests(root).items() if not isinstance(manifest, str)]
 
 
 def found_at(path: Path, also: Sequence[str] = ()) -> Path:
-    """The folder of a checkpoint, whole or not; `also` is what else was looked for in it.
+    """The folder of a checkpoint, complete or not.
+
+    Args:
+        path: of the checkpoint.
+        also: other files that were looked for, for the message.
 
     Raises:
         CheckpointError: there is none.
@@ -132,7 +136,7 @@ def found_at(path: Path, also: Sequence[str] = ()) -> Path:
 
 
 def source_of(path: Path, also: Sequence[str] = ()) -> Source:
-    """A checkpoint, to read from; `also` is what else was looked for.
+    """A checkpoint to read from; `also` as for `found_at`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -140,38 +144,38 @@ def source_of(path: Path, also: Sequence[str] = ()) -> Source:
     folder = found_at(path, also)
     if (folder / MANIFEST).exists():
         return Source(**vars(read_manifest(folder)), folder=folder)
-    found = torchs(folder)
-    for name, (file, offset, length) in found.places.items():
-        # What is neither is not for trees to have; if one wants it all the same, it is missing.
+    source = torchs(folder)
+    for name, (file, offset, length) in source.places.items():
+        # Other values cannot be loaded into a tree; if the tree wants one, it is reported as missing.
         with opened(folder / file) as descriptor, contextlib.suppress(Flaw):
             value = unpickled(descriptor, offset, length)
             if type(value) in SCALARS:
-                found.numbers[name] = value
+                source.numbers[name] = value
                 continue
-        found.others[name] = "neither a tensor nor a number or string"
-    return found
+        source.others[name] = "neither a tensor nor a number or string"
+    return source
 
 
 def aside(path: Path, what: str) -> Path:
-    """Where something that belongs to a checkpoint is while it is not, or no more, one."""
+    """The hidden path at which a checkpoint is written, or waits to be replaced or deleted."""
     return path.parent / f".{path.name}.{what}"
 
 
 def publish(folder: Path, path: Path) -> None:
-    """Gives a folder its name, and what had it another one until then."""
+    """Renames a finished folder to `path`, and discards what was there before."""
     sync(folder)
     old = aside(path, "replaced")
     if seen(path) is not None:
         discard(old)
         path.rename(old)
     folder.rename(path)
-    sync(path.parent)
+    sync(path.parent)  # before the old one goes, so that one of them outlives a crash
     spare(old)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Where a file is written that gets its name when the block ends well, and all of it is on the disk."""
+    """A context that gives a path to write a file to; afterwards it is synced and renamed to `path`."""
     unfinished = aside(path, "writing")
     try:
         yield unfinished
@@ -184,23 +188,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def discarding(folder: Path) -> Iterator[None]:
-    """Discards a folder that is not finished if the block fails."""
+    """A context that discards an unfinished folder if its block fails."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # what failed first is what is to be known
+        with contextlib.suppress(OSError):  # the first error is the one to report
             discard(folder)
         raise
 
 
 def completed(folder: Path, path: Path, manifest: Manifest, keys: dict[str, tuple[Any, ...]]) -> None:
-    """Makes a folder in which every file of tensors is a checkpoint, under its name.
+    """Adds manifest and metadata to a folder of finished tensor files, and publishes it.
 
     Args:
         folder: where the files are.
         path: of the checkpoint.
-        manifest: what is in them.
-        keys: names as the keys from the root of the tree; one that is not there is a key itself.
+        manifest: describes the files.
+        keys: names as keys from the root of the tree; a name that is not there is its own key.
     """
     write_metadata(folder, manifest, {name: keys.get(name, (name,)) for name in [*manifest.tensors, *manifest.numbers]})
     write_manifest(folder, manifest)
@@ -208,25 +212,25 @@ def completed(folder: Path, path: Path, manifest: Manifest, keys: dict[str, tupl
 
 
 def restored(path: Path) -> Path:
-    """The path, or where its checkpoint is if a process died while it was replaced."""
+    """The path, or the one to which its checkpoint was moved by a process that died while replacing it."""
     old = aside(path, "replaced")
     return old if seen(path) is None and seen(old) is not None else path
 
 
 def discard(folder: Path) -> None:
-    """Deletes a folder, whose name nobody takes for a checkpoint's meanwhile."""
+    """Deletes a folder, after renaming it so that it never counts as a checkpoint while being deleted."""
     folder = restored(folder)
     if seen(folder) is None:
         return
     if not folder.name.startswith("."):
-        away = aside(folder, "deleting")
-        discard(away)
-        folder = folder.rename(away)
+        doomed = aside(folder, "deleting")
+        discard(doomed)
+        folder = folder.rename(doomed)
     shutil.rmtree(folder)
 
 
 def spare(folder: Path) -> None:
-    """Discards what nobody needs; where that fails, nothing is lost but room."""
+    """Discards a superfluous folder; a failure is only logged."""
     try:
         discard(folder)
     except OSError as error:
@@ -234,14 +238,14 @@ def spare(folder: Path) -> None:
 
 
 def tidy(root: Path) -> None:
-    """Deletes what dead processes left; a folder with anything else in it than a checkpoint has is somebody's own."""
+    """Deletes what dead processes left. A folder that holds any other file is assumed to be the user's, and stays."""
     for name in os.listdir(root):
         folder = root / name
-        if name[:1] == "." and folder.suffix in (".writing", ".deleting") and not folder.is_symlink() and _left(folder):
+        if name[:1] == "." and folder.suffix in (".writing", ".deleting") and not folder.is_symlink() and _ours(folder):
             spare(folder)
 
 
-def _left(folder: Path) -> bool:
+def _ours(folder: Path) -> bool:
     try:
         return folder.is_dir() and all(map(FILES.fullmatch, os.listdir(folder)))
     except OSError as error:
@@ -250,13 +254,13 @@ def _left(folder: Path) -> bool:
 
 
 def older(root: Path, keep: int | None) -> list[Path]:
-    """All but the newest `keep` checkpoints in a folder. A link is nobody's to follow, or to delete."""
+    """All but the newest `keep` checkpoints in a folder. Links are neither followed nor deleted."""
     own = [path for path in checkpoints(root) if not path.is_symlink()]
     return own[:-keep] if keep else []
 
 
 def about(root: Path, ranks: int) -> dict[str, Any]:
-    """What a new checkpoint in this folder says of itself."""
+    """Facts about a new checkpoint in this folder: number, time, ranks, torch version."""
     number = 1 + max(map(_number, manifests(root).values()), default=0)
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     return {"number": number, "made": made, "ranks": ranks, "torch": torch.__version__}

@@ -1,4 +1,4 @@
-"""Parameters to and from Hugging Face's layout: whole tensors in safetensors files, under others' names."""
+"""Exports and imports parameters in Hugging Face's layout: whole tensors in safetensors files, renamed by rules."""
 
 from __future__ import annotations
 
@@ -52,31 +52,32 @@ def export(
 ) -> None:
     """Writes parameters as safetensors files, which `transformers` reads, on all ranks together.
 
-    One stage is gathered after another, and the ranks that hold it take turns to write its tensors. In addition to its
-    shards a rank needs memory for one stage and 32 MB; where `specs` cut parameters, for its part of a stage and the
-    largest parameter. Other files in the folder, such as `config.json`, stay.
+    Stages are gathered one after another, and the ranks that hold a stage take turns to write its tensors. In addition
+    to its shards a rank needs memory for one stage and 32 MB; where `specs` cut parameters, for its part of a stage and
+    the largest parameter. Other files in the folder, such as `config.json`, stay.
 
-    The model is in the folder when this returns, in place of an earlier one. If it raises, or a process dies, an
-    earlier one is whole still; but where both consist of equally many files, and more than one, it loses its index
-    while these are replaced, and no model is found in the meantime.
+    When this returns, the model is in the folder, and has replaced an earlier one. If it raises, or a process dies, an
+    earlier one is still complete, with one exception: if both consist of the same number of files, more than one, the
+    index is missing while the files are replaced, and no model is found in the meantime.
 
     Args:
-        path: of the folder, which all ranks see and which is made if necessary.
+        path: of the folder, which all ranks see and which is created if necessary.
         params: a pytree of flat shards and whole tensors, the same on every rank.
-        names: rules `(regular expression, template)`: a parameter whose whole name matches the first is called what
-            the second makes of it, by `re.Match.expand`. `(..., ..., "T")` also swaps its last two dimensions, as from
-            `[in, out]` to the `[out, in]` of `torch.nn.Linear`. The first rule that matches counts; without one, a
-            parameter keeps its name.
-        largest: bytes of tensors in a file; one tensor may have more.
-        dtype: convert floating-point parameters to this floating-point dtype, to which those in few bits are decoded;
-            None for their own.
+        names: rules `(regular expression, template)`: a parameter whose whole name matches the expression gets the name
+            that the template makes of the match, by `re.Match.expand`. `(..., ..., "T")` also swaps its last two
+            dimensions, as from `[in, out]` to the `[out, in]` of `torch.nn.Linear`. The first rule that matches counts;
+            without one, a parameter keeps its name.
+        largest: bytes of tensors in a file; a single tensor may have more.
+        dtype: floating-point dtype to which floating-point parameters are converted, and those in few bits decoded;
+            None keeps their own.
         metadata: further strings for the header of each file.
 
     Raises:
-        CheckpointError: two parameters of one name, a rule that matches nothing, parameters in few bits without a
-            dtype, what could not be written. The same on every rank.
-        TypeError: the tree holds something other than flat shards and tensors; another dtype, or size of files.
-        ValueError: a size of files below 1.
+        CheckpointError: two parameters have the same name, a rule matches nothing, parameters are in few bits and there
+            is no dtype, or writing failed. The same on every rank.
+        TypeError: the tree holds something other than flat shards and tensors; or `dtype` or `largest` has a wrong
+            type.
+        ValueError: `largest` is below 1.
 
     Example:
         ``export("out", params, names=[(r"blocks\\.(\\d+)\\.q", r"layers.\\1.q_proj.weight", "T")])``
@@ -87,20 +88,20 @@ def export(
         refuse_options("export", "largest", largest, dtype)
         return Path(path), contents(params, shared=False)
 
-    folder, found = on_each_rank(started)
-    team, what = team_of(found.grids), f"export {folder}"
+    folder, tree = on_each_rank(started)
+    team, what = team_of(tree.grids), f"export {folder}"
 
-    def planning() -> tuple[dict[str, _Kept], Plan]:
-        _only_tensors(params, found)
-        kept = _kept(found, names, dtype)
-        return kept, planned({one.name: one.kind for one in kept.values()}, largest, metadata or {})
+    def planning() -> tuple[dict[str, _Target], Plan]:
+        _only_tensors(params, tree)
+        targets = _targets(tree, names, dtype)
+        return targets, planned({target.name: target.kind for target in targets.values()}, largest, metadata or {})
 
-    kept, plan = team.each(what, planning)
+    targets, plan = team.each(what, planning)
     if len(set(team.gathered((str(folder), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
         raise CheckpointError(f"{what}: ranks were given different paths, trees or rules")
     try:
         team.first(what, lambda: begin(folder, plan))
-        team.each(what, lambda: fill(folder, plan, turns(params, kept, team), functools.partial(_placed, kept)))
+        team.each(what, lambda: fill(folder, plan, turns(params, targets, team), functools.partial(_placed, targets)))
         team.first(what, lambda: publish(folder, plan))
     except BaseException:
         if team.rank == 0:
@@ -118,28 +119,29 @@ def import_(
     strict: bool = True,
     ignore: str | Iterable[str] = (),
 ) -> Any:
-    """Reads safetensors files into a tree of any placement, which it overwrites, on all ranks together.
+    """Reads safetensors files into a tree of any placement, overwriting it, on all ranks together.
 
-    It is `load` for parameters alone, whose dtypes may be others: they are converted silently, whatever `strict` is.
-    Each rank reads the parts that it holds, one after another. These files have no checksums: what is cut short or does
-    not fit is found, a changed bit is not.
+    It is `load` for parameters alone, whose dtypes may differ: they are converted silently, whatever `strict` is. Each
+    rank reads the parts that it holds, one after another. These files have no checksums: truncated or inconsistent
+    files are detected, a flipped bit is not.
 
     Args:
         path: of a folder with `model.safetensors` or an index of several files, of such an index, or of a file; or of
             anything else that `load` takes.
         like: a pytree of flat shards and tensors, into which the values are written.
         names: rules from our names to those in the files, as for `export`.
-        strict: whether the files must hold just what the tree does. If not, what is missing stays as it is in `like`,
-            what is extra is ignored, and the log of `shardfn` says so; other shapes are still errors.
-        ignore: regular expressions, or one; tensors in the files whose whole name matches one are not wanted.
+        strict: whether the files must hold exactly the tensors of the tree. If not, what is missing keeps its values in
+            `like`, what is extra is ignored, and both are logged by the logger `shardfn`; different shapes are still
+            errors.
+        ignore: regular expressions, or one; tensors in the files whose whole name matches one are ignored.
 
     Returns:
         `like`.
 
     Raises:
-        CheckpointError: what is missing, extra or of another shape, all at once; rules that do not fit; a file that is
-            gone, damaged, or lacks what the index says. The same on every rank. If damage is found on the way, `like`
-            may have been overwritten in part.
+        CheckpointError: tensors are missing, extra or of another shape, all listed at once; rules do not fit; a file is
+            gone, damaged, or lacks tensors of the index. The same on every rank. If damage is found while reading,
+            `like` may have been overwritten in part.
         TypeError: the tree holds something other than flat shards and tensors.
 
     Example:
@@ -152,7 +154,7 @@ def import_(
 
 
 def refuse_options(who: str, name: str, largest: Any, dtype: Any) -> None:
-    """Raises TypeError or ValueError for what is not a number of bytes, as the option `name`, or not a dtype."""
+    """Raises TypeError or ValueError if `dtype` or the number of bytes, an option called `name`, is wrong."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"{who}: dtype={dtype!r}; pass a floating-point dtype, or None to keep the parameters'")
     if type(largest) is not int:
@@ -165,10 +167,14 @@ def refuse_options(who: str, name: str, largest: Any, dtype: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """How a parameter is kept: under which name, as what, and whether its last two dimensions are swapped.
+class _Target:
+    """How a parameter is written.
 
-    `packed` is it without its bytes, if it is in few bits here.
+    Attributes:
+        name: in the file.
+        kind: its dtype and shape in the file.
+        turned: whether its last two dimensions are swapped.
+        packed: for a parameter in few bits, its format, without the bytes.
     """
 
     name: str
@@ -177,11 +183,11 @@ class _Kept:
     packed: Packed | None
 
 
-def _kept(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) -> dict[str, _Kept]:
-    """How each of our parameters is kept.
+def _targets(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) -> dict[str, _Target]:
+    """How each parameter is written, by its name in the tree.
 
     Raises:
-        CheckpointError: one in few bits, which these files could not say.
+        CheckpointError: one is in few bits and there is no dtype, since these files cannot describe the format.
     """
     few = {name: packed for name, packed in contents.packed.items() if name in contents.tensors}
     tensors = contents.tensors | {name: Kind(packed.dtype, packed.shape) for name, packed in few.items()}
@@ -191,19 +197,19 @@ def _kept(contents: Contents, rules: Iterable[Rule], dtype: torch.dtype | None) 
             f"{next(iter(few.values())).format}, of which these files say nothing: pass dtype=, such as "
             f"torch.bfloat16, to which they are decoded, or write them by interop.save_pretrained"
         )
-    found: dict[str, _Kept] = {}
-    for name, (theirs, swap) in renamed(tensors, rules).items():
+    targets: dict[str, _Target] = {}
+    for name, (new_name, swap) in renamed(tensors, rules).items():
         kind = tensors[name]
         if swap:
             refuse_flat(name, kind)
-        there = dtype if dtype is not None and kind.dtype.is_floating_point else kind.dtype
-        found[name] = _Kept(theirs, Kind(there, turned(kind.shape, swap)), swap, few.get(name))
-    return found
+        target_dtype = dtype if dtype is not None and kind.dtype.is_floating_point else kind.dtype
+        targets[name] = _Target(new_name, Kind(target_dtype, turned(kind.shape, swap)), swap, few.get(name))
+    return targets
 
 
-def _only_tensors(tree: Any, found: Contents) -> None:
+def _only_tensors(tree: Any, held: Contents) -> None:
     """Raises TypeError for anything but flat shards and tensors."""
-    wrong = [*found.numbers, *found.by_rank]
+    wrong = [*held.numbers, *held.by_rank]
     wrong += [repr(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_unit) if is_unit(leaf) and not is_flat(leaf)]
     if wrong:
         raise TypeError(f"these files hold flat shards and tensors alone, the same on all ranks, not {wrong}")
@@ -213,11 +219,11 @@ def _only_tensors(tree: Any, found: Contents) -> None:
 
 
 def turns(params: Any, names: Iterable[str], team: Team) -> Iterator[tuple[str, Tensor]]:
-    """The whole tensors that this rank writes, by our names; on the way it gathers with others what they write.
+    """Yields the whole tensors that this rank writes, by name; all ranks of a stage take part in gathering it.
 
     Args:
         params: a tree of flat shards and whole tensors.
-        names: of all of them, in the tree's order.
+        names: of all its parameters, in the tree's order.
         team: the ranks that take turns.
     """
     rest = iter(names)
@@ -232,7 +238,7 @@ def turns(params: Any, names: Iterable[str], team: Team) -> Iterator[tuple[str, 
 
 
 def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[str, Tensor]]:
-    """As `unshard`, but views, and only on ranks that hold one copy between them: each its turn's parameters."""
+    """Gathers a stage, on the ranks that hold one copy of it; yields views of the parameters of this rank's turns."""
     layout, rank = flat.layout, process_groups.global_rank()
     cut = {*layout.placement.axes, *(axis for entry in layout.entries for axis in entry.spec.axes)}
     holders = tuple(name for name, _ in layout.grid.sizes if name in cut)
@@ -250,23 +256,23 @@ def _gathered(flat: FlatShard, names: list[str], number: int) -> Iterator[tuple[
 
 
 def _joined(piece: Tensor, axes: tuple[str, ...], dim: int, size: int, mesh: DeviceMesh) -> Tensor:
-    """As `all_gather`, but little by little: gloo has a second copy of what it gathers at a time."""
+    """As `all_gather` along a dimension, but in portions, since gloo holds a second copy of what it gathers."""
     if size == 1:
         return brought(piece, mesh)
     n = piece.shape[dim]
     joined = torch.empty(
         *piece.shape[:dim], n * size, *piece.shape[dim + 1 :], dtype=piece.dtype, device=mesh.device_type
     )
-    for box, some in pieces(piece, STEP // size):
-        some = brought(some, mesh)
-        for i, part in enumerate(functional.all_gather(some[None], axes, to="invariant")):
+    for box, portion in pieces(piece, STEP // size):
+        portion = brought(portion, mesh)
+        for i, part in enumerate(functional.all_gather(portion[None], axes, to="invariant")):
             joined.narrow(dim, i * n, n)[box.within(whole(piece.shape))] = part
     return joined
 
 
-def _placed(kept: dict[str, _Kept], name: str, values: Tensor) -> Iterator[Elements]:
-    """What a parameter is in files."""
-    one = kept[name]
-    x = values if one.packed is None else one.packed.having(values).decoded(one.kind.dtype)
-    for box, some in pieces(x.mT if one.turned else x, STEP):
-        yield one.name, box, some.to(one.kind.dtype)
+def _placed(kept: dict[str, _Target], name: str, values: Tensor) -> Iterator[Elements]:
+    """Yields a parameter in portions as it is in the file."""
+    target = kept[name]
+    x = values if target.packed is None else target.packed.having(values).decoded(target.kind.dtype)
+    for box, portion in pieces(x.mT if target.turned else x, STEP):
+        yield target.name, box, portion.to(target.kind.dtype)

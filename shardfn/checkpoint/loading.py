@@ -1,4 +1,4 @@
-"""From a checkpoint to a tree of any placement, each rank reading what it holds."""
+"""Loads a checkpoint into a tree of any placement; each rank reads what it holds."""
 
 from __future__ import annotations
 
@@ -43,37 +43,38 @@ def load(
 ) -> Any:
     """Reads training state from files, on all ranks together; overwrites `like` unless `donate=False`.
 
-    They are a checkpoint of `save`, on any mesh and by any strategy, or of torch.distributed.checkpoint, such as
+    The files are a checkpoint of `save`, on any mesh and by any strategy, or of torch.distributed.checkpoint, such as
     FSDP2's; or files of whole tensors, by `torch.save` or safetensors. Each rank reads the parts that it holds, one
-    after another. Checksums are compared, but for safetensors, which has none. In addition to its shards a rank needs
-    64 MB of memory, and the largest tensor of others' checkpoints that is not contiguous there.
+    after another. Checksums are compared, except for safetensors, which has none. In addition to its shards a rank
+    needs 64 MB of memory, and the largest tensor of another tool's checkpoint that is not contiguous there.
 
-    Of what `torch.save` wrote, `{"state_dict": {"w": w}, "epoch": 3}` say, entries are called by their keys joined by
-    dots, `state_dict.w` and `epoch`, as those of our trees. Files are mapped, and unpickled as `weights_only=True`
-    does; each rank compares the checksums of its share of them before anything is overwritten.
+    Entries of a `torch.save` file such as `{"state_dict": {"w": w}, "epoch": 3}` are named by their keys joined by
+    dots, `state_dict.w` and `epoch`, as in our trees. Files are mapped, and unpickled with `weights_only=True`; each
+    rank compares the checksums of its share of them before anything is overwritten.
 
     Args:
         path: of a checkpoint, as `latest` finds one; of a file, or of an index of several, whatever its suffix; or of a
             folder with `model.safetensors` or `pytorch_model.bin`, or an index of several such.
         like: a tree as `save` takes one, placed as the result is to be.
-        part: which part is read, as if it were all: the keys to it, joined by dots, `"state_dict"` or `"model"` say.
+        part: the part that is read as if it were all: the keys to it, joined by dots, such as `"state_dict"` or
+            `"model"`.
         names: rules from our names to those in the part, as for `export`.
-        strict: whether everything must be the same on both sides. If not, what is missing stays as it is in `like`,
-            what is extra is ignored, other dtypes are converted, and the log of `shardfn` says so; other shapes are
-            still errors.
-        ignore: regular expressions, or one; entries of the part whose whole name in it matches one are not wanted.
-        donate: write into `like`'s tensors and generators. If not, they stay as they are, and are copied.
+        strict: whether everything must be the same on both sides. If not, what is missing keeps its values in `like`,
+            what is extra is ignored, dtypes are converted, and all this is logged by the logger `shardfn`; different
+            shapes are still errors.
+        ignore: regular expressions, or one; entries of the part whose whole name in it matches one are ignored.
+        donate: write into `like`'s tensors and generators. If not, they are copied and stay unchanged.
 
     Returns:
         The tree, with the values that were read.
 
     Raises:
-        CheckpointError: what is missing, extra, of another shape or dtype, all at once; rules that do not fit; a
-            damaged or foreign file; a pickle of more than tensors, numbers, strings and containers; files, a part or
-            rules that differ between ranks. The same on every rank. Files that are gone or too short are found before
-            anything is overwritten; where only a checksum of a checkpoint shows damage, `like` may have been
+        CheckpointError: entries are missing, extra, or of another shape or dtype, all listed at once; rules do not fit;
+            a file is damaged or foreign, or a pickle of more than tensors, numbers, strings and containers; files, part
+            or rules differ between ranks. The same on every rank. Files that are gone or too short are found before
+            anything is overwritten; if only a checksum of a checkpoint shows the damage, `like` may have been
             overwritten in part, and the message says what.
-        TypeError, ValueError: what is in `like` cannot be loaded.
+        TypeError, ValueError: `like` has contents that cannot be loaded.
 
     Example:
         ``tree = load(latest("runs/1"), {"params": params, "state": state, "step": 0})``, and
@@ -84,7 +85,7 @@ def load(
 
 
 def reader_of(path: Path, team: Team) -> Reader:
-    """What reads a checkpoint, or files of whole tensors.
+    """The reader for a checkpoint, or for files of whole tensors.
 
     Raises:
         CheckpointError: there is neither, or it is damaged.
@@ -107,27 +108,37 @@ def filled(
     then: Callable[[Reader], Any] | None = None,
     check: Callable[[Contents], None] | None = None,
 ) -> Any:
-    """The tree with what was read, as `load` says; `then` is run on the reader, too, and `check` before."""
-    path, tree, held = on_each_rank(lambda: _begun(source, like, donate))
+    """Loads into a tree, as `load` describes.
+
+    Args:
+        what: the operation, for messages.
+        source: path to read from.
+        like: the tree.
+        asked: which part, under which names, how strictly.
+        donate: whether to write into `like`.
+        then: called with the reader before anything is overwritten; its result is returned, too.
+        check: called with the flattened tree first.
+    """
+    path, tree, held = on_each_rank(lambda: _prepared(source, like, donate))
     team = team_of(held.grids)
 
     def compared() -> tuple[Reader, Any, Differences, dict[str, Name], Any, _Common]:
         if check is not None:
             check(held)
-        reader, called = reader_of(path, team), asked.naming(held)
-        differ, names = matching.compared(reader.source, held, team, asked, called)
-        if differ.shapes or (asked.strict and differ):
-            raise CheckpointError(f"{differ}{matching.hint(differ, names, reader.source, asked)}")
-        every = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
-        wanted = reader.wanted(names[one.name].box(one) for one in every if one.name in names)
+        reader, naming = reader_of(path, team), asked.naming(held)
+        differences, names = matching.compared(reader.source, held, team, asked, naming)
+        if differences.shapes or (asked.strict and differences):
+            raise CheckpointError(f"{differences}{matching.hint(differences, names, reader.source, asked)}")
+        boxes = [*held.boxes, *(LocalBox(name, whole(x.shape), x) for name, x in held.plain.items())]
+        wanted = reader.wanted(names[target.name].box(target) for target in boxes if target.name in names)
         reader.check(wanted)
-        more = None if then is None else then(reader)
-        return reader, wanted, differ, names, more, _common(path, reader, asked, called)
+        then_result = None if then is None else then(reader)
+        return reader, wanted, differences, names, then_result, _common(path, reader, asked, naming)
 
-    reader, wanted, differ, names, more, common = team.each(what, compared)
+    reader, wanted, differences, names, then_result, common = team.each(what, compared)
     _refuse_different(what, team.gathered(common, what))
-    if differ and team.rank == 0:
-        _log.warning("%s, not strict: %s", what, differ)
+    if differences and team.rank == 0:
+        _log.warning("%s, not strict: %s", what, differences)
 
     def read() -> None:
         with torch.no_grad():
@@ -141,12 +152,12 @@ def filled(
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_unusable(names) if donate else '`like` is as it was'}") from error.__cause__
     numbers = reader.source.numbers
-    made = rebuilt(tree, {name: numbers[one.theirs] for name, one in names.items() if name in held.numbers})
-    return made if then is None else (made, more)
+    loaded = rebuilt(tree, {name: numbers[target.theirs] for name, target in names.items() if name in held.numbers})
+    return loaded if then is None else (loaded, then_result)
 
 
 class _Common(NamedTuple):
-    """What all ranks must have in common, in short, and the path from which a rank has it."""
+    """Digests of what must be equal on all ranks, and this rank's path, for messages."""
 
     files: int
     part: str
@@ -154,57 +165,57 @@ class _Common(NamedTuple):
     path: str
 
 
-def _common(path: Path, reader: Reader, asked: Asked, called: dict[str, Name]) -> _Common:
-    own = sorted((ours, *name) for ours, name in called.items() if name != Name(ours))
-    return _Common(zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(own).encode()), str(path))
+def _common(path: Path, reader: Reader, asked: Asked, naming: dict[str, Name]) -> _Common:
+    renamed = sorted((ours, *name) for ours, name in naming.items() if name != Name(ours))
+    return _Common(zlib.crc32(reader.identity().encode()), asked.part, zlib.crc32(repr(renamed).encode()), str(path))
 
 
-def _refuse_different(what: str, every: list[_Common]) -> None:
-    """Raises CheckpointError unless all ranks read the same: parts of two checkpoints make up none."""
-    for rank, other in enumerate(every):
-        differ = [key for key, a, b in zip(("files", "part=", "names="), every[0], other, strict=False) if a != b]
-        if differ:
+def _refuse_different(what: str, facts: list[_Common]) -> None:
+    """Raises CheckpointError unless all ranks read the same: parts of two checkpoints must not be mixed."""
+    for rank, other in enumerate(facts):
+        differing = [key for key, a, b in zip(("files", "part=", "names="), facts[0], other, strict=False) if a != b]
+        if differing:
             raise CheckpointError(
-                f"{what}: ranks were told to read different things, of other {' and '.join(differ)}: rank 0 from "
-                f"{every[0].path}, rank {rank} from {other.path}. Let one rank choose, and send it to the others"
+                f"{what}: ranks were told to read different things, of other {' and '.join(differing)}: rank 0 from "
+                f"{facts[0].path}, rank {rank} from {other.path}. Let one rank choose, and send it to the others"
             )
 
 
 def latest(root: str | os.PathLike[str]) -> Path | None:
-    """Finds the newest whole checkpoint in a folder.
+    """Finds the newest complete checkpoint in a folder.
 
     Args:
-        root: of one run's checkpoints, the parent of what `save` is given.
+        root: folder of one run's checkpoints, the parent of the paths given to `save`.
 
     Returns:
-        Its path; None where there is none, or no such folder. One that is torn, or torch.distributed.checkpoint's own,
-        is never it; the log of `shardfn` names those. "Newest" is by the number that each has in the folder, not by
-        name or time.
+        Its path; None if there is none, or no such folder. Torn checkpoints, and those of torch.distributed.checkpoint,
+        are left out, with a warning of the logger `shardfn`. "Newest" is by the number that each has in the folder, not
+        by name or time.
 
     Raises:
-        CheckpointError: the folder, or a manifest in it, cannot be read, as where a disk has failed.
+        CheckpointError: the folder, or a manifest in it, cannot be read, as after a disk failure.
 
     Example:
         ``if (path := latest("runs/1")) is not None: tree = load(path, tree)``
     """
-    found = manifests(Path(root))
-    for what in found.values():
-        if isinstance(what, str):
-            _log.warning("latest(%s) leaves out a checkpoint that is not whole: %s", root, what)
-    whole = [path for path, what in found.items() if not isinstance(what, str)]
+    by_path = manifests(Path(root))
+    for manifest in by_path.values():
+        if isinstance(manifest, str):
+            _log.warning("latest(%s) leaves out a checkpoint that is not whole: %s", root, manifest)
+    whole = [path for path, manifest in by_path.items() if not isinstance(manifest, str)]
     return whole[-1] if whole else None
 
 
 def _unusable(names: dict[str, Name]) -> str:
-    """What a load that failed on the way may have written to, on some rank."""
+    """For a message: which tensors a failed load may have overwritten in part."""
     return (
         f"It was found on the way: these tensors of `like` are now in part the checkpoint's, in part as they were: "
         f"{listed(names)}. Load a whole checkpoint into them; donate=False leaves `like` as it is"
     )
 
 
-def _begun(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents]:
-    """The path, the tree that is filled, and what it holds."""
+def _prepared(source: Any, like: Any, donate: bool) -> tuple[Path, Any, Contents]:
+    """The path, the tree to fill, and its flattened contents."""
     if source is None:
         raise TypeError("the path is None, which `latest` returns if there is no complete checkpoint")
 

@@ -1,9 +1,9 @@
-"""A checkpoint on disk: torch.distributed.checkpoint's files, and a manifest by which a torn one is known.
+"""The files of a checkpoint: torch.distributed.checkpoint's, and a manifest that makes a torn one detectable.
 
-A folder holds `__<rank>_0.distcp`, one after another what `torch.save` makes of each part of a tensor; `.metadata`, by
-which torch's own loaders find them; and `manifest.json`, by which this one does: every entry and part, with a running
-CRC-32 of each file before and behind it, so that the last is the file's, and each part can be checked alone. The
-manifest ends in a CRC-32 of its own. It is written last, in a folder that gets its name when all is on the disk.
+A folder holds `__<rank>_0.distcp` files, each a sequence of `torch.save` items, one for each part of a tensor;
+`.metadata`, which torch's loaders need; and `manifest.json`, which this one needs: every entry and part, with the
+running CRC-32 of the file before and after each part, so that the last is the file's, and each part can be checked
+alone. The manifest ends in its own CRC-32. It is written last, in a folder that gets its name when all is on disk.
 """
 
 from __future__ import annotations
@@ -33,9 +33,16 @@ FORMAT = "shardfn checkpoint 1"
 
 @dataclass(frozen=True)
 class Chunk:
-    """Where a part of a tensor is: `length` bytes of a file from `offset` on, of which its elements begin at `data`.
+    """Where a part of a tensor is.
 
-    `before` and `after` are the file's CRC-32 up to there, and up to its end; `after` is None where nobody knows it.
+    Attributes:
+        box: the part.
+        file: name of the file.
+        offset: first byte in it.
+        length: number of bytes.
+        data: byte within the part at which its elements begin.
+        before: CRC-32 of the file up to `offset`.
+        after: CRC-32 of the file up to the part's end; None if unknown.
     """
 
     box: Box
@@ -48,19 +55,19 @@ class Chunk:
 
     @property
     def stop(self) -> int:
-        """Where its bytes end."""
+        """The byte of the file after the part."""
         return self.offset + self.length
 
 
 @dataclass
 class Entries:
-    """What files hold, by name.
+    """The entries of files, by name.
 
     Attributes:
-        tensors: their kinds.
-        numbers: and strings.
-        by_rank: of how many ranks each has its own, under `name.rank0` and so on.
-        others: what cannot be loaded into a tree, and what it is.
+        tensors: dtype and shape of each tensor.
+        numbers: numbers and strings.
+        by_rank: for entries that differ between ranks, the number of ranks; their values are at `name.rank0` and so on.
+        others: entries that cannot be loaded into a tree, with a description.
     """
 
     tensors: dict[str, Kind] = field(default_factory=dict)
@@ -71,13 +78,13 @@ class Entries:
 
 @dataclass
 class Manifest(Entries):
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         chunks: the parts of each tensor, disjoint.
-        files: name -> bytes and CRC-32.
-        about: when it was made, by how many ranks, and its number in the folder.
-        places: file, offset and length of each number, and of whatever else torch's loaders find: for these alone.
+        files: name -> number of bytes and CRC-32.
+        about: number in the folder, time of writing, ranks, and torch version.
+        places: file, offset and length of each entry that is not a tensor, needed by torch's loaders only.
     """
 
     chunks: dict[str, list[Chunk]] = field(default_factory=dict)
@@ -86,7 +93,7 @@ class Manifest(Entries):
     places: dict[str, tuple[str, int, int]] = field(default_factory=dict)
 
     def add(self, other: Manifest) -> None:
-        """Takes in what another one has, such as one file of the same checkpoint."""
+        """Merges another manifest, such as that of one file of the same checkpoint."""
         for name, chunks in other.chunks.items():
             self.chunks.setdefault(name, []).extend(chunks)
         self.tensors |= other.tensors
@@ -105,22 +112,22 @@ class Source(Manifest):
 
     Attributes:
         folder: where the files are.
-        torchs: whether it is torch.distributed.checkpoint's, without checksums of its files.
+        torchs: whether it is a checkpoint of torch.distributed.checkpoint, without checksums of its files.
     """
 
     folder: Path = Path()
     torchs: bool = False
 
     def identity(self) -> str:
-        """The same for copies of a checkpoint, and for no other."""
+        """A text that is equal for copies of a checkpoint, and different for other checkpoints."""
         numbers = sorted(self.numbers.items())
         return f"{zlib.crc32(metadata_of(self.folder)):x} {numbers}" if self.torchs else f"{sorted(self.files.items())}"
 
     def keys(self) -> dict[str, tuple[Any, ...]]:
-        """Names as the keys from the root of the tree, where these are known.
+        """Names as keys from the root of the tree, where these are known.
 
         Raises:
-            CheckpointError: the file that has them is damaged.
+            CheckpointError: the metadata is damaged.
         """
         content = metadata_of(self.folder)
         if not self.torchs and self.files[METADATA] != (len(content), zlib.crc32(content)):
@@ -129,7 +136,7 @@ class Source(Manifest):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """To the disk, with everything else that is in the folder."""
+    """Writes the manifest, which must be the last file, and syncs it to disk."""
     body = {
         "format": FORMAT,
         "byteorder": sys.byteorder,
@@ -155,8 +162,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def write_metadata(folder: Path, manifest: Manifest, keys: dict[str, tuple[Any, ...]]) -> None:
-    """The file by which torch's loaders find what is there."""
-    found = dcp.checkpoint_metadata(
+    """Writes the file that torch's loaders need."""
+    metadata = dcp.checkpoint_metadata(
         {
             name: (kind.dtype, kind.shape, [(c.box.offsets, c.box.sizes, c.file, c.offset, c.length) for c in chunks])
             for name, kind in manifest.tensors.items()
@@ -165,13 +172,13 @@ def write_metadata(folder: Path, manifest: Manifest, keys: dict[str, tuple[Any, 
         manifest.places,
         keys,
     )
-    content = pickle.dumps(found)
+    content = pickle.dumps(metadata)
     write_whole(folder / METADATA, content)
     manifest.files[METADATA] = len(content), zlib.crc32(content)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint.
+    """Reads the manifest of a checkpoint.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -185,13 +192,13 @@ def read_manifest(folder: Path) -> Manifest:
     if not mark or end != _end(text + mark):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit")
     try:
-        return _read(path, json.loads(content))
+        return _parsed(path, json.loads(content))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
 
 def torchs(folder: Path) -> Source:
-    """What the description of torch.distributed.checkpoint says; no other file is read.
+    """Reads the metadata of a torch.distributed.checkpoint; no other file is read.
 
     Raises:
         CheckpointError: it is damaged.
@@ -203,16 +210,16 @@ def torchs(folder: Path) -> Source:
         raise CheckpointError(f"{folder / METADATA} cannot be read: {error or type(error).__name__}") from error
     tensors = {name: Kind(dtype, tuple(shape)) for name, (dtype, shape, _) in described.items()}
     chunks = {
-        name: [Chunk(Box(tuple(at), tuple(sizes)), *place) for at, sizes, *place in parts]
+        name: [Chunk(Box(tuple(offsets), tuple(sizes)), *place) for offsets, sizes, *place in parts]
         for name, (_, _, parts) in described.items()
     }
-    refuse_outside(folder / METADATA, [one.file for some in chunks.values() for one in some])
+    refuse_outside(folder / METADATA, [chunk.file for some in chunks.values() for chunk in some])
     refuse_outside(folder / METADATA, [file for file, *_ in places.values()])
     return Source(tensors, chunks=chunks, places=places, folder=folder, torchs=True)
 
 
 def metadata_of(folder: Path) -> bytes:
-    """The description by which torch's own loaders find what is there.
+    """The content of the metadata file of torch's loaders.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -223,20 +230,18 @@ def metadata_of(folder: Path) -> bytes:
         raise CheckpointError(f"{folder / METADATA} cannot be read: {error.strerror}") from error
 
 
-def _read(path: Path, body: dict[str, Any]) -> Manifest:
+def _parsed(path: Path, body: dict[str, Any]) -> Manifest:
     if body["format"] != FORMAT or body["byteorder"] != sys.byteorder:
         raise CheckpointError(
             f"{path} is {body['format']!r}, {body['byteorder']} endian; this reads {FORMAT!r}, {sys.byteorder} endian"
         )
-    unknown = {one["dtype"] for one in body["tensors"].values() if not isinstance(_dtype(one), torch.dtype)}
+    unknown = {x["dtype"] for x in body["tensors"].values() if not isinstance(_dtype(x), torch.dtype)}
     if unknown:
         raise CheckpointError(f"{path} has tensors of {listed(sorted(unknown))}, which torch {torch.__version__} lacks")
-    tensors = {
-        name: Kind(_dtype(one), tuple(one["shape"]), one.get("meant", "")) for name, one in body["tensors"].items()
-    }
+    tensors = {name: Kind(_dtype(x), tuple(x["shape"]), x.get("meant", "")) for name, x in body["tensors"].items()}
     chunks = {
-        name: [Chunk(Box(tuple(offsets), tuple(sizes)), *rest) for offsets, sizes, *rest in one["chunks"]]
-        for name, one in body["tensors"].items()
+        name: [Chunk(Box(tuple(offsets), tuple(sizes)), *rest) for offsets, sizes, *rest in x["chunks"]]
+        for name, x in body["tensors"].items()
     }
     numbers = {name: _unpacked(value) for name, value in body["numbers"].items()}
     files = {name: (size, crc) for name, (size, crc) in body["files"].items()}
@@ -245,32 +250,32 @@ def _read(path: Path, body: dict[str, Any]) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its number is {body['about']['number']!r}")
     for name, kind in tensors.items():
         _refuse_nonsense(name, kind, chunks[name])
-    _refuse_others([*body["by_rank"].values(), *(n for pair in files.values() for n in pair)], "of ranks or a file")
+    _refuse_unnatural([*body["by_rank"].values(), *(n for pair in files.values() for n in pair)], "of ranks or a file")
     return Manifest(tensors, numbers, body["by_rank"], chunks=chunks, files=files, about=body["about"])
 
 
-def _dtype(one: dict[str, Any]) -> Any:
-    return getattr(torch, one["dtype"], None)
+def _dtype(entry: dict[str, Any]) -> Any:
+    return getattr(torch, entry["dtype"], None)
 
 
 def _refuse_nonsense(name: str, kind: Kind, chunks: list[Chunk]) -> None:
-    """Raises ValueError for sizes and places that are none, and elements that are not in their part."""
-    for one in chunks:
-        places = (*one.box.offsets, *one.box.sizes, one.offset, one.length, one.data, one.before, one.after)
-        _refuse_others(places, f"of a part of {name}")
-        if one.data + one.box.numel * kind.dtype.itemsize > one.length:
+    """Raises ValueError for sizes and places that are not natural numbers, and elements outside of their part."""
+    for part in chunks:
+        places = (*part.box.offsets, *part.box.sizes, part.offset, part.length, part.data, part.before, part.after)
+        _refuse_unnatural(places, f"of a part of {name}")
+        if part.data + part.box.numel * kind.dtype.itemsize > part.length:
             raise ValueError(f"elements of {name} are not in their part")
-    _refuse_others(kind.shape, f"in the shape of {name}")
+    _refuse_unnatural(kind.shape, f"in the shape of {name}")
 
 
-def _refuse_others(numbers: Iterable[Any], what: str) -> None:
+def _refuse_unnatural(numbers: Iterable[Any], what: str) -> None:
     wrong = [n for n in numbers if type(n) is not int or n < 0]
     if wrong:
         raise ValueError(f"a number {what} is {wrong[0]!r}")
 
 
 def refuse_outside(path: Path, names: Iterable[str]) -> None:
-    """Raises CheckpointError for a file that would be read from elsewhere than the folder of what names it."""
+    """Raises CheckpointError for a file name that leads outside of the folder of the file that names it."""
     folder = os.path.realpath(path.parent)
     for name in dict.fromkeys(names):
         if os.path.commonpath([folder, os.path.realpath(os.path.join(folder, name))]) != folder:

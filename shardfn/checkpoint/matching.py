@@ -1,4 +1,4 @@
-"""What of a tree is called what in files, by rules, and how the one and the others differ."""
+"""Maps names of a tree to names in files, by rules, and finds how the two differ."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ from shardfn.mesh.spec import joined
 from shardfn.quoting import findings, listed, short
 
 Rule = tuple[str, str] | tuple[str, str, str]
-"""`(regular expression, template)`, or these and `"T"`: a name of ours that the first matches becomes the second."""
+"""`(regular expression, template)`: our names that match become the template; `"T"` also swaps the last two dims."""
 
 
 class Name(NamedTuple):
-    """What something is called there, and whether its last two dimensions are swapped."""
+    """The name of an entry in the files, and whether its last two dimensions are swapped there."""
 
     theirs: str
     turned: bool = False
 
     def box(self, local: LocalBox) -> LocalBox:
-        """A box of a tensor of ours as one of the tensor there."""
+        """A box of our tensor as a box of the tensor in the files."""
         box = Box(turned(local.box.offsets, self.turned), turned(local.box.sizes, self.turned))
         return LocalBox(self.theirs, box, local.values.mT if self.turned else local.values)
 
 
 def renamed(names: Iterable[str], rules: Iterable[Rule]) -> dict[str, Name]:
-    """What each of our names is there: what the first rule that matches it makes of it, or the same.
+    """Maps each of our names to its name in the files: by the first rule that matches it, or unchanged.
 
     Raises:
-        CheckpointError: a rule that is none, or matches nothing; two of ours that are called the same there.
+        CheckpointError: a rule is malformed, or matches nothing; two names become the same.
     """
     names = list(names)
     parsed = _parsed(list(rules), names)
-    found: dict[str, Name] = {}
+    result: dict[str, Name] = {}
     owners: dict[str, str] = {}
     for name in names:
-        there = Name(name)
+        target = Name(name)
         for pattern, template, swap in parsed:
             if match := pattern.fullmatch(name):
-                there = Name(match.expand(template), swap)
+                target = Name(match.expand(template), swap)
                 break
-        if (owner := owners.setdefault(there.theirs, name)) != name:
-            raise CheckpointError(f"{owner} and {name} are both {there.theirs!r} there: each needs its own name")
-        found[name] = there
-    return found
+        if (owner := owners.setdefault(target.theirs, name)) != name:
+            raise CheckpointError(f"{owner} and {name} are both {target.theirs!r} there: each needs its own name")
+        result[name] = target
+    return result
 
 
 def turned(numbers: Ints, swap: bool) -> Ints:
-    """Sizes, or offsets, of which the last two are swapped."""
+    """Sizes or offsets, with the last two swapped if `swap`."""
     return (*numbers[:-2], numbers[-1], numbers[-2]) if swap else numbers
 
 
 def refuse_flat(name: str, kind: Kind | None) -> None:
-    """Raises CheckpointError for a tensor, or a number, that has no two dimensions to swap."""
+    """Raises CheckpointError for a number, or a tensor with fewer than two dimensions to swap."""
     if kind is None or len(kind.shape) < 2:
         what = kind or "a number or string"
         raise CheckpointError(f'a rule with "T" matches {name}, but of {what} there are no two dimensions to swap')
 
 
 def part_with(names: Sequence[str], there: Iterable[str]) -> str:
-    """The part of a file under which all of these names are, so that a message may say it; "" if there is none."""
-    every, first = set(there), next(iter(names), None)
+    """The shortest part of a file that contains all of these names, to suggest in a message; "" if there is none."""
+    entries, first = set(there), next(iter(names), None)
     if first is None:
         return ""
-    parts = (name.removesuffix(f".{first}") for name in every if name.endswith(f".{first}"))
-    return next((part for part in sorted(parts, key=len) if all(joined(part, one) in every for one in names)), "")
+    parts = (name.removesuffix(f".{first}") for name in entries if name.endswith(f".{first}"))
+    return next((part for part in sorted(parts, key=len) if all(joined(part, inner) in entries for inner in names)), "")
 
 
 def _parsed(rules: Sequence[Rule], names: Sequence[str]) -> list[tuple[re.Pattern[str], str, bool]]:
-    """The rules, each of which must match something."""
+    """The compiled rules; each must match something."""
     for rule in rules:
         if isinstance(rule, str) or len(rule) not in (2, 3) or tuple(rule[2:]) not in ((), ("T",)):
             raise CheckpointError(f'a rule is (regular expression, template), or these and "T", not {rule!r}')
@@ -96,11 +96,11 @@ class Differences:
     """How a checkpoint and a tree differ, by name.
 
     Attributes:
-        missing: names wanted by the tree that are not in the checkpoint.
-        extra: in the checkpoint, not wanted.
-        shapes: in both, of other shapes: `(checkpoint's, tree's)`.
-        kinds: in both, of other dtypes or types.
-        formats: in both, in other few bits.
+        missing: in the tree, not in the checkpoint.
+        extra: in the checkpoint, not in the tree.
+        shapes: in both, with different shapes: `(checkpoint's, tree's)`.
+        kinds: in both, with different dtypes or types.
+        formats: in both, in different formats of few bits.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -118,10 +118,10 @@ class Differences:
             sentences.append(f"missing in the checkpoint: {listed(self.missing, room=_ROOM)}")
         if self.extra:
             sentences.append(f"in the checkpoint, but not in the tree: {listed(self.extra, room=_ROOM)}")
-        for what, found in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
-            each = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in found.items()]
-            if each:
-                sentences.append(f"of another {what}: {listed(each, room=_ROOM)}")
+        for what, pairs in (("shape", self.shapes), ("kind", self.kinds), ("format", self.formats)):
+            lines = [f"{name} is {theirs} there, {ours} in the tree" for name, (theirs, ours) in pairs.items()]
+            if lines:
+                sentences.append(f"of another {what}: {listed(lines, room=_ROOM)}")
         return findings(sentences) or "nothing differs"
 
 
@@ -130,15 +130,15 @@ Naming = Callable[[Contents], dict[str, Name]]
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call reads.
+    """What one call is to read.
 
     Attributes:
-        part: where names of the source begin.
-        naming: what each of our names is in that part.
+        part: prefix of the entries to read.
+        naming: maps our names to those in that part.
         strict: whether everything must be the same on both sides.
-        ignore: what is not wanted, as `load` takes it.
+        ignore: entries to ignore, as `load` takes it.
         converts: whether dtypes may differ.
-        advice: what to do where only some is missing.
+        advice: added to the message if some entries are missing.
     """
 
     part: str = ""
@@ -150,20 +150,20 @@ class Asked:
 
 
 def by_rules(rules: Iterable[Rule]) -> Naming:
-    """Names by rules, as `load` takes them."""
+    """A naming by rules, as `load` takes them."""
     return lambda held: renamed([*held.tensors, *held.numbers], rules)
 
 
 def compared(
     source: Entries, wanted: Contents, team: Team, asked: Asked, naming: dict[str, Name]
 ) -> tuple[Differences, dict[str, Name]]:
-    """What differs, and under which names what is wanted is to be found."""
-    differ, names = Differences(), dict[str, Name]()
+    """What differs, and the name in the files of each entry that can be read."""
+    differences, names = Differences(), dict[str, Name]()
     ignore = patterns(asked.ignore)
     expected: set[str] = set()
     for name in [*wanted.tensors, *wanted.numbers]:
         inside, swap = naming[name]
-        root = not wanted.keys[name] and inside == name  # a tree that is one leaf
+        root = not wanted.keys[name] and inside == name  # the tree is a single leaf
         theirs = (asked.part if root and asked.part else joined(asked.part, inside)) or name
         label = name if theirs in (name, joined(asked.part, name)) else f"{inside} (here {name})"
         expected.add(theirs)
@@ -171,78 +171,78 @@ def compared(
         if ranks is not None:
             if ranks != team.size or name not in wanted.by_rank:
                 ours = f"that of {team.size} ranks" if name in wanted.by_rank else "the same on all ranks"
-                differ.shapes[label] = f"that of {ranks} ranks, each its own", ours
+                differences.shapes[label] = f"that of {ranks} ranks, each its own", ours
                 continue
             theirs = f"{theirs}.rank{team.rank}"
         if theirs in source.tensors or theirs in source.numbers:
             names[name] = Name(theirs, swap)
-            _compare_one(differ, label, source, names[name], wanted, name)
+            _compare_one(differences, label, source, names[name], wanted, name)
         elif theirs in source.others:
-            differ.shapes[label] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
+            differences.shapes[label] = source.others[theirs], str(wanted.tensors.get(name, "a number or string"))
         else:
-            differ.missing.append(label)
+            differences.missing.append(label)
     if asked.converts:
-        differ.kinds.clear()
+        differences.kinds.clear()
     expected |= {f"{name}.rank{rank}" for name, ranks in source.by_rank.items() for rank in range(ranks)}
     for name in [*source.tensors, *source.numbers, *source.by_rank]:
         within = None if name in expected else _inside(name, asked.part)
         if within is not None and not any(rule.fullmatch(within) for rule in ignore):
-            differ.extra.append(name)
-    return differ, names
+            differences.extra.append(name)
+    return differences, names
 
 
 def _inside(name: str, part: str) -> str | None:
-    """The name of an entry in a part; None if it is not there."""
+    """The name of an entry within a part; None if it is not in the part."""
     if not part or name == part:
         return name
     return name[len(part) + 1 :] if name.startswith(f"{part}.") else None
 
 
 def hint(differ: Differences, names: dict[str, Name], source: Entries, asked: Asked) -> str:
-    """Where all that is missing is."""
-    every = [*source.tensors, *source.numbers]
-    if asked.part and not any(_inside(name, asked.part) for name in every):
-        parts = listed(dict.fromkeys(name.partition(".")[0] for name in every), room=_ROOM)
+    """Advice for a message: in which part the missing entries are, or that there is no such part."""
+    entries = [*source.tensors, *source.numbers]
+    if asked.part and not any(_inside(name, asked.part) for name in entries):
+        parts = listed(dict.fromkeys(name.partition(".")[0] for name in entries), room=_ROOM)
         return f". There is no part {short(repr(asked.part))}: the first keys are {parts}"
     if names or not differ.missing:
         return asked.advice if differ.missing else ""
     plain = [label.partition(" (here ")[0] for label in differ.missing]
-    part = part_with(plain, every)
+    part = part_with(plain, entries)
     return f". They are all in its part {part!r}: pass part={part!r}" if part else ""
 
 
 def _compare_one(differ: Differences, label: str, source: Entries, there: Name, wanted: Contents, name: str) -> None:
-    """Notes how one entry of a tree differs from what is there under its name."""
+    """Records how an entry of a tree differs from the entry in the files."""
     kind, number = source.tensors.get(there.theirs), source.numbers.get(there.theirs)
     ours = wanted.tensors.get(name)
     if there.turned:
         refuse_flat(name, ours)
     if ours is None or kind is None:
-        here, other = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
-        if here != other:
-            where = differ.kinds if ours is None and kind is None else differ.shapes
-            where[label] = other, here
+        our_kind, their_kind = str(ours or type(wanted.numbers[name]).__name__), str(kind or type(number).__name__)
+        if our_kind != their_kind:
+            group = differ.kinds if ours is None and kind is None else differ.shapes
+            group[label] = their_kind, our_kind
         return
     ours = Kind(ours.dtype, turned(ours.shape, there.turned), ours.meant)
-    more = " when its last two dimensions are swapped" if there.turned else ""
+    suffix = " when its last two dimensions are swapped" if there.turned else ""
     if kind.shape != ours.shape:
-        differ.shapes[label] = str(kind), f"{ours}{more}"
+        differ.shapes[label] = str(kind), f"{ours}{suffix}"
     elif kind.dtype != ours.dtype:
-        differ.kinds[label] = str(kind), f"{ours}{more}"
-    elif kind.meant and ours.meant and kind.meant != ours.meant:  # what others wrote does not say it
+        differ.kinds[label] = str(kind), f"{ours}{suffix}"
+    elif kind.meant and ours.meant and kind.meant != ours.meant:  # files of other tools do not name the format
         differ.formats[label] = kind.meant, ours.meant
 
 
 def patterns(rules: str | Iterable[str]) -> list[re.Pattern[str]]:
-    """Regular expressions; one may be by itself.
+    """Compiles regular expressions, or a single one.
 
     Raises:
-        CheckpointError: something that is not one.
+        CheckpointError: something is not a regular expression.
     """
-    found = []
+    compiled = []
     for rule in [rules] if isinstance(rules, str) else rules:
         try:
-            found.append(re.compile(rule))
+            compiled.append(re.compile(rule))
         except (re.error, TypeError) as error:
             raise CheckpointError(f"ignore: {rule!r} is not a regular expression: {error}") from error
-    return found
+    return compiled

@@ -1,7 +1,7 @@
-"""Boxes of a checkpoint's tensors, in memory that does not grow with the parts that they are read from.
+"""Reads boxes of a checkpoint's tensors, in memory that does not grow with the size of the parts.
 
-A part goes through one buffer from its first byte to its last, and its checksum with it: for loading, where elements
-are copied to where they belong; for verifying, where none are; and for the command line.
+Each part passes through one buffer from first byte to last, while its checksum is computed. Loading copies elements
+from there to their places; verifying and the command line use the same code.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from shardfn.checkpoint.team import CheckpointError
 from shardfn.quoting import listed
 from shardfn.tiers.tensors import on_disk
 
-STEP = 2**22  # bytes of the buffer, about; a multiple of every element's
-REST = 2**12  # bytes that are read with those before them
+STEP = 2**22  # approximate size of the buffer in bytes; a multiple of every element size
+REST = 2**12  # a remainder of fewer bytes is read with the block before it
 OTHER = "its checksum does not fit"
 
-Report = Callable[[int, int], None]  # of how many bytes are done, and of how many
-Wanted = dict[str, list[tuple[Chunk, str, list[LocalBox]]]]  # by file, in order: a part, of what, and what it fills
-Elements = tuple[Box, Tensor]  # of a tensor: where they stand in it, and their values
+Report = Callable[[int, int], None]  # called with bytes done and bytes in all
+Wanted = dict[str, list[tuple[Chunk, str, list[LocalBox]]]]  # by file, in order: part, tensor, boxes to fill
+Elements = tuple[Box, Tensor]  # a box of a tensor, and its values
 
 
 def silent(done: int, total: int) -> None:
-    """Reports nothing."""
+    """A report that does nothing."""
 
 
 def meter(report: Report, total: int) -> Callable[[int], None]:
-    """A function that counts bytes, and reports the sum."""
+    """A function that is called with further bytes done, and reports the sum."""
     done = 0
 
-    def count(more: int) -> None:
+    def count(nbytes: int) -> None:
         nonlocal done
-        done += more
+        done += nbytes
         report(done, total)
 
     report(0, total)
@@ -52,23 +52,25 @@ def meter(report: Report, total: int) -> Callable[[int], None]:
 
 
 class Buffer:
-    """Memory that is used again and again."""
+    """Memory that is reused."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
 
     def first(self, length: int) -> memoryview:
-        """So many bytes of it."""
+        """The first `length` bytes; it grows if necessary."""
         if len(self._memory) < length:
             self._memory = bytearray(length)
         return memoryview(self._memory)[:length]
 
 
 def blocks(descriptor: int, start: int, stop: int, data: int, buffer: Buffer) -> Iterator[tuple[int, memoryview]]:
-    """These bytes of a file through the buffer, and where each block begins; from `data` on cut at multiples of STEP.
+    """Yields bytes `start` to `stop` of a file in blocks that reuse the buffer, with the offset of each.
+
+    From `data` on, blocks end at multiples of STEP, so that no element is split.
 
     Raises:
-        Flaw: the file ends before.
+        Flaw: the file ends before `stop`.
     """
     end = data + STEP
     while start < stop:
@@ -82,45 +84,45 @@ def blocks(descriptor: int, start: int, stop: int, data: int, buffer: Buffer) ->
 
 
 def located(descriptor: int, chunk: Chunk, kind: Kind, torchs: bool) -> Chunk | None:
-    """Where a part's elements are, in row-major order; None if they are in no order that is known.
+    """Where a part's elements are in the file; None if they are not stored plainly in row-major order.
 
     Raises:
-        Flaw: there is something else.
+        Flaw: there is something else than this part.
     """
     if not torchs:
         return chunk
     checksums = checked(descriptor, chunk.offset, chunk.length, values=False)
-    found = unpickled(descriptor, chunk.offset, chunk.length, values=False)
-    if not isinstance(found, Tensor) or tuple(found.shape) != chunk.box.sizes:
+    tensor = unpickled(descriptor, chunk.offset, chunk.length, values=False)
+    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.box.sizes:
         raise Flaw(f"it is not a tensor of sizes {list(chunk.box.sizes)}")
-    storage = found.untyped_storage()
-    at = getattr(storage, "_checkpoint_offset", None)
-    plain = found.dtype == kind.dtype and found.is_contiguous() and not found.is_conj() and not found.is_neg()
-    if at is None or not plain or len(checksums) > 1:
+    storage = tensor.untyped_storage()
+    storage_offset = getattr(storage, "_checkpoint_offset", None)
+    is_plain = tensor.dtype == kind.dtype and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if storage_offset is None or not is_plain or len(checksums) > 1:
         return None
-    data = int(found.storage_offset()) * kind.dtype.itemsize
+    data = int(tensor.storage_offset()) * kind.dtype.itemsize
     after = next(iter(checksums.values()), None)
-    return Chunk(chunk.box, chunk.file, chunk.offset + int(at), storage.nbytes(), data, after=after)
+    return Chunk(chunk.box, chunk.file, chunk.offset + int(storage_offset), storage.nbytes(), data, after=after)
 
 
 def elements(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, buffer: Buffer) -> Iterator[Elements]:
-    """A part in row-major order, as boxes of the tensor with their values. The checksum comes last.
+    """Yields a part in row-major order, as boxes of the tensor with their values; the checksum is compared at the end.
 
-    They go through the buffer: what is yielded is gone with the next.
+    Values are views of the buffer, valid until the next are yielded.
 
     Raises:
-        Flaw: what is there is not as it was written.
+        Flaw: the content is not what was written.
     """
     if where is None:
         yield chunk.box, unpickled(descriptor, chunk.offset, chunk.length)
         return
     crc, width, begin = where.before, kind.dtype.itemsize, where.offset + where.data
     stop = begin + chunk.box.numel * width
-    for at, content in blocks(descriptor, where.offset, where.stop, begin, buffer):
+    for offset, content in blocks(descriptor, where.offset, where.stop, begin, buffer):
         crc = zlib.crc32(content, crc)
-        low, high = max(at, begin), min(at + len(content), stop)
+        low, high = max(offset, begin), min(offset + len(content), stop)
         if low < high:
-            values = torch.frombuffer(content, dtype=kind.dtype, offset=low - at, count=(high - low) // width)
+            values = torch.frombuffer(content, dtype=kind.dtype, offset=low - offset, count=(high - low) // width)
             for box in boxes(chunk.box.sizes, (low - begin) // width, (high - begin) // width):
                 yield box.moved(chunk.box.offsets), values[: box.numel].view(box.sizes)
                 values = values[box.numel :]
@@ -129,49 +131,49 @@ def elements(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, buf
 
 
 class Reader(abc.ABC):
-    """Reads boxes of named tensors from files, into tensors of whatever dtype.
+    """Reads boxes of named tensors from files, into tensors of any dtype.
 
     Attributes:
-        source: what there is.
+        source: the entries.
     """
 
     source: Entries
 
     @abc.abstractmethod
     def identity(self) -> str:
-        """The same for the same files, and for copies of them, wherever they are."""
+        """A text that is equal for equal files, wherever they are."""
 
     @abc.abstractmethod
     def wanted(self, targets: Iterable[LocalBox]) -> Any:
-        """What is to be read to fill boxes of tensors, under the names in the files.
+        """Plans what to read, to fill boxes of tensors under the names in the files.
 
         Raises:
-            CheckpointError: it is not all there.
+            CheckpointError: part of it is missing.
         """
 
     @abc.abstractmethod
     def check(self, wanted: Any) -> None:
-        """Raises CheckpointError for damage to files that shows before anything is written to."""
+        """Raises CheckpointError for damage that can be found before anything is overwritten."""
 
     @abc.abstractmethod
     def fill(self, wanted: Any) -> None:
-        """Fills each box's values from the tensor of its name.
+        """Fills each box from the tensor of its name.
 
         Raises:
             CheckpointError: a file is gone or damaged.
         """
 
     def read(self, name: str, box: Box) -> Tensor:
-        """The elements of a box. Raises as `wanted` and `fill` do."""
+        """Reads the elements of a box. Raises as `wanted` and `fill` do."""
         values = torch.empty(box.sizes, dtype=self.source.tensors[name].dtype)
         self.fill(self.wanted([LocalBox(name, box, values)]))
         return values
 
 
 class CheckpointReader(Reader):
-    """Reads tensors that are in parts in a checkpoint, each part's checksum once.
+    """Reads tensors of a checkpoint, comparing each part's checksum once.
 
-    It has one buffer, so nothing else is read by it while `parts` of a tensor come.
+    It has only one buffer, so no other call may be made during an iteration over `parts`.
     """
 
     source: Source
@@ -183,16 +185,16 @@ class CheckpointReader(Reader):
         self._orders: dict[str, tuple[list[Chunk], list[int], list[int]]] = {}
 
     def identity(self) -> str:
-        """The same where the checkpoint is: by the checksums of its files, or what torch's description says."""
+        """A text that is equal for equal checkpoints: file checksums, or the metadata of torch's."""
         return self.source.identity()
 
     def wanted(self, targets: Iterable[LocalBox]) -> Wanted:
-        """The parts from which boxes of tensors, under the checkpoint's names, are filled.
+        """Finds the parts from which to fill boxes of tensors, under the checkpoint's names.
 
         Raises:
             CheckpointError: the parts of one of these tensors do not make it up.
         """
-        found: dict[str, dict[int, tuple[Chunk, str, list[LocalBox]]]] = {}
+        by_file: dict[str, dict[int, tuple[Chunk, str, list[LocalBox]]]] = {}
         for target in targets:
             chunks, starts, stops = self._order(target.name)
             if target.box.numel == 0:
@@ -200,12 +202,12 @@ class CheckpointReader(Reader):
             start, stop = span(target.box, self.source.tensors[target.name].shape)
             for chunk in chunks[bisect.bisect_right(stops, start) : bisect.bisect_left(starts, stop)]:
                 if target.box.common(chunk.box):
-                    known = found.setdefault(chunk.file, {}).setdefault(chunk.offset, (chunk, target.name, []))
-                    known[2].append(target)
-        return {file: [some[offset] for offset in sorted(some)] for file, some in found.items()}
+                    entry = by_file.setdefault(chunk.file, {}).setdefault(chunk.offset, (chunk, target.name, []))
+                    entry[2].append(target)
+        return {file: [by_offset[offset] for offset in sorted(by_offset)] for file, by_offset in by_file.items()}
 
     def check(self, wanted: Wanted) -> None:
-        """Raises CheckpointError where a file is gone, or too short for what is wanted of it."""
+        """Raises CheckpointError if a file is gone, or too short for the parts that are wanted."""
         for file, chunks in wanted.items():
             path = self.source.folder / file
             with opened(path) as descriptor:
@@ -215,7 +217,7 @@ class CheckpointReader(Reader):
                 raise CheckpointError(f"{path} is damaged: it ends after {has} of {needed} bytes, in {listed(names)}")
 
     def fill(self, wanted: Wanted) -> None:
-        """Fills each box's values, of whatever dtype, from the tensor of its name.
+        """Fills each box from the tensor of its name, converting the dtype.
 
         Raises:
             CheckpointError: a file is gone or damaged.
@@ -228,25 +230,25 @@ class CheckpointReader(Reader):
                             target.take(box, values)
 
     def parts(self, name: str) -> Iterator[Elements]:
-        """All elements of a tensor, in the order of its parts, through the buffer; raises as `wanted` and `fill` do."""
+        """Yields all elements of a tensor part by part, as views of the buffer; raises as `wanted` and `fill` do."""
         for chunk in self._order(name)[0]:
             with opened(self.source.folder / chunk.file) as descriptor:
                 yield from self._elements(descriptor, chunk, name, None)
 
     def _elements(self, descriptor: int, chunk: Chunk, name: str, targets: list[LocalBox] | None) -> Iterator[Elements]:
-        """Of a part; of one whose checksum was compared before, only what is wanted."""
+        """Yields the elements of a part; only those wanted if its checksum was compared before."""
         kind, key = self.source.tensors[name], (chunk.file, chunk.offset)
         try:
             where = self._seen.get(key)
             if targets is None or where is None:
                 self._seen[key] = where = located(descriptor, chunk, kind, self.source.torchs)
-                if targets is None or not _straight(descriptor, chunk, kind, where, targets, self._buffer):
+                if targets is None or not _read_directly(descriptor, chunk, kind, where, targets, self._buffer):
                     yield from elements(descriptor, chunk, kind, where, self._buffer)
             else:
                 for target in targets:
                     both = target.box.common(chunk.box)
                     assert both is not None, "only targets that overlap are asked for"
-                    yield both, _picked(descriptor, chunk, kind, where, both)
+                    yield both, _read_box(descriptor, chunk, kind, where, both)
         except Flaw as error:
             raise CheckpointError(
                 f"{self.source.folder / chunk.file} is damaged between bytes {chunk.offset} and {chunk.stop}, in "
@@ -254,24 +256,24 @@ class CheckpointReader(Reader):
             ) from error
 
     def _order(self, name: str) -> tuple[list[Chunk], list[int], list[int]]:
-        """A tensor's parts in row-major order of where they begin; these places, and up to where any so far reaches."""
+        """A tensor's parts in row-major order of their starts; these starts, and the running maximum of the ends."""
         if name not in self._orders:
             kind, chunks = self.source.tensors[name], self.source.chunks.get(name, [])
             flaw = self.source.flaw(name)
             if flaw:
                 raise CheckpointError(f"{self.source.folder} is damaged, in {name}: {flaw}")
-            known = sorted(
-                ((*span(one.box, kind.shape), one) for one in chunks if one.box.numel), key=lambda one: one[0]
+            spans = sorted(
+                ((*span(part.box, kind.shape), part) for part in chunks if part.box.numel), key=lambda entry: entry[0]
             )
-            stops = list(itertools.accumulate((stop for _, stop, _ in known), max))
-            self._orders[name] = [one for *_, one in known], [start for start, *_ in known], stops
+            stops = list(itertools.accumulate((stop for _, stop, _ in spans), max))
+            self._orders[name] = [part for *_, part in spans], [start for start, *_ in spans], stops
         return self._orders[name]
 
 
-def _straight(
+def _read_directly(
     descriptor: int, chunk: Chunk, kind: Kind, where: Chunk | None, targets: list[LocalBox], buffer: Buffer
 ) -> bool:
-    """Reads a part that fits the buffer right to where it belongs, if that is one place like it; whether it did."""
+    """Reads a small part right into its one target, if dtype, device and box match; returns whether it did."""
     x = targets[0].values
     if where is None or len(targets) > 1 or targets[0].box != chunk.box or where.length > BUFFER:
         return False
@@ -285,7 +287,7 @@ def _straight(
     try:
         if os.preadv(descriptor, views, where.offset) < where.length:
             return False
-    except OSError:  # which is told where each byte is read by itself
+    except OSError:  # the slow path reads again and reports it
         return False
     crc = where.before
     for view in views:
@@ -295,14 +297,14 @@ def _straight(
     return True
 
 
-def _picked(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk, box: Box) -> Tensor:
-    """A box of a part, of which nothing else is read."""
+def _read_box(descriptor: int, chunk: Chunk, kind: Kind, where: Chunk, box: Box) -> Tensor:
+    """Reads one box of a part, and no other bytes."""
     values, done, width = torch.empty(box.sizes, dtype=kind.dtype), 0, kind.dtype.itemsize
     target = memory(values)
-    length, starts = runs(box.moved(tuple(-at for at in chunk.box.offsets)), chunk.box.sizes)
+    length, starts = runs(box.moved(tuple(-offset for offset in chunk.box.offsets)), chunk.box.sizes)
     for start in starts:
-        some = target[done : done + length * width]
-        if read_at(descriptor, some, where.offset + where.data + start * width) < len(some):
+        run = target[done : done + length * width]
+        if read_at(descriptor, run, where.offset + where.data + start * width) < len(run):
             raise Flaw("the file has become shorter")
-        done += len(some)
+        done += len(run)
     return values

@@ -1,7 +1,7 @@
-"""Safetensors files: the length of a header in 8 bytes, the header in JSON, and the tensors one after another.
+"""Safetensors files: the length of the header in 8 bytes, the header in JSON, and the tensors one after another.
 
-A model is `model.safetensors`, or `model-00001-of-00002.safetensors` and so on with an index, which says where each
-tensor is. All that is to be written is known before the first tensor is.
+A model is `model.safetensors`, or `model-00001-of-00002.safetensors` and so on with an index, which names the file of
+each tensor. The layout of all files is planned before the first tensor is written.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ CODES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A model that is to be written.
+    """The layout of a model's files.
 
     Attributes:
         headers: file -> its first bytes.
-        lengths: file -> all its bytes.
+        lengths: file -> its length in bytes.
         places: tensor -> file, offset and shape.
         total: bytes of tensors.
     """
@@ -66,32 +66,32 @@ class Plan:
 
 
 def planned(tensors: dict[str, Kind], largest: int, metadata: Mapping[str, str]) -> Plan:
-    """Which file holds which of these tensors, and where.
+    """Plans the file and the place of each tensor.
 
     Args:
         tensors: by name.
-        largest: bytes of tensors in a file; one tensor may have more.
+        largest: bytes of tensors in a file; a single tensor may have more.
         metadata: for each file.
 
     Raises:
-        CheckpointError: a dtype, a name or metadata that these files cannot hold.
+        CheckpointError: these files cannot hold a dtype, a name or the metadata.
     """
     _check(tensors, metadata)
     plan = Plan(total=sum(kind.bytes for kind in tensors.values()))
     groups = _groups(tensors, largest)
     for number, names in enumerate(groups, 1):
         file = MODEL if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        names.sort(key=lambda name: -tensors[name].dtype.itemsize)  # each stands at a multiple of its elements' size
+        names.sort(key=lambda name: -tensors[name].dtype.itemsize)  # so that each is aligned to its element size
         ends = list(itertools.accumulate((tensors[name].bytes for name in names), initial=0))
         header = _header({name: tensors[name] for name in names}, ends, metadata)
         plan.headers[file], plan.lengths[file] = header, len(header) + ends[-1]
-        for name, at in zip(names, ends, strict=False):
-            plan.places[name] = file, len(header) + at, tensors[name].shape
+        for name, start in zip(names, ends, strict=False):
+            plan.places[name] = file, len(header) + start, tensors[name].shape
     return plan
 
 
 def begin(folder: Path, plan: Plan) -> None:
-    """Files of full length, under other names yet."""
+    """Creates the files at full length, under temporary names."""
     folder.mkdir(parents=True, exist_ok=True)
     clear(folder)
     for file, header in plan.headers.items():
@@ -102,12 +102,12 @@ def begin(folder: Path, plan: Plan) -> None:
 
 
 def aside(folder: Path, file: str) -> Path:
-    """Where a file is until all are whole."""
+    """The temporary path of a file until all are complete."""
     return folders.aside(folder / file, "writing")
 
 
 Elements = tuple[str, Box, Tensor]
-"""Of a tensor in a file: its name there, where they stand in it, and their values."""
+"""The name of a tensor in a file, a box of it, and the values."""
 
 
 def fill(
@@ -116,41 +116,41 @@ def fill(
     values: Iterable[tuple[str, Tensor]],
     placed: Callable[[str, Tensor], Iterable[Elements]],
 ) -> None:
-    """Writes this rank's tensors as they come; returns when they are on the disk.
+    """Writes this rank's tensors as they come; returns when they are on disk.
 
     Args:
-        folder: that `begin` made ready.
-        plan: of which.
-        values: named tensors, for some of which other ranks gather with this one: they all come, even if one fails.
-        placed: what each of them is in files, little by little.
+        folder: prepared by `begin`.
+        plan: the layout.
+        values: named tensors. Other ranks take part in gathering some, so it is read to its end even if writing fails.
+        placed: yields a tensor in portions as it is in the files.
     """
-    failed: Exception | None = None
+    first_error: Exception | None = None
     descriptors: dict[str, int] = {}
     with contextlib.ExitStack() as stack, torch.no_grad():
 
         def write(name: str, x: Tensor) -> None:
-            for theirs, box, some in placed(name, x):
+            for theirs, box, portion in placed(name, x):
                 file, offset, shape = plan.places[theirs]
                 if file not in descriptors:
                     descriptors[file] = os.open(aside(folder, file), os.O_WRONLY)
                     stack.callback(os.close, descriptors[file])
-                write_box(descriptors[file], offset, shape, box, some)
+                write_box(descriptors[file], offset, shape, box, portion)
 
         for name, x in values:
             try:
-                if failed is None:
+                if first_error is None:
                     write(name, x)
             except Exception as error:
-                failed = error
-            del x  # what it is a view of must not be there while more is gathered
-        if failed is not None:
-            raise failed
+                first_error = error
+            del x  # frees the buffer that it is a view of before more is gathered
+        if first_error is not None:
+            raise first_error
         for descriptor in descriptors.values():
             os.fsync(descriptor)
 
 
 def write_box(descriptor: int, offset: int, shape: Ints, box: Box, values: Tensor) -> None:
-    """Writes the elements of a box of a tensor that begins at `offset` in a file."""
+    """Writes a box of a tensor that begins at `offset` in a file."""
     content, width = memory(values), values.element_size()
     length, starts = runs(box, shape)
     for number, start in enumerate(starts if content else ()):
@@ -159,7 +159,7 @@ def write_box(descriptor: int, offset: int, shape: Ints, box: Box, values: Tenso
 
 
 def publish(folder: Path, plan: Plan) -> None:
-    """Gives the files their names, the index last, and removes those of an earlier model."""
+    """Renames the files to their final names, the index last, and removes files of an earlier model."""
     new = set(plan.lengths)
     if len(new) > 1:
         new.add(INDEX)
@@ -167,7 +167,7 @@ def publish(folder: Path, plan: Plan) -> None:
         index = {"metadata": {"total_size": plan.total}, "weight_map": where}
         write_whole(aside(folder, INDEX), json.dumps(index, indent=2).encode())
         if any((folder / file).exists() for file in plan.lengths):
-            (folder / INDEX).unlink(missing_ok=True)  # an index that is there speaks of files of one model
+            (folder / INDEX).unlink(missing_ok=True)  # an index must never name files of two models
             sync(folder)
     for file in sorted(new, key=lambda file: file == INDEX):
         aside(folder, file).rename(folder / file)
@@ -178,7 +178,7 @@ def publish(folder: Path, plan: Plan) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Removes what was not finished."""
+    """Removes unfinished files."""
     for path in folder.glob(".model*.writing"):
         if OURS.fullmatch(path.name[1 : -len(".writing")]):
             path.unlink(missing_ok=True)
@@ -218,16 +218,16 @@ def _header(tensors: dict[str, Kind], ends: list[int], metadata: Mapping[str, st
 
 @dataclass(frozen=True)
 class Unknown:
-    """A tensor in a file, of a dtype that torch has not."""
+    """A tensor in a file, of a dtype that torch lacks."""
 
     kind: str
 
 
 def tensors_in(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
-    """The tensors of a file, mapped: none of their elements is read before it is used.
+    """Yields the tensors of a file, mapped: elements are read when they are used.
 
     Raises:
-        CheckpointError: it cannot be read, or is not of the length that its header says.
+        CheckpointError: it cannot be read, or its length does not match its header.
         ImportError: the package is not installed.
     """
     try:
@@ -236,19 +236,19 @@ def tensors_in(file: Path) -> Iterator[tuple[str, Tensor | Unknown]]:
         raise ImportError("reading safetensors needs the package: pip install 'shardfn[huggingface]'") from error
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+            for name in opened.keys():  # noqa: SIM118  # it is not iterable itself
                 part = opened.get_slice(name)
-                known = part.get_dtype() in CODES.values()
-                yield name, opened.get_tensor(name) if known else Unknown(f"{part.get_dtype()} {part.get_shape()}")
+                is_known = part.get_dtype() in CODES.values()
+                yield name, opened.get_tensor(name) if is_known else Unknown(f"{part.get_dtype()} {part.get_shape()}")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def index(path: Path) -> dict[str, str]:
-    """The file of each tensor, as an index of several files says.
+    """The file of each tensor, read from an index of several files.
 
     Raises:
-        CheckpointError: it cannot be read, or is not one.
+        CheckpointError: it cannot be read, or is not an index.
     """
     try:
         where: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
@@ -265,6 +265,6 @@ def index(path: Path) -> dict[str, str]:
 
 
 def _beside(path: Path, file: str) -> bool:
-    """Whether a file is in the folder of an index, or below; a link may be followed, as in Hugging Face's cache."""
+    """Whether a file is in the folder of an index, or below; links are allowed, as in Hugging Face's cache."""
     folder = os.path.abspath(path.parent)
     return os.path.commonpath([folder, os.path.abspath(os.path.join(folder, file))]) == folder

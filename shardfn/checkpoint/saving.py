@@ -1,4 +1,4 @@
-"""Training state to a folder, which is a checkpoint when all of it is on the disk, and nothing before."""
+"""Saves training state to a folder that is a complete checkpoint, or does not exist."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def save(path: str | os.PathLike[str], state: Any, *, keep: int | None = None, o
     """Writes training state, on all ranks together, to a folder that all of them see.
 
     The format is torch.distributed.checkpoint's, under true parameter names and whole shapes, so its loaders read it.
-    Each rank writes its own pieces, and its share of what several hold; nothing is gathered. In addition to its shards
-    a rank needs 64 MB of memory, also where these are on disk, of which 8 MB are read at a time.
+    Each rank writes its own pieces, and its share of replicated ones; nothing is gathered. In addition to its shards a
+    rank needs 64 MB of memory, also for shards on disk, of which 8 MB are read at a time.
 
-    Either the folder is there and whole when this returns, or it raised an error and what was there before is
-    untouched. A process that dies leaves at most a hidden folder next to it, which the next `save` there removes.
+    When this returns, the folder exists and is complete; if it raises, what was there before is unchanged. A process
+    that dies leaves at most a hidden folder next to it, which the next `save` there removes.
 
     Args:
         path: of the checkpoint, such as `runs/1/step-00100`. Its parent holds one run's checkpoints.
         state: any pytree of flat shards, tensors of any dtype, numbers, strings and generators: parameters, optimizer
             state, step. Tensors, numbers and strings are the same on every rank; see `ByRank`.
         keep: how many of the newest checkpoints stay in the parent folder afterwards, 1 or more; None for all.
-        overwrite: replace a checkpoint of this name, which stays until the new one is whole.
+        overwrite: replace a checkpoint of this name, which stays until the new one is complete.
 
     Raises:
-        CheckpointError: what could not be written, and on which ranks; an earlier `save_async` that failed.
-        FileExistsError: there is something of this name.
-        TypeError, ValueError: what is in the tree cannot be saved, or differs between ranks.
+        CheckpointError: writing failed, on the ranks that it names; or an earlier `save_async` failed.
+        FileExistsError: the path exists.
+        TypeError, ValueError: the tree has contents that cannot be saved, or differs between ranks.
 
     Example:
         ``save(f"runs/1/step-{step:05}", {"params": params, "state": state, "step": step}, keep=3)``
@@ -60,8 +60,8 @@ class Pending:
 
     Attributes:
         path: of the checkpoint.
-        error: why it was not written, until `wait` has raised it; None if nothing is wrong so far.
-        ended: when it was over, on the clock of `time.monotonic`; None until then.
+        error: why it was not written, until `wait` has raised it; None if nothing has gone wrong so far.
+        ended: when writing ended, on the clock of `time.monotonic`; None until then.
 
     Example:
         ``pending = save_async(path, state); ...; pending.wait()``
@@ -72,7 +72,7 @@ class Pending:
         self.error: Exception | None = None
         self.ended: float | None = None
         self._save = save
-        # A process that fails must not wait for it: others would wait for that process.
+        # A daemon, since a failing process must not wait for it: other processes would wait for that one.
         self._thread = threading.Thread(target=self._write, name=f"checkpoint {self.path.name}", daemon=True)
         self._thread.start()
 
@@ -88,26 +88,26 @@ class Pending:
             self.ended = time.monotonic()
 
     def done(self) -> bool:
-        """Whether it is over, written or failed. It does not wait."""
+        """Whether writing has ended, with success or an error; does not wait."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Gives it up, and waits a moment until the thread has seen it.
+        """Stops writing, and waits a moment for the thread to notice.
 
-        One that was still inside torch when the interpreter ends would abort the process.
+        A thread inside torch when the interpreter ends would abort the process.
         """
         self._save.stopped.set()
         self._thread.join(_MOMENT)
 
     def wait(self) -> None:
-        """Waits until it is whole.
+        """Waits until the checkpoint is complete.
 
         Raises:
             CheckpointError: it could not be written.
             FileExistsError, ValueError: as `save` does; each error is raised once.
         """
         self._thread.join()
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # it has been waited for before
             _pending.remove(self)
         if self.error is not None:
             error, self.error = self.error, None
@@ -124,11 +124,11 @@ def save_async(
     overwrite: bool = False,
     busy: Busy = "wait",
 ) -> Pending:
-    """Writes training state in the background: training may go on, and change it, as soon as this returns.
+    """Writes training state in the background: training may go on and change it as soon as this returns.
 
-    It first copies this rank's pieces to memory on the CPU, which later calls use again: as many bytes as the rank's
-    shards and plain tensors have. What is on disk is copied there, which takes 20 MB of memory, as many bytes again on
-    that disk, and the time to read and write them. A program that ends without an error waits for its last checkpoint.
+    It first copies this rank's pieces to memory on the CPU, which later calls reuse: as many bytes as the rank's shards
+    and plain tensors have. Tensors on disk are copied on that disk, which takes 20 MB of memory, as many bytes again on
+    disk, and the time to read and write them. A program that ends without an error waits for its last checkpoint.
 
     Args:
         path: of the checkpoint, as for `save`.
@@ -142,7 +142,7 @@ def save_async(
 
     Raises:
         CheckpointError: an earlier one is still being written and `busy="refuse"`, or it failed.
-        TypeError, ValueError: what is in the tree cannot be saved. What `save` finds by comparing ranks is found in the
+        TypeError, ValueError: the tree has contents that cannot be saved. Differences between ranks are found in the
             background.
 
     Example:
@@ -156,12 +156,12 @@ def save_async(
     return begin(lambda: Save(Path(path), state, overwrite, keeping(keep)))
 
 
-def begin(made: Callable[[], Save]) -> Pending:
-    """Writes in the background. Raises as `save_async` does."""
+def begin(make: Callable[[], Save]) -> Pending:
+    """Starts to write in the background. Raises as `save_async` does."""
     finish()
-    begun = on_each_rank(made)
-    begun.copy()
-    pending = Pending(begun, team_of(begun.found.grids, "ask"))
+    save = on_each_rank(make)
+    save.copy()
+    pending = Pending(save, team_of(save.contents.grids, "ask"))
     _pending.append(pending)
     _wait_at_exit()
     return pending
@@ -171,10 +171,10 @@ _pending: list[Pending] = []
 
 
 def finish() -> None:
-    """Waits for a checkpoint that is being written in the background.
+    """Waits for checkpoints that are being written in the background.
 
     Raises:
-        CheckpointError: it could not be written.
+        CheckpointError: one could not be written.
     """
     while _pending:
         _pending[0].wait()
@@ -182,11 +182,11 @@ def finish() -> None:
 
 @functools.cache
 def _wait_at_exit() -> None:
-    """A program that ends well ends when its last checkpoint is whole. Called when groups exist, so it runs before."""
+    """Makes a program that ends without an error wait for its last checkpoint, before process groups end."""
 
     def leave() -> None:
         if getattr(sys, "last_value", None) is None:
-            with contextlib.suppress(Exception):  # the log has it
+            with contextlib.suppress(Exception):  # the error has been logged
                 finish()
         for pending in _pending:
             pending.stop()
@@ -194,14 +194,14 @@ def _wait_at_exit() -> None:
     atexit.register(leave)
 
 
-_MOMENT = 2.0  # seconds for which a program that fails waits for the thread that writes
+_MOMENT = 2.0  # seconds that `stop` waits for the writing thread
 
 
 def keeping(keep: int | None) -> Surplus:
-    """What does not stay, where the newest do.
+    """The function that finds the checkpoints to delete, where the newest `keep` stay.
 
     Raises:
-        ValueError: less than one stays.
+        ValueError: `keep` is not 1 or more.
     """
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ValueError(f"keep={keep!r}; it is how many checkpoints stay, an integer of 1 or more, or None for all")

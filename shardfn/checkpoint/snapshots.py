@@ -1,4 +1,4 @@
-"""Copies of what is saved in the background: in memory, but of what is on disk, there."""
+"""Copies of tensors to be saved in the background: in memory or, of tensors on disk, on that disk."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from shardfn.tiers.files import ALIGNMENT, File, Stretch
 from shardfn.tiers.tensors import Place, place_of
 
 _memory: list[Tensor] = []
-_files: dict[tuple[int, str], File] = {}  # by process and folder; kept as `_memory` is
+_files: dict[tuple[int, str], File] = {}  # by process and folder; kept for the next call, as `_memory` is
 
 
-def taken(every: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors, in room that is kept for the next time; what lies side by side is copied at once.
+def taken(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors to memory that is kept for the next call; adjacent ones are copied at once.
 
     Raises:
-        OSError: the disk has no room for those that are there.
-        RuntimeError: something cannot be read or written.
+        OSError: the disk has no room for copies of tensors on it.
+        RuntimeError: reading or writing fails.
     """
-    places = [place_of(x) for x in every]
-    here = iter(_in_memory([x for x, place in zip(every, places, strict=True) if place is None]))
-    there = iter(_on_disk([(x, place) for x, place in zip(every, places, strict=True) if place is not None]))
-    return [next(here if place is None else there) for place in places]
+    places = [place_of(x) for x in tensors]
+    in_memory = iter(_in_memory([x for x, place in zip(tensors, places, strict=True) if place is None]))
+    on_disk = iter(_on_disk([(x, place) for x, place in zip(tensors, places, strict=True) if place is not None]))
+    return [next(in_memory if place is None else on_disk) for place in places]
 
 
-def _on_disk(every: list[tuple[Tensor, Place]]) -> list[Tensor]:
+def _on_disk(tensors: list[tuple[Tensor, Place]]) -> list[Tensor]:
     spans: dict[Stretch, tuple[int, int]] = {}
-    for _, place in every:
+    for _, place in tensors:
         low, high = spans.get(place.stretch, (place.start, place.stop))
         spans[place.stretch] = min(low, place.start) // ALIGNMENT * ALIGNMENT, max(high, place.stop)
-    made: dict[Stretch, Tensor] = {}
-    for x, (stretch, *_) in every:
+    copies: dict[Stretch, Tensor] = {}
+    for x, (stretch, *_) in tensors:
         low, high = spans[stretch]
-        if stretch not in made:
-            key = os.getpid(), stretch.file.folder  # a file is its process's alone
+        if stretch not in copies:
+            key = os.getpid(), stretch.file.folder  # a file must not be shared with another process
             if key not in _files:
                 _files[key] = File(stretch.file.folder, "snapshot")
-            made[stretch] = copying.clone(_bytes_of(x)[low:high], _files[key])
+            copies[stretch] = copying.clone(_bytes_of(x)[low:high], _files[key])
     return [
-        made[stretch][start - spans[stretch][0] : stop - spans[stretch][0]].view(x.dtype).view(x.shape)
-        for x, (stretch, start, stop, _) in every
+        copies[stretch][start - spans[stretch][0] : stop - spans[stretch][0]].view(x.dtype).view(x.shape)
+        for x, (stretch, start, stop, _) in tensors
     ]
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """All of a tensor's storage."""
+    """A tensor's whole storage as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-def _in_memory(every: list[Tensor]) -> list[Tensor]:
+def _in_memory(tensors: list[Tensor]) -> list[Tensor]:
     runs: list[_Run] = []
     places = []
-    for values in every:
+    for values in tensors:
         start = int(values.storage_offset()) * values.element_size()
         stop = start + values.numel() * values.element_size()
         last = runs[-1] if runs else None
@@ -78,17 +78,17 @@ def _in_memory(every: list[Tensor]) -> list[Tensor]:
     for run in runs:
         copy = _memory[0][run.begin : run.begin + run.stop - run.start]
         copy.copy_(run.bytes[run.start : run.stop], non_blocking=True)
-    for device in devices:  # one wait for all copies
+    for device in devices:  # one wait for all copies of a device
         torch.get_device_module(device).current_stream(device).synchronize()
     return [
-        _memory[0][at : at + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
-        for at, x in zip(places, every, strict=True)
+        _memory[0][begin_of_copy : begin_of_copy + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+        for begin_of_copy, x in zip(places, tensors, strict=True)
     ]
 
 
 @dataclass
 class _Run:
-    """Elements `start` to `stop` of the bytes of a storage, which go to `begin`."""
+    """Bytes `start` to `stop` of a storage, which are copied to `begin` on."""
 
     bytes: Tensor
     start: int
@@ -96,4 +96,4 @@ class _Run:
     begin: int
 
 
-_GAP = 4096  # bytes between parts that are copied with them
+_GAP = 4096  # gaps of at most so many bytes are copied along with their neighbours

@@ -1,4 +1,4 @@
-"""The processes that save or load together: what one of them meets, all of them say."""
+"""The processes that save or load together, and raise each other's errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written or read; the same on every rank."""
+    """A checkpoint could not be written or read; raised on every rank."""
 
     def __init__(self, message: str) -> None:
         super().__init__(bounded(message))
@@ -26,13 +26,13 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Team:
-    """Some processes, of which this is one.
+    """A group of processes that includes this one.
 
     Attributes:
-        rank: this one's number among them.
-        size: how many they are.
-        group: by which they talk; None for one process.
-        use: what they do together, for the message of one that waits.
+        rank: of this process within the group.
+        size: number of processes.
+        group: process group to communicate by; None for one process.
+        use: what they do together, for messages about waiting.
     """
 
     rank: int
@@ -41,38 +41,38 @@ class Team:
     use: str = "checkpoint"
 
     def gathered(self, mine: T, what: str = "") -> list[T]:
-        """Every rank's object; `what` they do meanwhile is for the message of one that waits."""
+        """Gathers every rank's object, waiting for all; `what` describes the operation in messages about waiting."""
         if self.group is None:
             return [mine]
-        every: list[Any] = [None] * self.size
+        objects: list[Any] = [None] * self.size
         try:
             with waiting.on("meeting", self.group.group_name, what or self.use):
-                dist.all_gather_object(every, mine, group=self.group)
+                dist.all_gather_object(objects, mine, group=self.group)
         except RuntimeError as error:
             raise CheckpointError(f"a rank has ended, or did not come: {waiting.brief(error)}") from waiting.cause(
                 error
             )
-        return every
+        return objects
 
     def each(self, what: str, run: Callable[[], T]) -> T:
-        """What `run` returns on this rank; if it fails on one, all raise the same.
+        """Runs a function on all ranks and returns this rank's result; if it fails on one, all raise the same.
 
         Raises:
-            CheckpointError: what failed, on which ranks.
+            CheckpointError: names the errors and the ranks.
         """
         mine, _ = self._met(what, run, share=False)
         return mine
 
     def together(self, what: str, run: Callable[[], T]) -> list[T]:
-        """What `run` returns on every rank; if it fails on one, all raise the same.
+        """Runs a function on all ranks and returns all results; if it fails on one, all raise the same.
 
         Raises:
-            CheckpointError: what failed, on which ranks.
+            CheckpointError: names the errors and the ranks.
         """
         return self._met(what, run, share=True)[1]
 
     def first(self, what: str, run: Callable[[], None]) -> None:
-        """Runs something on the first rank alone; if it fails, all raise the same CheckpointError."""
+        """Runs a function on the first rank only; if it fails, all raise the same CheckpointError."""
         self.each(what, run if self.rank == 0 else lambda: None)
 
     def _met(self, what: str, run: Callable[[], T], share: bool) -> tuple[T, list[T]]:
@@ -82,47 +82,47 @@ class Team:
             mine = run()
         except Exception as error:
             cause = error
-        every = self.gathered((mine if share else None, None if cause is None else _worded(cause)), what)
+        outcomes = self.gathered((mine if share else None, None if cause is None else _worded(cause)), what)
         failed: dict[str, list[int]] = {}
-        for rank, (_, wrong) in enumerate(every):
-            if wrong is not None:
-                failed.setdefault(wrong, []).append(rank)
+        for rank, (_, problem) in enumerate(outcomes):
+            if problem is not None:
+                failed.setdefault(problem, []).append(rank)
         if failed:
-            where = {wrong: f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: " for wrong, ranks in failed.items()}
-            each = [wrong if len(failed[wrong]) == self.size else where[wrong] + wrong for wrong in failed]
-            raise CheckpointError(f"{what}: {findings(each)}") from cause
-        return mine, [result for result, _ in every]  # type: ignore[misc]
+            where = {problem: f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}: " for problem, ranks in failed.items()}
+            lines = [problem if len(failed[problem]) == self.size else where[problem] + problem for problem in failed]
+            raise CheckpointError(f"{what}: {findings(lines)}") from cause
+        return mine, [result for result, _ in outcomes]  # type: ignore[misc]
 
 
 def team_of(grids: Iterable[Grid], use: str = "checkpoint") -> Team:
-    """The ranks of these meshes; all processes, where there are none.
+    """The team of the ranks of these meshes; all processes if there are no meshes.
 
     Args:
         grids: the meshes.
-        use: teams for different uses may talk at the same time.
+        use: teams with different uses have different groups, so they may communicate at the same time.
 
     Raises:
-        ValueError: meshes of different ranks.
+        ValueError: the meshes have different ranks.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Team(0, 1)
-    found = {tuple(sorted(grid.ranks)) for grid in grids} or {tuple(range(dist.get_world_size()))}
-    if len(found) > 1:
+    rank_sets = {tuple(sorted(grid.ranks)) for grid in grids} or {tuple(range(dist.get_world_size()))}
+    if len(rank_sets) > 1:
         raise ValueError(
-            f"a checkpoint is of one mesh, or of several with the same ranks; here are {listed(sorted(found))}"
+            f"a checkpoint is of one mesh, or of several with the same ranks; here are {listed(sorted(rank_sets))}"
         )
-    ranks = list(found.pop())
+    ranks = list(rank_sets.pop())
     if len(ranks) == 1:
         return Team(0, 1)
     return Team(ranks.index(dist.get_rank()), len(ranks), cpu_group(ranks, use), use)
 
 
 def on_each_rank(run: Callable[[], T]) -> T:
-    """What this rank does before it knows its team; if it fails, the others learn of it when they come `together`."""
+    """Runs a function before the team is known; if it fails, the others learn of it in their next `together`."""
     try:
         return run()
     except Exception as error:
-        if waiting.cause(error) is not None:  # nobody comes to hear of a wait that was in vain
+        if waiting.cause(error) is not None:  # after a wait in vain no other rank comes to hear of it
             with contextlib.suppress(CheckpointError):
                 team_of(()).gathered((None, _worded(error)))
         raise

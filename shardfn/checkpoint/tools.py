@@ -1,4 +1,4 @@
-"""What checkpoints hold, and how two differ, found by one process in memory that does not grow with them."""
+"""Lists and compares checkpoints, in one process and in memory that does not grow with them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ AT_ONCE = 2**18  # elements that are compared at a time
 
 @dataclass(frozen=True)
 class Summary:
-    """What a checkpoint says of itself.
+    """Facts about a checkpoint.
 
     Attributes:
         path: of its folder.
         format: `"shardfn"` or `"torch"`.
-        whole: whether all of its files are there, in full length.
-        bytes: of the files.
-        files: how many.
-        made: when; None where that is not known, like the following.
-        ranks: how many wrote it.
-        number: its own, in the folder of a run.
-        latest: whether it is what training goes on from.
+        whole: whether all of its files exist, at full length.
+        bytes: of all files.
+        files: number of files.
+        made: when it was written; None if unknown, as with the following.
+        ranks: how many ranks wrote it.
+        number: its number in the folder of a run.
+        latest: whether training would resume from it.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """A tensor of a checkpoint, and the number of parts that it is in."""
+    """A tensor of a checkpoint, and the number of its parts."""
 
     name: str
     dtype: str
@@ -65,11 +65,12 @@ class Diff:
     """How two checkpoints differ, by name.
 
     Attributes:
-        only_a: in the first.
-        only_b: in the second.
-        kinds: in both, of other dtypes, shapes or types.
-        numbers: that differ.
-        values: of tensors that differ: how many elements do, of how many, and the largest absolute difference.
+        only_a: in the first only.
+        only_b: in the second only.
+        kinds: in both, with different dtypes, shapes or types.
+        numbers: numbers and strings that differ.
+        values: for tensors that differ: number of different elements, number of elements, and largest absolute
+            difference.
     """
 
     only_a: list[str] = field(default_factory=list)
@@ -83,40 +84,40 @@ class Diff:
 
 
 def summary(path: Path) -> Summary:
-    """Of one checkpoint, from its manifest and the lengths of its files."""
+    """The facts about one checkpoint, from its manifest and the lengths of its files."""
     folder = found_at(path)
-    there = [one.stat().st_size for one in folder.iterdir() if one.is_file()]
+    sizes = [file.stat().st_size for file in folder.iterdir() if file.is_file()]
     if (folder / MANIFEST).exists():
         about: dict[str, Any] = {}
         with contextlib.suppress(CheckpointError):
             about = read_manifest(folder).about
-        known: dict[str, Any] = {key: about.get(key) for key in ("made", "ranks", "number")}
-        return Summary(path, "shardfn", not isinstance(intact(folder), str), sum(there), len(there), **known)
+        facts: dict[str, Any] = {key: about.get(key) for key in ("made", "ranks", "number")}
+        return Summary(path, "shardfn", not isinstance(intact(folder), str), sum(sizes), len(sizes), **facts)
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((folder / METADATA).stat().st_mtime))
-    return Summary(path, "torch", _has_its_bytes(folder), sum(there), len(there), made)
+    return Summary(path, "torch", _has_its_bytes(folder), sum(sizes), len(sizes), made)
 
 
 def summaries(root: Path) -> list[Summary]:
-    """Of the checkpoints in a folder, oldest first, then those that are torn, and what is left of unfinished ones.
+    """The checkpoints in a folder, complete ones first, oldest first; then torn ones and remains of unfinished ones.
 
     Raises:
         CheckpointError: there are none.
     """
     if not root.is_dir():
         raise CheckpointError(f"there is no folder {root}")
-    whole, found = checkpoints(root), []
+    whole, result = checkpoints(root), []
     for folder in sorted(root.iterdir()):
         if not folder.is_dir():
             continue
         original = root / folder.name.removeprefix(".").removesuffix(".replaced")
         if restored(original) == folder and is_checkpoint(folder):
-            found.append(replace(summary(original), latest=[original] == whole[-1:]))
+            result.append(replace(summary(original), latest=[original] == whole[-1:]))
         elif any(folder.glob("*.distcp")):
-            there = [one.stat().st_size for one in folder.iterdir()]
-            found.append(Summary(folder, "unfinished", False, sum(there), len(there)))
-    if not found:
+            sizes = [entry.stat().st_size for entry in folder.iterdir()]
+            result.append(Summary(folder, "unfinished", False, sum(sizes), len(sizes)))
+    if not result:
         raise CheckpointError(f"{root} is not a checkpoint, and has none in it")
-    return sorted(found, key=lambda one: (not one.whole, one.number or 0, one.made or "", one.path))
+    return sorted(result, key=lambda entry: (not entry.whole, entry.number or 0, entry.made or "", entry.path))
 
 
 def entries(source: Source, names: list[str]) -> list[TensorSummary]:
@@ -129,62 +130,62 @@ def entries(source: Source, names: list[str]) -> list[TensorSummary]:
 
 
 def chosen(source: Source, pattern: str | None) -> list[str]:
-    """Names of the tensors and numbers of which all of the name matches a regular expression; all, if it is None.
+    """The names of tensors and numbers that match a regular expression as a whole; all names if it is None.
 
     Raises:
-        CheckpointError: none does.
+        CheckpointError: no name matches.
     """
     names = [name for name in [*source.tensors, *source.numbers] if pattern is None or re.fullmatch(pattern, name)]
     if pattern is not None and not names:
-        raise CheckpointError(f"no entry of {source.folder} has a name that is all of {pattern!r}")
+        raise CheckpointError(f"no entry of {source.folder} has a name that matches {pattern!r} as a whole")
     return names
 
 
 def diff(a: Path, b: Path, *, tolerance: float = 0.0, report: Report = silent) -> Diff:
-    """How two checkpoints differ. NaNs at the same place are equal.
+    """Compares two checkpoints. NaNs at the same place count as equal.
 
     Args:
-        a: one of them.
-        b: the other.
-        tolerance: absolute differences up to which numbers are the same.
-        report: is called with bytes done, and bytes in all.
+        a: path of the first.
+        b: path of the second.
+        tolerance: absolute difference up to which numbers count as equal.
+        report: called with bytes done and bytes in all.
 
     Raises:
-        CheckpointError: what is wrong with one of them.
+        CheckpointError: one of them is missing or damaged.
     """
-    one, other, found = source_of(a), source_of(b), Diff()
-    names, theirs = chosen(one, None), chosen(other, None)
-    both = [name for name in names if name in set(theirs)]
-    found.only_a = [name for name in names if name not in set(both)]
-    found.only_b = [name for name in theirs if name not in set(both)]
-    alike = []
-    for name in both:
-        kinds = [str(some.tensors.get(name) or type(some.numbers[name]).__name__) for some in (one, other)]
+    first, second, result = source_of(a), source_of(b), Diff()
+    names, names_b = chosen(first, None), chosen(second, None)
+    common = [name for name in names if name in set(names_b)]
+    result.only_a = [name for name in names if name not in set(common)]
+    result.only_b = [name for name in names_b if name not in set(common)]
+    same_kind = []
+    for name in common:
+        kinds = [str(source.tensors.get(name) or type(source.numbers[name]).__name__) for source in (first, second)]
         if kinds[0] != kinds[1]:
-            found.kinds[name] = kinds[0], kinds[1]
-        elif name in one.tensors:
-            alike.append(name)
-        elif not _same(one.numbers[name], other.numbers[name], tolerance):
-            found.numbers[name] = one.numbers[name], other.numbers[name]
-    count = meter(report, sum(one.tensors[name].bytes for name in alike))
-    mine, yours = CheckpointReader(one), CheckpointReader(other)
-    for name in alike:
+            result.kinds[name] = kinds[0], kinds[1]
+        elif name in first.tensors:
+            same_kind.append(name)
+        elif not _same(first.numbers[name], second.numbers[name], tolerance):
+            result.numbers[name] = first.numbers[name], second.numbers[name]
+    count = meter(report, sum(first.tensors[name].bytes for name in same_kind))
+    reader_a, reader_b = CheckpointReader(first), CheckpointReader(second)
+    for name in same_kind:
         differ, largest = 0, 0.0
-        for box, values in mine.parts(name):
-            more, most = _difference(values, yours.read(name, box), tolerance)
-            differ, largest = differ + more, max(largest, most, key=_order)
+        for box, values in reader_a.parts(name):
+            differing, distance = _difference(values, reader_b.read(name, box), tolerance)
+            differ, largest = differ + differing, max(largest, distance, key=_order)
             count(values.nbytes)
         if differ:
-            found.values[name] = differ, math.prod(one.tensors[name].shape), largest
-    return found
+            result.values[name] = differ, math.prod(first.tensors[name].shape), largest
+    return result
 
 
 def _has_its_bytes(folder: Path) -> bool:
-    """Whether files of torch.distributed.checkpoint are as long as what is in them."""
+    """Whether the files of a torch.distributed.checkpoint are as long as its metadata says."""
     try:
         source = torchs(folder)
         ends = [(file, offset + length) for file, offset, length in source.places.values()]
-        ends += [(chunk.file, chunk.stop) for some in source.chunks.values() for chunk in some]
+        ends += [(chunk.file, chunk.stop) for chunks in source.chunks.values() for chunk in chunks]
         return all((folder / file).stat().st_size >= end for file, end in ends)
     except (CheckpointError, OSError):
         return False
@@ -197,15 +198,15 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def _difference(x: Tensor, y: Tensor, tolerance: float) -> tuple[int, float]:
-    """How many elements differ, and by how much at most."""
+    """The number of elements that differ, and the largest absolute difference."""
     if torch.equal(as_bytes(x), as_bytes(y)):
         return 0, 0.0
     differ, largest = 0, 0.0
-    for some, others in zip(x.view(-1).split(AT_ONCE), y.view(-1).split(AT_ONCE), strict=True):
-        a, b = _comparable(some), _comparable(others)
-        unlike = (a != b) & ~((a != a) & (b != b))
-        if unlike.any():
-            distance = _distance(a[unlike], b[unlike])
+    for xs, ys in zip(x.view(-1).split(AT_ONCE), y.view(-1).split(AT_ONCE), strict=True):
+        a, b = _comparable(xs), _comparable(ys)
+        unequal = (a != b) & ~((a != a) & (b != b))
+        if unequal.any():
+            distance = _distance(a[unequal], b[unequal])
             distance = distance[~(distance <= tolerance)]
             differ += distance.numel()
             largest = max([largest, *([distance.max().item()] if distance.numel() else [])], key=_order)
@@ -213,7 +214,7 @@ def _difference(x: Tensor, y: Tensor, tolerance: float) -> tuple[int, float]:
 
 
 def _comparable(x: Tensor) -> Tensor:
-    """In one of three dtypes, without loss; unsigned integers that are too large for signed ones moved down."""
+    """Converts without loss to complex128, float64 or int64; uint64 is shifted down by 2^63 to fit."""
     if x.is_complex():
         return x.to(torch.complex128)
     if x.dtype == torch.uint64:
@@ -222,11 +223,11 @@ def _comparable(x: Tensor) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """Absolute differences; of integers that are not equal never 0."""
+    """Absolute differences; never 0 for integers that are not equal."""
     if a.dtype != torch.int64:
         return (a - b).abs()
     differences = torch.maximum(a, b) - torch.minimum(a, b)
-    return differences.to(torch.float64) + (differences < 0) * 2.0**64  # where they are more than int64 holds
+    return differences.to(torch.float64) + (differences < 0) * 2.0**64  # corrects differences that overflow int64
 
 
 def _order(value: float) -> tuple[bool, float]:

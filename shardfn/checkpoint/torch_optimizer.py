@@ -1,7 +1,7 @@
-"""The state of Adam and AdamW as torch's optimizers have it: by the parameters' names, and back.
+"""Converts the state of Adam and AdamW to that of torch's optimizers, by parameter names, and back.
 
-Torch keeps `exp_avg`, `exp_avg_sq` and `step` for each parameter, and its numbers in groups of parameters; here there
-is one tree of means, one of squares, and one count. What is on disk is torch's in both directions.
+Torch keeps `exp_avg`, `exp_avg_sq` and `step` for each parameter, and hyperparameters in groups of parameters; shardfn
+keeps one tree of means, one of squares, and one step count. Files have torch's form in both directions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardfn.mesh.spec import joined
 from shardfn.quoting import listed, short_errors
 
 SLOTS = {"mean": "exp_avg", "square": "exp_avg_sq"}
-NUMBERS: dict[str, tuple[str, int | None]] = {  # ours, and torch's, of which it may be one of two
+NUMBERS: dict[str, tuple[str, int | None]] = {  # our name -> torch's name, and the index where torch has a pair
     "lr": ("lr", None), "b1": ("betas", 0), "b2": ("betas", 1), "eps": ("eps", None),
     "weight_decay": ("weight_decay", None),
 }  # fmt: skip
@@ -38,21 +38,21 @@ Group = dict[str, Any]
 
 @short_errors
 def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) -> dict[str, Any]:
-    """The state of `adam` or `adamw` as torch's optimizers have it, for `save`.
+    """The state of `adam` or `adamw` in the form of torch's optimizers, for `save`.
 
     Args:
-        state: of `shardfn.optim.adam` or `adamw`; where these are the last of a `chain`, `state[-1]`. It is not copied.
-        make: the class of torch's that goes on with it: `torch.optim.AdamW`, or `Adam` for `adam`.
-        **numbers: `lr`, `b1`, `b2`, `eps` and `weight_decay`, where the optimizer has a function in a number's place:
-            the same function, or a number.
+        state: of `shardfn.optim.adam` or `adamw`; if these are the last of a `chain`, `state[-1]`. It is not copied.
+        make: the torch class that is to continue with it: `torch.optim.AdamW`, or `Adam` for `adam`.
+        **numbers: `lr`, `b1`, `b2`, `eps` and `weight_decay`, for those that the optimizer was given as a function: the
+            same function, or a number.
 
     Returns:
         A tree for `save`, with torch's names: `{"state": {name: {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}},
-        "param_groups": [...]}`, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it.
+        "param_groups": [...]}`, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` returns it.
 
     Raises:
-        TypeError: another optimizer's state, or class.
-        ValueError: a number that is neither in the state nor passed.
+        TypeError: the state is another optimizer's, the class is not supported, or `numbers` has an unknown name.
+        ValueError: a number is neither in the state nor passed.
 
     Example:
         ``save(path, {"model": params, "optim": torch_optimizer(state)})``, which FSDP2 loads; for Accelerate's
@@ -68,7 +68,7 @@ def torch_optimizer(state: Any, make: Make = torch.optim.AdamW, **numbers: Any) 
     groups: dict[tuple[float, ...], list[str]] = {}
     for name, _, shape in parameters(state["mean"]):
         moments[name] = {"step": torch.tensor(float(state["step"]))}
-        groups.setdefault(tuple(_number(given, one, state["step"], name, shape) for one in NUMBERS), []).append(name)
+        groups.setdefault(tuple(_number(given, n, state["step"], name, shape) for n in NUMBERS), []).append(name)
     for slot, theirs in SLOTS.items():
         for name, leaf, _ in parameters(state[slot]):
             moments[name][theirs] = leaf
@@ -88,27 +88,27 @@ def load_torch_optimizer(
 ) -> Any:
     """Reads the state of torch's Adam or AdamW into that of `adam` or `adamw`, on all ranks together.
 
-    It takes what FSDP2 and torchtitan save by `get_optimizer_state_dict`, flattened or not; Accelerate's folder
-    `optimizer_0`; and files of whole optimizer states by parameters' names, such as Accelerate's `optimizer.bin`. Each
+    It reads what FSDP2 and torchtitan save by `get_optimizer_state_dict`, flattened or not; Accelerate's folder
+    `optimizer_0`; and files of whole optimizer states by parameter names, such as Accelerate's `optimizer.bin`. Each
     rank reads the parts of the moments that it holds, converted to the dtypes of `state`.
 
     Args:
         path: of a checkpoint or a file, as for `load`.
-        state: what `init` of the optimizer made; its moments are overwritten.
+        state: as returned by the optimizer's `init`; its moments are overwritten.
         part: where `state` and `param_groups` are: `"optim"`, or `"optimizer"` for Accelerate's folder.
-        names: rules from our names of parameters to those there, as for `load`.
-        make: what it is the state of, `torch.optim.AdamW` or `Adam`.
-        donate: write into `state`'s tensors. If not, they stay as they are, and are copied.
+        names: rules from our parameter names to those in the files, as for `load`.
+        make: the class whose state it is, `torch.optim.AdamW` or `Adam`.
+        donate: write into `state`'s tensors. If not, they are copied and stay unchanged.
 
     Returns:
-        The state, with torch's moments and count of steps; and with its numbers, where `state` has numbers. Where the
-        optimizer has functions in their place, these go on.
+        The state, with torch's moments and step count; and with torch's numbers, for those that `state` has. Where the
+        optimizer has functions instead, these stay in use.
 
     Raises:
-        CheckpointError: what is missing, extra or of another shape; parameters with different numbers of steps; groups
-            that differ in a number of which `state` has one; options that our optimizers do not have. The same
-            on every rank, and before anything is overwritten.
-        TypeError: another optimizer's state, or class.
+        CheckpointError: entries are missing, extra or of another shape; parameters have different step counts; groups
+            differ in a number of which `state` has only one; options are set that our optimizers lack. The same on
+            every rank, and before anything is overwritten.
+        TypeError: the state is another optimizer's, or the class is not supported.
 
     Example:
         ``state = load_torch_optimizer("out/optimizer_0", adamw(3e-4).init(params), part="optimizer")``
@@ -121,24 +121,24 @@ def load_torch_optimizer(
 
     rules = on_each_rank(checked)
 
-    def called(held: Contents) -> dict[str, Name]:
-        found = {}
+    def naming(held: Contents) -> dict[str, Name]:
+        result = {}
         for name, (theirs, swap) in _theirs(state, rules).items():
-            for slot, kept in SLOTS.items():
-                ours = joined(slot, name)
-                found[ours if ours in held.tensors else slot] = Name(joined("state", theirs, kept), swap)
-        return found
+            for slot, slot_there in SLOTS.items():
+                full = joined(slot, name)
+                result[full if full in held.tensors else slot] = Name(joined("state", theirs, slot_there), swap)
+        return result
 
     def numbers(reader: Reader) -> dict[str, Any]:
-        every = [theirs for theirs, _ in _theirs(state, rules).values()]
-        count = _steps(reader, part, every)
-        return {"step": count, "numbers": _numbers(state["numbers"], _groups(reader, part, every), make)}
+        there = [theirs for theirs, _ in _theirs(state, rules).values()]
+        count = _steps(reader, part, there)
+        return {"step": count, "numbers": _numbers(state["numbers"], _groups(reader, part, there), make)}
 
     ignore = [r"param_groups\..*", r"state\..*\.step"]
-    asked = Asked(part, called, True, ignore, converts=True, advice=_NO_STATE)
+    asked = Asked(part, naming, True, ignore, converts=True, advice=_NO_STATE)
     what = f"load_torch_optimizer {path}"
-    moments, more = filled(what, path, {slot: state[slot] for slot in SLOTS}, asked, donate, numbers)
-    return {**state, **more, **moments}
+    moments, other_entries = filled(what, path, {slot: state[slot] for slot in SLOTS}, asked, donate, numbers)
+    return {**state, **other_entries, **moments}
 
 
 _NO_STATE = (
@@ -159,7 +159,7 @@ def _check(state: Any, make: Any) -> None:
 
 
 def _theirs(state: Any, rules: list[Rule]) -> dict[str, Name]:
-    """What each of our parameters is called there."""
+    """The name of each of our parameters in the files."""
     return renamed([name for name, *_ in parameters(state["mean"])], rules)
 
 
@@ -167,7 +167,7 @@ def _theirs(state: Any, rules: list[Rule]) -> dict[str, Name]:
 
 
 def _number(given: dict[str, Any], name: str, step: int, path: str, shape: Ints) -> float:
-    """A number of a parameter's group."""
+    """A hyperparameter of the group of parameter `path`."""
     if name not in given:
         raise ValueError(
             f"torch_optimizer: {name} is a function of this optimizer, and not in its state: pass {name}= as to the "
@@ -180,10 +180,10 @@ def _number(given: dict[str, Any], name: str, step: int, path: str, shape: Ints)
 
 
 def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
-    """A group as torch has it, of the same numbers."""
+    """A group with these hyperparameters in torch's form."""
     lr, b1, b2, eps, weight_decay = key
-    made = make([torch.zeros(1)], lr=lr, betas=(b1, b2), eps=eps, weight_decay=weight_decay)
-    group = {**made.param_groups[0], "params": names}
+    optimizer = make([torch.zeros(1)], lr=lr, betas=(b1, b2), eps=eps, weight_decay=weight_decay)
+    group = {**optimizer.param_groups[0], "params": names}
     return {name: value if type(value) in (bool, int, float) else Value(value) for name, value in group.items()}
 
 
@@ -191,47 +191,47 @@ def _group(make: Make, key: tuple[float, ...], names: list[str]) -> Group:
 
 
 def _steps(reader: Reader, part: str, theirs: list[str]) -> int:
-    """How many steps were made, the same for all parameters."""
-    source, found, missing = reader.source, {}, []
+    """The step count, which all parameters must share."""
+    source, steps, missing = reader.source, {}, []
     for name in theirs:
         full = joined(part, "state", name, "step")
         if full in source.tensors or full in source.numbers:
-            found[name] = float(_value(reader, full))
+            steps[name] = float(_value(reader, full))
         else:
             missing.append(full)
     if missing:
         raise CheckpointError(f"missing in the checkpoint: {listed(missing)}")
-    counts = sorted(set(found.values()))
+    counts = sorted(set(steps.values()))
     if len(counts) > 1:
-        some = [next(name for name in found if found[name] == count) for count in counts[:2]]
+        examples = [next(name for name in steps if steps[name] == count) for count in counts[:2]]
         raise CheckpointError(
-            f"its parameters have made different numbers of steps, {some[0]} {counts[0]:g} and {some[1]} "
+            f"its parameters have made different numbers of steps, {examples[0]} {counts[0]:g} and {examples[1]} "
             f"{counts[1]:g}, and a state here has one count for all"
         )
     return int(counts[0]) if counts else 0
 
 
 def _groups(reader: Reader, part: str, theirs: list[str]) -> dict[str, Group]:
-    """The group of each of these parameters, in whichever of torch's two layouts."""
+    """The group of each of these parameters, from either of torch's two layouts."""
     prefix = joined(part, "param_groups") + "."
     source = reader.source
-    every = [*source.numbers, *source.tensors, *source.others]
-    found = {name.removeprefix(prefix): name for name in every if name.startswith(prefix)}
-    numbered = any(re.fullmatch(r"\d+\.params(\.\d+)?", name) for name in found)
+    entries = [*source.numbers, *source.tensors, *source.others]
+    in_groups = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
+    numbered = any(re.fullmatch(r"\d+\.params(\.\d+)?", name) for name in in_groups)
     groups: dict[str, Group] = {}
     if numbered:
-        for name, full in found.items():
+        for name, full in in_groups.items():
             number, _, rest = name.partition(".")
             groups.setdefault(number, {})[rest] = full
         by_name = {str(one): group for group in groups.values() for one in _listed(reader, group, "params")}
     else:
         by_name = {
-            one: {name.removeprefix(f"{one}."): full for name, full in found.items() if name.startswith(f"{one}.")}
+            one: {name.removeprefix(f"{one}."): full for name, full in in_groups.items() if name.startswith(f"{one}.")}
             for one in theirs
         }
-    wrong = [one for one in theirs if not by_name.get(one)]
-    if wrong:
-        raise CheckpointError(f"no group of {prefix[:-1]} in the checkpoint has {listed(wrong)}")
+    without = [one for one in theirs if not by_name.get(one)]
+    if without:
+        raise CheckpointError(f"no group of {prefix[:-1]} in the checkpoint has {listed(without)}")
     read: dict[int, Group] = {}
     for one in theirs:
         group = by_name[one]
@@ -244,7 +244,7 @@ def _groups(reader: Reader, part: str, theirs: list[str]) -> dict[str, Group]:
 
 
 def _listed(reader: Reader, group: Group, key: str) -> list[Any]:
-    """What is a list there, in one entry or each of it in its own."""
+    """A list, which is stored as one entry or as an entry for each item."""
     if key in group:
         return list(_value(reader, group[key]))
     numbers = sorted(int(name.rpartition(".")[2]) for name in group if re.fullmatch(rf"{key}\.\d+", name))
@@ -252,7 +252,7 @@ def _listed(reader: Reader, group: Group, key: str) -> list[Any]:
 
 
 def _value(reader: Reader, name: str) -> Any:
-    """A number, or something small that is not one."""
+    """A number, or another small value."""
     source = reader.source
     if name in source.numbers:
         return source.numbers[name]
@@ -269,36 +269,36 @@ def _value(reader: Reader, name: str) -> Any:
 
 
 def _numbers(ours: dict[str, Any], groups: dict[str, Group], make: Make) -> dict[str, Any]:
-    """Our numbers as they are there; options that ours do not have are refused."""
+    """Our hyperparameters with the values of torch's groups; raises for options that ours lack."""
     for name, group in groups.items():
-        if "amsgrad" not in group:  # as others have the same moments
+        if "amsgrad" not in group:  # other optimizers may have the same moments
             raise CheckpointError(f"the group of {name} is neither of torch.optim.Adam nor of AdamW: it has no amsgrad")
         wrong = next((option for option in ("amsgrad", "maximize") if group.get(option)), None)
         if wrong:
-            raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim has not")
+            raise CheckpointError(f"the group of {name} has {wrong}=True, which shardfn.optim does not have")
         decoupled = group.get("decoupled_weight_decay")
         if decoupled is not None and group.get("weight_decay") and decoupled is not (make is torch.optim.AdamW):
-            theirs, here = ("AdamW", "adamw") if decoupled else ("Adam", "adam")
+            theirs, ours_name = ("AdamW", "adamw") if decoupled else ("Adam", "adam")
             raise CheckpointError(
-                f"the group of {name} is torch.optim.{theirs}'s: go on with shardfn.optim.{here}, and pass "
+                f"the group of {name} is torch.optim.{theirs}'s: go on with shardfn.optim.{ours_name}, and pass "
                 f"make=torch.optim.{theirs}"
             )
     return {key: _ours(key, value, groups) for key, value in ours.items()}
 
 
 def _ours(key: str, value: Any, groups: dict[str, Group]) -> Any:
-    """One of our numbers, which all parameters have there."""
-    theirs, at = NUMBERS[key]
-    found: dict[Any, str] = {}
+    """The value of one hyperparameter, which must be the same in all groups."""
+    theirs, index = NUMBERS[key]
+    values: dict[Any, str] = {}
     for name, group in groups.items():
         if theirs not in group:
             raise CheckpointError(f"the group of {name} has no {theirs}")
-        found.setdefault(group[theirs] if at is None else group[theirs][at], name)
-    if len(found) > 1:
-        (one, first), (other, second), *_ = found.items()
+        values.setdefault(group[theirs] if index is None else group[theirs][index], name)
+    if len(values) > 1:
+        (a, first), (b, second), *_ = values.items()
         raise CheckpointError(
-            f"{key} is {one} for {first} and {other} for {second}, and this state has one for all: make the optimizer "
+            f"{key} is {a} for {first} and {b} for {second}, and this state has one for all: make the optimizer "
             f"with a function, {key}=lambda path, shape: ..."
         )
-    number = next(iter(found), value)
+    number = next(iter(values), value)
     return torch.full_like(value, number) if isinstance(value, Tensor) else number

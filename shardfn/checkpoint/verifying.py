@@ -1,4 +1,4 @@
-"""Whether a checkpoint is as it was written: every byte, by the checksums in its manifest."""
+"""Verifies every byte of a checkpoint against the checksums in its manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Count = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes `start` to `stop` of a file, the entries that are in them, and what is wrong."""
+    """Bytes `start` to `stop` of a file, the names of the entries in them, and what is wrong."""
 
     file: str
     start: int
@@ -33,13 +33,13 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found.
+    """The result of `verify`.
 
     Attributes:
         path: of the checkpoint.
         format: `"shardfn"`; or `"torch"`, whose checksums do not cover all bytes.
-        entries: tensors, numbers and strings.
-        files: how many, as they should be.
+        entries: number of tensors, numbers and strings.
+        files: number of files that there should be.
         bytes: in all of them.
         damage: everything that is wrong.
     """
@@ -54,17 +54,17 @@ class Verdict:
 
 @short_errors
 def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
-    """Reads every byte of a checkpoint, and compares checksums. One process does it.
+    """Reads every byte of a checkpoint and compares checksums, in one process.
 
-    Of torch.distributed.checkpoint's it reads every item, which must have its shape, and fit the checksums that
-    `torch.save` keeps in it, of all but names and filling.
+    Of a torch.distributed.checkpoint it reads every item, which must have the right shape, and match the checksums that
+    `torch.save` keeps in it, which cover all but names and padding.
 
     Args:
         path: of the checkpoint.
-        report: is called with bytes done, and bytes in all.
+        report: called with bytes done and bytes in all.
 
     Returns:
-        A `Verdict`; its `damage` is empty if the checkpoint is whole.
+        A `Verdict`; its `damage` is empty if the checkpoint is intact.
 
     Raises:
         CheckpointError: this is not a checkpoint.
@@ -78,42 +78,42 @@ def verify(path: str | os.PathLike[str], report: Report = silent) -> Verdict:
     except CheckpointError as error:
         size = (folder / MANIFEST).stat().st_size
         return Verdict(path, "shardfn", 0, 1, size, [Damage(MANIFEST, 0, size, (), str(error))])
-    held: dict[str, list[tuple[Chunk, str]]] = {}
+    parts: dict[str, list[tuple[Chunk, str]]] = {}
     for name, chunks in manifest.chunks.items():
         for chunk in chunks:
-            held.setdefault(chunk.file, []).append((chunk, name))
+            parts.setdefault(chunk.file, []).append((chunk, name))
     total = sum(size for size, _ in manifest.files.values())
     count = meter(report, total)
     damage: list[Damage] = []
-    for file in sorted({*manifest.files, *held}):
-        damage += _of_file(folder, file, manifest, sorted(held.get(file, []), key=lambda one: one[0].offset), count)
-    known = {*manifest.files, MANIFEST}
+    for file in sorted({*manifest.files, *parts}):
+        damage += _of_file(folder, file, manifest, sorted(parts.get(file, []), key=lambda part: part[0].offset), count)
+    expected = {*manifest.files, MANIFEST}
     damage += [
-        Damage(one.name, 0, one.stat().st_size, (), "the manifest does not know this file")
-        for one in sorted(folder.iterdir())
-        if one.name not in known
+        Damage(extra.name, 0, extra.stat().st_size, (), "the manifest does not know this file")
+        for extra in sorted(folder.iterdir())
+        if extra.name not in expected
     ]
     damage += _of_parts(MANIFEST, manifest)
     entries = len(manifest.tensors) + len(manifest.numbers)
-    return Verdict(path, "shardfn", entries, len(known), total + (folder / MANIFEST).stat().st_size, damage)
+    return Verdict(path, "shardfn", entries, len(expected), total + (folder / MANIFEST).stat().st_size, damage)
 
 
-def _between(size: int, crc: int, held: list[tuple[Chunk, str]]) -> Iterator[tuple[Chunk, tuple[str, ...]]]:
-    """All bytes of a file, as its parts and as chunks of nothing between them, with the entries that are in each."""
-    at = before = 0
-    for chunk, name in held:
-        if (chunk.offset, chunk.before) != (at, before):
-            yield Chunk(chunk.box, chunk.file, at, chunk.offset - at, 0, before, chunk.before), ()
-        at, before = chunk.stop, chunk.after or 0
+def _between(size: int, crc: int, parts: list[tuple[Chunk, str]]) -> Iterator[tuple[Chunk, tuple[str, ...]]]:
+    """Splits a file into its parts and the chunks between them; yields each with the names of the entries in it."""
+    position = before = 0
+    for chunk, name in parts:
+        if (chunk.offset, chunk.before) != (position, before):
+            yield Chunk(chunk.box, chunk.file, position, chunk.offset - position, 0, before, chunk.before), ()
+        position, before = chunk.stop, chunk.after or 0
         yield chunk, (name,)
-    if (at, before) != (size, crc):
-        yield Chunk(whole(()), "", at, size - at, 0, before, crc), ()
+    if (position, before) != (size, crc):
+        yield Chunk(whole(()), "", position, size - position, 0, before, crc), ()
 
 
 def _of_file(
-    folder: Path, file: str, manifest: Manifest, held: list[tuple[Chunk, str]], count: Count
+    folder: Path, file: str, manifest: Manifest, parts: list[tuple[Chunk, str]], count: Count
 ) -> Iterator[Damage]:
-    names = tuple(dict.fromkeys(name for _, name in held))
+    names = tuple(dict.fromkeys(name for _, name in parts))
     if file not in manifest.files:
         yield Damage(file, 0, 0, names, "the manifest has parts in it, but not the file")
         return
@@ -122,12 +122,12 @@ def _of_file(
         with opened(folder / file) as descriptor:
             there = (folder / file).stat().st_size
             gone: list[str] = []
-            for chunk, entries in _between(size, crc, held):
+            for chunk, entries in _between(size, crc, parts):
                 if chunk.stop > there:
                     gone += entries
                     continue
                 if chunk.length < 0:
-                    yield Damage(file, chunk.stop, chunk.offset, entries, "parts lie one over another")
+                    yield Damage(file, chunk.stop, chunk.offset, entries, "parts overlap")
                     continue
                 crc = chunk.before
                 for _, content in blocks(descriptor, chunk.offset, chunk.stop, chunk.offset, Buffer()):
@@ -165,17 +165,17 @@ def _verify_torchs(path: Path, folder: Path, report: Report) -> Verdict:
     items += [(chunk, name, source.tensors[name]) for name, chunks in source.chunks.items() for chunk in chunks]
     total = sum(chunk.length for chunk, *_ in items)
     count, buffer = meter(report, total), Buffer()
-    for chunk, name, kind in sorted(items, key=lambda one: (one[0].file, one[0].offset, one[1])):
-        what = _flaw_of_item(folder, chunk, kind, buffer)
+    for chunk, name, kind in sorted(items, key=lambda item: (item[0].file, item[0].offset, item[1])):
+        flaw = _flaw_of_item(folder, chunk, kind, buffer)
         count(chunk.length)
-        if what:
-            damage.append(Damage(chunk.file, chunk.offset, chunk.stop, (name,), what))
+        if flaw:
+            damage.append(Damage(chunk.file, chunk.offset, chunk.stop, (name,), flaw))
     entries, files = len(source.tensors) + len(source.places), {chunk.file for chunk, *_ in items}
     return Verdict(path, "torch", entries, len(files) + 1, total + size, damage)
 
 
 def _flaw_of_item(folder: Path, chunk: Chunk, kind: Kind | None, buffer: Buffer) -> str:
-    """What is wrong with a part of a tensor, or with something else, which may be anything and is not unpickled."""
+    """What is wrong with a part of a tensor; or with another item, which is only checked and not unpickled."""
     try:
         with opened(folder / chunk.file) as descriptor:
             size = (folder / chunk.file).stat().st_size

@@ -1,4 +1,4 @@
-"""Modules of torch and models of Hugging Face as pure functions of sharded parameters, and their files.
+"""Turns torch modules and Hugging Face models into pure functions of sharded parameters; loads and saves their files.
 
 Imports `checkpoint`, `stages`, `parallel`, `shards`, `collectives`, `mesh` and `compat`.
 """

@@ -1,4 +1,4 @@
-"""What stands in the places of a module's parameters while adapters are on them."""
+"""Puts parameters, with adapters applied to them, into a module's places."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Home(NamedTuple):
 class Adapting:
     """Puts parameters into the places of one part of a module, some of them adapted.
 
-    Adapters are by name, as the part's module calls things: a tensor under the name of a parameter replaces it. What
-    else stands there, or under the path of a module, is asked for what the parameter, or the module's weight, becomes,
-    `adapter.on(weight, training)`, and before that for what is wrong with it, `adapter.misfit(module, parameter)`.
+    Adapters are keyed by names within the part's module. A tensor under a parameter's name replaces the parameter. Any
+    other object, under a parameter's name or a module's path, computes the adapted parameter, or the module's weight,
+    by `adapter.on(weight, training)`; before that, `adapter.misfit(module, parameter)` tells what is wrong with it.
     """
 
     def __init__(self, part: Part) -> None:
@@ -35,7 +35,7 @@ class Adapting:
         self.known: dict[int, Layout] = {}
 
     def check(self, adapters: Any) -> None:
-        """Raises ValueError for adapters of other weights than are there; those of a layout are looked at once."""
+        """Raises ValueError for adapters of other weights; adapters with known layouts are checked only once."""
         flats = stage_shards(adapters) if is_stage(adapters) else []
         if flats and all(id(flat.layout) in self.known for flat in flats):
             return
@@ -44,89 +44,89 @@ class Adapting:
         if not isinstance(like, Mapping):
             raise ValueError(f"adapters: those of {where} are a dict by name, not of type {type(like).__name__}")
         for home in self.homes.values():
-            if wrong := _misfit(home, like):
-                name, how = wrong
+            if misfit := _misfit(home, like):
+                name, problem = misfit
                 raise ValueError(
-                    f"adapters: {joined(self.part.path, name)} is {how}: are these adapters of another model?"
+                    f"adapters: {joined(self.part.path, name)} is {problem}: are these adapters of another model?"
                 )
         self.known |= {id(flat.layout): flat.layout for flat in flats}
 
     def placed(
         self, slots: Sequence[Slot], values: Sequence[Tensor], adapters: Sequence[Mapping[str, Any]]
     ) -> contextlib.AbstractContextManager[Sequence[tuple[Slot, Tensor]]]:
-        """The parameters in their places while a block runs, with the adapters of this part, if it has some.
+        """A context with the parameters in their places, adapted if this part has adapters.
 
         Returns:
-            A context, which gives what is in which place.
+            The context, which yields pairs of place and value.
 
         Raises:
-            ValueError: an adapter of something that is not there.
+            ValueError: an adapter has no parameter or module.
         """
-        return self._adapted(slots, values, *adapters) if adapters else _plainly(slots, values)
+        return self._adapted(slots, values, *adapters) if adapters else _unadapted(slots, values)
 
     @contextlib.contextmanager
     def _adapted(
         self, slots: Sequence[Slot], values: Sequence[Tensor], adapters: Mapping[str, Any]
     ) -> Iterator[Sequence[tuple[Slot, Tensor]]]:
-        plain: list[tuple[Slot, Any]] = []
-        instead: dict[nn.Module, Any] = {}
-        elsewhere: list[tuple[Slot, Tensor]] = []
+        pairs: list[tuple[Slot, Any]] = []
+        weights: dict[nn.Module, Any] = {}
+        other_places: list[tuple[Slot, Tensor]] = []
         used = set()
         for slot, value in zip(slots, values, strict=True):
             home = self.homes.get(id(slot.holder))
             if home is None:
-                elsewhere.append((slot, value))
+                other_places.append((slot, value))
                 continue
             name = joined(home.path, slot.at)
-            one: Any = adapters.get(name)
-            if isinstance(one, Tensor) or hasattr(one, "on"):
+            own: Any = adapters.get(name)
+            if isinstance(own, Tensor) or hasattr(own, "on"):
                 used.add(name)
-                plain.append((slot, one if isinstance(one, Tensor) else one.on(value, home.module.training)))
+                pairs.append((slot, own if isinstance(own, Tensor) else own.on(value, home.module.training)))
             elif slot.at == "weight" and home.path in adapters:
                 used.add(home.path)
-                instead[home.module] = adapters[home.path].on(value, home.module.training)
+                weights[home.module] = adapters[home.path].on(value, home.module.training)
             else:
-                plain.append((slot, value))
-        if elsewhere:
-            plain += self._elsewhere(elsewhere, slots, plain, instead)
-        if lost := set(adapters) - used:
+                pairs.append((slot, value))
+        if other_places:
+            pairs += self._elsewhere(other_places, slots, pairs, weights)
+        if unused := set(adapters) - used:
             raise ValueError(
-                f"adapters: {self.part.path or 'the module'} has no parameter for {listed(map(repr, sorted(lost)))}"
+                f"adapters: {self.part.path or 'the module'} has no parameter for {listed(map(repr, sorted(unused)))}"
             )
-        with placed([slot for slot, _ in plain], [value for _, value in plain]), _attributes(instead):
-            yield plain
+        with placed([slot for slot, _ in pairs], [value for _, value in pairs]), _attributes(weights):
+            yield pairs
 
     def _elsewhere(
         self,
-        names: Sequence[tuple[Slot, Tensor]],
+        places: Sequence[tuple[Slot, Tensor]],
         slots: Sequence[Slot],
-        plain: Sequence[tuple[Slot, Any]],
-        instead: Mapping[nn.Module, Any],
+        pairs: Sequence[tuple[Slot, Any]],
+        weights: Mapping[nn.Module, Any],
     ) -> list[tuple[Slot, Any]]:
-        """What parameters are where the module has them by another name, in a list say: what they are in their layers.
+        """The adapted values for further places of the same parameters, such as a list of the module's own.
 
         Raises:
-            ValueError: they are not the same in all layers.
+            ValueError: tied layers have different values.
         """
-        meant: dict[str, list[Any]] = {}
-        for slot, value in plain:
-            meant.setdefault(slot.key, []).append(value)
+        adapted: dict[str, list[Any]] = {}
+        for slot, value in pairs:
+            adapted.setdefault(slot.key, []).append(value)
         for slot in slots:
             home = self.homes.get(id(slot.holder))
-            if home is not None and slot.at == "weight" and home.module in instead:
-                meant.setdefault(slot.key, []).append(instead[home.module])
-        for slot, value in names:
-            now = meant.setdefault(slot.key, [value])
-            if any(one is not now[0] for one in now):
+            if home is not None and slot.at == "weight" and home.module in weights:
+                adapted.setdefault(slot.key, []).append(weights[home.module])
+        for slot, value in places:
+            values = adapted.setdefault(slot.key, [value])
+            if any(other is not values[0] for other in values):
                 raise ValueError(
                     f"adapters: {self.part.path or 'the module'} has {slot.key} in a {type(slot.holder).__name__} too, "
                     f"and of the layers that are tied to it some have an adapter: let forward read it from a layer"
                 )
-        return [(slot, meant[slot.key][0]) for slot, _ in names]
+        return [(slot, adapted[slot.key][0]) for slot, _ in places]
 
 
 def described(layouts: Sequence[Layout]) -> Any:
-    """A stage's parameters without values, by the layouts of its flat shards."""
+    """The structure of a stage's parameters, on the device meta, from the layouts of its flat shards."""
     views = [
         [torch.empty(layout.whole_shape(i), dtype=layout.dtype, device="meta") for i in range(len(layout.entries))]
         for layout in layouts
@@ -135,28 +135,28 @@ def described(layouts: Sequence[Layout]) -> Any:
 
 
 def _misfit(home: _Home, adapters: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The name of a parameter for which there is something else, and what is wrong with that."""
+    """The name of a parameter whose adapter does not fit, and the reason; None if all fit."""
     for attribute, parameter in home.module._parameters.items():
         name = joined(home.path, attribute)
-        one: Any = adapters.get(name)
-        if parameter is not None and isinstance(one, Tensor) and one.shape != parameter.shape:
-            return name, f"of shape {list(parameter.shape)}, and what replaces it {list(one.shape)}"
-        if parameter is not None and hasattr(one, "misfit") and (how := one.misfit(home.module, attribute)):
-            return name, how
-    one = adapters.get(home.path)
-    how = one.misfit(home.module) if one is not None and hasattr(one, "misfit") else ""
-    return (home.path, how) if how else None
+        adapter: Any = adapters.get(name)
+        if parameter is not None and isinstance(adapter, Tensor) and adapter.shape != parameter.shape:
+            return name, f"of shape {list(parameter.shape)}, and what replaces it {list(adapter.shape)}"
+        if parameter is not None and hasattr(adapter, "misfit") and (problem := adapter.misfit(home.module, attribute)):
+            return name, problem
+    adapter = adapters.get(home.path)
+    problem = adapter.misfit(home.module) if adapter is not None and hasattr(adapter, "misfit") else ""
+    return (home.path, problem) if problem else None
 
 
 @contextlib.contextmanager
-def _plainly(slots: Sequence[Slot], values: Sequence[Tensor]) -> Iterator[Sequence[tuple[Slot, Tensor]]]:
+def _unadapted(slots: Sequence[Slot], values: Sequence[Tensor]) -> Iterator[Sequence[tuple[Slot, Tensor]]]:
     with placed(slots, values):
         yield list(zip(slots, values, strict=True))
 
 
 @contextlib.contextmanager
 def _attributes(weights: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Modules with something else as their weight; the parameter itself stays a placeholder, which nobody can read."""
+    """A context in which modules have other weights; the parameter itself stays a placeholder that cannot be read."""
     for m, weight in weights.items():
         m.__dict__["weight"] = weight
     try:
@@ -167,5 +167,5 @@ def _attributes(weights: Mapping[nn.Module, Any]) -> Iterator[None]:
 
 
 def cloned(adapters: Any) -> Any:
-    """Copies of a part's adapters."""
+    """A copy of a part's adapters."""
     return optree.tree_map(torch.clone, adapters)

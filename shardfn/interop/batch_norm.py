@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of the batch of all ranks."""
+"""Batch normalisation with statistics over the batch of all ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shardfn.mesh.grid import AxisName
 
 
 def is_batch_norm(m: nn.Module) -> bool:
-    """Whether it normalises by the statistics of a batch."""
+    """Whether a module normalises with statistics of the batch."""
     return isinstance(m, nn.modules.batchnorm._BatchNorm)
 
 
 def keeps_statistics(m: nn.Module) -> bool:
-    """Whether it writes running statistics into its buffers while it trains, as some instance norms do, too."""
+    """Whether a module updates running statistics in its buffers in training, as batch and some instance norms do."""
     return isinstance(m, nn.modules.batchnorm._NormBase)
 
 
 def synchronised(m: Any, axis: AxisName) -> Callable[[Tensor], Tensor]:
-    """Its forward, by the mean and variance over all ranks along `axis`, each of which has some of the rows.
+    """A forward for a batch norm that uses mean and variance over all ranks along `axis`, which hold different rows.
 
-    Two all-reduces of a number for each channel, forward and backward; the second adds up squares of distances from the
-    mean, as one process would, which loses no digits where the mean is large.
+    It makes two all-reduces of one number per channel, in forward and in backward; the second sums squared distances
+    from the mean, as on one process, which does not cancel where the mean is large.
 
     Source: Ioffe and Szegedy, Batch Normalization (2015), with the batch cut over ranks.
     """
@@ -35,9 +35,7 @@ def synchronised(m: Any, axis: AxisName) -> Callable[[Tensor], Tensor]:
 
 
 def in_one_dtype(m: Any) -> Callable[[Tensor], Tensor]:
-    """Its forward, with weights of the dtype of its statistics, which torch asks for: these keep theirs when parameters
-    are gathered in another.
-    """
+    """A forward with weights cast to the dtype of the statistics, as torch requires after `gather_dtype`."""
     return functools.partial(_in_one_dtype, m, m.forward)
 
 
@@ -59,7 +57,7 @@ def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tenso
     m._check_input_dim(x)
     dims = [d for d in range(x.ndim) if d != 1]
     channel = [1, -1] + [1] * (x.ndim - 2)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     values = x.numel() // x.shape[1]
     count = psum(values, axis)
     if values < 2 and m.training and int(count) < 2:
@@ -67,16 +65,16 @@ def _forward(m: Any, alone: Callable[[Tensor], Tensor], axis: AxisName, x: Tenso
             f"a batch norm that trains got one value for each channel on all ranks along {axis!r} together, which has "
             f"no variance: the input has shape {tuple(x.shape)}"
         )
-    mean = psum(wide.sum(dims), axis) / count
-    away = wide - pvary(mean, axis).view(channel)
-    var = psum(away.square().sum(dims), axis) / count
+    mean = psum(x_wide.sum(dims), axis) / count
+    centred = x_wide - pvary(mean, axis).view(channel)
+    var = psum(centred.square().sum(dims), axis) / count
     if m.training and m.track_running_stats and m.running_mean is not None:
         m.num_batches_tracked.add_(1)
-        share = 1.0 / m.num_batches_tracked.to(wide.dtype) if m.momentum is None else m.momentum
+        factor = 1.0 / m.num_batches_tracked.to(x_wide.dtype) if m.momentum is None else m.momentum
         with torch.no_grad():
-            m.running_mean.add_((mean.detach() - m.running_mean) * share)
-            m.running_var.add_((var.detach() * count / (count - 1) - m.running_var) * share)
-    out = away * torch.rsqrt(pvary(var, axis) + m.eps).view(channel)
+            m.running_mean.add_((mean.detach() - m.running_mean) * factor)
+            m.running_var.add_((var.detach() * count / (count - 1) - m.running_var) * factor)
+    out = centred * torch.rsqrt(pvary(var, axis) + m.eps).view(channel)
     if m.weight is not None:
         out = out * m.weight.view(channel)
     if m.bias is not None:

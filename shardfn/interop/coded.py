@@ -1,4 +1,4 @@
-"""Parameters that files have in few bits, as bitsandbytes keeps them: decoded, or their bytes as they are."""
+"""Parameters stored in few bits, as by bitsandbytes: decoded, or kept as bytes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shardfn.quoting import listed
 
 
 class Coded(Computed):
-    """A parameter that is decoded when some of it is asked for.
+    """A parameter that is decoded when elements of it are needed.
 
     Attributes:
-        format: that it has there.
+        format: in which it is stored.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        made = bitsandbytes.described(name, tensors)
-        super().__init__(made.shape, torch.float32, lambda: _decoded(self))
-        self.format, self._name, self._tensors = made.format, name, tensors
+        described = bitsandbytes.described(name, tensors)
+        super().__init__(described.shape, torch.float32, lambda: _decoded(self))
+        self.format, self._name, self._tensors = described.format, name, tensors
 
     def packed(self) -> Packed:
-        """Its bytes."""
+        """The parameter as stored, in few bits."""
         return bitsandbytes.packed(self._name, self._tensors)
 
 
@@ -43,23 +43,23 @@ def _decoded(x: Coded) -> Assembled:
 
 
 def stored(tensors: Mapping[str, Tensor]) -> dict[str, Assembled]:
-    """The tensors of files by name, where several that make up one parameter are one.
+    """The tensors of files by name; those that together store one parameter are combined.
 
     Raises:
-        CheckpointError: some that do not.
+        CheckpointError: tensors do not make up a parameter.
     """
     few = bitsandbytes.found(tensors)
     inner = {name for names in few.values() for name in names}
     plain = {name: lazy(x, name) for name, x in tensors.items() if name not in inner}
     try:
-        return plain | {name: Coded(name, {one: tensors[one] for one in names if one in tensors})
+        return plain | {name: Coded(name, {part: tensors[part] for part in names if part in tensors})
                         for name, names in few.items()}  # fmt: skip
     except ValueError as error:
         raise CheckpointError(str(error)) from None
 
 
 def upright(values: Mapping[str, Assembled], module: nn.Module) -> dict[str, Assembled]:
-    """Tensors as the module has them: `transformers` transposes the weight of a `Conv1D` before it is quantised."""
+    """Undoes the transposition that `transformers` applies to the weight of a `Conv1D` before quantising it."""
     turned = {f"{path}.weight" for path, m in module.named_modules() if is_conv1d(m)}
     return {name: _transposed(x) if name in turned and isinstance(x, Coded) else x for name, x in values.items()}
 
@@ -69,10 +69,10 @@ def _transposed(x: Coded) -> Computed:
 
 
 def kept(values: Mapping[str, Any]) -> dict[str, Format]:
-    """The formats of those of these parameters that files have in few bits.
+    """The formats of the parameters that files store in few bits.
 
     Raises:
-        CheckpointError: one that is made of several, or transposed.
+        CheckpointError: one is made of several tensors, or transposed.
     """
     few = {name: x for name, x in values.items() if isinstance(x, Computed) and x.rounded}
     if several := [name for name, x in few.items() if not isinstance(x, Coded)]:
@@ -85,13 +85,13 @@ def kept(values: Mapping[str, Any]) -> dict[str, Format]:
 
 
 def refuse_twice(values: Mapping[str, Any], formats: Mapping[str, Format]) -> None:
-    """Raises CheckpointError where numbers that were rounded to few bits would be rounded once more."""
+    """Raises CheckpointError if values that were rounded to few bits would be rounded again."""
     wrong = []
     for name, format in formats.items():
         x = values.get(name)
         if isinstance(x, Computed) and x.rounded:
-            there = x.format if isinstance(x, Coded) else "made of several that are in few bits, or transposed,"
-            wrong += [f"{name} is {there} there, and {format} in model.tree"] if there != format else []
+            stored_as = x.format if isinstance(x, Coded) else "made of several that are in few bits, or transposed,"
+            wrong += [f"{name} is {stored_as} there, and {format} in model.tree"] if stored_as != format else []
     if wrong:
         raise CheckpointError(
             f"{listed(wrong, 4)}: rounding twice would lose more. Keep what can be kept as it is there, by "
@@ -100,29 +100,29 @@ def refuse_twice(values: Mapping[str, Any], formats: Mapping[str, Format]) -> No
 
 
 def hint(folder: Any) -> str:
-    """Who quantised the parameters of a folder, if it was somebody whose files are not read; else ""."""
+    """A message if config.json says that the parameters were quantised in a way that is not supported; else ""."""
     try:
-        said = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
-        method = said["quant_method"]
-        ours = method == "bitsandbytes" and not said.get("load_in_8bit")
+        config = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
+        method = config["quant_method"]
+        is_supported = method == "bitsandbytes" and not config.get("load_in_8bit")
     except (OSError, ValueError, LookupError, TypeError):
         return ""
     kind = f"{method}, in 8 bits" if method == "bitsandbytes" else method
-    return "" if ours else (
+    return "" if is_supported else (
         f"config.json there says that they were quantised by {kind}: of numbers in few bits, those in 4 bits of "
         f"bitsandbytes are read"
     )  # fmt: skip
 
 
 def settings(packed: Mapping[str, Packed], linear: Sequence[str]) -> dict[str, Any]:
-    """What the configuration of a model of `transformers` says of parameters in few bits.
+    """The quantisation settings for the configuration of a `transformers` model.
 
     Args:
-        packed: by name, all in one format.
+        packed: the parameters in few bits by name, all in one format.
         linear: names of the module's linear layers.
 
     Raises:
-        CheckpointError: what `from_pretrained` would not find.
+        CheckpointError: `from_pretrained` could not load some of these parameters.
     """
     layers = {name.removesuffix(".weight"): x for name, x in packed.items()}
     if odd := [name for name in packed if name.removesuffix(".weight") not in linear]:

@@ -1,7 +1,7 @@
-"""What `transformers` calls the tensors in its files, and how these differ from a module's parameters.
+"""Maps tensors between the files of `transformers` and the parameters of a module.
 
-Everything that this package uses of the private parts of `transformers` is here: the rules by which its own
-`from_pretrained` and `save_pretrained`, and also `peft`, rename tensors, join several into one, and split one.
+All private parts of `transformers` that this package uses are used here: the rules by which its `from_pretrained` and
+`save_pretrained`, and also `peft`, rename tensors, join several into one, and split one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardfn.interop.lazy_tensors import Assembled, Computed, lazy
 
 
 class Converted(NamedTuple):
-    """Tensors of files, as a module has them.
+    """Tensors of files as a module has them.
 
     Attributes:
         values: by the module's names.
-        extra: names of those that the module does not have.
-        used: numbers of the rules that changed a name; None where none were asked.
+        extra: names of tensors that the module does not have.
+        used: indices of the rules that changed a name; None if no rules were applied.
     """
 
     values: dict[str, Assembled]
@@ -36,78 +36,78 @@ class Converted(NamedTuple):
 
 
 def of_transformers(module: nn.Module) -> bool:
-    """Whether a module is one of its models."""
+    """Whether a module is a model of `transformers`."""
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(module, modeling.PreTrainedModel)
 
 
 def converted(module: Any, stored: Mapping[str, Assembled], names: Iterable[str]) -> Converted:
-    """Tensors under the names of files, as `from_pretrained` would put them into a module, which is not changed.
+    """Renames and converts tensors of files as `from_pretrained` would for a module, which is not changed.
 
     Args:
-        module: a model of `transformers`, whose parameters may be elsewhere.
+        module: a model of `transformers`; its parameters may have been taken out.
         stored: tensors by their names in files.
-        names: of the module's parameters and of buffers that are in files.
+        names: of the module's parameters and of the buffers that files contain.
 
     Raises:
-        CheckpointError: tensors that do not fit together; two that are the same parameter.
-        ImportError: another version of `transformers`.
+        CheckpointError: tensors do not fit together, or two are the same parameter.
+        ImportError: the version of `transformers` is not supported.
     """
     library, rules = _library(), conversions(module)
     renames = [rule for rule in rules if isinstance(rule, library.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, library.WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    known = dict.fromkeys(names, True)
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    of_module = dict.fromkeys(names, True)
     prefix = getattr(module, "base_model_prefix", None)
-    found, several, last = Converted({}, []), dict[str, list[tuple[str, str]]](), _Last()
+    result, to_convert, last = Converted({}, []), dict[str, list[tuple[str, str]]](), _Last()
     renamed: dict[str, str] = {}
     for name in sorted(stored, key=library.dot_natural_key):
-        target, pattern = library.rename_source_key(name, renames, converters, prefix, known)
-        if target not in known and name in known:
-            target, pattern = library.rename_source_key(name, [], [], prefix, known)
-        if target not in known:
-            found.extra.append(name)
+        target, pattern = library.rename_source_key(name, renames, converters, prefix, of_module)
+        if target not in of_module and name in of_module:
+            target, pattern = library.rename_source_key(name, [], [], prefix, of_module)
+        if target not in of_module:
+            result.extra.append(name)
         elif pattern is not None:
-            several.setdefault(target, []).append((name, pattern))
+            to_convert.setdefault(target, []).append((name, pattern))
         elif target in renamed:
             raise CheckpointError(f"{renamed[target]} and {name} are both {target} of the module")
         else:
             renamed[target] = name
-            found.values[target] = stored[name]
-    for target, sources in several.items():
-        made = _made(module, by_pattern[sources[0][1]], target, sources, stored, last)
-        found.values.update((name, x) for name, x in made.items() if name in known)
-        found.extra.extend(name for name in made if name not in known)
+            result.values[target] = stored[name]
+    for target, sources in to_convert.items():
+        outputs = _by_rule(module, by_pattern[sources[0][1]], target, sources, stored, last)
+        result.values.update((name, x) for name, x in outputs.items() if name in of_module)
+        result.extra.extend(name for name in outputs if name not in of_module)
     used = tuple(number for number, rule in enumerate(rules) if rule.was_used())
-    return found._replace(used=used)
+    return result._replace(used=used)
 
 
 def reverted(module: Any, state: Mapping[str, Assembled]) -> dict[str, Assembled]:
-    """Tensors under a module's names as those of the files that its `save_pretrained` would write.
+    """Converts tensors of a module to those of the files that its `save_pretrained` would write.
 
     Raises:
-        ImportError: another version of `transformers`.
+        ImportError: the version of `transformers` is not supported.
     """
-    found = _library().revert_weight_conversion(module, dict(state))
-    return {name: _one(x) for name, x in found.items()}
+    in_files = _library().revert_weight_conversion(module, dict(state))
+    return {name: _single(x) for name, x in in_files.items()}
 
 
 def conversions(module: Any) -> list[Any]:
-    """The rules of `transformers` for a module, new ones each time: they keep what they meet."""
+    """The rules of `transformers` for a module; new objects each time, as they record the tensors that they see."""
     return list(_library().get_model_conversion_mapping(module))
 
 
 def loaded_by(module: Any, used: Iterable[int]) -> None:
-    """Notes by which rules a module was loaded, as `from_pretrained` does: `reverted` applies them in reverse."""
+    """Records on a module the rules that loaded it, as `from_pretrained` does; `reverted` reverses them."""
     rules = conversions(module)
     module._weight_conversions = [rules[number] for number in used]
 
 
 def not_missed(module: Any, missing: Collection[str], extra: Collection[str]) -> tuple[set[str], set[str]]:
-    """Of names that are missing or extra, those about which `from_pretrained` says nothing.
+    """The missing and the extra names that `from_pretrained` would not report.
 
     Raises:
-        ImportError: another version of `transformers`.
+        ImportError: the version of `transformers` is not supported.
     """
     _library()
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(extra))
@@ -116,12 +116,12 @@ def not_missed(module: Any, missing: Collection[str], extra: Collection[str]) ->
 
 
 def not_saved(module: Any) -> set[str]:
-    """Names that its `save_pretrained` leaves out."""
+    """The names that the module's `save_pretrained` leaves out."""
     return set(getattr(module, "_keys_to_ignore_on_save", None) or ())
 
 
 def write_settings(module: Any, folder: Path) -> None:
-    """All that its `save_pretrained` writes but tensors: the configuration, how it generates, code of its own."""
+    """Writes what the module's `save_pretrained` writes besides tensors: configurations, and custom code."""
     if getattr(module, "_hf_peft_config_loaded", False) or getattr(module, "hf_quantizer", None) is not None:
         raise CheckpointError(
             f"{type(module).__name__} has adapters or quantized weights of transformers' own, which are saved by its "
@@ -135,7 +135,7 @@ def write_settings(module: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
-    """Without a picture of the progress of writing nothing; its public switch would turn off the hub's, too."""
+    """Hides the progress bar of writing no tensors; the public switch would also hide those of the hub."""
     from transformers.utils import logging
 
     theirs: Any = logging
@@ -146,13 +146,13 @@ def _no_bar() -> Iterator[None]:
         theirs._tqdm_active = shown
 
 
-def _one(x: Any) -> Assembled:
+def _single(x: Any) -> Assembled:
     x = x[0] if isinstance(x, list) else x
     return x if isinstance(x, Assembled) else lazy(x.detach(), "")
 
 
 class _Last:
-    """Keeps the last of some results, which are large."""
+    """Keeps only the last result, since results are large."""
 
     def __init__(self) -> None:
         self.key, self.value = "", dict[str, Assembled]()
@@ -164,7 +164,7 @@ class _Last:
         return self.value
 
 
-def _made(
+def _by_rule(
     module: Any,
     converter: Any,
     target: str,
@@ -172,21 +172,21 @@ def _made(
     stored: Mapping[str, Assembled],
     last: _Last,
 ) -> dict[str, Assembled]:
-    """What a rule makes of some tensors; what it has to compute is computed when it is asked for, and not kept.
+    """The tensors that a rule makes of others. Those that it computes are computed when needed, and not kept.
 
     Raises:
-        CheckpointError: they do not fit together.
+        CheckpointError: the tensors do not fit together.
     """
 
     def joined() -> dict[str, Assembled]:
-        some = {name: stored[name] for name, _ in sources}
-        return {name: lazy(x.joined(), name) if isinstance(x, Computed) else x for name, x in some.items()}
+        inputs = {name: stored[name] for name, _ in sources}
+        return {name: lazy(x.joined(), name) if isinstance(x, Computed) else x for name, x in inputs.items()}
 
     def run(tensors: Mapping[str, Assembled]) -> dict[str, Assembled]:
-        one = copy.deepcopy(converter)
+        rule = copy.deepcopy(converter)
         for name, pattern in sources:
-            one.add_tensor(target, name, pattern, tensors[name])
-        return {name: _one(x) for name, x in one.convert(target, model=module, config=module.config).items()}
+            rule.add_tensor(target, name, pattern, tensors[name])
+        return {name: _single(x) for name, x in rule.convert(target, model=module, config=module.config).items()}
 
     try:
         dry = run({name: lazy(_like(stored[name]), name) for name, _ in sources})
@@ -212,10 +212,10 @@ _NAMES = ("WeightConverter", "WeightRenaming", "dot_natural_key", "rename_source
 
 
 def _library() -> Any:
-    """What is used of it.
+    """The parts of `transformers` that are used here.
 
     Raises:
-        ImportError: a version that has something else.
+        ImportError: this version lacks some.
     """
     import transformers
 
@@ -223,11 +223,11 @@ def _library() -> Any:
         from transformers import conversion_mapping, core_model_loading
         from transformers.modeling_utils import PreTrainedModel
 
-        found = {name: getattr(core_model_loading, name) for name in _NAMES}
-        found["get_model_conversion_mapping"] = conversion_mapping.get_model_conversion_mapping
+        parts = {name: getattr(core_model_loading, name) for name in _NAMES}
+        parts["get_model_conversion_mapping"] = conversion_mapping.get_model_conversion_mapping
         for kind, name in (
-            (found["WeightConverter"], "convert"), (found["WeightConverter"], "add_tensor"),
-            (found["WeightRenaming"], "was_used"), (PreTrainedModel, "_adjust_missing_and_unexpected_keys"),
+            (parts["WeightConverter"], "convert"), (parts["WeightConverter"], "add_tensor"),
+            (parts["WeightRenaming"], "was_used"), (PreTrainedModel, "_adjust_missing_and_unexpected_keys"),
         ):  # fmt: skip
             getattr(kind, name)
     except (ImportError, AttributeError) as error:
@@ -236,4 +236,4 @@ def _library() -> Any:
             f"{transformers.__version__} does it in another way ({error}): install 'transformers>=5', or use "
             f"checkpoint.import_ and checkpoint.export with names= of your own"
         ) from error
-    return SimpleNamespace(**found)
+    return SimpleNamespace(**parts)

@@ -1,4 +1,4 @@
-"""Modules that are built without memory for their parameters, and values for those that no file has.
+"""Builds modules without memory for their parameters, and initialises parameters that no file has.
 
 Source: `PreTrainedModel.initialize_weights` of transformers, for the order: inner modules first, each by the innermost
 model around it.
@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardfn.checkpoint.team import CheckpointError
 from shardfn.shards.random import Drawing, int_seed, mixed
 
-LARGE = 2**24  # bytes
-_MAP_NORESERVE = 0x4000  # of Linux; Python 3.11 has no name for it
+LARGE = 2**24  # bytes from which on memory is reserved lazily
+_MAP_NORESERVE = 0x4000  # of Linux; Python 3.11 has no constant for it
 _DRAWS = {
     Tensor.bernoulli_, Tensor.cauchy_, Tensor.exponential_, Tensor.geometric_, Tensor.log_normal_, Tensor.normal_,
     Tensor.random_, Tensor.uniform_,
@@ -34,12 +34,12 @@ _DRAWS = {
 
 
 class _Cheap(TorchFunctionMode):
-    """Draws no numbers for tensors that cannot have them, and takes no memory for large ones until it is written to."""
+    """Skips random initialisation of meta tensors, and reserves memory for large tensors only when it is written to."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.empty, torch.zeros) and sys.platform == "linux":
-            return _promised(func, args, kwargs)
+            return _unreserved(func, args, kwargs)
         if func in _DRAWS or getattr(func, "__module__", "") == "torch.nn.init":
             target = args[0] if args else kwargs.get("tensor")
             if isinstance(target, Tensor) and target.is_meta:
@@ -47,46 +47,46 @@ class _Cheap(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _promised(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Zeros, or anything; a large one in memory that the system has not promised, as it would refuse to do."""
-    said = {key: value for key, value in kwargs.items() if value is not None}
-    device = torch.device(said.pop("device", None) or torch.get_default_device())
-    if device.type != "cpu" or set(said) - {"size", "dtype", "requires_grad"}:
+def _unreserved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """As `torch.empty` or `torch.zeros`, but large tensors are zeros in memory mapped without reserving swap space."""
+    given = {key: value for key, value in kwargs.items() if value is not None}
+    device = torch.device(given.pop("device", None) or torch.get_default_device())
+    if device.type != "cpu" or set(given) - {"size", "dtype", "requires_grad"}:
         return func(*args, **kwargs)
-    like = func(*args, **said, device="meta")
+    like = func(*args, **given, device="meta")
     if like.nbytes < LARGE:
         return func(*args, **kwargs)
     memory = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    made = torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
-    return made.requires_grad_(like.requires_grad)
+    tensor = torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+    return tensor.requires_grad_(like.requires_grad)
 
 
 @contextlib.contextmanager
 def meta() -> Iterator[None]:
     """Inside the block, modules that this thread builds have their parameters on the device `meta`.
 
-    A module of any kind, torch's own, one of `transformers` or yours, then knows shapes and dtypes, but takes neither
-    memory nor time for random numbers. Buffers that `__init__` computes, such as rotary frequencies and position
-    indices, are real, which they would not be inside `torch.device("meta")`. A parameter has memory only until it is
-    assigned to its module, and not even then if it is made by `torch.empty` or `torch.zeros`, as most of them are.
+    Any module, of torch, of `transformers` or yours, then knows shapes and dtypes, but takes neither memory nor time
+    for random numbers. Buffers that `__init__` computes, such as rotary frequencies and position indices, are real,
+    unlike inside `torch.device("meta")`. A parameter has memory only until it is assigned to its module, and none at
+    all if it is made by `torch.empty` or `torch.zeros`, as most are.
 
     A module that reads the values of its parameters while it is built cannot be built here: torch raises an error.
-    Buffers that are computed from parameters are on `meta` too, until `load` finds them in the files. What is built
-    after the block is as usual: a new head, say, whose values `load(..., strict=False)` keeps.
+    Buffers that are computed from parameters are on `meta` too, until `load` finds them in the files. Modules built
+    after the block are as usual: for instance a new head, whose values `load(..., strict=False)` keeps.
 
     Example:
         ``with interop.meta(): module = transformers.LlamaForCausalLM(config)``
     """
-    thread, known = threading.get_ident(), WeakTensorKeyDictionary()
+    thread, replacements = threading.get_ident(), WeakTensorKeyDictionary()
 
     def without_values(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
         if threading.get_ident() != thread or p.is_meta or type(p) is not nn.Parameter:
-            return None  # among these are lazy ones, of which nothing is known yet
-        if p not in known:  # two names for one parameter stay one
-            made = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-            vars(made).update(vars(p))
-            known[p] = made
-        return known[p]
+            return None  # lazy parameters, whose shapes are not known yet, are among these
+        if p not in replacements:  # two names for one parameter stay one
+            empty = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            vars(empty).update(vars(p))
+            replacements[p] = empty
+        return replacements[p]
 
     hook = register_module_parameter_registration_hook(without_values)  # type: ignore[arg-type]
     try:
@@ -100,10 +100,10 @@ def meta() -> Iterator[None]:
 
 
 def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """The values of one parameter, which depend on the seed and its name alone.
+    """Initialises one parameter, from the seed and its name alone.
 
-    The `reset_parameters` of its module and of those around it, and then what `_init_weights` of the models around it
-    do, run on copies in which every other parameter is on the device meta.
+    Runs the `reset_parameters` of its module and of the modules around it, and then the `_init_weights` of the models
+    around it, on copies in which every other parameter is on the device meta.
 
     Args:
         module: a shell, which is not changed.
@@ -113,37 +113,37 @@ def beginning(module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch
         seed: any int.
 
     Returns:
-        On the CPU.
+        The values, on the CPU.
 
     Raises:
-        CheckpointError: its classes have no way of their own, or one that needs more than this parameter.
+        CheckpointError: its classes have no method to initialise it, or one that needs more than this parameter.
     """
-    path, _, at = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     holder = module.get_submodule(path)
-    unset = torch.full(shape, math.nan, dtype=dtype) if dtype.is_floating_point or dtype.is_complex else None
-    if unset is None:
-        raise CheckpointError(f"{_what(name, holder)}, which is of {dtype}: {_INSTEAD}")
-    copies = _Copies({id(holder._parameters[at]): nn.Parameter(unset)})
-    words = path.split(".") if path else []
-    around = [copies.of(module.get_submodule(".".join(words[:n]))) for n in range(len(words), -1, -1)]
+    nans = torch.full(shape, math.nan, dtype=dtype) if dtype.is_floating_point or dtype.is_complex else None
+    if nans is None:
+        raise CheckpointError(f"{_problem(name, holder)}, which is of {dtype}: {_INSTEAD}")
+    copies = _Copies({id(holder._parameters[attribute]): nn.Parameter(nans)})
+    parts = path.split(".") if path else []
+    around = [copies.of(module.get_submodule(".".join(parts[:n]))) for n in range(len(parts), -1, -1)]
     generator = torch.Generator().manual_seed(mixed(int_seed(seed), name))
     try:
         with torch.no_grad(), Drawing(generator, f"what {name} begins with"):
-            for ways in (_resets(around), _by_models(around)):
-                for way in ways:
-                    way()
+            for methods in (_resets(around), _by_models(around)):
+                for initialise in methods:
+                    initialise()
     except Exception as error:
-        raise CheckpointError(f"{_what(name, holder)} ({type(error).__name__}: {error}): {_INSTEAD}") from error
-    made = around[0]._parameters[at]
+        raise CheckpointError(f"{_problem(name, holder)} ({type(error).__name__}: {error}): {_INSTEAD}") from error
+    made = around[0]._parameters[attribute]
     if not isinstance(made, Tensor) or made.shape != shape or made.dtype != dtype or bool(made.isnan().any()):
-        raise CheckpointError(f"{_what(name, holder)}: {_INSTEAD}")
+        raise CheckpointError(f"{_problem(name, holder)}: {_INSTEAD}")
     return made.detach()
 
 
 _INSTEAD = "build it outside of interop.meta(), or give its class a reset_parameters() that sets it"
 
 
-def _what(name: str, holder: nn.Module) -> str:
+def _problem(name: str, holder: nn.Module) -> str:
     return (
         f"these files lack {name}, which neither reset_parameters() nor _init_weights() of {type(holder).__name__} and "
         f"the modules around it sets from nothing"
@@ -151,42 +151,42 @@ def _what(name: str, holder: nn.Module) -> str:
 
 
 class _Copies:
-    """Modules without values, but for some parameters; each is copied once, and its attributes are its own."""
+    """Copies of modules without values, but for some parameters. Each module is copied once, with own attributes."""
 
     def __init__(self, instead: dict[int, Tensor]) -> None:
         self.instead, self.made = instead, dict[int, Any]()
 
     def of(self, m: Any) -> Any:
-        """A copy of a module and of all inside."""
+        """The copy of a module, including its submodules."""
         if id(m) not in self.made:
             made = self.made[id(m)] = object.__new__(type(m))
             vars(made).update(vars(m))
-            for kind, one in (("_parameters", self._empty), ("_buffers", self._empty), ("_modules", self.of)):
-                vars(made)[kind] = {name: None if x is None else one(x) for name, x in vars(m)[kind].items()}
+            for kind, copied in (("_parameters", self._empty), ("_buffers", self._empty), ("_modules", self.of)):
+                vars(made)[kind] = {name: None if x is None else copied(x) for name, x in vars(m)[kind].items()}
         return self.made[id(m)]
 
     def _empty(self, x: Tensor) -> Tensor:
         if id(x) not in self.instead:
-            like: Any = torch.empty(x.shape, dtype=x.dtype, device="meta")
-            made: Any = nn.Parameter(like, x.requires_grad) if isinstance(x, nn.Parameter) else like
-            made._is_hf_initialized = True  # by which transformers leaves it alone
+            empty: Any = torch.empty(x.shape, dtype=x.dtype, device="meta")
+            made: Any = nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+            made._is_hf_initialized = True  # makes transformers skip it
             self.instead[id(x)] = made
         return self.instead[id(x)]
 
 
 def _resets(around: list[Any]) -> list[Callable[[], Any]]:
-    """As torch's layers begin, and others after their example."""
-    found = (getattr(m, name, None) for m in around for name in ("_reset_parameters", "reset_parameters"))
-    return [reset for reset in found if callable(reset)]
+    """The `reset_parameters` methods of torch's layers, and of modules that follow their example."""
+    methods = (getattr(m, name, None) for m in around for name in ("_reset_parameters", "reset_parameters"))
+    return [reset for reset in methods if callable(reset)]
 
 
 def _by_models(around: list[Any]) -> list[Callable[[], Any]]:
-    """As models begin that set the weights of the modules inside."""
-    found: list[Callable[[], Any]] = []
+    """The calls of `_init_weights` of models, which initialise the modules inside."""
+    calls: list[Callable[[], Any]] = []
     for number, m in enumerate(around):
-        models = [one for one in around[number:] if callable(getattr(one, "_init_weights", None))]
+        models = [outer for outer in around[number:] if callable(getattr(outer, "_init_weights", None))]
         if models and inspect.signature(models[0]._init_weights).parameters:
-            found.append(functools.partial(models[0]._init_weights, m))
+            calls.append(functools.partial(models[0]._init_weights, m))
         elif models and models[0] is m:
-            found.append(m._init_weights)
-    return found
+            calls.append(m._init_weights)
+    return calls

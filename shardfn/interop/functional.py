@@ -1,4 +1,4 @@
-"""A module as a pure function of a tree of parameters, with a stage for each of its layers."""
+"""Turns a module into a pure function of a tree of parameters, with a stage for each of its layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from shardfn.stages.stage import layers, stage
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-SMALL = 2**14
+SMALL = 2**14  # parameters
 
 
 @short_errors
@@ -59,40 +59,41 @@ def functional(
     sync_batch_norm: AxisName | None = None,
     tensor: Table | Literal["auto"] | None = None,
     tensor_axis: str = "tensor",
-    compile: bool | Mapping[str, Any] = False,  # what torch calls it
+    compile: bool | Mapping[str, Any] = False,  # torch's name for it
     **stage_options: Any,
 ) -> Functional:
     """Takes the parameters out of a module, which becomes a pure function of them, with a stage for each layer.
 
-    The module itself is a shell afterwards: its own code runs, untouched, with the parameters of a call in their
-    places. What it holds instead knows shapes, dtypes and the device, and refuses to be computed with.
+    Afterwards the module itself is a shell: its own code runs, unchanged, with the parameters of a call in their
+    places. In between it holds placeholders, which know shapes, dtypes and the device, and raise when they are computed
+    with.
 
     Args:
         module: any `torch.nn.Module` of dense parameters, those of `transformers` among them; on the meta device, or
-            from `meta`, where it is to be loaded later.
+            built inside `meta`, if it is to be loaded later.
         stages: which modules are stages: classes or their names (`{"LlamaDecoderLayer"}`), regular expressions of whole
             paths (`r"model\\.layers\\.\\d+"`), or a function `(path, module) -> bool`. The outermost match wins.
             Default: `_no_split_modules` of all models inside; if there are none, the items of each `ModuleList` and
-            `Sequential`. What is left becomes stages too, by its largest modules.
+            `Sequential`. Of the rest the largest modules become stages too.
         min_num_params: instead of `stages`: the smallest modules that hold as many parameters.
-        loose: which parameters are no stage's alone, by patterns for their paths: those that a module reads from
+        loose: which parameters belong to no single stage, by patterns for their paths: those that a module reads from
             another, as `F.linear(x, self.embed.weight)`. They are gathered at the start of a call, and kept.
         mutable: which buffers the module changes in forward, by patterns; those of batch norms are known.
-        small: what holds fewer parameters than this, and was not chosen, is loose.
+        small: modules with fewer parameters than this are loose, unless they were chosen.
         sync_batch_norm: the axes over which a batch is cut: batch norms use the statistics of all of it.
         tensor: how tensor parallelism cuts layers: a table of ends of module paths -> words, such as `interop.LLAMA`
             and `interop.GPT2`; or "auto", the table that the model's classes ship.
-        tensor_axis: the mesh axis that cuts them; where the mesh has no such axis, they are whole.
-        compile: True, or the arguments of `torch.compile`, which the forward of each stage goes through.
-        stage_options: `remat`, `reshard`, `prefetch`, `gather_dtype`, ... of `shardfn.stage`, for all of them.
+        tensor_axis: the mesh axis that cuts them; if the mesh has no such axis, they are whole.
+        compile: True, or the arguments of `torch.compile`, by which the forward of each stage is compiled.
+        stage_options: `remat`, `reshard`, `prefetch`, `gather_dtype`, ... of `shardfn.stage`, for all stages.
 
     Returns:
         The function `model(params, *args, buffers=None, method="__call__", **kwargs)`.
 
     Raises:
-        TypeError: a module that was taken apart before, is wrapped by FSDP, DDP or accelerate, or checkpoints
-            activations by itself.
-        ValueError: patterns or names that match nothing.
+        TypeError: the module was taken apart before, is wrapped by FSDP, DDP or accelerate, or checkpoints activations
+            by itself.
+        ValueError: patterns or names match nothing.
 
     Example:
         ``model = functional(transformers.LlamaForCausalLM(config), remat=True)``, then
@@ -109,7 +110,7 @@ def functional(
     if not (sync_batch_norm is None or isinstance(sync_batch_norm, (str, tuple))):
         raise TypeError(f"functional: sync_batch_norm={sync_batch_norm!r}; it is the name of a mesh axis, or several")
     rules = chosen(loose, "loose"), chosen(mutable, "mutable")
-    stage(loose_parameters, **stage_options)  # what is wrong with these is said before the module is touched
+    stage(loose_parameters, **stage_options)  # raises for wrong options before the module is changed
     if isinstance(module, nn.Module):
         _changing(module, dict(module.named_buffers(remove_duplicate=False)), rules[1])
     plan = None if tensor is None else planned(module, tensor, tensor_axis)
@@ -119,7 +120,7 @@ def functional(
 
 
 def expect_functional(where: str, model: Any) -> None:
-    """Raises TypeError for a module, or an argument in another's place."""
+    """Raises TypeError if `model` is not a `Functional`, as when arguments are in the wrong order."""
     if not isinstance(model, Functional):
         raise TypeError(f"{where}: model is of type {type(model).__name__}, not what interop.functional returns")
 
@@ -130,15 +131,15 @@ _STAGE_OPTIONS = {
 
 
 class Functional:
-    """A module as a function of parameters; `functional` makes it.
+    """A module as a function of parameters; made by `functional`.
 
     Attributes:
-        tree: the parameters that the module had: a dict of stage path -> {name: tensor}. `shard` cuts it, and takes
-            whatever else makes parameters of the same structure. Drop it, `del model.tree`, when it is not needed any
-            more.
-        frozen: patterns of those that need no gradient, as `shardfn.shard(frozen=...)` takes them.
+        tree: the parameters that the module had: a dict of stage path -> {name: tensor}. `shard` cuts it, as does any
+            other function that makes parameters of the same structure. Delete it, `del model.tree`, once it is not
+            needed any more.
+        frozen: patterns of parameters that need no gradient, as `shardfn.shard(frozen=...)` takes them.
         buffers: by name, as the module had them.
-        names: every name that the module has for a parameter -> the one in the tree; they differ where it is tied.
+        names: every name that the module has for a parameter -> its name in the tree; they differ for tied parameters.
         module: the shell.
         stages: paths of the stages.
         specs: how `tensor` cuts parameters, as `shardfn.shard(specs=...)` takes it.
@@ -220,23 +221,23 @@ class Functional:
         method: str = "__call__",
         **kwargs: Any,
     ) -> Any:
-        """What the module computes with these parameters.
+        """Calls the module with these parameters.
 
         Args:
             params: of the structure of `tree`: flat shards, whole tensors, or both.
-            args: of the module, like `kwargs`.
-            buffers: values of buffers by name; those that are missing are as the module had them.
-            adapters: what `shardfn.lora` made of this model: flat shards, whole tensors, or both.
-            method: which of the module's methods runs, such as `"generate"`.
-            kwargs: of the module.
+            args: passed to the module, like `kwargs`.
+            buffers: values of buffers by name; missing ones are as the module had them.
+            adapters: made by `shardfn.lora` for this model: flat shards, whole tensors, or both.
+            method: the method of the module to call, such as `"generate"`.
+            kwargs: passed to the module.
 
         Returns:
-            What the module returns; with `buffers`, a pair of it and the buffers as they are afterwards.
+            The module's result; with `buffers`, a pair of it and the buffers afterwards.
 
         Raises:
-            ValueError: other parameters than `tree` has; buffers that would change and were not passed.
-            RuntimeError: a parameter that is read outside of its stage; a write to a buffer that is not `mutable`.
-            TypeError: a cache of keys and values while gradients are recorded.
+            ValueError: the parameters differ from those of `tree`; or buffers would change and were not passed.
+            RuntimeError: a parameter is read outside of its stage, or a buffer that is not `mutable` is written to.
+            TypeError: a cache of keys and values is used while gradients are recorded.
         """
         self._check(params)
         if not self._lock.acquire(blocking=False):
@@ -269,11 +270,11 @@ class Functional:
         self._place.device = next((x.device for x in tensors), self._place.device)
         given = self._given(buffers or {}, self._place.device)
         own = self._own_buffers(self._place.device)
-        known = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
+        values = {**own, **{key: b for key, b in given.items() if key not in self._kept}}
         run = Run(params, frozenset(changing | self._kept), adapters)
-        shown = arguments(params, self._loose, adapters)
-        loose, *more = self._reveal(*shown) if self._loose.own or self._loose.shared else ({},)
-        ahead = self._announced(params, adapters)
+        parts = arguments(params, self._loose, adapters)
+        loose, *adapted = self._reveal(*parts) if self._loose.own or self._loose.shared else ({},)
+        announced = self._announced(params, adapters)
         before, self._running.now = self._running.now, run
         try:
             with (
@@ -281,7 +282,7 @@ class Functional:
                 replaced(self._around),
                 self._fresh(),
                 self._unasked(),
-                loose_in_place(self._adapting, loose, more, known, run.changing, self._looks(loose)) as changed,
+                loose_in_place(self._adapting, loose, adapted, values, run.changing, self._looks(loose)) as changed,
                 along_tensor(self._region, self.module, (*args, *kwargs.values()), self._loose, params) as followed,
             ):
                 if method == "generate" and _all_ranks_run(params):
@@ -294,15 +295,15 @@ class Functional:
             self._running.now = before
         self._looked.add(self.module.training)
         self.buffers.update({name: changed[key] for name, key in self._same.items() if key in self._kept})
-        del ahead
+        del announced  # it is in force as long as it is alive
         self._order = tuple(dict.fromkeys(run.trace))
         if buffers is None:
             return out
-        known |= changed
-        return out, {name: known[key] for name, key in self._same.items()}
+        values |= changed
+        return out, {name: values[key] for name, key in self._same.items()}
 
     def shard(self, mesh: DeviceMesh, strategy: Strategy, *, frozen: Which | None = None) -> Any:
-        """The parameters that the module had, cut into flat shards: `shardfn.shard` with what this model asks for.
+        """Cuts the parameters that the module had into flat shards, by `shardfn.shard` with this model's options.
 
         Args:
             mesh: as for `shardfn.shard`.
@@ -310,7 +311,7 @@ class Functional:
             frozen: as for `shardfn.shard`; default: the parameters whose `requires_grad` was False.
 
         Returns:
-            The parameters, of the structure of `tree`, cut as `tensor` says, too.
+            The parameters, of the structure of `tree`, also cut as `tensor` says.
 
         Raises:
             ValueError: `tree` was deleted, or has no values; and as `shardfn.shard`.
@@ -320,10 +321,10 @@ class Functional:
         return shard(self.tree, mesh, strategy, frozen=self.frozen if frozen is None else frozen, specs=self.specs)
 
     def state_dict(self, params: Any) -> dict[str, Tensor]:
-        """Whole parameters by the module's own names, aliases too, on every rank.
+        """Gathers whole parameters under all of the module's names, including aliases, on every rank.
 
         Args:
-            params: of the structure of `tree`, or gradients of it.
+            params: parameters or gradients of the structure of `tree`.
         """
         self._check(params)
         whole: dict[str, Tensor] = {}
@@ -335,10 +336,10 @@ class Functional:
     def __repr__(self) -> str:
         return f"Functional({type(self.module).__name__}, {len(self.stages)} stages)"
 
-    if not TYPE_CHECKING:  # which would take every name for one that is there
+    if not TYPE_CHECKING:  # a type checker would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Raises AttributeError, and says if the shell has what is not here."""
+            """Raises AttributeError, with a hint if the module has such an attribute."""
             hint = f"; its module has one: model.module.{name}" if hasattr(self.__dict__.get("module"), name) else ""
             raise AttributeError(f"a Functional has no attribute {name!r}{hint}")
 
@@ -368,7 +369,7 @@ class Functional:
                         self._compare(key, flat.layout)
 
     def _compare(self, key: str, layout: Layout) -> None:
-        """Raises ValueError for parameters of other shapes than the module had, which were cut like this."""
+        """Raises ValueError if parameters in this layout have other shapes than the module's."""
         for number, entry in enumerate(layout.entries):
             there = layout.meant_shape(number)
             for name, shape in self._shapes[key].items():
@@ -382,7 +383,7 @@ class Functional:
         self._fitting[id(layout)] = layout
 
     def _refuse_whole(self, plan: TensorPlan, name: str, shape: tuple[int, ...], spec: P, layout: Layout) -> None:
-        """Raises ValueError for a parameter that every rank along the axis of `tensor` has whole, and should not."""
+        """Raises ValueError for a parameter that is whole on all ranks along the axis of `tensor` but should be cut."""
         ranks = dict(layout.grid.sizes).get(plan.axis, 1)
         if ranks > 1 and plan.axis in plan.spec(name, shape).axes and plan.axis not in spec.axes:
             raise ValueError(
@@ -392,9 +393,9 @@ class Functional:
             )
 
     def _check_adapters(self, adapters: Mapping[str, Any]) -> None:
-        known = {*self._units, self._loose.path}
-        if not isinstance(adapters, Mapping) or not set(adapters) <= known:
-            extra = sorted(set(adapters) - known) if isinstance(adapters, Mapping) else [type(adapters).__name__]
+        keys = {*self._units, self._loose.path}
+        if not isinstance(adapters, Mapping) or not set(adapters) <= keys:
+            extra = sorted(set(adapters) - keys) if isinstance(adapters, Mapping) else [type(adapters).__name__]
             raise ValueError(
                 f"adapters of {type(self.module).__name__} are a dict of its stages, as shardfn.lora makes it of a "
                 f"model with the same stages; not known: {_some(extra)}; its stages are {_some(list(self.stages))}"
@@ -409,15 +410,15 @@ class Functional:
                 (self._units[key].adapting if key in self._units else self._adapting).check(part)
 
     def _refuse_altered(self) -> None:
-        """Raises RuntimeError if the shell has got modules or parameters since, which no call would train.
+        """Raises RuntimeError if the module has got new modules or parameters, which no call would train.
 
-        Layers may have moved: some put others around the same parameters in their first forward.
+        Layers may have moved: some modules wrap others around the same parameters in their first forward.
         """
         if all(tuple(m._modules.values()) == children and _has_no_values(m) for m, children in self._skeleton):
             return
-        known = {m for m, _ in self._skeleton}
+        modules = {m for m, _ in self._skeleton}
         for path, m in self.module.named_modules():
-            if not (_has_no_values(m) and (m in known or not m._buffers)):
+            if not (_has_no_values(m) and (m in modules or not m._buffers)):
                 raise RuntimeError(
                     f"{path or type(m).__name__} got other parameters or modules after functional(), which knows "
                     f"nothing of them: load weights into the tree, by interop.load or shard(), and change the module "
@@ -426,16 +427,16 @@ class Functional:
         self._skeleton = _skeleton(self.module)
 
     def _looks(self, loose: Mapping[str, Tensor]) -> bool:
-        """Whether the bytes of loose parameters are compared: once in each mode, as those of stages are."""
+        """Whether to compare the bytes of loose parameters: in the first call in each mode, as stages do."""
         if self.module.training in self._looked or torch.compiler.is_compiling():
             return False
         return all(dispatch.plain(x) and not functorch.wrapped(x) and not x.is_meta for x in loose.values())
 
     def _changing_now(self, given: Mapping[str, Tensor] | None) -> set[str]:
-        """The buffers that a call changes, by key.
+        """The keys of the buffers that a call changes.
 
         Raises:
-            ValueError: it was given none of them, or others than the module has.
+            ValueError: buffers change and none were given, or the module has no such buffers.
         """
         changing = {key for key, m in self._changing.items() if m is None or m.training}
         if changing and given is None:
@@ -452,39 +453,45 @@ class Functional:
         return changing
 
     def _own_buffers(self, device: torch.device) -> dict[str, Tensor]:
-        """The module's buffers as they are now, where the parameters are."""
+        """The module's present buffers, on the device of the parameters."""
         around = self._running.now
         for key, (slot, *_) in self._places.items() if around is None else ():
-            there = slot.holder[slot.at]
-            if there is not self._held[key]:  # the module was given another
-                self._held[key] = there
-                self.buffers.update({name: there for name, one in self._same.items() if one == key})
+            current = slot.holder[slot.at]
+            if current is not self._held[key]:  # the module has assigned another buffer
+                self._held[key] = current
+                self.buffers.update({name: current for name, own_key in self._same.items() if own_key == key})
         return {key: self._moved(key, self.buffers[key], device) for key in self._places}
 
     def _moved(self, key: str, b: Tensor, device: torch.device) -> Tensor:
-        """On the device of the parameters; moved again when it was written to."""
+        """A buffer on the device of the parameters; copied again if it was written to since."""
         if b.device == device or b.is_meta:
             return b
         version = None if b.is_inference() else b._version
-        known = self._elsewhere.get(key)
-        if known is None or known.source is not b or known.state != (version, device):
-            known = self._elsewhere[key] = _Moved(b, (version, device), b.to(device))
-        return known.there
+        moved = self._elsewhere.get(key)
+        if moved is None or moved.source is not b or moved.state != (version, device):
+            moved = self._elsewhere[key] = _Moved(b, (version, device), b.to(device))
+        return moved.there
 
     def _given(self, buffers: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Those that a call was given; of one with several names, that under the first."""
+        """The buffers given to a call, by key; of several names for one, the first counts."""
         names = sorted(buffers, key=lambda name: self._same[name] == name)
         return {self._same[name]: b if (b := buffers[name]).device == device else b.to(device) for name in names}
 
     def _announced(self, params: Any, adapters: Mapping[str, Any]) -> Any:
-        """The stages in the order of the last call; a stage that comes in another is gathered when it comes."""
+        """Announces the stages in the order of the last call; a stage out of order is gathered when it is called."""
         if not self._order:
             return None
         return layers([arguments(params, self._units[path].part, adapters) for path in self._order])
 
 
 class _Moved(NamedTuple):
-    """A buffer on another device, as its source was in a state."""
+    """A copy of a buffer on another device.
+
+    Attributes:
+        source: the buffer.
+        state: version of the source and device of the copy, when it was made.
+        there: the copy.
+    """
 
     source: Tensor
     state: tuple[int | None, torch.device]
@@ -492,10 +499,10 @@ class _Moved(NamedTuple):
 
 
 def _stretches(m: nn.Module) -> bool:
-    """Whether it computes its rotary frequencies again for longer texts, and remembers in attributes for how long."""
+    """Whether a module recomputes its rotary frequencies for longer texts, and keeps the length in attributes."""
     kinds = getattr(m, "rope_type", ""), *getattr(m, "rope_types", ())
-    flat = [one for kind in kinds for one in (kind.values() if isinstance(kind, dict) else [kind])]
-    return any(isinstance(one, str) and ("dynamic" in one or one == "longrope") for one in flat)
+    flat = [kind_name for kind in kinds for kind_name in (kind.values() if isinstance(kind, dict) else [kind])]
+    return any(isinstance(kind_name, str) and ("dynamic" in kind_name or kind_name == "longrope") for kind_name in flat)
 
 
 _NO_VALUES = (Placeholder, type(None))
@@ -510,25 +517,25 @@ def _skeleton(module: nn.Module) -> list[tuple[nn.Module, tuple[nn.Module | None
 
 
 def _changing(module: nn.Module, buffers: Mapping[str, Tensor], mutable: Chosen) -> dict[str, nn.Module | None]:
-    """Buffers that forward changes: always (None), or while their module trains.
+    """The buffers that forward changes: always (None), or only while the given module trains.
 
     Raises:
-        ValueError: a pattern that matches none.
+        ValueError: a pattern matches no buffer.
     """
     if unused := mutable.unused(buffers):
         raise ValueError(
             f"functional: mutable: nothing matches {listed(sorted(unused))}; buffers are {_some(list(buffers))}"
         )
-    found: dict[str, nn.Module | None] = {name: None for name, b in buffers.items() if mutable(name, b.shape)}
+    result: dict[str, nn.Module | None] = {name: None for name, b in buffers.items() if mutable(name, b.shape)}
     for name in buffers:
         m = module.get_submodule(name.rpartition(".")[0])
-        if name not in found and keeps_statistics(m):
-            found[name] = m
-    return found
+        if name not in result and keeps_statistics(m):
+            result[name] = m
+    return result
 
 
 def _all_ranks_run(params: Any) -> bool:
-    """Whether every process of the world has a part of these parameters, so that they generate together."""
+    """Whether every process of the world holds a part of these parameters, so that all generate together."""
     nodes = optree.tree_leaves(params, is_leaf=lambda x: isinstance(x, FlatShard))
     shards = [x for x in nodes if isinstance(x, FlatShard)]
     if not shards or not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What stands in the places of a module while it runs, and is taken back: parameters, buffers, other forwards."""
+"""Puts parameters, buffers and other forwards into a module while it runs, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardfn.stages.returned import first_written, sums_of
 def along_tensor(
     region: Region | None, module: nn.Module, given: Sequence[Any], loose: Part, params: Any
 ) -> Iterator[Following | None]:
-    """For what is loose and cut, axis names mean those of the parameters' mesh, as inside stages."""
+    """Binds axis names to the parameters' mesh for loose code that is cut by `tensor`, as inside stages."""
     if region is None:
         yield None
         return
@@ -38,13 +38,13 @@ def along_tensor(
 
 
 def arguments(params: Any, part: Part, adapters: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The parameters of a stage: its own, those that others have, too, and adapters, if it has some."""
-    found = params.get(part.path, {}), {key: params[key] for key in part.shared_keys()}
-    return (*found, adapters[part.path]) if part.path in adapters else found
+    """The arguments of a stage's function: its own parameters, those that others read too, and any adapters."""
+    parameters = params.get(part.path, {}), {key: params[key] for key in part.shared_keys()}
+    return (*parameters, adapters[part.path]) if part.path in adapters else parameters
 
 
 def loose_parameters(own: Mapping[str, Tensor], shared: Mapping[str, Tensor], *adapters: Any) -> tuple[Any, ...]:
-    """The function of their stage, whose name messages show."""
+    """The function of the stage that gathers loose parameters; messages show its name."""
     return {name: x.clone() for name, x in (*own.items(), *shared.items())}, *map(cloned, adapters)
 
 
@@ -57,9 +57,9 @@ def loose_in_place(
     changing: frozenset[str],
     look: bool,
 ) -> Iterator[dict[str, Tensor]]:
-    """What is loose in its places, and all buffers; gives the buffers that changed.
+    """A context with loose parameters and all buffers in their places; yields the buffers that changed.
 
-    What is written past autograd, through `.data`, shows in the bytes, which are compared where `look` asks for it.
+    With `look`, the bytes of parameters are compared as well, which shows writes that bypass autograd, through `.data`.
 
     Raises:
         RuntimeError: a parameter was written to.
@@ -67,19 +67,19 @@ def loose_in_place(
     loose = adapting.part
     slots = [*loose.own, *loose.shared]
     versions = {key: x._version for key, x in values.items() if not x.is_inference()}
-    at = {key: memory_of(x) for key, x in values.items()}
-    there_before = {key: x.detach() for key, x in values.items()} if look else {}
-    sums = sums_of(there_before.values())
+    memory = {key: memory_of(x) for key, x in values.items()}
+    values_before = {key: x.detach() for key, x in values.items()} if look else {}
+    sums = sums_of(values_before.values())
     with (
-        adapting.placed(slots, [values[slot.key] for slot in slots], adapters) as there,
+        adapting.placed(slots, [values[slot.key] for slot in slots], adapters) as pairs,
         buffers_in_place(loose, buffers, changing) as changed,
     ):
         yield changed
-        written = (slot for slot, value in there if left_in(loose, slot) is not value)
+        written = (slot for slot, value in pairs if left_in(loose, slot) is not value)
         stray = next((key for key, x in versions.items() if values[key]._version != x), None)
-        stray = stray or next((key for key, x in at.items() if memory_of(values[key]) != x), None)
-        if stray is None and (number := first_written([*there_before.values()], sums)) is not None:
-            stray = [*there_before][number]
+        stray = stray or next((key for key, x in memory.items() if memory_of(values[key]) != x), None)
+        if stray is None and (number := first_written([*values_before.values()], sums)) is not None:
+            stray = [*values_before][number]
         if (slot := next(written, None)) or stray:
             raise RuntimeError(
                 f"the module writes into its parameter {slot.key if slot else stray}, which would be lost: what is "
@@ -92,10 +92,10 @@ def loose_in_place(
 def buffers_in_place(
     part: Part, values: Mapping[str, Tensor], changing: Collection[str]
 ) -> Iterator[dict[str, Tensor]]:
-    """Buffers in their places, those that change as copies, which the dict that this gives has at the end.
+    """A context with buffers in their places; yields a dict in which those that may change, as copies, are collected.
 
     Raises:
-        RuntimeError: another one was changed.
+        RuntimeError: another buffer was changed.
     """
     changed: dict[str, Tensor] = {}
     given = {key: x.clone() if key in changing else x for key, x in values.items()}
@@ -106,7 +106,7 @@ def buffers_in_place(
         for holder, at, key in part.buffers:
             now = holder[at]
             if key in changing:
-                if key not in changed or now is not given[key]:  # it may have several places
+                if key not in changed or now is not given[key]:  # a buffer may have several places
                     changed[key] = now.detach()
             elif (
                 now is not given[key]
@@ -120,7 +120,7 @@ def buffers_in_place(
 
 
 def memory_of(x: Tensor) -> int:
-    """A number of where its elements are, which another `.data` changes; 0 where nobody can say."""
+    """The address of a tensor's storage, which assigning to `.data` changes; 0 where it is not available."""
     if torch.compiler.is_compiling() or x.layout is not torch.strided:
         return 0
     return storage_of(functorch.unwrapped(x))
@@ -128,7 +128,7 @@ def memory_of(x: Tensor) -> int:
 
 @contextlib.contextmanager
 def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules with another forward, while the block runs."""
+    """A context in which modules have other forwards."""
     before: dict[nn.Module, Any] = {m: m.__dict__.get("forward") for m in forwards}
     for m, forward in forwards.items():
         m.__dict__["forward"] = forward
@@ -143,23 +143,22 @@ def replaced(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]
 
 
 def unasked(module: nn.Module) -> Callable[[], Any]:
-    """What keeps activations without a gradient as they are where a model of `transformers` asks for one, for the sake
-    of its own checkpointing: nobody could read it, and a stage takes such a tensor for one that it was not given.
-    """
+    """A context factory that ignores assignments to `requires_grad`, for models of `transformers` that make them."""
+    # They ask for gradients for their own checkpointing; a stage would take such a tensor for one not given to it.
     asks = any(hasattr(m, "_requires_grad") for m in module.modules())
-    return _Unasked if asks else contextlib.nullcontext
+    return _IgnoringRequiresGrad if asks else contextlib.nullcontext
 
 
-class _Unasked(TorchFunctionMode):
+class _IgnoringRequiresGrad(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return None if func == _ASKED else func(*args, **(kwargs or {}))
+        return None if func == _SET_REQUIRES_GRAD else func(*args, **(kwargs or {}))
 
 
-_ASKED = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_SET_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 def uncached(module: nn.Module) -> Callable[[], Any]:
-    """What keeps a parametrised weight from being that of another call: torch's cache knows nothing of several sets.
+    """A context factory that keeps torch's cache of parametrised weights from being used across calls.
 
     peft parametrises the parameters of experts in forward, by its layers' `_activate_lora`.
     """

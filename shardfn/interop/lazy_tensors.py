@@ -1,7 +1,7 @@
-"""Tensors that consist of parts of others, and are not put together until someone needs them.
+"""Lazy tensors that consist of parts of others, and are assembled only when needed.
 
 `transformers` converts the tensors of its files with functions of torch: it stacks experts, joins projections, splits
-and transposes. Given an `Assembled` instead of a tensor, these functions return another one, which knows where each
+and transposes. Given an `Assembled` instead of a tensor, these functions return another one, which records where each
 element comes from. So a rank reads only the elements that it keeps, and writes each element to its place in a file.
 """
 
@@ -20,12 +20,12 @@ from shardfn.quoting import listed
 
 
 class Part(NamedTuple):
-    """Some elements.
+    """A part of an assembled tensor.
 
     Attributes:
-        box: where they stand in the assembled tensor.
-        values: the elements, of the box's sizes: a view of a tensor.
-        origin: the name of that tensor; "" where they were computed.
+        box: of the assembled tensor.
+        values: its elements, a view of a source tensor with the shape of the box.
+        origin: the name of that tensor; "" if they were computed.
     """
 
     box: Box
@@ -34,12 +34,12 @@ class Part(NamedTuple):
 
 
 class Assembled:
-    """Behaves as a tensor for functions that only move elements; for others it is joined, and they return a tensor.
+    """Behaves as a tensor for functions that only move elements; other functions get the joined tensor.
 
     Attributes:
         shape: of the tensor.
         dtype: of its elements.
-        parts: that make it up, each element once.
+        parts: a partition of it.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> None:
@@ -47,37 +47,37 @@ class Assembled:
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
+        """Number of dimensions."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """As `Tensor.size`."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Assembled:
-        """Itself: what is not in memory yet cannot lie there in pieces."""
+        """Itself, since it has no memory layout yet."""
         return self
 
     def cut(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        """The elements of a box, without a copy: where in the whole they stand, and they themselves."""
+        """Yields the elements of a box without copying: boxes of the whole tensor, and their values."""
         for part in self.parts:
             both = part.box.common(box)
             if both is not None:
                 yield both, part.values[both.within(part.box)]
 
     def fill(self, box: Box, target: Tensor) -> None:
-        """Copies the elements of a box to a tensor of its sizes, of whatever dtype and device."""
+        """Copies the elements of a box to a tensor of its shape, of any dtype and device."""
         for both, values in self.cut(box):
             target[both.within(box)].copy_(values)
 
     def joined(self) -> Tensor:
-        """The tensor: the only part itself, or a new one."""
+        """The tensor: its only part, or a new tensor."""
         if len(self.parts) == 1 and self.parts[0].values.dtype == self.dtype:
             return self.parts[0].values
         device = self.parts[0].values.device if self.parts else None
-        made = torch.empty(self.shape, dtype=self.dtype, device=device)
-        self.fill(whole(self.shape), made)
-        return made
+        result = torch.empty(self.shape, dtype=self.dtype, device=device)
+        self.fill(whole(self.shape), result)
+        return result
 
     def __getitem__(self, key: Any) -> Tensor:
         return self.joined()[key]
@@ -91,17 +91,17 @@ class Assembled:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What a function of torch gives."""
+        """Applies a function of torch, lazily if it only moves elements."""
         if func in _FUNCTIONS:
             return _FUNCTIONS[func](*args, **(kwargs or {}))
         return func(*map(_real, args), **{name: _real(x) for name, x in (kwargs or {}).items()})
 
 
 class Computed(Assembled):
-    """A tensor that is computed whenever some of it is asked for.
+    """A tensor that is computed each time that elements of it are needed.
 
     Attributes:
-        rounded: whether it is made of numbers that were rounded to few bits.
+        rounded: whether it is computed from values that were rounded to few bits.
     """
 
     def __init__(
@@ -112,16 +112,16 @@ class Computed(Assembled):
         self._make, self.rounded = make, rounded
 
     def joined(self) -> Tensor:
-        """As of any other."""
+        """As for `Assembled`, but computed."""
         return self._make().joined()
 
     def cut(self, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        """As of any other."""
+        """As for `Assembled`, but computed."""
         return self._make().cut(box)
 
 
 def lazy(x: Tensor, origin: str) -> Assembled:
-    """Of one part: all of a tensor."""
+    """An `Assembled` of one part: a whole tensor."""
     return Assembled(x.shape, x.dtype, [Part(whole(x.shape), x, origin)])
 
 
@@ -135,43 +135,43 @@ def _wrapped(x: Any) -> Assembled:
     return x if isinstance(x, Assembled) else lazy(x, "")
 
 
-def _at(numbers: Ints, dim: int, *instead: int) -> Ints:
-    """With others in place of the number of a dimension."""
-    return (*numbers[:dim], *instead, *numbers[dim + 1 :])
+def _at(numbers: Ints, dim: int, *new: int) -> Ints:
+    """Replaces the entry of a dimension by others."""
+    return (*numbers[:dim], *new, *numbers[dim + 1 :])
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Assembled:
-    every = [_wrapped(x) for x in tensors]
-    if len({x.shape for x in every}) > 1:
-        raise ValueError(f"tensors of different shapes cannot be stacked: {_shapes(every)}")
-    dim %= every[0].ndim + 1
-    shape = (*every[0].shape[:dim], 1, *every[0].shape[dim:])
-    thicker = [Assembled(shape, x.dtype, [_thicker(part, dim) for part in x.parts]) for x in every]
+    inputs = [_wrapped(x) for x in tensors]
+    if len({x.shape for x in inputs}) > 1:
+        raise ValueError(f"tensors of different shapes cannot be stacked: {_shapes(inputs)}")
+    dim %= inputs[0].ndim + 1
+    shape = (*inputs[0].shape[:dim], 1, *inputs[0].shape[dim:])
+    thicker = [Assembled(shape, x.dtype, [_thicker(part, dim) for part in x.parts]) for x in inputs]
     return _cat(thicker, dim)
 
 
 def _thicker(part: Part, dim: int) -> Part:
-    """With one more dimension, of size 1."""
-    at, n = part.box.offsets, part.box.sizes
-    box = Box((*at[:dim], 0, *at[dim:]), (*n[:dim], 1, *n[dim:]))
+    """A part with a new dimension of size 1."""
+    offsets, sizes = part.box.offsets, part.box.sizes
+    box = Box((*offsets[:dim], 0, *offsets[dim:]), (*sizes[:dim], 1, *sizes[dim:]))
     return Part(box, part.values.unsqueeze(dim), part.origin)
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Assembled:
-    every = [_wrapped(x) for x in tensors]
-    dim %= every[0].ndim
-    if len({_at(x.shape, dim) for x in every}) > 1:
-        raise ValueError(f"tensors of different shapes cannot be joined along dimension {dim}: {_shapes(every)}")
-    at, parts = 0, []
-    for x in every:
-        corner = _at((0,) * x.ndim, dim, at)
+    inputs = [_wrapped(x) for x in tensors]
+    dim %= inputs[0].ndim
+    if len({_at(x.shape, dim) for x in inputs}) > 1:
+        raise ValueError(f"tensors of different shapes cannot be joined along dimension {dim}: {_shapes(inputs)}")
+    start, parts = 0, []
+    for x in inputs:
+        corner = _at((0,) * x.ndim, dim, start)
         parts += [Part(part.box.moved(corner), part.values, part.origin) for part in x.parts]
-        at += x.shape[dim]
-    return Assembled(_at(every[0].shape, dim, at), reduce(torch.promote_types, (x.dtype for x in every)), parts)
+        start += x.shape[dim]
+    return Assembled(_at(inputs[0].shape, dim, start), reduce(torch.promote_types, (x.dtype for x in inputs)), parts)
 
 
-def _shapes(every: Sequence[Assembled]) -> str:
-    return listed(str(list(shape)) for shape in dict.fromkeys(x.shape for x in every))
+def _shapes(tensors: Sequence[Assembled]) -> str:
+    return listed(str(list(shape)) for shape in dict.fromkeys(x.shape for x in tensors))
 
 
 def _narrow(x: Assembled, dim: int, start: int, length: int) -> Assembled:
@@ -187,7 +187,7 @@ def _narrow(x: Assembled, dim: int, start: int, length: int) -> Assembled:
 
 def _split(x: Assembled, sizes: int | Sequence[int], dim: int = 0) -> tuple[Assembled, ...]:
     dim %= x.ndim
-    lengths = [len(some) for some in torch.empty(x.shape[dim], device="meta").split(sizes)]
+    lengths = [len(piece) for piece in torch.empty(x.shape[dim], device="meta").split(sizes)]
     starts = itertools.accumulate(lengths, initial=0)
     return tuple(_narrow(x, dim, start, n) for start, n in zip(starts, lengths, strict=False))
 
@@ -207,7 +207,7 @@ def _squeeze(x: Assembled, dim: int) -> Any:
 
 
 def _rearranged(x: Assembled, numbers: Callable[[Ints], Ints], values: Callable[[Tensor], Tensor]) -> Assembled:
-    """With other dimensions: what becomes of the numbers of each, and of the elements."""
+    """Rearranges dimensions: `numbers` maps shapes and offsets, and `values` maps tensors."""
     parts = [
         Part(Box(numbers(part.box.offsets), numbers(part.box.sizes)), values(part.values), part.origin)
         for part in x.parts

@@ -1,4 +1,4 @@
-"""Parameters from files, or from what one rank has, to shards, without ever being whole."""
+"""Loads parameters, from files or from one rank, into shards, without any rank holding them whole."""
 
 from __future__ import annotations
 
@@ -65,49 +65,49 @@ def load(
     ignore: str | Iterable[str] = (),
     seed: int = 0,
 ) -> Any:
-    """A model's parameters, cut into shards as they are read; all ranks of the mesh call together.
+    """Reads a model's parameters into shards; all ranks of the mesh call together.
 
-    Each rank reads only the elements that it keeps, and needs no memory beyond its shards. Where a model of
-    `transformers` has other names than its files, or one parameter for several tensors in them, the rules of its own
-    `from_pretrained` apply; where such a rule does more than move elements, one converted parameter at a time is whole.
-    The files of other modules have the names of their `state_dict`. Of tied parameters the files may have one or
-    several, which must be equal. Floating-point numbers are converted to the dtypes of `model.tree`.
+    Each rank reads only the elements that it keeps, and needs no memory beyond its shards. If a model of `transformers`
+    has other names than its files, or one parameter for several tensors in them, the rules of its own `from_pretrained`
+    apply; a parameter for which such a rule does more than move elements is whole in memory, one at a time. The files
+    of other modules have the names of their `state_dict`. Tied parameters may be in the files once or several times,
+    and must then be equal. Floating-point numbers are converted to the dtypes of `model.tree`.
 
-    Parameters of which `model.tree` has a `quant.Packed` are encoded as they are read, one at a time. What files have
-    in 4 bits of bitsandbytes is decoded, one parameter at a time, or kept bit for bit where `model.tree` has a `Packed`
-    of this format, and with `as_stored=True`.
+    Parameters of which `model.tree` has a `quant.Packed` are encoded as they are read, one at a time. Parameters that
+    files have in 4 bits of bitsandbytes are decoded, one at a time; or kept bit for bit, if `model.tree` has a `Packed`
+    of this format, or with `as_stored=True`.
 
     Buffers that belong to the `state_dict`, such as the running statistics of batch norms, are written into
     `model.buffers`.
 
     Args:
         folder: the path of a folder with `model.safetensors`, `pytorch_model.bin` or an index of several such files; of
-            an index; or of one file, also one of `torch.save`. Or a module, what `functional` made of one, or a mapping
-            with the names of its `state_dict`. Without `source` it is the same on all ranks, which is checked.
-        model: what `functional` made of the module, which may have been built inside `meta`.
-        mesh: as for `shardfn.shard`, like what follows.
+            an index; or of one file, also one of `torch.save`. Or a module, a `Functional`, or a mapping with the names
+            of the module's `state_dict`. Without `source` it must be the same on all ranks, which is checked.
+        model: a `Functional`, whose module may have been built inside `meta`.
+        mesh: as for `shardfn.shard`.
         strategy: as for `shardfn.shard`.
-        source: a global rank, which alone looks at `folder` and sends it to the others, 8 MB at a time: no rank holds
-            more than its shards and these, apart from what the source has anyway.
+        source: a global rank, which alone reads `folder` and sends the values to the others, 8 MB at a time: no rank
+            holds more than its shards and these, apart from what the source has anyway.
         as_stored: whether parameters that the files have in few bits stay in them, whatever `model.tree` has: they
             become `quant.Packed`, and are not trained.
         frozen: as for `shardfn.shard`; default: `model.frozen`.
         specs: as for `shardfn.shard`; default: `model.specs`.
-        strict: whether the files must hold exactly what the model has. If not, extra tensors are ignored, missing ones
-            stay as the module had them, or where it has them on the device meta begin as their classes let them begin
-            (`reset_parameters`, `_init_weights`), and the log of `shardfn` says so. Other shapes are still errors.
+        strict: whether the files must hold exactly what the model has. If not, extra tensors are ignored; missing ones
+            keep the module's values or, if they are on the device meta, are initialised by their classes
+            (`reset_parameters`, `_init_weights`); and the logger `shardfn` warns of both. Other shapes are still
+            errors.
         ignore: regular expressions, or one; extra tensors whose whole name matches one are not an error.
-        seed: any int, the same on every rank; each parameter that begins draws from a generator folded from it and its
+        seed: any int, the same on every rank; each initialised parameter draws from a generator seeded by it and its
             name, so that it has the same values on any mesh.
 
     Returns:
         The parameters, of the structure of `model.tree`.
 
     Raises:
-        CheckpointError: what is missing, extra or of another shape, all at once; a parameter that is missing and whose
-            classes have no way to begin; files that are gone, damaged, or
-            different between ranks; tied parameters that differ; numbers that would be rounded to few bits twice; what
-            failed on some rank. The same on every rank.
+        CheckpointError: tensors are missing, extra or of another shape, all listed at once; a missing parameter cannot
+            be initialised by its classes; files are gone, damaged, or different between ranks; tied parameters differ;
+            values would be rounded to few bits twice; or some rank failed. The same on every rank.
         ValueError, TypeError: as `shardfn.shard`.
 
     Example:
@@ -125,7 +125,7 @@ def load(
         plan = team.each(
             what, lambda: _planned(folder, model, as_stored, strict, patterns(ignore), seed, share) if reads else None
         )
-        note = _noted(plan, team, what)
+        note = _shared_note(plan, team, what)
         tree = _with_packed(model.tree, note.packed)
         params = agreed(rules, "load", lambda: rules.map_stages(tree, rules.cut))
         if source is not None:
@@ -138,7 +138,7 @@ def load(
 
 
 def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: DeviceMesh, ranks: list[int]) -> None:
-    """Raises ValueError or TypeError on all ranks if an argument is wrong on one, or they are not the same."""
+    """Raises ValueError or TypeError on all ranks if an argument is wrong on one, or differs between ranks."""
     if not hasattr(model, "tree"):
         raise ValueError("load: model.tree says which parameters there are, and was deleted: load before that")
     with failing_together([mesh], "load"):
@@ -154,11 +154,11 @@ def _check(model: Functional, source: Any, as_stored: Any, seed: Any, mesh: Devi
     agree(few or ["nothing"], mesh, "load", subject=_FEW)
 
 
-def _noted(plan: _Plan | None, team: Team, what: str) -> _Note:
-    """What those who read found, on all ranks.
+def _shared_note(plan: _Plan | None, team: Team, what: str) -> _Note:
+    """Shares the note of the ranks that read with all ranks.
 
     Raises:
-        CheckpointError: they found different things.
+        CheckpointError: they read different things.
     """
     notes = [note for note in team.gathered(None if plan is None else plan.note, what) if note is not None]
     if any(note != notes[0] for note in notes):
@@ -169,7 +169,15 @@ def _noted(plan: _Plan | None, team: Team, what: str) -> _Note:
 
 
 class _Note(NamedTuple):
-    """What all ranks know: buffers, rules of `transformers`, what stays in few bits, what differs, a fingerprint."""
+    """What all ranks must know about a load.
+
+    Attributes:
+        buffers: names of the buffers to write.
+        used: rules of `transformers` that were applied.
+        packed: formats of parameters that stay in few bits.
+        said: the warning of a load that is not strict.
+        fingerprint: of the values and the files.
+    """
 
     buffers: tuple[str, ...]
     used: tuple[int, ...] | None
@@ -179,9 +187,13 @@ class _Note(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What parameters and buffers are made of, by the tree's names; tied ones again by other names that are there.
+    """What to read.
 
-    `forget` gives back the memory of what was read of files.
+    Attributes:
+        values: of parameters and buffers, by the tree's names.
+        others: values of tied ones stored under further names, by the tree's names.
+        note: for all ranks.
+        forget: releases the memory of what was read of files.
     """
 
     values: dict[str, Assembled]
@@ -202,93 +214,93 @@ def _planned(
     seed: int,
     share: tuple[int, int],
 ) -> _Plan:
-    """What each parameter and buffer is made of.
+    """Finds the values of each parameter and buffer.
 
     Raises:
         CheckpointError: something is missing, extra, or does not fit.
     """
-    (tensors, strange, forget, identity), stated = tensors_of(folder, share), model.module.state_dict()
+    (tensors, strange, forget, identity), state_dict = tensors_of(folder, share), model.module.state_dict()
     first: dict[int, str] = {}  # name of each buffer, which may have several
     names = {**model.names, **{name: first.setdefault(id(b), name) for name, b in model.buffers.items()}}
-    buffers = {names[name]: b for name, b in model.buffers.items() if name in stated}
+    buffers = {names[name]: b for name, b in model.buffers.items() if name in state_dict}
     wanted = {**_named(model.tree), **buffers}
-    known = {name for name in names if names[name] in wanted}
-    found = _found(folder, model, coded.stored(tensors), known)
-    values, others = _by_name(coded.upright(found.values, model.module), names)
+    of_module = {name for name in names if names[name] in wanted}
+    by_module_name = _found(folder, model, coded.stored(tensors), of_module)
+    values, others = _by_name(coded.upright(by_module_name.values, model.module), names)
     wrong = [f"{name} is {what}" for name, what in strange.items() if name in wanted]
     if wrong:
         raise CheckpointError(f"not a dense tensor there: {listed(wrong, 4)}")
-    differ = _compared(values, others, wanted)
-    extra = [*found.extra, *strange]
-    differ.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
+    differences = _compared(values, others, wanted)
+    extra = [*by_module_name.extra, *strange]
+    differences.extra = [name for name in extra if not any(rule.fullmatch(name) for rule in ignore)]
     empty = [name for name, b in model.buffers.items() if b.is_meta and names[name] not in values]
-    new = [name for name in differ.missing if wanted[name].is_meta and name not in empty]
-    kept = coded.kept(values) if as_stored else {}
-    wanted |= _named(_with_packed(model.tree, kept))
+    new = [name for name in differences.missing if wanted[name].is_meta and name not in empty]
+    stored_formats = coded.kept(values) if as_stored else {}
+    wanted |= _named(_with_packed(model.tree, stored_formats))
     packed = {name: x for name, x in wanted.items() if isinstance(x, Packed)}
-    told = _told(differ, model) if strict else Differences(shapes=differ.shapes, kinds=differ.kinds)
+    told = _reported(differences, model) if strict else Differences(shapes=differences.shapes, kinds=differences.kinds)
     if told or empty:
-        more = coded.hint(folder) if in_files(folder) else ""
+        advice = coded.hint(folder) if in_files(folder) else ""
         unknown = [name for name in new if name in told.missing]
-        said = _complaint(told, unknown, empty) + ("" if values else _prefix(told.missing, tensors))
-        raise CheckpointError(f"{said}. {more}" if more else said)
+        message = _complaint(told, unknown, empty) + ("" if values else _prefix(told.missing, tensors))
+        raise CheckpointError(f"{message}. {advice}" if advice else message)
     coded.refuse_twice(values, {name: x.format for name, x in packed.items()})
-    values |= _begun(model, {name: Kind(wanted[name].dtype, tuple(wanted[name].shape)) for name in new}, seed)
+    values |= _initialised(model, {name: Kind(wanted[name].dtype, tuple(wanted[name].shape)) for name in new}, seed)
     values, others = _encoded(values, others, packed)
-    kept_here = [name for name in differ.missing if name not in new]
+    kept_here = [name for name in differences.missing if name not in new]
     here = {name: packed[name].values if name in packed else wanted[name].detach() for name in kept_here}
     values |= {name: lazy(x, name) for name, x in here.items()}
-    used = set(tensors) - set(found.extra)
+    used = set(tensors) - set(by_module_name.extra)
     crc = fingerprint(tensors, used, values=not in_files(folder)), fingerprint(here, here)
-    said = "" if strict else _warning(new, kept_here, differ.extra)
-    note = _Note(tuple(buffers), found.used, kept, said, (*crc, identity))
+    message = "" if strict else _warning(new, kept_here, differences.extra)
+    note = _Note(tuple(buffers), by_module_name.used, stored_formats, message, (*crc, identity))
     forget()
     return _Plan(values, others, note, forget)
 
 
-def _found(folder: Any, model: Functional, stored: dict[str, Assembled], known: set[str]) -> conversions.Converted:
-    """The tensors by the module's names."""
+def _found(folder: Any, model: Functional, stored: dict[str, Assembled], of_module: set[str]) -> conversions.Converted:
+    """The tensors under the module's names."""
     if in_files(folder) and conversions.of_transformers(model.module):
-        return conversions.converted(model.module, stored, known)
-    extra = [name for name in stored if name not in known]
-    return conversions.Converted({name: x for name, x in stored.items() if name in known}, extra)
+        return conversions.converted(model.module, stored, of_module)
+    extra = [name for name in stored if name not in of_module]
+    return conversions.Converted({name: x for name, x in stored.items() if name in of_module}, extra)
 
 
 def _by_name(
     values: Mapping[str, Assembled], names: Mapping[str, str]
 ) -> tuple[dict[str, Assembled], dict[str, dict[str, Assembled]]]:
-    """One of each parameter, by the tree's name, and those that are there under others of its names, too."""
-    found: dict[str, Assembled] = {}
+    """One tensor for each parameter, by the tree's name, and separately those under further names of tied ones."""
+    values_by_key: dict[str, Assembled] = {}
     others: dict[str, dict[str, Assembled]] = {}
     for name in sorted(values, key=lambda name: names.get(name, name) != name):  # the tree's own names first
         key = names.get(name, name)
-        if key in found:
+        if key in values_by_key:
             others.setdefault(key, {})[name] = values[name]
         else:
-            found[key] = values[name]
-    return found, others
+            values_by_key[key] = values[name]
+    return values_by_key, others
 
 
 def _compared(
     values: Mapping[str, Assembled], others: Mapping[str, Mapping[str, Assembled]], wanted: Mapping[str, Any]
 ) -> Differences:
-    differ = Differences(missing=[name for name in wanted if name not in values])
+    differences = Differences(missing=[name for name in wanted if name not in values])
     for key, x in values.items():
         ours = Kind(wanted[key].dtype, tuple(wanted[key].shape))
-        for name, one in {key: x, **others.get(key, {})}.items():
-            theirs = Kind(one.dtype, one.shape)
+        for name, stored in {key: x, **others.get(key, {})}.items():
+            theirs = Kind(stored.dtype, stored.shape)
             if theirs.shape != ours.shape:
-                differ.shapes[name] = str(theirs), str(ours)
+                differences.shapes[name] = str(theirs), str(ours)
                 continue
             a, b = theirs.dtype, ours.dtype
-            floats = a.is_floating_point and b.is_floating_point and a.itemsize > 1  # those of 8 bits have scales
+            floats = a.is_floating_point and b.is_floating_point and a.itemsize > 1  # 8-bit floats come with scales
             if not (a == b or floats or (a.is_complex and b.is_complex)):
-                differ.kinds[name] = str(theirs), str(ours)
-    return differ
+                differences.kinds[name] = str(theirs), str(ours)
+    return differences
 
 
-def _told(differ: Differences, model: Functional) -> Differences:
-    """Without the names about which `transformers` would not complain."""
+def _reported(differ: Differences, model: Functional) -> Differences:
+    """The differences without names that `transformers` would not report."""
     if not conversions.of_transformers(model.module):
         return differ
     missing, extra = conversions.not_missed(model.module, differ.missing, differ.extra)
@@ -299,8 +311,8 @@ def _told(differ: Differences, model: Functional) -> Differences:
     )
 
 
-def _begun(model: Functional, new: Mapping[str, Kind], seed: int) -> dict[str, Assembled]:
-    """Parameters as their classes let them begin, one of which at a time is whole."""
+def _initialised(model: Functional, new: Mapping[str, Kind], seed: int) -> dict[str, Assembled]:
+    """Parameters as their classes initialise them; computed when needed, one at a time."""
 
     @functools.lru_cache(maxsize=1)
     def content(name: str) -> Assembled:
@@ -313,35 +325,35 @@ def _begun(model: Functional, new: Mapping[str, Kind], seed: int) -> dict[str, A
 
 
 def _warning(new: Sequence[str], kept: Sequence[str], extra: Sequence[str]) -> str:
-    """What a load that is not strict has to say."""
-    said = (
+    """The warning of a load that is not strict."""
+    groups = (
         (new, "begin as their classes let them begin, and are to be trained before the model is used"),
         (kept, "are missing in the checkpoint, and stay as the module has them"),
         (extra, "are in the checkpoint, but not in the model"),
     )
-    return "; ".join(f"{listed(names, 8)} {what}" for names, what in said if names)
+    return "; ".join(f"{listed(names, 8)} {text}" for names, text in groups if names)
 
 
 def _complaint(differ: Differences, unknown: list[str], empty: list[str]) -> str:
-    said = [str(differ)] if differ else []
+    sentences = [str(differ)] if differ else []
     if differ.extra:
-        said.append("ignore= names, by patterns, what is there and is not wanted")
+        sentences.append("ignore= names, by patterns, what is there and is not wanted")
     if unknown:
-        said.append(
+        sentences.append(
             f"the module has no values for {listed(unknown, 4)} either, as they are on the device meta: with "
             f"strict=False what these files lack begins as its classes let it begin, or is kept if it is built outside "
             f"of interop.meta()"
         )
     if empty:
-        said.append(
+        sentences.append(
             f"neither these files nor the module have values for the buffers {listed(empty, 4)}: build the module "
             f"under interop.meta(), which leaves buffers their values, and not under torch.device('meta')"
         )
-    return "; ".join(said)
+    return "; ".join(sentences)
 
 
 def _prefix(missing: list[str], there: Iterable[str]) -> str:
-    """With what all names begin there, if that is why none of them was found."""
+    """For a message: the common prefix of all names, if that is why none was found."""
     part = part_with(missing, there)
     return f". All begin with {part + '.'!r} there: load a mapping of names without it to tensors" if part else ""
 
@@ -349,29 +361,29 @@ def _prefix(missing: list[str], there: Iterable[str]) -> str:
 def _encoded(
     values: dict[str, Assembled], others: dict[str, dict[str, Assembled]], packed: Mapping[str, Packed]
 ) -> tuple[dict[str, Assembled], dict[str, dict[str, Assembled]]]:
-    """The same, but bytes of parameters that are kept in few bits, one of which at a time is whole."""
+    """The same values, with those that are kept in few bits as bytes, encoded when needed, one at a time."""
 
     @functools.lru_cache(maxsize=1)
     def content(x: Assembled, name: str) -> Assembled:
         if isinstance(x, Coded):
             return lazy(x.packed().values, "")
         try:
-            made = pack(x.joined().to(packed[name].dtype), packed[name].format)
+            encoded = pack(x.joined().to(packed[name].dtype), packed[name].format)
         except ValueError as error:
             raise CheckpointError(f"{name}: {error}") from None
-        return lazy(made.values, "")
+        return lazy(encoded.values, "")
 
     def instead(x: Assembled, name: str) -> Assembled:
         if name not in packed:
             return x
         return Computed((packed[name].nbytes,), torch.uint8, functools.partial(content, x, name))
 
-    tied = {name: {alias: instead(x, name) for alias, x in some.items()} for name, some in others.items()}
+    tied = {name: {alias: instead(x, name) for alias, x in aliases.items()} for name, aliases in others.items()}
     return {name: instead(x, name) for name, x in values.items()}, tied
 
 
 def _with_packed(tree: Any, formats: Mapping[str, Format]) -> Any:
-    """The tree with a `Packed` without values in place of some parameters, by name."""
+    """The tree with a `Packed` without values in place of each parameter named in `formats`."""
 
     def instead(accessor: Any, x: Any) -> Any:
         name = dotted(accessor)
@@ -381,7 +393,7 @@ def _with_packed(tree: Any, formats: Mapping[str, Format]) -> Any:
 
 
 def _named(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a model's tree by their whole names."""
+    """The parameters of a model's tree by their full names."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_packed)
     return {dotted(accessor): x for accessor, x in zip(accessors, leaves, strict=True)}
 
@@ -390,21 +402,21 @@ def _named(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kept(params: Any) -> Iterator[tuple[Layout, dict[str, list[LocalBox]]]]:
-    """What this rank keeps, one flat shard after another, by parameter."""
+    """Yields the boxes of parameters that this rank keeps, one flat shard after another, by parameter."""
     rank = process_groups.global_rank()
     for flat in optree.tree_leaves(params, is_leaf=is_flat):
         views, boxes = local_parameters(flat), dict[str, list[LocalBox]]()
         for part in flat.layout.ranges(rank):
-            values, some = views[part.path], boxes.setdefault(part.path, [])
+            values, local_boxes = views[part.path], boxes.setdefault(part.path, [])
             for box in steps(whole(part.shape), STEP // values.element_size(), part.start, part.stop):
-                some.append(LocalBox(part.path, box.moved(part.corner), values[: box.numel].view(box.sizes)))
+                local_boxes.append(LocalBox(part.path, box.moved(part.corner), values[: box.numel].view(box.sizes)))
                 values = values[box.numel :]
         yield flat.layout, boxes
 
 
 def _read(params: Any, model: Functional, plan: _Plan) -> None:
     for _, boxes in _kept(params):
-        for local in (local for some in boxes.values() for local in some):
+        for local in (local for part_boxes in boxes.values() for local in part_boxes):
             _filled(plan, local.name, local.box, local.values)
     for name in plan.note.buffers:
         b = _buffer(model, name)
@@ -412,10 +424,10 @@ def _read(params: Any, model: Functional, plan: _Plan) -> None:
 
 
 def _filled(plan: _Plan, name: str, box: Box, target: Tensor) -> None:
-    """Copies elements of a parameter.
+    """Copies a box of a parameter or buffer.
 
     Raises:
-        CheckpointError: they are others where it is there under another name.
+        CheckpointError: it has different values under another of its names.
     """
     with copying.filling(target) as values:
         plan.values[name].fill(box, values)
@@ -436,16 +448,16 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _buffer(model: Functional, name: str) -> Tensor:
-    """A buffer that is to be written; what the model copied of it elsewhere is forgotten."""
+    """A buffer to write to, with memory; copies of buffers on other devices are dropped, since they become outdated."""
     model._elsewhere, b = {}, model.buffers[name]
     if b.is_meta:
-        made = torch.empty_like(b, device="cpu")
-        model.buffers |= {other: made for other, x in model.buffers.items() if x is b}
+        real = torch.empty_like(b, device="cpu")
+        model.buffers |= {other: real for other, x in model.buffers.items() if x is b}
     return model.buffers[name]
 
 
 class _Sender:
-    """Sends what one rank reads, and goes on if it fails, until all ranks have come to where they compare."""
+    """Broadcasts what one rank reads; after an error it goes on until the next `compare`, so no rank waits in vain."""
 
     def __init__(self, plan: _Plan | None, mesh: DeviceMesh, source: int, team: Team, what: str) -> None:
         self.plan, self.source, self.team, self.what, self.device = plan, source, team, what, mesh.device_type
@@ -453,7 +465,7 @@ class _Sender:
         self.failed: Exception | None = None
 
     def send(self, name: str, box: Box, target: Tensor) -> None:
-        """Fills a tensor on all ranks with the elements of a box."""
+        """Fills a tensor on all ranks with a box of a parameter."""
         if self.plan is not None and self.failed is None:
             try:
                 _filled(self.plan, name, box, target)
@@ -464,7 +476,7 @@ class _Sender:
                 dist.broadcast(_bits(target), src=self.source, group=process_groups.group_of(self.axis.group))
 
     def compare(self) -> None:
-        """Raises CheckpointError on all ranks if one failed."""
+        """Raises CheckpointError on all ranks if sending failed on one."""
         failed, self.failed = self.failed, None
 
         def learnt() -> None:
@@ -475,22 +487,22 @@ class _Sender:
 
 
 def _send(params: Any, model: Functional, note: _Note, sender: _Sender) -> None:
-    """What one rank reads, to all, which keep their parts."""
+    """Sends what one rank reads to all ranks, which keep their parts."""
     for layout, boxes in _kept(params):
         for number, entry in enumerate(layout.entries):
             shape = layout.whole_shape(number)
             most, row = STEP // layout.dtype.itemsize, math.prod(shape[1:])
-            for box in steps(whole(shape), most - most % row if 0 < row < most else most):  # of whole rows, if short
+            for box in steps(whole(shape), most - most % row if 0 < row < most else most):  # whole rows, if short
                 if box.numel == 0:
                     continue
-                some = torch.empty(box.sizes, dtype=layout.dtype, device=sender.device)
-                sender.send(entry.path, box, some)
+                values = torch.empty(box.sizes, dtype=layout.dtype, device=sender.device)
+                sender.send(entry.path, box, values)
                 for local in boxes.get(entry.path, ()):
-                    local.take(box, some)
+                    local.take(box, values)
         sender.compare()
     for name in note.buffers:
         b = _buffer(model, name)
-        some = torch.empty(b.shape, dtype=b.dtype, device=sender.device)
-        sender.send(name, whole(b.shape), some)
-        b.copy_(some)
+        values = torch.empty(b.shape, dtype=b.dtype, device=sender.device)
+        sender.send(name, whole(b.shape), values)
+        b.copy_(values)
     sender.compare()

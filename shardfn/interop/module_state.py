@@ -1,6 +1,6 @@
-"""What a layer's forward reads besides its arguments, and may change: attributes of modules, numbers drawn by Python.
+"""Saves and restores what a layer's forward reads or changes besides its arguments: attributes, Python's random state.
 
-A stage may run its function again, for its gradient, after these have changed; a call that fails takes them back.
+A stage may run its function again, for its gradient, after these have changed; and a failed call must undo its changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OF_TORCH = {*vars(nn.Module()), "forward", "_flat_weights", "_flat_weight_refs"
 
 
 class Attribute(NamedTuple):
-    """An attribute, by the module's `__dict__` and its name there; whether forward puts another tensor there."""
+    """A module's `__dict__`, the name of an attribute in it, and whether forward assigns another tensor to it."""
 
     own: dict[str, Any]
     name: str
@@ -33,9 +33,9 @@ class Attribute(NamedTuple):
 
 
 class Attributes:
-    """Of the modules of one stage: `training` of all, and what their forwards were seen to change.
+    """Attributes of the modules of one stage: `training` of all, and those that their forwards have changed.
 
-    In the first run in each mode all attributes are compared with what they were before.
+    In the first run in each mode, all attributes are compared before and after, to find the latter.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -45,22 +45,22 @@ class Attributes:
         self.looked: set[tuple[bool, ...]] = set()
 
     def now(self) -> Before:
-        """As they are, for a call of the stage."""
+        """The present state, at the beginning of a call of the stage."""
         training = tuple([own["training"] for own in self.owners])
         if training in self.looked:
             return Before(self, training, self.changed, self.drawn)
         places = [
             Attribute(own, name)
             for own in self.owners
-            for name, x in own.items()
-            if name not in _OF_TORCH and _known(x)
+            for name, value in own.items()
+            if name not in _OF_TORCH and _is_restorable(value)
         ]
         return Before(self, training, places, _sources())
 
 
 @contextlib.contextmanager
 def undone(attributes: Attributes) -> Iterator[None]:
-    """Attributes are as they were if the block fails: those that it set, and what is in lists, dicts and tensors."""
+    """A context that restores attributes if its block fails, including the contents of containers and tensors."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -79,10 +79,10 @@ def undone(attributes: Attributes) -> Iterator[None]:
 
 
 class Before:
-    """As all was when a stage was called; each run of its function begins with it.
+    """The state when a stage was called, with which each run of its function begins.
 
-    The first run leaves what it changed, later ones leave things as they find them. Lists, dicts and sets stay the
-    objects that they are, since others may hold them too: what was in them is put into them.
+    The first run keeps its changes, later ones undo theirs. Lists, dicts and sets remain the same objects, since others
+    may refer to them: their contents are replaced.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Before:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """The block runs the function of the stage."""
+        """A context in which the stage's function runs on this state."""
         if not self.ran:
             self.ran = True
             yield
@@ -118,29 +118,29 @@ class Before:
             _draw_from(self.sources, states)
 
     def refill_tensors(self) -> None:
-        """Tensors that forward writes into have the numbers again that they had."""
+        """Restores the values of tensors that forward writes into."""
         for (own, name, rebound), value in zip(self.places, self.values, strict=True):
             if isinstance(value, Tensor) and not rebound:
                 with torch.no_grad():
                     own[name].copy_(value)
 
     def _look(self) -> None:
-        """What the first run in this mode changed."""
-        found = [
+        """Records what the first run in this mode changed."""
+        changed = [
             place._replace(rebound=place.own.get(place.name) is not mark[0])
             for place, mark in zip(self.places, self.marks, strict=True)
             if _differs(place, mark)
         ]
-        known = {(id(own), name) for own, name, _ in self.of.changed}
-        self.of.changed = [*self.of.changed, *(one for one in found if (id(one.own), one.name) not in known)]
-        drawn = [s for s, state in zip(self.sources, self.states, strict=True) if str(s.get()) != str(state)]
-        self.of.drawn = [*self.of.drawn, *(s for s in drawn if s not in self.of.drawn)]
+        recorded = {(id(own), name) for own, name, _ in self.of.changed}
+        self.of.changed = [*self.of.changed, *(new for new in changed if (id(new.own), new.name) not in recorded)]
+        sources = [s for s, state in zip(self.sources, self.states, strict=True) if str(s.get()) != str(state)]
+        self.of.drawn = [*self.of.drawn, *(s for s in sources if s not in self.of.drawn)]
         self.of.looked.add(self.training)
         self.marks = []
 
 
 class Source(NamedTuple):
-    """Of random numbers that torch does not draw."""
+    """A generator of random numbers outside of torch."""
 
     get: Callable[[], Any]
     put: Callable[[Any], None]
@@ -152,34 +152,34 @@ def _sources() -> list[Source]:
     return [Source(random.getstate, random.setstate), *of_numpy]
 
 
-def _known(x: Any) -> bool:
+def _is_restorable(x: Any) -> bool:
     if isinstance(x, Tensor):
         return not functorch.wrapped(x) and not x.is_inference()
     return isinstance(x, _PLAIN) or type(x) in _CONTAINERS
 
 
 def _copied(x: Any, rebound: bool) -> Any:
-    """So that what the module does to a tensor does not change the other."""
-    if isinstance(x, Tensor) and _known(x):
+    """A tensor that later writes by the module do not change; other values as they are."""
+    if isinstance(x, Tensor) and _is_restorable(x):
         return x.detach() if rebound else x.detach().clone()
     return x
 
 
 def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The lists, dicts and sets that values are or have in them, each with a copy."""
-    left, found = list(values), dict[int, tuple[Any, Any]]()
-    while left:
-        one = left.pop()
-        if type(one) in _CONTAINERS and id(one) not in found:
-            found[id(one)] = one, copy.copy(one)
-            left += one.values() if isinstance(one, dict) else one
-    return list(found.values())
+    """The lists, dicts and sets among values and inside them, each with a shallow copy."""
+    pending, copies = list(values), dict[int, tuple[Any, Any]]()
+    while pending:
+        value = pending.pop()
+        if type(value) in _CONTAINERS and id(value) not in copies:
+            copies[id(value)] = value, copy.copy(value)
+            pending += value.values() if isinstance(value, dict) else value
+    return list(copies.values())
 
 
 def _filled(own: dict[str, Any]) -> list[Any]:
-    """What of a module's attributes forward may put something into; the dicts of its hooks are torch's."""
-    found = [own[name] for name in own.keys() - _OF_TORCH]
-    return [own[name] for name in OF_TORCH] + [x for x in found if type(x) in _CONTAINERS]
+    """The containers among a module's attributes that forward may fill; hooks belong to torch and are left out."""
+    values = [own[name] for name in own.keys() - _OF_TORCH]
+    return [own[name] for name in OF_TORCH] + [x for x in values if type(x) in _CONTAINERS]
 
 
 def _refill(contents: Iterable[tuple[Any, Any]]) -> None:
@@ -190,7 +190,7 @@ def _refill(contents: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _mark(x: Any) -> Any:
-    """By which a change is seen."""
+    """What to compare with later, to notice a change."""
     if isinstance(x, Tensor):
         return x, x._version
     return x, _contents([x])
@@ -205,9 +205,9 @@ def _differs(place: Attribute, mark: Any) -> bool:
     return not all(_same_items(x, values) for x, values in state)
 
 
-def _same_items(one: Any, other: Any) -> bool:
-    both = [list(x.items()) if isinstance(x, dict) else [(None, y) for y in x] for x in (one, other)]
-    return len(one) == len(other) and all(a is b and k is l for (k, a), (l, b) in zip(*both, strict=True))
+def _same_items(first: Any, second: Any) -> bool:
+    both = [list(x.items()) if isinstance(x, dict) else [(None, y) for y in x] for x in (first, second)]
+    return len(first) == len(second) and all(a is b and k is l for (k, a), (l, b) in zip(*both, strict=True))
 
 
 def _put(places: list[Attribute], values: list[Any], contents: list[tuple[Any, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What hooks of `transformers` record inside a layer, attentions and router logits, leaves its stage as an output."""
+"""Returns what hooks of `transformers` record in a layer, attentions and router logits, as an output of its stage."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HOOKS = "transformers.utils.output_capturing"
 
 
 def _collector() -> Any:
-    """Where `transformers` says what is being recorded; None where it is not loaded, or has no such thing."""
+    """The context variable of `transformers` for what is being recorded; None if it is not loaded, or lacks it."""
     module = sys.modules.get(HOOKS)
     return getattr(module, "_active_collector", None)
 
 
 def wanted() -> tuple[str, ...]:
-    """What is being recorded now; a stage may run again when nothing is, so it gets this as an argument."""
+    """The keys being recorded; an argument of a stage, since it may run again when nothing is recorded."""
     collector = _collector()
     active = collector.get() if collector is not None else None
     return tuple(key for key in (active or ()) if not key.startswith("_"))
@@ -26,7 +26,7 @@ def wanted() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def recording(keys: tuple[str, ...]) -> Iterator[dict[str, list[Any]]]:
-    """Gives what is recorded inside the block, by key."""
+    """A context that yields what is recorded inside its block, by key."""
     inner: dict[str, list[Any]] = {key: [] for key in keys}
     collector = _collector()
     if not keys or collector is None:
@@ -40,7 +40,7 @@ def recording(keys: tuple[str, ...]) -> Iterator[dict[str, list[Any]]]:
 
 
 def hand_on(recorded: Mapping[str, list[Any]]) -> None:
-    """Adds what a stage recorded to what is being recorded."""
+    """Adds what a stage recorded to the recording around it."""
     for key, values in recorded.items():
         if values:
             _collector().get()[key].extend(values)

@@ -1,7 +1,7 @@
-"""Which modules become stages, and which parameters and buffers each stage has, under which names.
+"""Chooses the modules that become stages, and finds the parameters and buffers of each stage, with their names.
 
-Found once; then the module is a shell: its parameters are placeholders, in whose places the values of a call are put
-while it runs.
+This is done once. Then the module is a shell: its parameters are placeholders, in whose places the values of a call are
+put while it runs.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ Boundaries = str | type[nn.Module] | Callable[[str, nn.Module], bool] | Iterable
 """Names of classes, classes, regular expressions of paths, or a predicate of a path and a module."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 LOOSE = ""
-"""Key of the parameters that no stage has: gathered once a call."""
+"""Key of the parameters that belong to no stage, and are gathered once per call."""
 
 
 @dataclass
 class Anatomy:
-    """Of a module that is a shell now.
+    """What was taken out of a module, which is a shell now.
 
     Attributes:
-        tree: stage path -> names -> values; what several stages read stands under its whole name alone.
-        names: every name that the module has for a parameter, aliases too -> the one in the tree.
+        tree: stage path -> name -> value; a parameter that several stages read is at the top level, under its full
+            name.
+        names: every name that the module has for a parameter, including aliases -> its name in the tree.
         frozen: patterns for the parameters that need no gradient.
-        buffers: by whole name.
-        same: every name that the module has for a buffer -> the one that the places of it have as their key.
-        parts: by path.
-        loose: what no stage has.
-        place: of the placeholders.
+        buffers: by full name.
+        same: every name that the module has for a buffer -> the key of its places.
+        parts: the stages, by path.
+        loose: what belongs to no stage.
+        place: shared by the placeholders.
     """
 
     tree: dict[str, Any]
@@ -61,11 +62,11 @@ def taken_apart(
     gather_dtype: torch.dtype | None,
     refuse: Callable[[Mapping[str, nn.Module]], None],
 ) -> Anatomy:
-    """Takes a module's parameters out of it; before that, `refuse` may object to the stages that were chosen.
+    """Takes a module's parameters out of it, after `refuse` had a chance to object to the chosen stages.
 
     Raises:
-        TypeError: a module whose parameters are elsewhere already, or of which somebody else took charge.
-        ValueError: patterns that match nothing.
+        TypeError: the parameters have been taken out before, or are managed by another library.
+        ValueError: patterns match nothing.
     """
     refuse_taken(module)
     named = list(module.named_parameters(remove_duplicate=False))
@@ -81,33 +82,33 @@ def taken_apart(
     refuse(chosen)
     _keep_order(module)
     parts, rest = {path: Part(path, m) for path, m in chosen.items()}, Part(LOOSE, module)
-    there = dict(module.named_modules(remove_duplicate=False))
-    part_of, add = _by_name(there, parts, rest), _Once()
-    every = {**parts, LOOSE: rest}
+    modules_by_path = dict(module.named_modules(remove_duplicate=False))
+    part_of, add = _by_name(modules_by_path, parts, rest), _Once()
+    all_parts = {**parts, LOOSE: rest}
     paths_of = {name: dict.fromkeys([part_of(name).path, *[LOOSE] * is_loose(name)]) for name, _ in named}
     readers: dict[int, dict[str, None]] = {}
     for name, p in named:
         readers.setdefault(id(p), {}).update(paths_of[name])
-    tree: dict[str, Any] = {path: {} for path in every}
+    tree: dict[str, Any] = {path: {} for path in all_parts}
     stand_ins: dict[int, Placeholder] = {}
     devices = {p.device for _, p in named if not p.is_meta}
     place = Place(devices.pop() if len(devices) == 1 else torch.device("cpu"), gather_dtype)
     places = _places(module, {id(p): p for _, p in named})
     for name, p in named:
         key, paths = canonical[name], list(readers[id(p)])
-        alone = len(paths) == 1
-        short = key.removeprefix(f"{paths[0]}.") if alone and paths[0] else key
-        (tree[paths[0]] if alone else tree).setdefault(short, p.detach())
+        has_one_reader = len(paths) == 1
+        short = key.removeprefix(f"{paths[0]}.") if has_one_reader and paths[0] else key
+        (tree[paths[0]] if has_one_reader else tree).setdefault(short, p.detach())
         if id(p) not in stand_ins:
             stand_ins[id(p)] = placeholder(p, key, LOOSE if LOOSE in paths else paths[0], place)
         for path in paths_of[name]:
-            for holder, at in places[name]:
-                add(every[path].own if alone else every[path].shared, Slot(holder, at, short))
+            for holder, attribute in places[name]:
+                add(all_parts[path].own if has_one_reader else all_parts[path].shared, Slot(holder, attribute, short))
     frozen = dict.fromkeys(re.escape(canonical[name]) for name, p in named if not p.requires_grad)
-    buffers, same = _buffers(module, there, part_of, rest, add)
-    for part in every.values():
-        for holder, at, _ in (*part.own, *part.shared):
-            holder[at] = stand_ins.get(id(holder[at]), holder[at])
+    buffers, same = _buffers(module, modules_by_path, part_of, rest, add)
+    for part in all_parts.values():
+        for holder, attribute, _ in (*part.own, *part.shared):
+            holder[attribute] = stand_ins.get(id(holder[attribute]), holder[attribute])
     if stand_ins:
         module.register_load_state_dict_pre_hook(_refuse_values)
     tree = {key: value for key, value in tree.items() if not isinstance(value, dict) or value}
@@ -115,7 +116,7 @@ def taken_apart(
 
 
 def _refuse_values(module: nn.Module, *_: Any) -> None:
-    """Raises RuntimeError where a state dict is loaded into what has no parameters any more."""
+    """Raises RuntimeError when a state dict is loaded into a shell."""
     raise RuntimeError(
         f"load_state_dict: the parameters of this {type(module).__name__} were taken out of it. Load them into the "
         f"module before `functional`, or load their files by `interop.load`, which gives a tree of them"
@@ -123,7 +124,7 @@ def _refuse_values(module: nn.Module, *_: Any) -> None:
 
 
 def _keep_order(module: nn.Module) -> None:
-    """Layers of bitsandbytes reorder their weight for the CPU at the first call, and remember that they did."""
+    """Keeps layers of bitsandbytes from reordering their weight for the CPU, which they do once, at the first call."""
     for m in module.modules():
         if getattr(m, "support_avx512bf16_for_cpu", False):
             m.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
@@ -136,7 +137,7 @@ def _buffers(
     rest: Part,
     add: Callable[[list[Slot], Slot], None],
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Gives parts their buffers; returns these by name, and of each name the first that the same buffer has."""
+    """Gives parts their buffers; returns these by name, and the first name of the same buffer for each name."""
     buffers = dict(module.named_buffers(remove_duplicate=False))
     first = {id(b): name for name, b in reversed(buffers.items())}
     same = {name: first[id(b)] for name, b in buffers.items()}
@@ -147,20 +148,20 @@ def _buffers(
     return buffers, same
 
 
-def _by_name(there: Mapping[str, nn.Module], parts: Mapping[str, Part], rest: Part) -> Callable[[str], Part]:
-    """The stage that a name goes through; a module may have several names."""
+def _by_name(modules: Mapping[str, nn.Module], parts: Mapping[str, Part], rest: Part) -> Callable[[str], Part]:
+    """A function that finds the stage of a name; a module may have several names."""
     of_module = {id(part.module): part for part in parts.values()}
 
     def part_of(name: str) -> Part:
         words = name.split(".")
         paths = (".".join(words[:n]) for n in range(1, len(words)))
-        return next((of_module[id(there[path])] for path in paths if id(there[path]) in of_module), rest)
+        return next((of_module[id(modules[path])] for path in paths if id(modules[path]) in of_module), rest)
 
     return part_of
 
 
 class _Once:
-    """Adds a place once, by however many names it is reached."""
+    """Adds a place to a list only once, although it may be reached by several names."""
 
     def __init__(self) -> None:
         self.listed: set[tuple[int, int, Any]] = set()
@@ -172,10 +173,10 @@ class _Once:
 
 
 def _places(module: nn.Module, parameters: Mapping[int, Tensor]) -> dict[str, list[tuple[Any, Any]]]:
-    """Where each parameter is, by name: in its module, and wherever else modules keep it."""
+    """The places of each parameter by name: in its module, and elsewhere in attributes of modules."""
     elsewhere: dict[int, list[tuple[Any, Any]]] = {}
-    for holder, at, number in aliases(module, parameters):
-        elsewhere.setdefault(number, []).append((holder, at))
+    for holder, key, number in aliases(module, parameters):
+        elsewhere.setdefault(number, []).append((holder, key))
     return {
         joined(path, attribute): [(m._parameters, attribute), *elsewhere.get(id(p), ())]
         for path, m in module.named_modules(remove_duplicate=False)
@@ -185,12 +186,12 @@ def _places(module: nn.Module, parameters: Mapping[int, Tensor]) -> dict[str, li
 
 
 def canonical_names(module: nn.Module) -> dict[str, str]:
-    """For each name of a parameter, aliases too, the one that stands in the tree."""
+    """For each name of a parameter, including aliases, its name in the tree."""
     return _canonical(module, list(module.named_parameters(remove_duplicate=False)))
 
 
 def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[str, str]:
-    """For each name the one that stands in the tree: where parameters are tied, the one that the model's class says."""
+    """For each name its name in the tree: of tied parameters the one that the model's class declares, or the first."""
     first: dict[int, str] = {}
     by_name = dict(named)
     for name, p in named:
@@ -198,9 +199,9 @@ def _canonical(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> dict[s
     for path, m in module.named_modules():
         tied = getattr(m, "all_tied_weights_keys", None) or getattr(m, "_tied_weights_keys", None)
         for alias, source in tied.items() if isinstance(tied, dict) else ():
-            here, there = joined(path, alias), joined(path, source)
-            if here in by_name and by_name.get(there) is by_name[here]:
-                first[id(by_name[here])] = there
+            alias_path, source_path = joined(path, alias), joined(path, source)
+            if alias_path in by_name and by_name.get(source_path) is by_name[alias_path]:
+                first[id(by_name[alias_path])] = source_path
     return {name: first[id(p)] for name, p in named}
 
 
@@ -214,18 +215,18 @@ def boundaries(
     small: int,
     loose: Callable[[str], bool],
 ) -> dict[str, nn.Module]:
-    """The modules that are stages, by path, in the order in which the module holds them; none inside another.
+    """Chooses the modules that are stages, by path, in the module's order; none is inside another.
 
     Args:
         module: whole.
-        stages: which, as `functional` takes it.
-        min_num_params: or instead: the smallest modules that hold as many parameters.
-        small: what holds fewer parameters is none, unless it was chosen.
-        loose: whether a parameter, by its path, is left to no stage.
+        stages: as `functional` takes it.
+        min_num_params: instead of `stages`: the smallest modules that hold as many parameters.
+        small: modules with fewer parameters are no stages, unless they were chosen.
+        loose: whether a parameter, by its path, belongs to no stage.
 
     Raises:
-        ValueError: a name, class or pattern that matches nothing; two ways of choosing at once.
-        TypeError: something else than these.
+        ValueError: a name, class or pattern matches nothing; or both `stages` and `min_num_params` are given.
+        TypeError: `stages` has another type.
     """
     if stages is not None and min_num_params is not None:
         raise ValueError("functional: stages= and min_num_params= both say which modules are stages: pass one")
@@ -237,7 +238,7 @@ def boundaries(
         return bool(path and held and called and not all(map(loose, held)))
 
     def choose(path: str, m: nn.Module, chooses: Callable[[str, nn.Module], bool]) -> None:
-        """Of a module and those inside, the outermost."""
+        """Chooses the outermost among a module and those inside."""
         if path in chosen:
             return
         if eligible(path, m) and chooses(path, m):
@@ -249,7 +250,7 @@ def boundaries(
     choose("", module, _policy(module, stages, min_num_params))
     above = {"", *(path[:i] for path in chosen for i, letter in enumerate(path) if letter == ".")}
     choose("", module, lambda path, m: path not in above and _numel(m) >= small)
-    # Each module once, and none that is also a part of another: one has several paths where its parents share it.
+    # A module has several paths if its parents share it: keep each once, and none that is also inside another.
     once = {id(m): path for path, m in reversed(chosen.items())}
     inside = {id(part) for m in chosen.values() for part in m.modules() if part is not m}
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
@@ -268,7 +269,7 @@ def _policy(
         enough: int = min_num_params
         return lambda path, m: _numel(m) >= enough and all(_numel(child) < enough for child in m.children())
     if stages is not None:
-        return _said(module, stages)
+        return _named(module, stages)
     names = {name for m in module.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
     if any(type(m).__name__ in names for m in module.modules()):
         return lambda path, m: type(m).__name__ in names
@@ -277,25 +278,25 @@ def _policy(
     return lambda path, m: id(m) in repeated
 
 
-def _said(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
+def _named(module: nn.Module, stages: Any) -> Callable[[str, nn.Module], bool]:
     if callable(stages) and not isinstance(stages, type):
         return lambda path, m: bool(stages(path, m))
-    asked = [stages] if isinstance(stages, (str, type)) else list(stages)
-    for one in asked:
-        if not isinstance(one, (str, type)):
+    wanted = [stages] if isinstance(stages, (str, type)) else list(stages)
+    for item in wanted:
+        if not isinstance(item, (str, type)):
             raise TypeError(
                 f"functional: stages={stages!r}; it is names of classes, classes, regular expressions of paths, or a "
                 f"function of a path and a module"
             )
 
-    def matches(one: Any, path: str, m: nn.Module) -> bool:
-        if isinstance(one, type):
-            return isinstance(m, one)
-        return type(m).__name__ == one or re.fullmatch(one, path) is not None
+    def matches(item: Any, path: str, m: nn.Module) -> bool:
+        if isinstance(item, type):
+            return isinstance(m, item)
+        return type(m).__name__ == item or re.fullmatch(item, path) is not None
 
-    there = list(module.named_modules(remove_duplicate=False))
-    for one in asked:
-        if not any(matches(one, path, m) for path, m in there):
-            classes = listed(dict.fromkeys(type(m).__name__ for _, m in there if any(True for _ in m.parameters())))
-            raise ValueError(f"functional: stages: nothing is or matches {one!r}; the module has {classes}")
-    return lambda path, m: any(matches(one, path, m) for one in asked)
+    modules = list(module.named_modules(remove_duplicate=False))
+    for item in wanted:
+        if not any(matches(item, path, m) for path, m in modules):
+            classes = listed(dict.fromkeys(type(m).__name__ for _, m in modules if any(True for _ in m.parameters())))
+            raise ValueError(f"functional: stages: nothing is or matches {item!r}; the module has {classes}")
+    return lambda path, m: any(matches(item, path, m) for item in wanted)

@@ -1,4 +1,4 @@
-"""What stands in a module in place of parameters that were taken out, and how values get there for a call."""
+"""Placeholders for parameters that were taken out of a module, and their replacement by values during a call."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _KNOWN = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES} | {
 
 
 class Running(threading.local):
-    """The call of a shell that this thread is in, and the stage of it that runs."""
+    """The call of a shell that this thread is in, and the stage that it runs."""
 
     now: Any = None
     unit: Any = None
 
 
 class Place:
-    """Where the parameters of one shell are, and in which dtype its modules meet them; changes from call to call."""
+    """The device of one shell's parameters, and the dtype in which its modules get them; may change with each call."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self.device, self.dtype, self.running = device, dtype, Running()
@@ -43,9 +43,9 @@ class Place:
 
 
 class Placeholder(nn.Parameter):
-    """Knows shape, dtype, device and name of a parameter, and refuses to be computed with.
+    """Knows shape, dtype, device and name of a parameter, and raises when it is computed with.
 
-    It has the attributes that somebody gave to the parameter, which are in `given`.
+    It has the attributes that were set on the parameter, also in `given`.
     """
 
     path: str
@@ -55,13 +55,13 @@ class Placeholder(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answers what is known, and raises RuntimeError at whatever needs values."""
+        """Returns known facts, and raises RuntimeError for whatever needs values."""
         self: Any = args[0] if args else None
         if isinstance(self, Placeholder):
             if func == _DEVICE:
                 return self.place.device
             if func == Tensor.detach or func == _DATA:
-                return self  # a state_dict() asks for names and shapes
+                return self  # state_dict() calls it, for names and shapes
             with torch._C.DisableTorchFunctionSubclass():
                 if func == _DTYPE:
                     own = func(self)
@@ -70,24 +70,24 @@ class Placeholder(nn.Parameter):
                     raise RuntimeError(self._settled(func))
                 if func in _KNOWN:
                     return func(*args, **(kwargs or {}))
-        found = (x for x in optree.tree_leaves((args, kwargs or {})) if isinstance(x, Placeholder))
-        self = next(found)
-        by = getattr(func, "__name__", func)
+        placeholders = (x for x in optree.tree_leaves((args, kwargs or {})) if isinstance(x, Placeholder))
+        self = next(placeholders)
+        operation = getattr(func, "__name__", func)
         if autograd.inside_backward():
             raise RuntimeError(
-                f"{self.path} is read in backward by {by}, after its stage has run, as "
+                f"{self.path} is read in backward by {operation}, after its stage has run, as "
                 f"torch.utils.checkpoint inside of it does: leave the checkpointing out of the module, and pass "
                 f"remat=True to functional"
             )
         if self.place.running.now is None:
             raise RuntimeError(
-                f"{self.path} was taken out of this module, which has no value for {by}: call the function that "
+                f"{self.path} was taken out of this module, which has no value for {operation}: call the function that "
                 f"`functional` returned, model(params, ...), with method= for other methods than forward; the values "
                 f"are in params, and model.state_dict(params) or interop.save_pretrained give them these names"
             )
         where = f"stage {self.owner!r}" if self.owner else "the model's call"
         raise RuntimeError(
-            f"{self.path} is read outside of {where}, by {by}: its values are among the "
+            f"{self.path} is read outside of {where}, by {operation}: its values are among the "
             f"parameters that the model was called with, not in the module. Add it to loose=[{self.path!r}], or make "
             f"one stage of a module that holds all who read it"
         )
@@ -114,32 +114,32 @@ class Placeholder(nn.Parameter):
 
 
 def _asked(args: Any, kwargs: Any) -> bool:
-    """The argument of `requires_grad_`."""
+    """The argument of a call of `requires_grad_`."""
     return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
 
 
 def placeholder(parameter: Tensor, path: str, owner: str, place: Place) -> Placeholder:
-    """Of a parameter.
+    """Makes the placeholder of a parameter.
 
     Args:
-        parameter: of which shape, dtype and need of a gradient are kept.
+        parameter: whose shape, dtype and requires_grad are kept.
         path: its name in the whole module.
-        owner: the stage that has it; "" for what all may read.
+        owner: path of the stage that has it; "" for a loose parameter.
         place: of the shell.
     """
-    made = Placeholder(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    made.path, made.owner, made.place, made.given = path, owner, place, dict(vars(parameter))
-    return made
+    result = Placeholder(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    vars(result).update(vars(parameter))
+    result.path, result.owner, result.place, result.given = path, owner, place, dict(vars(parameter))
+    return result
 
 
 class Slot(NamedTuple):
-    """A place of the module that holds a parameter or a buffer.
+    """A place in a module that holds a parameter or a buffer.
 
     Attributes:
         holder: a dict of the module's, or a list.
-        at: its key there.
-        key: of the value, in what a call is given.
+        at: the key or index in it.
+        key: name of the value, in the arguments of a call.
     """
 
     holder: Any
@@ -149,14 +149,14 @@ class Slot(NamedTuple):
 
 @dataclass
 class Part:
-    """A stage's, or what is loose.
+    """The places of a stage, or of what is loose.
 
     Attributes:
         path: of the module; "" for what is loose.
-        module: that is the stage.
-        own: places of parameters that it alone has; keys are names without the path.
-        shared: of those that others read, too; keys are whole names.
-        buffers: of the stage, and for what is loose of the whole module; keys are whole names.
+        module: of the stage.
+        own: places of parameters that only this part reads; keys are names without the path.
+        shared: places of parameters that others read, too; keys are full names.
+        buffers: places of buffers, for what is loose those of the whole module; keys are full names.
     """
 
     path: str
@@ -166,17 +166,17 @@ class Part:
     buffers: list[Slot] = field(default_factory=list)
 
     def shared_keys(self) -> tuple[str, ...]:
-        """Names of what others read, too, each once."""
+        """Names of the parameters that others read, too, without duplicates."""
         return tuple(dict.fromkeys(slot.key for slot in self.shared))
 
 
 @contextlib.contextmanager
 def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
-    """Values in their places, while the block runs, with the attributes that somebody gave to the parameters."""
+    """A context with values in their places, carrying the attributes that were set on the parameters."""
     before = [holder[at] for holder, at, _ in slots]
-    for (holder, at, _), value, there in zip(slots, values, before, strict=True):
-        if type(there) is Placeholder and there.given:
-            vars(value).update(there.given)
+    for (holder, at, _), value, replaced in zip(slots, values, before, strict=True):
+        if type(replaced) is Placeholder and replaced.given:
+            vars(value).update(replaced.given)
         holder[at] = value
     try:
         yield
@@ -186,10 +186,10 @@ def placed(slots: Sequence[Slot], values: Sequence[Any]) -> Iterator[None]:
 
 
 def left_in(part: Part, slot: Slot) -> Any:
-    """What is in the place of a parameter after the module ran.
+    """The value in a parameter's place after the module ran.
 
-    A parametrisation that forward registers and removes, as peft's of experts, puts a plain tensor among the buffers
-    afterwards, where nobody would replace it: it leaves them here.
+    If a parametrisation was registered and removed in forward, as peft does for experts, torch leaves a plain tensor
+    among the buffers, which would stay there; it is removed here.
     """
     if not isinstance(slot.holder, dict) or slot.at in slot.holder:
         return slot.holder[slot.at]

@@ -1,7 +1,7 @@
-"""Arguments and results of modules as tensors and a number that says how they were put together.
+"""Flattens arguments and results of modules to leaves and a number that identifies their structure.
 
-Stages take any pytree, but know only optree's nodes; models return what torch's registry knows, such as the outputs of
-`transformers`, and dataclasses. Tuples keep their types, of whatever class they are.
+Stages take any pytree, but only know optree's nodes; models return nodes of torch's registry, such as the outputs of
+`transformers`, and dataclasses. Tuples keep their types, of any class.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from torch.utils import _pytree
 
 
 class _Fields:
-    """The values of a dataclass, or of a tuple of another class, as a node of torch's registry; a tuple's items have
-    numbers for names.
-    """
+    """The values of a dataclass or a tuple subclass as a node of torch's registry; tuple items are named by numbers."""
 
     def __init__(self, kind: type, names: tuple[Any, ...], values: tuple[Any, ...]) -> None:
         self.kind, self.names, self.values = kind, names, values
@@ -27,51 +25,51 @@ class _Fields:
 
 _pytree.register_pytree_node(
     _Fields,
-    lambda one: (list(one.values), (one.kind, one.names)),
+    lambda node: (list(node.values), (node.kind, node.names)),
     lambda values, context: _Fields(context[0], context[1], tuple(values)),
 )
 
 
 class Forms:
-    """The structures that one stage's arguments or results have had; each has a number."""
+    """The structures that one stage's arguments or results have had, numbered."""
 
     def __init__(self) -> None:
         self.known: list[Any] = []
         self._writable: dict[int, bool] = {}
 
     def flatten(self, tree: Any) -> tuple[tuple[Any, ...], int]:
-        """The leaves, and the number of what is around them."""
+        """The leaves, and the number of the structure."""
         keep = _whole_or_cache if _caches_are_nodes(len(_pytree.SUPPORTED_NODES)) else _whole
         leaves, spec = _pytree.tree_flatten(tree, is_leaf=keep)
         if any(map(_is_record, leaves)):
             leaves, spec = _pytree.tree_flatten(_unpacked(tree), is_leaf=keep)
-        for number, one in enumerate(self.known):
-            if one is spec or one == spec:
+        for number, known_spec in enumerate(self.known):
+            if known_spec is spec or known_spec == spec:
                 return tuple(leaves), number
         self.known.append(spec)
         return tuple(leaves), len(self.known) - 1
 
     def unflatten(self, leaves: Any, number: int) -> Any:
-        """The inverse."""
+        """The inverse of `flatten`."""
         tree = _pytree.tree_unflatten(list(leaves), self.known[number])
         return _packed(tree) if _has_fields(self.known[number]) else tree
 
     def writable(self, number: int) -> bool:
-        """Whether there is something in it that can be written to: a list, say, or a dataclass."""
+        """Whether a structure contains something that can be written to, such as a list or a dataclass."""
         if number not in self._writable:
             self._writable[number] = any(map(_is_writable, _children(self.known[number])))
         return self._writable[number]
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with what a function makes of each leaf."""
+    """The tree with `function` applied to each leaf."""
     forms = Forms()
     leaves, form = forms.flatten(tree)
     return forms.unflatten([function(x) for x in leaves], form)
 
 
 def _whole(x: Any) -> bool:
-    """Whether torch's registry would make something else of it: a plain tuple."""
+    """Whether a value must be a leaf because torch's registry would turn it into a plain tuple."""
     return type(x) is torch.Size
 
 
@@ -80,25 +78,25 @@ def _whole_or_cache(x: Any) -> bool:
 
 
 def is_cache(x: Any) -> bool:
-    """Whether it is a cache of keys and values, which is written to: it stays the object that it is."""
+    """Whether a value is a cache of keys and values, which is written to and so must remain the same object."""
     return type(x).__name__.endswith("Cache")
 
 
 @functools.lru_cache(maxsize=8)
 def _caches_are_nodes(nodes: int) -> bool:
-    """Whether some library registered its caches, as exports do, so that flattening would take them apart."""
+    """Whether a library has registered its caches as nodes, as for export, so that flattening would copy them."""
     return any(kind.__name__.endswith("Cache") for kind in _pytree.SUPPORTED_NODES)
 
 
 def _is_record(x: Any) -> bool:
-    """Of what is a leaf for torch's registry."""
+    """Whether a leaf of torch's registry is a dataclass or a tuple subclass."""
     if isinstance(x, tuple):
         return not _whole(x) and not optree.is_structseq(x)
     return dataclasses.is_dataclass(x) and not isinstance(x, type) and not is_cache(x)
 
 
 def _unpacked(tree: Any) -> Any:
-    """With the values of records, and of records in these, in their places."""
+    """Replaces records, also nested ones, by nodes with their values."""
 
     def one(x: Any) -> Any:
         if not _is_record(x):
@@ -116,17 +114,17 @@ def _values(x: Any) -> dict[Any, Any]:
 
 
 def _packed(tree: Any) -> Any:
-    """The inverse."""
+    """The inverse of `_unpacked`."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, _Fields):
             return x
         values = dict(zip(x.names, map(_packed, x.values), strict=True))
         items = [values.pop(name) for name in x.names if isinstance(name, int)]
-        made: Any = tuple.__new__(x.kind, items) if issubclass(x.kind, tuple) else object.__new__(x.kind)
+        record: Any = tuple.__new__(x.kind, items) if issubclass(x.kind, tuple) else object.__new__(x.kind)
         for name, value in values.items():
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(record, name, value)
+        return record
 
     return _pytree.tree_map(one, tree, is_leaf=lambda x: isinstance(x, _Fields) or _whole_or_cache(x))
 

@@ -1,4 +1,4 @@
-"""Whole tensors by name: in files, of which nothing is read before it is used, or in memory."""
+"""Whole tensors by name: in files, read when they are used, or in memory."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ T = TypeVar("T")
 _NAMED = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 
 Source = str | os.PathLike[str] | nn.Module | Functional | Mapping[str, Any]
-"""Where parameters are: the path of a folder or file, a module, what `functional` made of one, or a mapping by name."""
+"""Where parameters come from: the path of a folder or file, a module, a `Functional`, or a mapping by name."""
 
 
 def in_files(source: Any) -> bool:
-    """Whether it is a path."""
+    """Whether a source is a path."""
     return isinstance(source, (str, os.PathLike))
 
 
 class Tensors(NamedTuple):
-    """What a source has.
+    """The contents of a source.
 
     Attributes:
-        values: whole tensors by name, none of which is a copy.
-        others: names of what is not a tensor, and what it is.
-        forget: gives back the memory of what was read from files.
-        identity: of files, the same for copies of them.
+        values: whole tensors by name, none of them copied.
+        others: descriptions of entries that are not tensors, by name.
+        forget: releases the memory of what was read from files.
+        identity: for files, a number that is equal for copies of them.
     """
 
     values: dict[str, Tensor]
@@ -55,19 +55,19 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
     """The tensors of a source.
 
     Args:
-        source: the path of a folder or file; a module, or what `functional` made of one; a mapping of names to tensors,
-            or to such mappings.
-        share: `(i, n)` for reader number i of n, which share the work of comparing the checksums that files have.
+        source: the path of a folder or file; a module or a `Functional`; or a mapping of names to tensors or to such
+            mappings.
+        share: `(i, n)` for reader i of n, which share the work of comparing checksums.
 
     Raises:
-        CheckpointError: a file that is gone, damaged, or lacks what the index says.
-        TypeError: something else; values that are not dense tensors.
+        CheckpointError: a file is gone, damaged, or lacks tensors of the index.
+        TypeError: the source has another type, or values that are not dense tensors.
     """
     if in_files(source):
         return _in_file(Path(source), share)
     if isinstance(source, Functional):
-        stated = source.module.state_dict()
-        source = {**source.tree, **{name: b for name, b in source.buffers.items() if name in stated}}
+        state_dict = source.module.state_dict()
+        source = {**source.tree, **{name: b for name, b in source.buffers.items() if name in state_dict}}
     if isinstance(source, nn.Module):
         source = source.state_dict()
     if not isinstance(source, Mapping):
@@ -79,16 +79,16 @@ def tensors_of(source: Any, share: tuple[int, int] = (0, 1)) -> Tensors:
 
 
 def _in_file(path: Path, share: tuple[int, int]) -> Tensors:
-    found = model_in(path)
-    if found is None:
+    model_path = model_in(path)
+    if model_path is None:
         if path.is_dir():
             raise CheckpointError(_without_model(path))
         hub = ": of a model on the Hub pass the folder that huggingface_hub.snapshot_download returns"
         raise CheckpointError(f"{path} does not exist here{hub if _NAMED.fullmatch(str(path)) else ''}")
-    reader = FileReader(found, share)
+    reader = FileReader(model_path, share)
     reader.check()
     others = {**{name: f"the value {x!r}" for name, x in reader.source.numbers.items()}, **reader.source.others}
-    inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers write it, beside much else
+    inner = any(name.startswith(INNER) for name in reader.tensors)  # as trainers save it, beside other state
     values, others = (_part(reader.tensors), _part(others)) if inner else (reader.tensors, others)
     return Tensors(values, others, reader.forget, zlib.crc32(reader.identity().encode()))
 
@@ -98,13 +98,13 @@ def _part(named: dict[str, T]) -> dict[str, T]:
 
 
 def fingerprint(tensors: Mapping[str, Tensor], names: Iterable[str], values: bool = True) -> int:
-    """Of some of these tensors: names, kinds, and the elements, too, or not."""
-    found = 0
+    """A CRC-32 of the names, dtypes and shapes of some tensors, and of their elements if `values`."""
+    crc = 0
     for name in sorted(names):
         x = tensors[name]
-        some = checksum(x) if values else ""
-        found = zlib.crc32(f"{name}: {x.dtype} {tuple(x.shape)} {some}".encode(), found)
-    return found
+        content = checksum(x) if values else ""
+        crc = zlib.crc32(f"{name}: {x.dtype} {tuple(x.shape)} {content}".encode(), crc)
+    return crc
 
 
 def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,8 +116,8 @@ def _flat(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield name, value
 
 
-def _checked(found: Mapping[str, Any]) -> dict[str, Tensor]:
-    for name, x in found.items():
+def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    for name, x in tensors.items():
         if isinstance(x, Placeholder):
             raise TypeError(f"{name} was taken out of this module by `functional`: pass what that returned")
         if is_dtensor(x):
@@ -127,7 +127,7 @@ def _checked(found: Mapping[str, Any]) -> dict[str, Tensor]:
         if x.is_meta or x.layout is not torch.strided or x.is_quantized or x.is_nested:
             where = "on the device meta, without values" if x.is_meta else "not dense"
             raise TypeError(f"{name} is {where}")
-    return {name: x.detach() for name, x in found.items()}
+    return {name: x.detach() for name, x in tensors.items()}
 
 
 def _without_model(folder: Path) -> str:

@@ -1,6 +1,6 @@
-"""What cannot be taken apart, and what a module must not do while it is called, and what is said then.
+"""Errors for modules that cannot be taken apart, and for what a module must not do while it is called.
 
-Modules are refused that would go on using numbers that training leaves behind.
+A module is refused if it would go on using values that training no longer updates.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
 def aliases(module: nn.Module, known: Mapping[int, Tensor]) -> Iterator[tuple[Any, Any, int]]:
-    """Where else modules keep their parameters: in a list or dict of their own, as recurrent ones do.
+    """Yields where else modules keep parameters, as recurrent ones do: a list or dict, the key in it, the id of one.
 
     Raises:
-        TypeError: a parameter is kept where no other can be put in its place.
+        TypeError: a parameter is kept where it cannot be replaced.
     """
     for path, m in module.named_modules():
         for attribute, value in vars(m).items():
             if attribute in OF_TORCH:
                 continue
-            deep = [] if isinstance(value, (list, dict)) else [value]
-            for at, one in value.items() if isinstance(value, dict) else enumerate(() if deep else value):
-                if not isinstance(one, Tensor):
-                    deep.append(one)
-                elif known.get(id(one)) is one:
-                    yield value, at, id(one)
-            if any(known.get(id(x)) is x for x in tensors_in(*deep)):
+            nested = [] if isinstance(value, (list, dict)) else [value]
+            for key, item in value.items() if isinstance(value, dict) else enumerate(() if nested else value):
+                if not isinstance(item, Tensor):
+                    nested.append(item)
+                elif known.get(id(item)) is item:
+                    yield value, key, id(item)
+            if any(known.get(id(x)) is x for x in tensors_in(*nested)):
                 raise TypeError(
                     f"functional: {path or 'the module'} keeps a parameter in its attribute {attribute!r}, where it "
                     f"would stay when others are used: let its forward read the parameter itself"
                 )
 
 
-_MOST = 10_000
+_MOST = 10_000  # objects that `tensors_in` visits
 
 
 def tensors_in(*values: Any, objects: bool = False) -> Iterator[Tensor]:
-    """The tensors that values lead to, through containers, dataclasses and functions, but not into modules.
+    """Yields tensors reachable from values through containers, dataclasses and functions, but not through modules.
 
     Args:
         values: anything.
-        objects: whether attributes of objects of any class count.
+        objects: whether to follow attributes of objects of any class.
     """
-    left, seen = list(values), set[int]()
-    while left and len(seen) < _MOST:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, _PLAIN):
+    pending, seen = list(values), set[int]()
+    while pending and len(seen) < _MOST:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, _PLAIN):
             continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            yield one
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
         else:
-            left += _held_by(one, objects)
+            pending += _held_by(value, objects)
 
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, torch.dtype, torch.device, nn.Module)
@@ -85,7 +85,7 @@ def _held_by(value: Any, objects: bool) -> Sequence[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, types.FunctionType):
-        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]  # an empty one has no contents
+        cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]  # an empty cell has no contents
         return [*(cell.cell_contents for cell in cells), *(value.__defaults__ or ())]
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
@@ -95,9 +95,9 @@ def _held_by(value: Any, objects: bool) -> Sequence[Any]:
 
 
 def refuse_shared_memory(module: nn.Module, named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises ValueError where two parameters, or a parameter and a tensor of a module's, have memory in common.
+    """Raises ValueError if a parameter shares memory with another parameter, or with another tensor of a module.
 
-    In the tree each is a tensor of its own: what was one number would become two.
+    In the tree each would be a separate tensor, and shared numbers would diverge.
     """
     owners: dict[int, list[tuple[str, Tensor]]] = {}
     parameters = {id(p): name for name, p in reversed(named)}
@@ -123,7 +123,7 @@ def refuse_shared_memory(module: nn.Module, named: Sequence[tuple[str, Tensor]])
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one storage have an element in common."""
+    """Whether two tensors of the same storage have an element in common."""
     if not x.numel() or not y.numel():
         return False
     (low, high), (start, stop) = _extent(x), _extent(y)
@@ -138,20 +138,20 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def _extent(x: Tensor) -> tuple[int, int]:
-    """The first byte in its storage, and the end."""
+    """The first byte in the storage, and the end."""
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     first = x.storage_offset()
     return int(first) * x.element_size(), int(first + last + 1) * x.element_size()
 
 
 def disables_checkpointing(module: object) -> str:
-    """The method of a model of `transformers` that switches its own checkpointing off; versions have two names."""
+    """The name of the `transformers` method that disables its checkpointing, which depends on the version."""
     newer = "activation_checkpointing_disable"
     return newer if hasattr(module, newer) else "gradient_checkpointing_disable"
 
 
 def refuse_taken(module: nn.Module) -> None:
-    """Raises for a module that cannot be taken apart, and says why."""
+    """Raises TypeError for a module that cannot be taken apart."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"functional: the module is of type {type(module).__name__}, not a torch.nn.Module")
     for path, m in module.named_modules():
@@ -163,7 +163,7 @@ def refuse_taken(module: nn.Module) -> None:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether a class of parameters computes as `nn.Parameter` does; bitsandbytes' own ones say how to be cut."""
+    """Whether a parameter class computes as `nn.Parameter` does, or is of bitsandbytes, which is handled elsewhere."""
     ordinary = nn.Parameter.__torch_function__
     return issubclass(kind, nn.Parameter) and (
         getattr(kind, "__torch_function__", ordinary) is ordinary or kind.__module__.startswith("bitsandbytes.")
@@ -181,7 +181,7 @@ def _refuse_parameter(p: Tensor, name: str, where: str) -> None:
             f"functional: {name} of {where} is a DTensor, as after fully_shard: pass the module as it was "
             f"before, and let shardfn.shard cut the parameters"
         )
-    if not _is_plain(type(p)) and not isinstance(p, nn.parameter.UninitializedParameter):  # below
+    if not _is_plain(type(p)) and not isinstance(p, nn.parameter.UninitializedParameter):  # see below
         raise TypeError(
             f"functional: {name} of {where} is of class {type(p).__name__}, whose operations are its own: what stages "
             f"compute with are plain tensors. Pass the module with plain parameters; what few bits mean here, "
@@ -234,7 +234,7 @@ def _refuse_module(m: nn.Module, where: str, module: nn.Module) -> None:
 
 
 def refuse_again(path: str) -> None:
-    """Raises RuntimeError where checkpointing of the module's own runs a stage in backward."""
+    """Raises RuntimeError if the module's own checkpointing runs a stage in backward."""
     if autograd.inside_backward():
         raise RuntimeError(
             f"{path} runs again in backward, outside of a call of the model, as torch.utils.checkpoint does: leave the "
@@ -243,7 +243,7 @@ def refuse_again(path: str) -> None:
 
 
 def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], int], form: int) -> None:
-    """Raises RuntimeError if a module wrote into a list, dict or dataclass that it was given."""
+    """Raises RuntimeError if a module has written into a list, dict or dataclass among its arguments."""
     if now[1] != form or any(a is not b for a, b in zip(leaves, now[0], strict=True)):
         raise RuntimeError(
             f"{part.path} ({type(part.module).__name__}) writes into a list, dict or dataclass among its arguments. A "
@@ -252,9 +252,9 @@ def refuse_written(part: Part, leaves: Sequence[Any], now: tuple[Sequence[Any], 
         )
 
 
-def refuse_rebound(part: Part, there: Sequence[tuple[Slot, Any]]) -> None:
-    """Raises RuntimeError if a module put another parameter into the place of one, unless it has the same numbers."""
-    for slot, value in there:
+def refuse_rebound(part: Part, pairs: Sequence[tuple[Slot, Any]]) -> None:
+    """Raises RuntimeError if a module has replaced one of its parameters by a tensor with other numbers."""
+    for slot, value in pairs:
         now = left_in(part, slot)
         if now is not value and not keeps_numbers(now, value):
             raise RuntimeError(
@@ -265,7 +265,7 @@ def refuse_rebound(part: Part, there: Sequence[tuple[Slot, Any]]) -> None:
 
 
 def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
-    """Raises TypeError where a stage is given a cache."""
+    """Raises TypeError if a stage is given a cache."""
     for x in leaves:
         if is_cache(x):
             raise TypeError(
@@ -276,7 +276,7 @@ def refuse_caches(part: Part, leaves: Sequence[Any]) -> None:
 
 
 def refuse_hooks(part: Part) -> None:
-    """Under torch.func's own transforms nobody sees what a hook kept; `sf.grad` and backward() look for it."""
+    """Raises RuntimeError for a forward hook inside a stage under torch.func: what it keeps would lose its gradient."""
     for path, m in part.module.named_modules():
         hooks = (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) if path else ()  # a stage's run outside
         for hook in hooks:
@@ -289,13 +289,13 @@ def refuse_hooks(part: Part) -> None:
 
 
 def refuse_kept(part: Part, given: Sequence[Any]) -> None:
-    """Likewise for attributes, and for objects that it was given."""
+    """Raises RuntimeError for computed tensors kept in attributes or argument objects, for the same reason."""
     for path, m in part.module.named_modules():
         for name, held in vars(m).items():
             if name in (*OF_TORCH, *_NOT_KEPT) or not any(map(_computed, tensors_in(held, objects=True))):
                 continue
             if f"{name}_g" in m._parameters or f"{name}_orig" in m._parameters:
-                continue  # a weight that is computed before each forward
+                continue  # recomputed before each forward, as by weight_norm or spectral_norm
             raise RuntimeError(
                 f"{joined(part.path, path)} keeps a tensor that it computed in its attribute {name!r}: under "
                 f"torch.func its gradient would be lost, silently. Let forward return it, or keep x.detach()"
@@ -317,7 +317,7 @@ def _computed(x: Tensor) -> bool:
 
 
 def refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
-    """Raises TypeError where a model of `transformers` checkpoints by itself."""
+    """Raises TypeError if a model of `transformers` checkpoints activations by itself."""
     for path, m in modules:
         if getattr(m, "gradient_checkpointing", False) is True and m.training:
             raise TypeError(
@@ -327,17 +327,17 @@ def refuse_checkpointing(model: nn.Module, modules: Sequence[tuple[str, nn.Modul
 
 
 def drawn_layers(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where a model of `transformers` says how often it leaves layers out in training: modules, configurations."""
+    """The attributes, of modules and configurations, by which `transformers` skips layers at random in training."""
     owners = {
-        id(one): one for m in model.modules() for one in (vars(m), vars(getattr(m, "config", None) or nn.Module()))
+        id(own): own for m in model.modules() for own in (vars(m), vars(getattr(m, "config", None) or nn.Module()))
     }
-    return [(one, name) for one in owners.values() for name in one if str(name).endswith("layerdrop")]
+    return [(own, name) for own in owners.values() for name in own if str(name).endswith("layerdrop")]
 
 
 def refuse_apart(model: nn.Module, drawn: Sequence[tuple[dict[str, Any], str]], params: Any) -> None:
-    """Raises ValueError on every rank where layers are left out by numbers that ranks would draw differently."""
-    said = next((f"{name}={own[name]}" for own, name in drawn if isinstance(own[name], float) and own[name] > 0), "")
-    if not (said and model.training):
+    """Raises ValueError on every rank if layers are skipped at random and ranks would draw different numbers."""
+    setting = next((f"{name}={own[name]}" for own, name in drawn if isinstance(own[name], float) and own[name] > 0), "")
+    if not (setting and model.training):
         return
     flats = [x for x in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(x)]
     if not flats or torch.compiler.is_compiling() or any(x.layout.placement.only_at for x in flats):
@@ -348,8 +348,8 @@ def refuse_apart(model: nn.Module, drawn: Sequence[tuple[dict[str, Any], str]], 
         mesh_of(flats[0].layout.grid, "the model"),
         type(model).__name__,
         subject=(
-            f"torch's random numbers, by which it leaves layers out while it trains ({said}),",
+            f"torch's random numbers, by which it leaves layers out while it trains ({setting}),",
             f"All ranks leave out the same layers: call torch.manual_seed with the same number on every rank before "
-            f"the call, or set {said.partition('=')[0]} to 0.0 in the model and its configuration",
+            f"the call, or set {setting.partition('=')[0]} to 0.0 in the model and its configuration",
         ),
     )

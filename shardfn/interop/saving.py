@@ -1,4 +1,4 @@
-"""Parameters to the files that `from_pretrained`, or the module itself, reads."""
+"""Saves parameters to the files that `from_pretrained`, or the module itself, reads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardfn.quant.packed import Packed, is_packed
 from shardfn.quoting import listed, short_errors
 from shardfn.shards.layout import is_flat
 
-SETTINGS = ".settings.writing"  # where other files are until all are whole
+SETTINGS = ".settings.writing"  # holds the other files until all are complete
 CONFIG = "config.json"  # without which `from_pretrained` finds no model
 
 
@@ -51,63 +51,63 @@ def save_pretrained(
     max_shard_bytes: int = 5 * 2**30,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a model as its own library reads it, on all ranks together, one stage gathered after another.
+    """Writes a model in its own library's format, on all ranks together, one stage gathered after another.
 
-    Of a model of `transformers` this is what its `save_pretrained` writes: safetensors files, under the names and in
-    the form that it has in files, tied parameters once, with its configuration. `from_pretrained` finds nothing missing
-    and nothing unexpected there. Before anything is written, what it would make of these files is compared with the
-    parameters. Of another module it is `model.safetensors` with all names of its `state_dict`, for
+    For a model of `transformers` this is what its `save_pretrained` writes: safetensors files, with the names and
+    layout that it uses in files, tied parameters once, and its configuration. `from_pretrained` then finds nothing
+    missing or unexpected. Before anything is written, what it would make of these files is compared with the
+    parameters. For another module it is `model.safetensors` with all names of its `state_dict`, for
     `module.load_state_dict(safetensors.torch.load_file(...))`.
 
-    Parameters in few bits are written as bitsandbytes has them, and the configuration says so; `dtype` decodes them.
+    Parameters in few bits are written as by bitsandbytes, and noted in the configuration; `dtype` decodes them.
 
     In addition to its shards a rank needs memory for one stage and 32 MB. An earlier model in the folder stays until
-    the new one is all on the disk, as with `checkpoint.export`, and files of other names are left alone. If the process
-    dies while the one replaces the other, `from_pretrained` finds no model, rather than the tensors of one with the
-    configuration of another: a configuration that changes is away meanwhile, and comes last.
+    all of the new one is on disk, as with `checkpoint.export`, and files of other names stay. If the process dies while
+    one replaces the other, `from_pretrained` finds no model, rather than the tensors of one with the configuration of
+    another: a configuration that changes is moved away first, and the new one is put in place last.
 
     Args:
-        folder: which all ranks see, and which is made if necessary.
-        model: what `functional` returned.
+        folder: which all ranks see, and which is created if necessary.
+        model: a `Functional`.
         params: of the structure of `model.tree`: flat shards, whole tensors, or both.
         buffers: as the last call of the model returned them; default: `model.buffers`. The first rank's are written.
         tokenizer: whose files belong to the model: anything with a `save_pretrained(folder)`.
-        dtype: convert floating-point parameters to this floating-point dtype, and decode those in few bits; None for
-            their own. Buffers keep theirs.
-        max_shard_bytes: bytes of tensors in a file; one tensor may have more.
+        dtype: floating-point dtype to which floating-point parameters are converted, and those in few bits decoded;
+            None keeps their own. Buffers keep theirs.
+        max_shard_bytes: bytes of tensors in a file; a single tensor may have more.
         metadata: further strings for the header of each file.
 
     Raises:
-        CheckpointError: what could not be written, or could not be read back; parameters in few bits of which
-            `transformers` would know nothing; the same on every rank.
-        ValueError: other parameters than the model's; a model that changes buffers, without them.
-        TypeError: another dtype; a model that is not a function, or a tokenizer that cannot be saved.
+        CheckpointError: files cannot be written, or could not be read back; or `transformers` could not read parameters
+            in few bits. The same on every rank.
+        ValueError: the parameters are not the model's; or the model changes buffers and none were passed.
+        TypeError: `dtype` has a wrong type, `model` is not a `Functional`, or the tokenizer cannot be saved.
 
     Example:
         ``save_pretrained("out", model, params, tokenizer=tokenizer)``
     """
     finish()
 
-    def started() -> tuple[Path, _Known]:
+    def started() -> tuple[Path, _Given]:
         expect_functional("save_pretrained", model)
         refuse_options("save_pretrained", "max_shard_bytes", max_shard_bytes, dtype)
         if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
             raise TypeError(
                 f"save_pretrained: tokenizer={tokenizer!r} has no save_pretrained(folder): pass the tokenizer itself"
             )
-        return Path(folder), _known(model, params, buffers)
+        return Path(folder), _checked(model, params, buffers)
 
-    path, known = on_each_rank(started)
+    path, given = on_each_rank(started)
     grids = [leaf.layout.grid for leaf in optree.tree_leaves(params, is_leaf=is_flat) if is_flat(leaf)]
     team, what = team_of(grids), f"save_pretrained {path}"
-    files, few, plan = team.each(what, lambda: _planned(model, known, dtype, max_shard_bytes, metadata or {}))
+    files, stored, plan = team.each(what, lambda: _planned(model, given, dtype, max_shard_bytes, metadata or {}))
     if len(set(team.gathered((str(path), zlib.crc32(repr(plan.headers).encode())), what))) > 1:
         raise CheckpointError(f"{what}: ranks were given different paths or parameters")
     try:
-        team.first(what, lambda: _begin(path, plan, model, tokenizer, files, few))
-        own = known.buffers.items() if team.rank == 0 else ()
-        values = itertools.chain(turns(params, known.params, team), own)
-        placed = functools.partial(_placed, _targets(files), few, known.packed, dtype)
+        team.first(what, lambda: _begin(path, plan, model, tokenizer, files, stored))
+        own = given.buffers.items() if team.rank == 0 else ()
+        values = itertools.chain(turns(params, given.params, team), own)
+        placed = functools.partial(_placed, _targets(files), stored, given.packed, dtype)
         team.each(what, lambda: fill(path, plan, values, placed))
         team.first(what, lambda: _finish(path, plan))
     except BaseException:
@@ -117,10 +117,14 @@ def save_pretrained(
         raise
 
 
-class _Known(NamedTuple):
-    """What there is to be written: kinds of the parameters by the tree's names, in its order, and buffers.
+class _Given(NamedTuple):
+    """What is to be written.
 
-    Of those in few bits it is the kind that they stand for; `packed` has them without their bytes.
+    Attributes:
+        params: dtype and shape of each parameter by the tree's name, in its order; of those in few bits, of the decoded
+            one.
+        packed: the parameters in few bits, without their bytes.
+        buffers: by name.
     """
 
     params: dict[str, Kind]
@@ -128,11 +132,11 @@ class _Known(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None) -> _Known:
-    """Raises ValueError for other parameters or buffers, or buffers that were forgotten."""
+def _checked(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None) -> _Given:
+    """What is to be written. Raises ValueError for other parameters or buffers than the model's, or missing buffers."""
     model._check(params)
-    stated = model.module.state_dict()
-    changed = [name for name in model._changing if name in stated]
+    state_dict = model.module.state_dict()
+    changed = [name for name in model._changing if name in state_dict]
     forgotten = [name for name in changed if name not in (buffers or {})]
     if forgotten:
         raise ValueError(
@@ -153,40 +157,40 @@ def _known(model: Functional, params: Any, buffers: Mapping[str, Tensor] | None)
             kinds[dotted(accessor)] = Kind(leaf.dtype, tuple(leaf.shape))
         elif leaf.values is not None:
             for number, entry in enumerate(leaf.layout.entries):
-                if (one := leaf.layout.packed_at(number)) is not None:
-                    packed[entry.path] = one
-                dtype = leaf.values.dtype if one is None else one.dtype
+                if (packed_here := leaf.layout.packed_at(number)) is not None:
+                    packed[entry.path] = packed_here
+                dtype = leaf.values.dtype if packed_here is None else packed_here.dtype
                 kinds[entry.path] = Kind(dtype, leaf.layout.meant_shape(number))
     names = set(model.names.values())
     if set(kinds) != names:
-        odd = sorted(names ^ set(kinds))
+        differing = sorted(names ^ set(kinds))
         raise ValueError(
-            f"save_pretrained: these are not the parameters of this model, which differ in {listed(odd, 4)}"
+            f"save_pretrained: these are not the parameters of this model, which differ in {listed(differing, 4)}"
         )
-    every = {**model.buffers, **(buffers or {})}
-    return _Known(kinds, packed, {name: b.detach() for name, b in every.items() if name in stated})
+    all_buffers = {**model.buffers, **(buffers or {})}
+    return _Given(kinds, packed, {name: b.detach() for name, b in all_buffers.items() if name in state_dict})
 
 
 # --- what is written where ---
 
 
 def _planned(
-    model: Functional, known: _Known, dtype: torch.dtype | None, largest: int, metadata: Mapping[str, str]
+    model: Functional, given: _Given, dtype: torch.dtype | None, largest: int, metadata: Mapping[str, str]
 ) -> tuple[dict[str, Assembled], _Few, Plan]:
-    """What each tensor of the files is made of, which of them are in few bits, and where they stand."""
+    """What each tensor of the files is made of, which of them are in few bits, and the layout of the files."""
     names = {name: model.names.get(name, name) for name in model.module.state_dict()}
-    strange = [name for name, key in names.items() if key not in known.params and key not in known.buffers]
+    strange = [name for name, key in names.items() if key not in given.params and key not in given.buffers]
     if strange:
         raise CheckpointError(
             f"{type(model.module).__name__} keeps more than parameters and buffers in its state_dict, {strange[0]}: "
             f"load model.state_dict(params) into a whole module on one process, and save the state_dict of that"
         )
-    metas = {name: _meta(kind, dtype) for name, kind in known.params.items()}
-    metas |= {name: _meta(Kind(b.dtype, tuple(b.shape)), None) for name, b in known.buffers.items()}
+    metas = {name: _meta(kind, dtype) for name, kind in given.params.items()}
+    metas |= {name: _meta(Kind(b.dtype, tuple(b.shape)), None) for name, b in given.buffers.items()}
     files = {name: lazy(metas[key], key) for name, key in names.items()}
     if conversions.of_transformers(model.module):
         files = _of_transformers(model, {name: x for name, x in files.items() if name in metas}, metas)
-    few = _few(model, known, files, metas) if dtype is None and known.packed else _Few({}, {})
+    few = _few(model, given, files, metas) if dtype is None and given.packed else _Few({}, {})
     kinds = {name: Kind(x.dtype, x.shape) for name, x in files.items() if name not in few.formats}
     for name, packed in few.formats.items():
         parts = bitsandbytes.tensors(name, packed).items()
@@ -195,33 +199,38 @@ def _planned(
 
 
 class _Few(NamedTuple):
-    """What stays in few bits: tensors of files, without their bytes, and what the configuration says of them."""
+    """Tensors of files that stay in few bits.
+
+    Attributes:
+        formats: by name, without their bytes.
+        settings: what the configuration says of them.
+    """
 
     formats: dict[str, Packed]
     settings: dict[str, Any]
 
 
-def _few(model: Functional, known: _Known, files: Mapping[str, Assembled], metas: Mapping[str, Tensor]) -> _Few:
-    """Raises CheckpointError for parameters of which nothing that reads these files would know."""
-    found = dict[str, Packed]()
+def _few(model: Functional, given: _Given, files: Mapping[str, Assembled], metas: Mapping[str, Tensor]) -> _Few:
+    """Finds what stays in few bits. Raises CheckpointError if `from_pretrained` could not read it."""
+    formats = dict[str, Packed]()
     try:
         for name, x in files.items():
-            origins = {part.origin for part in x.parts} & set(known.packed)
+            origins = {part.origin for part in x.parts} & set(given.packed)
             if origins and not (len(x.parts) == 1 and _same(next(iter(origins)), x, metas)):
                 raise ValueError(f"{name}, in which {listed(sorted(origins), 2)} is, is not a whole parameter in files")
             for origin in origins:
-                packed = known.packed[origin]
-                found[name] = packed.having(torch.empty(packed.nbytes, dtype=torch.uint8, device="meta"))
-                bitsandbytes.tensors(name, found[name])
+                packed = given.packed[origin]
+                formats[name] = packed.having(torch.empty(packed.nbytes, dtype=torch.uint8, device="meta"))
+                bitsandbytes.tensors(name, formats[name])
     except ValueError as error:
         raise CheckpointError(f"{error}: pass dtype=, which decodes what is written") from None
     linear = [name for name, m in model.module.named_modules() if isinstance(m, nn.Linear)]
     of_transformers = conversions.of_transformers(model.module)
-    return _Few(found, coded.settings(known.packed, linear) if of_transformers else {})
+    return _Few(formats, coded.settings(given.packed, linear) if of_transformers else {})
 
 
 def _meta(kind: Kind, dtype: torch.dtype | None) -> Tensor:
-    """Stands for a tensor that is written, in another dtype if there is one."""
+    """A meta tensor in place of one that is written, converted to `dtype` if there is one."""
     own = kind.dtype if dtype is None or not kind.dtype.is_floating_point else dtype
     return torch.empty(kind.shape, dtype=own, device="meta")
 
@@ -229,7 +238,7 @@ def _meta(kind: Kind, dtype: torch.dtype | None) -> Tensor:
 def _of_transformers(
     model: Functional, state: Mapping[str, Assembled], metas: Mapping[str, Tensor]
 ) -> dict[str, Assembled]:
-    """The tensors that its files have.
+    """The tensors of the files of a `transformers` model.
 
     Raises:
         CheckpointError: `from_pretrained` would not find the parameters in them.
@@ -251,22 +260,22 @@ def _of_transformers(
 def _problem(
     model: Functional, files: Mapping[str, Assembled], state: Mapping[str, Assembled], metas: Mapping[str, Tensor]
 ) -> str:
-    """Why these files would not be loaded as these parameters; "" if they would."""
+    """Why `from_pretrained` would not load these parameters from these files; "" if it would."""
     for name, x in files.items():
         if any(part.origin not in metas for part in x.parts):
             return f"{name} is computed of parameters, not made up of parts of them"
         if why := flaw(x.shape, [part.box for part in x.parts]):
             return f"{name}: {why}"
-    found = conversions.converted(model.module, files, model.module.state_dict())
-    if found.extra or set(found.values) != set(state):
-        odd = sorted({*found.extra, *(set(found.values) ^ set(state))})
-        return f"these names would be missing or extra: {listed(odd, 4)}"
-    moved = [name for name, x in found.values.items() if not _same(name, x, metas)]
+    loaded = conversions.converted(model.module, files, model.module.state_dict())
+    if loaded.extra or set(loaded.values) != set(state):
+        differing = sorted({*loaded.extra, *(set(loaded.values) ^ set(state))})
+        return f"these names would be missing or extra: {listed(differing, 4)}"
+    moved = [name for name, x in loaded.values.items() if not _same(name, x, metas)]
     return f"{moved[0]} would have its elements in other places" if moved else ""
 
 
 def _same(name: str, x: Assembled, metas: Mapping[str, Tensor]) -> bool:
-    """Whether all elements of a tensor stand where they stand in the parameter."""
+    """Whether all elements of a tensor have the same places as in the parameter."""
     return x.shape == tuple(metas[name].shape) and all(
         part.origin == name and _geometry(part.values) == _geometry(metas[name][part.box.within(whole(x.shape))])
         for part in x.parts
@@ -282,12 +291,12 @@ def _geometry(x: Tensor) -> tuple[Any, ...]:
 
 
 def _targets(files: Mapping[str, Assembled]) -> dict[str, list[tuple[str, Part]]]:
-    """Where each parameter is in files: names of tensors, and the parts of these that are views of it."""
-    found: dict[str, list[tuple[str, Part]]] = {}
+    """For each parameter, the tensors in files that contain parts of it, and these parts, which are views of it."""
+    targets: dict[str, list[tuple[str, Part]]] = {}
     for name, x in files.items():
         for part in x.parts:
-            found.setdefault(part.origin, []).append((name, part))
-    return found
+            targets.setdefault(part.origin, []).append((name, part))
+    return targets
 
 
 def _placed(
@@ -298,7 +307,7 @@ def _placed(
     name: str,
     x: Tensor,
 ) -> Iterator[Elements]:
-    """What a parameter is in files, in all its places."""
+    """Yields all portions of files that come from a parameter."""
     if name in packed and dtype is not None:
         x = packed[name].having(x).decoded(dtype)
     for theirs, part in targets.get(name, ()):
@@ -308,14 +317,14 @@ def _placed(
             continue
         x, (box, view, _) = x.contiguous(), part
         moved = x.as_strided(view.shape, view.stride(), x.storage_offset() + view.storage_offset())
-        for at, some in pieces(moved, STEP):
-            yield theirs, at.moved(box.offsets), some.to(view.dtype)
+        for box_of_portion, portion in pieces(moved, STEP):
+            yield theirs, box_of_portion.moved(box.offsets), portion.to(view.dtype)
 
 
 def _begin(
     folder: Path, plan: Plan, model: Functional, tokenizer: Any, files: Mapping[str, Assembled], few: _Few
 ) -> None:
-    """Files of full length for the tensors, and the other files, none of them under its name yet."""
+    """Creates the tensor files at full length and writes the other files, all under temporary names."""
     begin(folder, plan)
     new = folder / SETTINGS
     shutil.rmtree(new, ignore_errors=True)
@@ -333,43 +342,43 @@ def _begin(
 
 
 def _finish(folder: Path, plan: Plan) -> None:
-    """Gives all files their names, at no time the tensors of one model together with the configuration of another."""
-    new, there = folder / SETTINGS, folder / CONFIG
+    """Renames all files; at no time are tensors of one model next to the configuration of another."""
+    new, config = folder / SETTINGS, folder / CONFIG
     files = sorted(_files_in(new), key=lambda file: str(file) == CONFIG)
-    away, before = folders.aside(there, "replaced"), _tensors_in(folder)
+    old_config, old_tensors = folders.aside(config, "replaced"), _tensors_in(folder)
     same = all((folder / file).exists() and (folder / file).read_bytes() == (new / file).read_bytes() for file in files)
-    hidden = there.exists() and (new / CONFIG).exists() and not same
+    hidden = config.exists() and (new / CONFIG).exists() and not same
     if hidden:
-        os.replace(there, away)
+        os.replace(config, old_config)
         sync(folder)
     try:
         publish(folder, plan)
     except BaseException:
-        if hidden and _tensors_in(folder) == before:
-            os.replace(away, there)
+        if hidden and _tensors_in(folder) == old_tensors:
+            os.replace(old_config, config)
         raise
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(new / file, folder / file)
     sync(folder)
-    away.unlink(missing_ok=True)
+    old_config.unlink(missing_ok=True)
     shutil.rmtree(new)
 
 
 def _tensors_in(folder: Path) -> dict[str, int]:
-    """Which files a model has there: names, and what tells a file of this name from another."""
+    """The tensor files of a model in a folder, with inodes, which change if a file is replaced."""
     return {path.name: path.stat().st_ino for path in folder.iterdir() if OURS.fullmatch(path.name)}
 
 
 def _note_dtype(config: Path, floats: list[torch.dtype], few: dict[str, Any]) -> None:
-    """Says in a configuration in which dtype, or few bits, the tensors are, by which `from_pretrained` goes."""
-    said = json.loads(config.read_text())
-    said.pop("quantization_config", None)  # of the files from which the model was loaded
+    """Writes the dtype of the tensors, or the quantisation settings, to a configuration for `from_pretrained`."""
+    settings = json.loads(config.read_text())
+    settings.pop("quantization_config", None)  # describes the files from which the model was loaded
     if floats:
-        said["dtype"] = str(floats[0]).removeprefix("torch.")
+        settings["dtype"] = str(floats[0]).removeprefix("torch.")
     if few:
-        said["quantization_config"] = few
-    config.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
+        settings["quantization_config"] = few
+    config.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

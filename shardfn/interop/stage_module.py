@@ -1,4 +1,4 @@
-"""A module that is a stage: its own forward runs in there, on the parameters of the call."""
+"""Runs a module as a stage: its own forward, on the parameters of the call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardfn.stages.stage import skip, stage
 
 
 class Run:
-    """What one call goes by."""
+    """One call: its parameters, the keys of buffers that may change, adapters, and the stages that have run."""
 
     def __init__(self, params: Any, changing: frozenset[str], adapters: Mapping[str, Any]) -> None:
         self.params, self.changing, self.adapters = params, changing, adapters
@@ -40,10 +40,10 @@ class Run:
 
 
 class Shell(NamedTuple):
-    """What the stages of a module have in common.
+    """What the stages of a module share.
 
     Attributes:
-        running: what runs now.
+        running: the current call and stage.
         places: of buffers, by key.
         statistics: keys of buffers that may change.
     """
@@ -54,7 +54,7 @@ class Shell(NamedTuple):
 
 
 class Unit:
-    """A module that is a stage: its forward goes through here."""
+    """A module that is a stage: its forward is replaced by a call of this."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Unit:
             return self._run(*each)
 
         run.__name__ = run.__qualname__ = type(part.module).__name__
-        # What the module is given and returns is cast, not its buffers: a stage would cast these as well.
+        # Arguments and results are cast here, because a stage would cast buffers as well.
         self.input_dtype, self.output_dtype = options.get("input_dtype"), options.get("output_dtype")
         self.stage = stage(
             run, **{name: x for name, x in options.items() if name not in ("input_dtype", "output_dtype")}
@@ -87,11 +87,11 @@ class Unit:
         part.module.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's forward is meanwhile."""
-        now = self.shell.running.now
-        if self.shell.running.unit is self:  # the module calls itself
+        """Replaces the module's forward."""
+        call = self.shell.running.now
+        if self.shell.running.unit is self:  # forward calls the module itself, within its stage
             return self.eager(*args, **kwargs)
-        if now is None:
+        if call is None:
             refuse_again(self.part.path)
             raise RuntimeError(
                 f"{self.part.path} is called by itself, and its parameters were taken out: call the function that "
@@ -103,34 +103,34 @@ class Unit:
         transformed = functorch.inside_transform()
         if transformed:
             refuse_hooks(self.part)
-        now.trace.append(self.part.path)
+        call.trace.append(self.part.path)
         buffers = {key: holder[at] for holder, at, key in self.part.buffers}
-        changing = tuple(key for key in buffers if key in now.changing)
-        own, shared, *adapters = arguments(now.params, self.part, now.adapters)
+        changing = tuple(key for key in buffers if key in call.changing)
+        own, shared, *adapters = arguments(call.params, self.part, call.adapters)
         given = tuple([cast(x, self.input_dtype) for x in leaves]) if self.input_dtype else leaves
         before = self.attributes.now()
         wanted = output_capturing.wanted()
-        found, outer, changed = self.stage(own, shared, buffers, changing, given, form, wanted, before, *adapters)
-        found = [cast(x, self.output_dtype) for x in found] if self.output_dtype else found
+        results, outer, changed = self.stage(own, shared, buffers, changing, given, form, wanted, before, *adapters)
+        results = [cast(x, self.output_dtype) for x in results] if self.output_dtype else results
         for key, value in changed.items():
             for holder, at, _ in self.shell.places[key]:
                 holder[at] = value
         if transformed:
             refuse_kept(self.part, leaves)
-        out, recorded = self.forms.unflatten(found, outer)
+        out, recorded = self.forms.unflatten(results, outer)
         output_capturing.hand_on(recorded)
         return out
 
     def skip(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What `shardfn.skip` of the module does."""
-        now = self.shell.running.now
-        if now is None:
+        """Implements `shardfn.skip` for the module."""
+        call = self.shell.running.now
+        if call is None:
             raise RuntimeError(
                 f"skip: {self.part.path} is skipped outside of a call of the model, which has its parameters: skip it "
                 f"in the forward of the module that would call it"
             )
-        now.trace.append(self.part.path)
-        return skip(self.stage, *arguments(now.params, self.part, now.adapters), args, kwargs)
+        call.trace.append(self.part.path)
+        return skip(self.stage, *arguments(call.params, self.part, call.adapters), args, kwargs)
 
     def _run(
         self,
@@ -148,13 +148,13 @@ class Unit:
         part = self.part
         slots = [*part.own, *part.shared]
         values = [own[slot.key] for slot in part.own] + [shared[slot.key] for slot in part.shared]
-        around, self.shell.running.unit = self.shell.running.unit, self
+        outer_unit, self.shell.running.unit = self.shell.running.unit, self
         try:
             with (
                 before.again(),
                 self.fresh(),
                 self.unasked(),
-                self.adapting.placed(slots, values, adapters) as there,
+                self.adapting.placed(slots, values, adapters) as pairs,
                 buffers_in_place(part, self._constant(buffers), changing) as changed,
                 replaced(self.instead),
                 output_capturing.recording(wanted) as recorded,
@@ -165,41 +165,41 @@ class Unit:
                 if self.region is not None:
                     self.region.prove(part, slots, self.eager, args, kwargs)
                 out = (self.forward if followed is None else self.eager)(*args, **kwargs)
-                refuse_rebound(part, there)
+                refuse_rebound(part, pairs)
         except RuntimeError as error:
             self._refuse_mixed(error, values, leaves, buffers)
             raise
         finally:
-            self.shell.running.unit = around
+            self.shell.running.unit = outer_unit
         if self.forms.writable(form):
             refuse_written(part, leaves, self.forms.flatten((args, kwargs)), form)
-        found, outer = self.forms.flatten((out, recorded))
+        results, outer = self.forms.flatten((out, recorded))
         if followed is not None:
-            followed.check(found)
-        return found, outer, changed
+            followed.check(results)
+        return results, outer, changed
 
     def _constant(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Without derivatives of statistics, which torch's kernels do not have; transforms ask for those of all."""
+        """Buffers, with statistics detached, since torch's kernels lack derivatives that transforms would ask for."""
         return {key: x.detach() if key in self.shell.statistics else x for key, x in buffers.items()}
 
     def _refuse_mixed(
         self, error: RuntimeError, parameters: Any, given: Sequence[Any], buffers: Mapping[str, Tensor]
     ) -> None:
-        """Raises TypeError in place of torch's where dtypes met that do not go together."""
-        each = {"parameters": parameters, "arguments": given, "buffers": buffers}
+        """Raises TypeError instead of torch's error if incompatible dtypes were mixed."""
+        groups = {"parameters": parameters, "arguments": given, "buffers": buffers}
         kinds = {
             what: sorted(
                 {str(x.dtype) for x in optree.tree_leaves(some) if isinstance(x, Tensor) and x.is_floating_point()}
             )
-            for what, some in each.items()
+            for what, some in groups.items()
         }
         if "dtype" not in str(error) or len({kind for some in kinds.values() for kind in some}) < 2:
             return
-        said = ", ".join(f"{what} of {' and '.join(some)}" for what, some in kinds.items() if some)
+        mixture = ", ".join(f"{what} of {' and '.join(some)}" for what, some in kinds.items() if some)
         options = {**self.options, "input_dtype": self.input_dtype}
         asked = ", ".join(f"{name}={options.get(name)}" for name in ("gather_dtype", "input_dtype"))
         raise TypeError(
-            f"{self.part.path} ({type(self.part.module).__name__}) mixes dtypes ({error}): it has {said}, "
+            f"{self.part.path} ({type(self.part.module).__name__}) mixes dtypes ({error}): it has {mixture}, "
             f"with {asked}. gather_dtype is the dtype in which it gets its floating parameters, and input_dtype that "
             f"of its arguments; buffers keep theirs: cast them, or the module, before functional"
         ) from error

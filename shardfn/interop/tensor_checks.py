@@ -1,8 +1,8 @@
-"""The cut layers of one stage while they run: its heads are divided, and what the table does not say is an error.
+"""Runs one stage with layers that are cut by tensor parallelism: divides its heads, and detects unsupported code.
 
-What runs between a layer that is cut by columns and one that is cut by rows meets this rank's features and heads; all
-else meets what every rank has. The first run of each stage is followed, and where that cannot be enough, compared with
-one on whole layers.
+Code between a layer that is cut by columns and one that is cut by rows sees this rank's features and heads; all other
+code sees what every rank has. The first run of each stage is traced, and where that cannot suffice, compared with a run
+on whole layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MARK = "_shardfn_cut"
 
 
 class Region:
-    """The modules of one stage that are cut, and those around them."""
+    """The cut modules of one stage, and the modules that hold them."""
 
     def __init__(
         self, owner: TensorParallel, path: str, cuts: Mapping[nn.Module, Cut], holders: Mapping[nn.Module, Holder]
@@ -56,7 +56,7 @@ class Region:
         self.proved = _NOTHING if proves else _GRADIENTS
 
     def size(self) -> int:
-        """Ranks that have a part of these parameters each; 1 where they came whole."""
+        """The number of ranks over which these parameters are cut; 1 if they are whole."""
         if self.sample is None:
             return 1
         m, name, whole = self.sample
@@ -67,13 +67,13 @@ class Region:
     def entered(
         self, training: bool, given: Sequence[Any], slots: Sequence[Slot], again: bool
     ) -> Iterator[Following | None]:
-        """Runs the block on this rank's part; gives what follows it, where it must be followed.
+        """A context for running the stage on this rank's part; yields the tracer, if this run is traced.
 
         Args:
-            training: whether the module is.
-            given: its arguments.
+            training: whether the module trains.
+            given: the stage's arguments.
             slots: of its parameters.
-            again: whether it is to be followed though it was before.
+            again: whether to trace although an earlier run was.
         """
         before, self.owner.size = self.owner.size, self.size()
         try:
@@ -106,12 +106,12 @@ class Region:
             if Unsaid.__name__ not in str(error):
                 raise
             numbers = [x for x in self._divided(size)[1] if isinstance(x, Unsaid)]
-            raise RuntimeError("; or ".join(x.said() for x in numbers)) from error  # torch's own says less
+            raise RuntimeError("; or ".join(x.said() for x in numbers)) from error  # torch's does not say which
         finally:
             self.owner.entrance.last = None
 
     def _check_heads(self, size: int) -> None:
-        """Raises ValueError where heads do not divide."""
+        """Raises ValueError if a number of heads is not divisible by the number of ranks."""
         for m, one in self.holders.items():
             counts = {**one.heads, **{f"{one.path}.{name}": vars(m)[name] for name in one.divided}}
             for path, count in counts.items():
@@ -123,7 +123,7 @@ class Region:
                     )
 
     def _divided(self, size: int) -> tuple[list[Slot], list[Any]]:
-        """Numbers of heads are those of this rank, and what nobody spoke of cannot be computed with."""
+        """Replacements of module attributes: numbers of heads are divided, and undeclared numbers raise when used."""
         if size not in self.numbers:
             slots: list[Slot] = []
             values: list[Any] = []
@@ -144,12 +144,12 @@ class Region:
         return self.numbers[size]
 
     def prove(self, part: Part, slots: Sequence[Slot], forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Compares, once, what the stage computes on this rank's part with what it does on whole layers.
+        """Compares, once, the stage's results on this rank's part with those on whole layers.
 
-        Nothing else knows whether the module's code splits, normalises or counts what is cut here. It takes the stage's
-        whole parameters and two runs more, in float64 where the module can, without dropout; where gradients are
-        recorded, two backward passes too, since code that nothing follows, a function of its own say, may have the
-        right values and this rank's part of a gradient.
+        Only this detects code of the module that splits, normalises or counts what is cut. It needs the stage's whole
+        parameters and two more runs, in float64 if the module supports it, without dropout; and two backward passes if
+        gradients are recorded, since code that cannot be traced, such as a custom autograd function, may compute right
+        values but only this rank's part of a gradient.
 
         Raises:
             ValueError: the two differ.
@@ -189,12 +189,12 @@ class Region:
             try:
                 try:
                     got, want = run(values, size, torch.float64), run(whole, 1, torch.float64)
-                except (RuntimeError, TypeError, NotImplementedError):  # kernels that take no float64
+                except (RuntimeError, TypeError, NotImplementedError):  # some kernels do not support float64
                     got, want = run(values, size, None), run(whole, 1, None)
             finally:
                 self.owner.size, self.owner.entrance.last, self.owner.proving = size, None, False
-            here = axis_index(self.axis)
-            pieces = [g if d is None else g.chunk(size, d)[here] for g, d in zip(
+            place = axis_index(self.axis)
+            pieces = [g if d is None else g.chunk(size, d)[place] for g, d in zip(
                 want[1], at_dim, strict=True)]  # fmt: skip
         self._refuse_differing(got[0], want[0])
         self._refuse_slopes([key for _, _, key in slots], got[1], pieces)
@@ -202,20 +202,20 @@ class Region:
         self.proved = level
 
     def _dims_of(self, slots: Sequence[Slot]) -> list[int | None]:
-        """The dimension along which each parameter came cut."""
-        cut = {
-            id(m._parameters[name]): cut_dim(m, one, name)
-            for m, one in self.cuts.items()
+        """The dimension along which each parameter is cut; None for whole ones."""
+        dims = {
+            id(m._parameters[name]): cut_dim(m, cut, name)
+            for m, cut in self.cuts.items()
             for name, p in m._parameters.items()
-            if p is not None and p.shape != one.shapes[name]
+            if p is not None and p.shape != cut.shapes[name]
         }
-        return [cut.get(id(holder[at])) for holder, at, _ in slots]
+        return [dims.get(id(holder[at])) for holder, at, _ in slots]
 
     def _refuse_differing(self, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-        for one, other in zip(got, want, strict=True):
-            scale = float(other.double().nan_to_num().abs().max()) if other.numel() else 0.0
-            exact = not one.is_floating_point()
-            if not (torch.equal(one, other) if exact else _within(one, other, scale, _ROUNDING)):
+        for y, expected in zip(got, want, strict=True):
+            scale = float(expected.double().nan_to_num().abs().max()) if expected.numel() else 0.0
+            exact = not y.is_floating_point()
+            if not (torch.equal(y, expected) if exact else _within(y, expected, scale, _ROUNDING)):
                 raise ValueError(
                     f"{self.path} computes something else with layers that are cut over {self.axis!r} than with whole "
                     f"ones: its code splits, normalises or counts the features of a layer that is said to be "
@@ -225,8 +225,8 @@ class Region:
 
     def _refuse_slopes(self, names: Sequence[str], got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         scale = max((float(g.double().abs().max()) for g in want if g.numel()), default=0.0)
-        for name, one, other in zip(names, got, want, strict=True):
-            if not _within(one, other, scale, _SLOPE):
+        for name, slope, expected in zip(names, got, want, strict=True):
+            if not _within(slope, expected, scale, _SLOPE):
                 raise ValueError(
                     f"{self.path}: with layers that are cut over {self.axis!r} the gradient of {name} is another than "
                     f"with whole ones: it meets what each rank has alone, or is said to and does not. Say in the table "
@@ -236,18 +236,18 @@ class Region:
 
 
 _NOTHING, _VALUES, _GRADIENTS = range(3)
-"""What was compared."""
-Results = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""What `prove` has compared so far."""
+Results = tuple[list[Tensor], list[Tensor], list[Tensor]]  # outputs; gradients of parameters, of arguments
 
 
 def _slopes(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of a number that depends on all outputs, in one way on all ranks; zeros where none is needed."""
+    """Gradients of a weighted sum of all outputs, with the same weights on all ranks; zeros for unused inputs."""
     ends = [y for y in outputs if y.requires_grad]
-    known = [x for x in inputs if x.requires_grad]
-    along = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in ends]
-    found = iter(torch.autograd.grad(ends, known, along, allow_unused=True) if ends and known else ())
-    each = [next(found, None) if x.requires_grad else None for x in inputs]
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, each, strict=True)]
+    needed = [x for x in inputs if x.requires_grad]
+    weights = [torch.arange(y.numel(), device=y.device).cos().to(y.dtype).view(y.shape) for y in ends]
+    found = iter(torch.autograd.grad(ends, needed, weights, allow_unused=True) if ends and needed else ())
+    by_input = [next(found, None) if x.requires_grad else None for x in inputs]
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, by_input, strict=True)]
 
 
 def _cast(x: Any, dtype: torch.dtype | None, differentiated: bool) -> Any:
@@ -258,23 +258,23 @@ def _cast(x: Any, dtype: torch.dtype | None, differentiated: bool) -> Any:
     return x.detach().to(dtype or x.dtype).requires_grad_(differentiated)
 
 
-def _within(one: Tensor, other: Tensor, scale: float, rounding: float) -> bool:
-    """Whether two tensors are equal, but for rounding of numbers of this size."""
-    if one.shape != other.shape or not one.numel():
-        return one.shape == other.shape
-    away = (one.double() - other.double()).nan_to_num().abs().max()
-    return bool(away <= max(rounding, 32 * torch.finfo(one.dtype).eps) * scale)
+def _within(x: Tensor, y: Tensor, scale: float, rounding: float) -> bool:
+    """Whether two tensors are equal up to rounding of numbers of magnitude `scale`."""
+    if x.shape != y.shape or not x.numel():
+        return x.shape == y.shape
+    distance = (x.double() - y.double()).nan_to_num().abs().max()
+    return bool(distance <= max(rounding, 32 * torch.finfo(x.dtype).eps) * scale)
 
 
-_ROUNDING = 1e-6  # modules compute some things in float32 whatever they are given
+_ROUNDING = 1e-6  # modules compute some things in float32 whatever their arguments
 _SLOPE = 1e-4
 
 
 class Following(TorchFunctionMode):
-    """A context: values that this rank alone has are followed through the module's own code.
+    """A context that traces, through the module's code, which values only this rank has.
 
     Raises:
-        ValueError: one meets a value that is the same on all ranks and is differentiated.
+        ValueError: one is combined with a value that is the same on all ranks and needs a gradient.
     """
 
     def __init__(self, region: Region, given: Sequence[Any], slots: Sequence[Slot]) -> None:
@@ -299,35 +299,35 @@ class Following(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if self.region.owner.proving:
             return out
-        known = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
-        results = list(_tensors(out)) if known else []
+        traced = [x for x in _tensors((args, kwargs)) if hasattr(x, _MARK)]
+        results = list(_tensors(out)) if traced else []
         if isinstance(func, torch._ops.OpOverload) and func.namespace.startswith("shardfn"):
             op = str(func.name()).split("::")[-1]
             if self.group in args:
                 cut = op not in ("psum", "all_gather_invariant")
             else:
-                cut = any(map(is_cut, known))
+                cut = any(map(is_cut, traced))
         else:
-            cut = any(map(is_cut, known))
+            cut = any(map(is_cut, traced))
             if cut and any(x.requires_grad for x in results):
-                self._meet(known, getattr(func, "__name__", str(func)))
+                self._meet(traced, getattr(func, "__name__", str(func)))
         for x in results:
             setattr(x, _MARK, cut)
         return out
 
-    def _meet(self, known: list[Tensor], what: str) -> None:
-        for x in known:
+    def _meet(self, traced: list[Tensor], what: str) -> None:
+        for x in traced:
             if x.requires_grad and not is_cut(x) and what not in _SHAPES:
                 name = self.names.get(id(x))
-                said = f"the parameter {name}" if name else f"a value of shape {tuple(x.shape)}"
+                value = f"the parameter {name}" if name else f"a value of shape {tuple(x.shape)}"
                 raise ValueError(
-                    f"{self.region.path}: in {what}, {said} that all ranks along {self.region.axis!r} have meets what "
+                    f"{self.region.path}: in {what}, {value} that all ranks along {self.region.axis!r} have meets what "
                     f"each of them has alone, and its gradient would be this rank's part: say in the table that its "
                     f'module is "replicated_with_grad_allreduce", or cut what it meets otherwise'
                 )
 
     def check(self, results: Any) -> None:
-        """Raises ValueError unless all ranks have what the stage returns."""
+        """Raises ValueError if the stage returns something that is not the same on all ranks."""
         for x in _tensors(results):
             if is_cut(x):
                 raise ValueError(
@@ -341,7 +341,7 @@ _SHAPES = ("expand_as", "view_as", "reshape_as", "type_as", "to")
 
 
 def is_cut(x: Any) -> bool:
-    """Whether a value that is followed is this rank's alone."""
+    """Whether a traced value is only this rank's."""
     return bool(getattr(x, _MARK, False))
 
 
@@ -349,11 +349,11 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     return (x for x in Forms().flatten(tree)[0] if isinstance(x, Tensor))
 
 
-_SUMMARY = 1e-3
+_SUMMARY = 1e-3  # relative difference of sums from which on values count as different
 
 
 def _check_same(axis: Axis, name: str, path: str, given: Sequence[Any]) -> None:
-    """Raises ValueError, on every rank along the axis, where they are given different values."""
+    """Raises ValueError on every rank along the axis if they are given different values."""
     tensors = [x.detach() for x in given if isinstance(x, Tensor) and plain(x) and not x.is_meta and x.numel()]
     advice = (
         f"Along {name!r}, which cuts matrices, all ranks take the same batch and draw the same random numbers: cut the "
@@ -373,13 +373,13 @@ def _check_same(axis: Axis, name: str, path: str, given: Sequence[Any]) -> None:
 
 
 class Unsaid:
-    """In place of a number, while heads are cut: it refuses to be computed with."""
+    """Replaces a number whose meaning the table does not declare, while heads are cut; raises when it is used."""
 
     def __init__(self, path: str, name: str, axis: str, fix: str) -> None:
         self.path, self.name, self.axis, self.fix = path, name, axis, fix
 
     def said(self) -> str:
-        """What is wrong."""
+        """The message of the error."""
         return (
             f"{self.path} computes with its {self.name} while {self.axis!r} cuts its layers, and nothing says whether "
             f"that counts what one rank has or what all have: {self.fix}"
@@ -397,7 +397,7 @@ for _name in (
 
 
 class _Config:
-    """A model's config as it is, but for the numbers of heads, which are not those of one rank."""
+    """A model's config in which numbers of heads, which are not one rank's, raise when they are used."""
 
     def __init__(self, config: Any, path: str, axis: str) -> None:
         self.__dict__.update(_config=config, _path=path, _axis=axis)

@@ -1,6 +1,6 @@
-"""Tensor parallelism of a module as it is: linear layers on this rank's part of their matrices, the rest untouched.
+"""Tensor parallelism for unmodified modules: linear layers compute with this rank's part of their matrices.
 
-Whatever of the module's own code breaks that is an error: see `tensor_checks`.
+Code of the module that this would break raises an error: see `tensor_checks`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Forward = Callable[..., Any]
 
 
 class TensorParallel:
-    """The forwards that take the place of modules' own where their parameters came in pieces.
+    """Forwards for modules whose parameters may be cut.
 
     Attributes:
-        plan: what is cut how.
+        plan: how modules are cut.
         forwards: by module.
-        size: ranks that have a part each of the parameters of the region that runs; 1 where they came whole.
-        proving: whether a proof runs, whose values nothing follows.
+        size: number of ranks over which the parameters of the running region are cut; 1 if they are whole.
+        proving: whether a comparison by `Region.prove` runs, which is not traced.
     """
 
     def __init__(self, plan: TensorPlan) -> None:
         self.plan, self.entrance, self.size, self.proving = plan, Entrance(plan.axis), 1, False
-        made = {m: self._forward(m, cut, m.forward) for m, cut in plan.cuts.items()}
-        self.forwards = {m: forward for m, forward in made.items() if forward is not None}
+        forwards = {m: self._forward(m, cut, m.forward) for m, cut in plan.cuts.items()}
+        self.forwards = {m: forward for m, forward in forwards.items() if forward is not None}
 
     def region(self, path: str, modules: Iterable[nn.Module]) -> Region | None:
-        """What holds for the modules of one stage; None where none of them is cut."""
+        """The region of the modules of one stage; None if none of them is cut."""
         inside = set(modules)
         cuts = {m: cut for m, cut in self.plan.cuts.items() if m in inside and cut.word != "replicate"}
-        holders = {m: one for m, one in self.plan.holders.items() if m in inside}
+        holders = {m: holder for m, holder in self.plan.holders.items() if m in inside}
         return Region(self, path, cuts, holders) if cuts else None
 
     def _forward(self, m: Any, cut: Cut, whole: Forward) -> Forward | None:
@@ -53,9 +53,9 @@ class TensorParallel:
         if word == "replicated_with_grad_allreduce":
             return lambda *a, **k: _replicated(m, axis, whole, *a, **k) if self.size > 1 else whole(*a, **k)
         if word == "embedding_rowwise":
-            plain_one = type(m).forward is nn.Embedding.forward
-            inner: Forward = functools.partial(_embedding if plain_one else _embedding_of_its_own, m, cut, axis)
-            if not plain_one:
+            is_plain = type(m).forward is nn.Embedding.forward
+            inner: Forward = functools.partial(_embedding if is_plain else _embedding_of_its_own, m, cut, axis)
+            if not is_plain:
                 inner = functools.partial(inner, whole)
         elif word == "moe_tp_experts":
             inner = functools.partial(_experts, m, cut, axis, whole)
@@ -68,12 +68,12 @@ class TensorParallel:
         parts = {1: shape}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            came = m._parameters[name].shape
+            now = m._parameters[name].shape
             if self.size not in parts:
                 parts[self.size] = tuple(n // self.size if d == dim else n for d, n in enumerate(shape))
-            if came != parts[self.size]:
+            if now != parts[self.size]:
                 raise ValueError(
-                    f"{cut.path}.{name} came as {tuple(came)}, which is not its part of {tuple(shape)} where layers "
+                    f"{cut.path}.{name} came as {tuple(now)}, which is not its part of {tuple(shape)} where layers "
                     f"around it are cut over {self.size} ranks along {axis!r}: pass specs=model.specs to shard"
                 )
             return whole(*args, **kwargs) if self.size == 1 else inner(*args, **kwargs)
@@ -82,8 +82,10 @@ class TensorParallel:
 
 
 class Entrance:
-    """What all ranks have, on its way to matrices that are cut: made once where several layers take it, as queries,
-    keys and values do, so that its gradient is summed once.
+    """Prepares a value that all ranks have for cut matrices.
+
+    The result is shared by layers that take the same value, as queries, keys and values do, so that its gradient is
+    summed over ranks only once.
     """
 
     def __init__(self, axis: str) -> None:
@@ -91,7 +93,7 @@ class Entrance:
         self.last: tuple[Tensor, Any, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What `to_parallel` makes of it."""
+        """As `to_parallel`, reusing the last result if the value is the same and unchanged."""
         if torch.compiler.is_compiling():
             return to_parallel(x, self.axis)
         state = (None if x.is_inference() else x._version, torch.is_grad_enabled())
@@ -128,9 +130,9 @@ def _product(m: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def own_parts(x: Tensor, parts: int, axis: str, dim: int) -> Tensor:
-    """This rank's piece of each of several matrices that stand one after another in one which is cut as a whole.
+    """This rank's part of each of `parts` matrices, stacked in one that is cut as a whole.
 
-    `[..., parts * n / size, ...] -> [..., parts * n / size, ...]`, differentiable. Bytes a rank sends: at most those of
+    `[..., parts * n / size, ...] -> [..., parts * n / size, ...]`, differentiable. A rank sends at most the bytes of
     `x`, once in forward and once in backward.
     """
     size, here = axis_size(axis), axis_index(axis)
@@ -139,7 +141,7 @@ def own_parts(x: Tensor, parts: int, axis: str, dim: int) -> Tensor:
             f"a weight of shape {tuple(x.shape)} is this rank's part of {parts} matrices in one, cut over {axis!r} of "
             f"{size} ranks, but {x.shape[dim]} is not {parts} equal parts: {size} has to divide the features of each"
         )
-    # In blocks of n / size, of which block i belongs to rank i % size, and a rank has `parts` one after another.
+    # In blocks of n / size, block i belongs to rank i % size; at first, each rank has `parts` consecutive ones.
     targets = [(here * parts + i) % size for i in range(parts)]
     block = x.shape[dim] // parts
     order = sorted(range(parts), key=lambda i: targets[i])
@@ -152,21 +154,21 @@ def own_parts(x: Tensor, parts: int, axis: str, dim: int) -> Tensor:
 
 
 def _embedding(m: Any, cut: Cut, axis: str, tokens: Tensor) -> Tensor:
-    """As `parallel.embedding`, with the row that gets no gradient."""
+    """As `parallel.embedding`, but supporting `padding_idx`, whose row gets no gradient."""
     table = m.weight
     rows = table.shape[0]
     first = axis_index(axis) * rows
     own = tokens - first
-    here = (own >= 0) & (own < rows)
+    is_here = (own >= 0) & (own < rows)
     outside = (tokens < 0) | (tokens >= cut.shapes["weight"][0])
     padding = None if m.padding_idx is None or not 0 <= m.padding_idx - first < rows else m.padding_idx - first
-    # A token of another rank reads some row here, but neither its numbers nor its gradient count.
-    found = F.embedding(own.where(here | outside, 0).where(~outside, rows), table, padding)
-    return from_parallel(found * here[..., None], axis)
+    # A token of another rank looks up row 0 here; multiplying by zero removes its values and its gradient.
+    rows_found = F.embedding(own.where(is_here | outside, 0).where(~outside, rows), table, padding)
+    return from_parallel(rows_found * is_here[..., None], axis)
 
 
 def _embedding_of_its_own(m: Any, cut: Cut, axis: str, whole: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Of a class that does more than nn.Embedding, which it calls: scales what it finds, say."""
+    """For a class that calls F.embedding but does more, such as scaling the result."""
     with Lookups(m, cut, axis) as lookups:
         out = whole(*args, **kwargs)
     if not lookups.found:
@@ -175,10 +177,10 @@ def _embedding_of_its_own(m: Any, cut: Cut, axis: str, whole: Forward, *args: An
 
 
 class Lookups(TorchFunctionMode):
-    """A context: where a module looks up rows of its weight, it does so in this rank's part.
+    """A context in which a module's lookups in its weight use this rank's rows.
 
     Raises:
-        ValueError: it reads the weight otherwise.
+        ValueError: it reads the weight in another way.
     """
 
     def __init__(self, m: Any, cut: Cut, axis: str) -> None:
@@ -195,7 +197,7 @@ class Lookups(TorchFunctionMode):
         return out
 
     def error(self, what: str) -> ValueError:
-        """What is wrong."""
+        """The error for another way of reading the weight."""
         return ValueError(
             f"{self.cut.path} ({type(self.m).__name__}) {what}, while each rank along {self.axis!r} has some of its "
             f"rows: leave it out of the table"
@@ -203,7 +205,7 @@ class Lookups(TorchFunctionMode):
 
 
 def _experts(m: nn.Module, cut: Cut, axis: str, whole: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Of each expert a part, whose results are added up."""
+    """Computes with this rank's part of each expert, and sums the results over ranks."""
     values = {
         name: own_parts(p, PARTS[cut.words[name]], axis, p.ndim - 2) if cut.words[name] in PARTS else p
         for name, p in m._parameters.items()
@@ -215,7 +217,7 @@ def _experts(m: nn.Module, cut: Cut, axis: str, whole: Forward, *args: Any, **kw
 
 
 def _replicated(m: nn.Module, axis: str, whole: Forward, *args: Any, **kwargs: Any) -> Any:
-    """With parameters that every rank has whole and uses on what it alone has."""
+    """Runs a module whose parameters are whole on every rank, but applied to values that only this rank has."""
     slots = [Slot(m._parameters, name, name) for name, p in m._parameters.items() if p is not None]
     with placed(slots, [pvary(holder[at], axis) for holder, at, _ in slots]):
         return whole(*args, **kwargs)

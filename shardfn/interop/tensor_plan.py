@@ -1,4 +1,4 @@
-"""Tables that say how tensor parallelism cuts a module's layers, in the words of `transformers`, and what follows."""
+"""Tables that define how tensor parallelism cuts a module's layers, in the words of `transformers`, and their use."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ WORDS = {
     "replicate": "whole",
     "moe_tp_experts": "experts in parameters of three dimensions, each of which has a word too",
 }
-"""What a table says of a module, or of a parameter of experts."""
+"""The words for a module, or for a parameter of experts, in a table."""
 NUMBERS = ("divided", "whole")
-"""What a table says of an integer attribute that a module's forward reads: whether the axis divides it."""
+"""The words for an integer attribute that a module's forward reads: whether the axis divides it."""
 PARTS = {"qkv_colwise": 3, "packed_colwise": 2}
-"""Matrices in one."""
+"""How many matrices are stacked in one."""
 _SAME = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _BY_COLUMNS = ("colwise", "colwise_gather_output", *PARTS)
 _BY_ROWS = ("rowwise", "rowwise_split_input")
 LOCAL = ("colwise", *PARTS)
-"""After these each rank has other features."""
+"""Words after which each rank has different features."""
 COUNTS = (
     "num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads",
     "num_query_heads",
@@ -71,13 +71,13 @@ _HEAD = ("head_dim", "attention_head_size", "head_size")
 
 @dataclass(frozen=True)
 class Cut:
-    """A module that has a word.
+    """A module to which the table gives a word.
 
     Attributes:
         path: of the module.
-        word: of `WORDS`.
+        word: one of `WORDS`.
         shapes: of its parameters, whole.
-        words: of its parameters, where it holds experts.
+        words: of its parameters, if it holds experts.
     """
 
     path: str
@@ -88,13 +88,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Holder:
-    """A module of which some layers are cut by columns, so that its forward meets some of the heads.
+    """A module with layers that are cut by columns, so that its forward sees only some of the heads.
 
     Attributes:
         path: of the module.
-        divided: its attributes that a rank has a part of.
-        refused: those that must not be computed with, since nothing says whether they are of one rank or of all.
-        heads: of each layer that is cut, where it is known how wide one is.
+        divided: attributes that are divided by the number of ranks.
+        refused: attributes that raise when used, since it is not declared whether they are one rank's or all ranks'.
+        heads: number of heads of each cut layer whose head width is known.
     """
 
     path: str
@@ -105,13 +105,13 @@ class Holder:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """What a table means for a module.
+    """The meaning of a table for a module.
 
     Attributes:
-        axis: that cuts.
+        axis: mesh axis that cuts.
         cuts: modules with a word.
-        holders: modules that hold layers which are cut by columns.
-        specs: name in the tree -> how it is cut.
+        holders: modules with layers that are cut by columns.
+        specs: for each name in the tree, how the parameter is cut.
     """
 
     axis: str
@@ -120,7 +120,7 @@ class TensorPlan:
     specs: dict[str, P]
 
     def spec(self, path: str, shape: tuple[int, ...]) -> P:
-        """How a parameter is cut, as `shard(specs=...)` asks for it.
+        """How a parameter is cut, as a function for `shard(specs=...)`.
 
         Raises:
             ValueError: the module has no such parameter.
@@ -130,8 +130,8 @@ class TensorPlan:
         return self.specs[path]
 
     def refuse_outside(self, stages: Mapping[str, nn.Module]) -> None:
-        """Raises ValueError where layers that are cut by columns are in none of these stages."""
-        inside = {m for one in stages.values() for m in one.modules()}
+        """Raises ValueError if a layer that is cut by columns is in none of these stages."""
+        inside = {m for stage in stages.values() for m in stage.modules()}
         for m, cut in self.cuts.items():
             if cut.word in LOCAL and m not in inside:
                 raise ValueError(
@@ -141,7 +141,7 @@ class TensorPlan:
 
 
 def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
-    """What a table means for a module.
+    """Applies a table to a module.
 
     Args:
         module: whole.
@@ -149,9 +149,9 @@ def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
         axis: that cuts.
 
     Raises:
-        ValueError: an entry that matches nothing; a word that is unknown or does not fit; parameters that two entries
-            cut in two ways; "auto" for a module whose classes ship no table.
-        TypeError: something else than a table.
+        ValueError: an entry matches nothing; a word is unknown or does not fit; two entries cut a parameter in
+            different ways; or "auto" is given for a module whose classes ship no table.
+        TypeError: `table` is not a table.
     """
     own = isinstance(table, str)
     if isinstance(table, str) and table != "auto":
@@ -173,30 +173,30 @@ def planned(module: nn.Module, table: Table | str, axis: str) -> TensorPlan:
 
 
 def dims(m: nn.Module) -> tuple[int, int]:
-    """The dimensions of a linear layer's weight that are its outputs and its inputs."""
+    """The output and the input dimension of a linear layer's weight."""
     return (1, 0) if is_conv1d(m) else (0, 1)
 
 
 def is_conv1d(m: nn.Module) -> bool:
-    """The transposed linear layer of `transformers`."""
+    """Whether a module is the transposed linear layer of `transformers`."""
     return type(m).__name__ == "Conv1D" and type(m).__module__ == "transformers.pytorch_utils"
 
 
 def _shipped(module: nn.Module) -> Table:
-    """The tables of the classes of all models inside, with whole paths."""
-    found: dict[str, str] = {}
+    """The tables that the classes of all models inside ship, with full paths."""
+    table: dict[str, str] = {}
     for path, m in module.named_modules():
         plans = [getattr(m, "_tp_plan", None)]
         if getattr(m, "base_model", None) is m:
             plans.append(getattr(getattr(m, "config", None), "base_model_tp_plan", None))
         for plan in plans:
-            found |= {f"{path}.{key}" if path else key: word for key, word in (plan or {}).items()}
-    if not any("layers" in key or "*" in key for key in found):
+            table |= {f"{path}.{key}" if path else key: word for key, word in (plan or {}).items()}
+    if not any("layers" in key or "*" in key for key in table):
         raise ValueError(
             f'functional: tensor="auto", but the classes of {type(module).__name__} ship no table for its layers: pass '
             f"one, interop.LLAMA or interop.GPT2 say, or a dict of module paths -> {', '.join(WORDS)}"
         )
-    return found
+    return table
 
 
 Words = dict[nn.Module, str]
@@ -204,12 +204,12 @@ Numbers = dict[nn.Module, dict[str, str]]
 
 
 def _matched(module: nn.Module, entries: Table, own: bool) -> tuple[Words, Numbers, Numbers]:
-    """Words of modules, of integer attributes, and of parameters.
+    """The words of modules, of integer attributes, and of parameters.
 
     Raises:
-        ValueError: an entry that matches nothing; two that match one thing; unknown words.
+        ValueError: an entry matches nothing; two differ for the same thing; or a word is unknown.
     """
-    there = list(module.named_modules(remove_duplicate=False))
+    modules = list(module.named_modules(remove_duplicate=False))
     words: Words = {}
     numbers: Numbers = {}
     parameters: Numbers = {}
@@ -218,26 +218,26 @@ def _matched(module: nn.Module, entries: Table, own: bool) -> tuple[Words, Numbe
         if to.setdefault(key, word) != word:
             raise ValueError(f"functional: tensor: {path} is both {to[key]!r} and {word!r}: keep one of the entries")
 
-    for entry, said in entries.items():
-        word, matched = _SAME.get(said, said), False
+    for entry, given in entries.items():
+        word, matched = _SAME.get(given, given), False
         if word not in WORDS and word not in NUMBERS:
             raise ValueError(
-                f"functional: tensor: {entry!r} is {said!r}, which is not one of {', '.join((*WORDS, *NUMBERS))}: say "
+                f"functional: tensor: {entry!r} is {given!r}, which is not one of {', '.join((*WORDS, *NUMBERS))}: say "
                 f"it in these words, or leave it out together with what depends on it"
             )
         pattern = re.compile(("" if own else r"(?:.*\.)?") + re.escape(entry).replace(r"\*", r"[^.]+"))
-        for path, m in there:
+        for path, m in modules:
             if word in WORDS and path and pattern.fullmatch(path):
                 add(words, m, word, path)
                 matched = True
             names = list(m._parameters) if word in WORDS else _integers(m)
             for name in names:
-                whole = f"{path}.{name}" if path else name
-                if pattern.fullmatch(whole):
-                    add((parameters if word in WORDS else numbers).setdefault(m, {}), name, word, whole)
+                full_name = f"{path}.{name}" if path else name
+                if pattern.fullmatch(full_name):
+                    add((parameters if word in WORDS else numbers).setdefault(m, {}), name, word, full_name)
                     matched = True
         if not matched and not own:
-            raise ValueError(f"functional: tensor: nothing of {type(module).__name__} matches {entry!r} ({said})")
+            raise ValueError(f"functional: tensor: nothing of {type(module).__name__} matches {entry!r} ({given})")
     return words, numbers, parameters
 
 
@@ -246,33 +246,33 @@ def _integers(m: nn.Module) -> list[str]:
 
 
 def _with_ties(module: nn.Module, words: Words) -> Words:
-    """The words, and those of modules that share a weight with one that is cut over the vocabulary."""
+    """Adds words for modules that share a weight with one that is cut over the vocabulary."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for m in module.modules():
         for name, p in m._parameters.items():
             if p is not None:
                 owners.setdefault(id(p), []).append((m, name))
-    found = dict(words)
+    result = dict(words)
     for m, word in words.items():
         by_rows = word == "embedding_rowwise" or (word == "colwise_gather_output" and dims(m)[0] == 0)
         for other, name in owners.get(id(m._parameters.get("weight")), ()) if by_rows else ():
-            if other not in found and name == "weight":
+            if other not in result and name == "weight":
                 if isinstance(other, nn.Embedding):
-                    found[other] = "embedding_rowwise"
+                    result[other] = "embedding_rowwise"
                 elif type(other).forward is nn.Linear.forward:
-                    found[other] = "colwise_gather_output"
-    return found
+                    result[other] = "colwise_gather_output"
+    return result
 
 
 def _cut(m: nn.Module, path: str, word: str, words: dict[str, str]) -> Cut:
-    """A module and its word.
+    """The `Cut` of a module.
 
     Raises:
         ValueError: the word does not fit the module.
     """
     kind = f"{path} ({type(m).__name__})"
     if word == "embedding_rowwise":
-        good = isinstance(m, nn.Embedding)
+        fits = isinstance(m, nn.Embedding)
         if isinstance(m, nn.Embedding) and (m.max_norm is not None or m.scale_grad_by_freq or m.sparse):
             raise ValueError(
                 f"functional: tensor: {kind} has max_norm, scale_grad_by_freq or sparse gradients, with which it "
@@ -280,11 +280,11 @@ def _cut(m: nn.Module, path: str, word: str, words: dict[str, str]) -> Cut:
             )
     elif word == "moe_tp_experts":
         _check_experts(m, kind, words)
-        good = True
+        fits = True
     else:
         whole = word in ("replicate", "replicated_with_grad_allreduce")
-        good = whole or type(m).forward is nn.Linear.forward or is_conv1d(m)
-    if not good or (word in (*_BY_COLUMNS, *_BY_ROWS) and m._parameters.get("weight") is None):
+        fits = whole or type(m).forward is nn.Linear.forward or is_conv1d(m)
+    if not fits or (word in (*_BY_COLUMNS, *_BY_ROWS) and m._parameters.get("weight") is None):
         raise ValueError(
             f"functional: tensor: {kind} is said to be {word!r}, which is for "
             f"{'nn.Embedding' if word == 'embedding_rowwise' else 'nn.Linear and Conv1D, with a weight of their own'}"
@@ -313,42 +313,42 @@ def _check_experts(m: Any, kind: str, words: Mapping[str, str]) -> None:
 
 
 def _holders(module: nn.Module, cuts: Mapping[nn.Module, Cut], numbers: Numbers, own: bool) -> dict[nn.Module, Holder]:
-    found = {}
+    holders = {}
     for path, m in module.named_modules():
-        below = [cuts[child] for child in m.children() if child in cuts and cuts[child].word in LOCAL]
-        if not below:
+        cut_layers = [cuts[child] for child in m.children() if child in cuts and cuts[child].word in LOCAL]
+        if not cut_layers:
             continue
-        said = numbers.get(m, {})
-        unsaid = [name for name in _integers(m) if name not in said and name not in _NEVER_CUT]
-        if own:  # whoever wrote the class wrote the table, so what is read is not a number of heads
-            divided, refused = [], [name for name in unsaid if name in COUNTS]
+        declared = numbers.get(m, {})
+        undeclared = [name for name in _integers(m) if name not in declared and name not in _NEVER_CUT]
+        if own:  # the class's author wrote the table, so attributes that forward reads are not numbers of heads
+            divided, refused = [], [name for name in undeclared if name in COUNTS]
         else:
-            divided = [name for name in unsaid if name in COUNTS]
-            refused = [name for name in unsaid if name not in COUNTS]
-        divided += [name for name, word in said.items() if word == "divided"]
-        found[m] = Holder(path, tuple(divided), tuple(refused), _heads(m, below))
-    return found
+            divided = [name for name in undeclared if name in COUNTS]
+            refused = [name for name in undeclared if name not in COUNTS]
+        divided += [name for name, word in declared.items() if word == "divided"]
+        holders[m] = Holder(path, tuple(divided), tuple(refused), _heads(m, cut_layers))
+    return holders
 
 
-def _heads(m: nn.Module, below: list[Cut]) -> dict[str, int]:
-    """Of the layers that are cut by columns, where the module says how wide a head is."""
+def _heads(m: nn.Module, layers: list[Cut]) -> dict[str, int]:
+    """The number of heads of each layer that is cut by columns, if the module has the width of a head."""
     width = next((vars(m)[name] for name in _HEAD if isinstance(vars(m).get(name), int)), 0)
-    found = {}
-    for cut in below:
+    heads = {}
+    for cut in layers:
         features = cut.shapes["weight"][dims(m.get_submodule(cut.path.rpartition(".")[2]))[0]] // PARTS.get(cut.word, 1)
         if width and features % width == 0:
-            found[cut.path] = features // width
-    return found
+            heads[cut.path] = features // width
+    return heads
 
 
 def _specs(module: nn.Module, cuts: Mapping[nn.Module, Cut], axis: str) -> dict[str, P]:
     """How each parameter is cut, by its name in the tree.
 
     Raises:
-        ValueError: a tied one that is cut in two ways.
+        ValueError: a tied parameter is cut in different ways.
     """
     names = canonical_names(module)
-    found: dict[str, tuple[P, str]] = {}
+    by_name: dict[str, tuple[P, str]] = {}
     for path, m in module.named_modules(remove_duplicate=False):
         for name, p in m._parameters.items():
             if p is None:
@@ -356,17 +356,17 @@ def _specs(module: nn.Module, cuts: Mapping[nn.Module, Cut], axis: str) -> dict[
             alias = f"{path}.{name}" if path else name
             dim = cut_dim(m, cuts[m], name) if m in cuts else None
             spec = P() if dim is None else P(*[None] * dim, axis)
-            before, other = found.setdefault(names[alias], (spec, alias))
-            if not before.same(spec):
+            first_spec, first_name = by_name.setdefault(names[alias], (spec, alias))
+            if not first_spec.same(spec):
                 raise ValueError(
-                    f"functional: tensor: {other} and {alias} are one parameter, but the table cuts the one as "
-                    f"{before} and the other as {spec}: give both modules words that cut it alike, or none"
+                    f"functional: tensor: {first_name} and {alias} are one parameter, but the table cuts the one as "
+                    f"{first_spec} and the other as {spec}: give both modules words that cut it alike, or none"
                 )
-    return {name: spec for name, (spec, _) in found.items()}
+    return {name: spec for name, (spec, _) in by_name.items()}
 
 
 def cut_dim(m: nn.Module, cut: Cut, name: str) -> int | None:
-    """The dimension along which a parameter is cut; None for one that is whole."""
+    """The dimension along which a parameter is cut; None if it is whole."""
     word = cut.words.get(name, cut.word)
     if cut.words:
         return len(cut.shapes[name]) - (1 if word == "rowwise" else 2)
@@ -376,5 +376,5 @@ def cut_dim(m: nn.Module, cut: Cut, name: str) -> int | None:
 
 
 def weights_of(m: nn.Module, cut: Cut) -> list[str]:
-    """The parameters of a cut module that it has now, but for the bias."""
+    """The parameters that a cut module has at present, except the bias."""
     return [name for name in cut.shapes if name != "bias" and m._parameters.get(name) is not None]

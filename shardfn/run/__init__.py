@@ -1,4 +1,4 @@
-"""What is around a step: which rows each rank reads, the loop, its checkpoints, and what is seen of it.
+"""The training loop and what surrounds a step: batches, checkpoints, resuming, and reports.
 
 Imports `checkpoint`, `optim`, `transforms`, `shards`, `tiers`, `collectives` and `mesh`.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other: how it was called, at every step whether it goes on, and who has failed."""
+"""How the ranks of a run agree: on the arguments, at every step on whether to go on, and on failures."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardfn.mesh import waiting, watchdog
 from shardfn.quoting import findings
 
 REASONS = ("finished", "time", "preempted")
-FAR = 2**62
+FAR = 2**62  # more than any step
 
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank says of the run, or all of them: of each number, the largest.
+    """What one rank reports about the run or, combined over ranks, the maximum of each number.
 
     Attributes:
-        stop: why it should stop, by its number in `REASONS`; 0 if it should not.
+        stop: why the run should stop, as an index into `REASONS`; 0 if it should not.
         failed: a rank that cannot go on, plus 1; 0 if there is none.
-        bad: `FAR` less the first step with a number that is not finite; 0 if there is none.
+        bad: `FAR` minus the first step with a metric that is not finite; 0 if there is none.
     """
 
     stop: int = 0
@@ -41,25 +41,26 @@ class Word:
 
     @staticmethod
     def far(step: int) -> int:
-        """A step as `bad`: of several, the largest is the first."""
+        """Encodes a step as `bad`, so that the maximum over ranks is the earliest step."""
         return FAR - step
 
     @property
     def bad_step(self) -> int | None:
-        """The first step with a number that is not finite, counted from 1."""
+        """The first step with a metric that is not finite, counted from 1."""
         return FAR - self.bad if self.bad else None
 
 
 def common(*words: Word) -> Word:
-    """What several say together."""
+    """The maximum of each number over several words."""
     return Word(*map(max, zip(*map(astuple, words), strict=True)))
 
 
 class Exchange:
-    """Tells all ranks the words of all, at the same step on each, and waits for nobody in between.
+    """All-reduces the ranks' words in the background, so that all ranks act on the same words at the same step.
 
-    What a rank says at one step travels while the next one runs. All ranks read it there, so that all of them stop at
-    the same step, whichever rank had a reason and when. A larger world says a word only every few steps.
+    The word that a rank sends at one step travels while the next step runs, and all ranks read the result there. So all
+    stop at the same step, whichever rank had a reason and when. Worlds of 64 ranks and more exchange words only every
+    few steps.
     """
 
     def __init__(self, team: Team) -> None:
@@ -67,7 +68,10 @@ class Exchange:
         self._travels: tuple[Tensor, Any] | None = None
 
     def turn(self, step: int, mine: Word) -> Word:
-        """Says a word after a step, and hears what all said one turn before. `mine` never takes back anything."""
+        """Sends `mine` after a step and returns the combined words of the turn before, without waiting for this turn.
+
+        A rank must repeat in `mine` whatever it has said before.
+        """
         if self.team.size == 1:
             return mine
         if step % self.period:
@@ -77,7 +81,7 @@ class Exchange:
         return heard
 
     def now(self, mine: Word) -> Word:
-        """What all ranks say here. It waits for them."""
+        """Sends `mine` and returns the combined words of all ranks, after waiting for them."""
         if self.team.size == 1:
             return mine
         before = self._arrived()
@@ -85,45 +89,45 @@ class Exchange:
         return common(before, self._arrived())
 
     def _send(self, word: Word) -> None:
-        said = torch.tensor(astuple(word))
-        self._travels = said, dist.all_reduce(said, dist.ReduceOp.MAX, group=self.team.group, async_op=True)
+        numbers = torch.tensor(astuple(word))
+        self._travels = numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.team.group, async_op=True)
 
     def _arrived(self) -> Word:
         if self._travels is None:
             return Word()
-        (said, work), self._travels = self._travels, None
-        # Every rank counts every time, though it need not wait: by the counts others see who has not come.
+        (numbers, work), self._travels = self._travels, None
+        # Entered even if the result is already there: the counts of `waiting.on` show others which rank is missing.
         with waiting.on("agreeing whether the run goes on", self.team.group.group_name, note="in sf.run.loop"):
             work.wait()
-        return Word(*map(int, said.tolist()))
+        return Word(*map(int, numbers.tolist()))
 
 
 def ranks_of(team: Team) -> list[int]:
-    """The global ranks of a team, in their order in it."""
+    """The global ranks of a team, in team order."""
     return [process_groups.global_rank()] if team.group is None else dist.get_process_group_ranks(team.group)
 
 
 def compare(team: Team, facts: dict[str, str], mine: Exception | None) -> None:
-    """Raises on every rank, if arguments are wrong on one or differ between ranks.
+    """Raises on every rank if the arguments of one rank are wrong, or differ between ranks.
 
     Args:
         team: the ranks.
-        facts: what must be the same on all of them.
-        mine: what is wrong with this rank's.
+        facts: by name, what must be the same on all ranks.
+        mine: the error in this rank's arguments, if any.
 
     Raises:
         Exception: `mine`.
-        ValueError: another rank's are wrong, or differ from rank 0's.
+        ValueError: another rank's arguments are wrong or differ from rank 0's.
     """
-    every = team.gathered((facts, None if mine is None else f"{type(mine).__name__}: {mine}"), "comparing arguments")
+    reports = team.gathered((facts, None if mine is None else f"{type(mine).__name__}: {mine}"), "comparing arguments")
     if mine is not None:
         raise mine
-    for rank, (_, wrong) in enumerate(every):
-        if wrong is not None:
-            raise ValueError(f"sf.run.loop: on rank {rank}, {wrong}")
-    for rank, (theirs, _) in enumerate(every):
-        differ = [f"{name}: rank 0 has {one}, rank {rank} {theirs[name]}" for name, one in every[0][0].items()
-                  if theirs[name] != one]  # fmt: skip
+    for rank, (_, error) in enumerate(reports):
+        if error is not None:
+            raise ValueError(f"sf.run.loop: on rank {rank}, {error}")
+    for rank, (other, _) in enumerate(reports):
+        differ = [f"{name}: rank 0 has {value}, rank {rank} {other[name]}" for name, value in reports[0][0].items()
+                  if other[name] != value]  # fmt: skip
         if differ:
             raise ValueError(
                 f"sf.run.loop: ranks differ in {findings(differ)}. All ranks pass the same: what only one of them "
@@ -131,14 +135,14 @@ def compare(team: Team, facts: dict[str, str], mine: Exception | None) -> None:
             )
 
 
-TOGETHER = 1.0  # seconds within which ranks fail together
+TOGETHER = 1.0  # seconds within which errors on all ranks count as one common failure
 
 
 class Failing:
-    """One run's: a context around what may fail on this rank alone."""
+    """Tells the other ranks of a run when this rank fails alone, since they may be waiting for it."""
 
     def __init__(self, team: Team) -> None:
-        # Ranks may have made different numbers of runs before, so that a number here would not do.
+        # A random key and no counter, since ranks may have made different numbers of runs before.
         name = team.gathered(uuid.uuid4().hex, "starting the run")[0]
         self.key = f"shardfn/run/{name}/failed"
         self.ranks = ranks_of(team)
@@ -147,21 +151,21 @@ class Failing:
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """Of an error that does not come to all ranks within a second, those that wait for this one learn."""
+        """A context in which an error that is not raised on all ranks within a second is reported to waiting ranks."""
         try:
             yield
         except BaseException as error:
             if not self.alone:
-                with contextlib.suppress(RuntimeError):  # the store has gone with a rank
+                with contextlib.suppress(RuntimeError):  # the store is gone if the rank that hosts it has ended
                     self._tell(error)
             raise
 
     def _tell(self, error: BaseException) -> None:
         store = process_groups.default_store()
         store.set(f"{self.key}/{dist.get_rank()}", "")
-        every, until = [f"{self.key}/{rank}" for rank in self.ranks], time.monotonic() + TOGETHER
+        keys, until = [f"{self.key}/{rank}" for rank in self.ranks], time.monotonic() + TOGETHER
         while time.monotonic() < until:
-            if store.check(every):
+            if store.check(keys):
                 return
             time.sleep(0.01)
         watchdog.failed(error)

@@ -1,4 +1,4 @@
-"""How `loop` is called: what is wrong with it is found on all ranks before the first step."""
+"""Validates the arguments of `loop`, so that mistakes are raised on all ranks before the first step."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Evaluation = Evaluate | tuple[Evaluate, int]
 
 @dataclass(frozen=True)
 class Asked:
-    """The arguments of `loop`, each in one form.
+    """The arguments of `loop`, normalised.
 
     Attributes:
-        steps: the last step.
+        steps: number of the last step.
         save: the folder of the run's checkpoints.
-        every: steps between two of them.
-        keep: how many stay.
-        best: the metric by which the best one is known, which stays too.
-        resume: whether the newest is gone on from, or the newest that is sound.
-        evaluate: by the prefix of its metrics, what evaluates, and every how many steps.
-        reports: who is told of each step.
-        seed: of random numbers.
+        every: steps between two checkpoints.
+        keep: how many of the newest checkpoints stay.
+        best: the metric that decides which checkpoint is best and stays too.
+        resume: whether to go on from the newest checkpoint, or from the newest undamaged one.
+        evaluate: by the prefix of its metrics, the evaluation function and its interval in steps.
+        reports: called with each step's metrics.
+        seed: of the random numbers.
         limit: seconds from the start of the process.
-        flops: of a step, on all ranks together.
-        peak: of one device.
-        identity: of the batches.
+        flops: floating point operations of a step, on all ranks together.
+        peak: floating point operations a second of one device.
+        identity: of the batches, as JSON.
     """
 
     steps: int
@@ -57,18 +57,18 @@ class Asked:
     identity: str
 
     def facts(self) -> dict[str, str]:
-        """What must be the same on all ranks."""
-        found = {name: repr(getattr(self, name)) for name in ("steps", "every", "keep", "best", "resume", "seed")}
-        found["save"] = str(self.save)
-        found["evaluate"] = repr({name: n for name, (_, n) in self.evaluate.items()})
-        return found | {"batches.identity": self.identity}
+        """The arguments that must be the same on all ranks, as text by name."""
+        facts = {name: repr(getattr(self, name)) for name in ("steps", "every", "keep", "best", "resume", "seed")}
+        facts["save"] = str(self.save)
+        facts["evaluate"] = repr({name: interval for name, (_, interval) in self.evaluate.items()})
+        return facts | {"batches.identity": self.identity}
 
 
 def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
-    """The arguments, checked.
+    """Checks and normalises the arguments.
 
     Raises:
-        TypeError, ValueError: what is wrong with them.
+        TypeError, ValueError: an argument is wrong.
     """
     if not callable(step):
         raise TypeError(
@@ -98,7 +98,7 @@ def asked(step: Any, batches: Any, given: dict[str, Any]) -> Asked:
     _check_batches(batches, save is not None)
     return Asked(
         steps=steps,
-        save=None if save is None else Path(save).absolute(),  # the program may go to another folder later
+        save=None if save is None else Path(save).absolute(),  # the program may change its working directory later
         every=every,
         keep=keep,
         best=best,
@@ -118,12 +118,12 @@ def _check_folder(save: Any) -> None:
         raise TypeError(f"sf.run.loop: save is a {type(save).__name__}, not a folder")
     if not os.fspath(save):
         raise ValueError("sf.run.loop: save=''; it is a folder for the run's checkpoints, or None")
-    there = seen(Path(save))
-    if there is None and os.path.islink(save):
+    status = seen(Path(save))
+    if status is None and os.path.islink(save):
         raise ValueError(
             f"sf.run.loop: save={os.fspath(save)!r} is a link to {Path(save).readlink()}, which is not there"
         )
-    if there is not None and not stat.S_ISDIR(there.st_mode):
+    if status is not None and not stat.S_ISDIR(status.st_mode):
         raise ValueError(f"sf.run.loop: save={os.fspath(save)!r} is a file, not a folder")
 
 
@@ -148,7 +148,7 @@ def _positive(name: str, value: Any) -> float | None:
 def _takes(function: Any, arguments: int, name: str, form: str) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of what is not written in Python, nothing is known
+    except (TypeError, ValueError):  # callables implemented in C may have no signature
         return
     try:
         signature.bind(*[None] * arguments)
@@ -178,7 +178,7 @@ def _evaluations(given: Any, interval: int) -> dict[str, tuple[Evaluate, int]]:
         wrong = [name for name in given if not isinstance(name, str)]
         if wrong:
             raise TypeError(f"sf.run.loop: evaluate has the key {wrong[0]!r}, and keys are names")
-        return {f"eval/{name}": _evaluation(one, interval) for name, one in given.items()}
+        return {f"eval/{name}": _evaluation(evaluation, interval) for name, evaluation in given.items()}
     return {"eval": _evaluation(given, interval)}
 
 
@@ -198,13 +198,13 @@ def _evaluation(given: Any, interval: int) -> tuple[Evaluate, int]:
 
 
 def _reports(given: Any) -> tuple[Report, ...]:
-    every: Sequence[Any] = [progress()] if given is None else [given] if callable(given) else given
-    if not isinstance(every, (list, tuple)) or not all(map(callable, every)):
+    reports: Sequence[Any] = [progress()] if given is None else [given] if callable(given) else given
+    if not isinstance(reports, (list, tuple)) or not all(map(callable, reports)):
         raise TypeError(
             f"sf.run.loop: report={given!r}; it is a function (step, metrics) -> None, a list of such, or None for "
             f"sf.run.progress()"
         )
-    for one in every:
-        if isinstance(one, type):
-            raise TypeError(f"sf.run.loop: report has {one.__name__} itself: call it, sf.run.{one.__name__}(...)")
-    return tuple(every)
+    for report in reports:
+        if isinstance(report, type):
+            raise TypeError(f"sf.run.loop: report has {report.__name__} itself: call it, sf.run.{report.__name__}(...)")
+    return tuple(reports)

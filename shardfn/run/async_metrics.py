@@ -1,4 +1,4 @@
-"""Metrics that the host reads when later steps have been launched, and the figures of each step beside them."""
+"""Reads metrics on the host only after later steps have been launched, and computes each step's figures."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import optree
 import torch
 from torch import Tensor
 
-STEPS = 2  # that are launched before a step's metrics are read
+STEPS = 2  # launched before a step's metrics are read
 
 
 def checked(metrics: Any, who: str) -> dict[str, Any]:
-    """Metrics as numbers and tensors of one element.
+    """A step's metrics, checked to be numbers and tensors of one element.
 
     Raises:
         TypeError, ValueError: they are something else.
@@ -41,9 +41,9 @@ def checked(metrics: Any, who: str) -> dict[str, Any]:
                     f"number: reduce it, by .mean() or .sum(), or give its parts names of their own"
                 )
         elif not isinstance(value, (Real, np.bool_)):
-            turned = "; a step returns (state, metrics), in this order" if who.endswith("step") else ""
+            hint = "; a step returns (state, metrics), in this order" if who.endswith("step") else ""
             raise TypeError(
-                f"{who}: metrics[{name!r}] is a {type(value).__name__}, not a number or a tensor of one{turned}"
+                f"{who}: metrics[{name!r}] is a {type(value).__name__}, not a number or a tensor of one{hint}"
             )
         elif isinstance(value, int) and abs(value) > sys.float_info.max:
             raise ValueError(f"{who}: metrics[{name!r}] is more than a float holds")
@@ -52,7 +52,15 @@ def checked(metrics: Any, who: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Coming:
-    """One step's. `waits` are what says that the copies have arrived."""
+    """One step's metrics on their way to the host.
+
+    Attributes:
+        step: counts from 1.
+        order: the names, in the user's order.
+        known: the metrics that were numbers on the host already.
+        copies: names, and the 1-D host tensor of their values, for each device.
+        waits: events after which the copies are complete.
+    """
 
     step: int
     order: list[str]
@@ -62,8 +70,8 @@ class _Coming:
 
     def read(self) -> dict[str, float]:
         for wait in self.waits:
-            if not wait.query():  # this bounds how far the host runs ahead
-                wait.synchronize()
+            if not wait.query():
+                wait.synchronize()  # this also bounds how far the host runs ahead of the device
         values = dict(self.known)
         for names, copy in self.copies:
             values |= zip(names, copy.tolist(), strict=True)
@@ -72,38 +80,38 @@ class _Coming:
 
 @dataclass
 class Late:
-    """The metrics of the last few steps."""
+    """The metrics of steps that have been launched and not read."""
 
     coming: deque[_Coming] = field(default_factory=deque)
 
     def put(self, step: int, metrics: dict[str, Any]) -> None:
-        """Starts to copy a step's metrics, which may be written to afterwards; it does not wait."""
-        known = {name: float(x) for name, x in metrics.items() if not isinstance(x, Tensor)}
+        """Starts to copy a step's metrics to the host, without waiting; the tensors may be overwritten afterwards."""
+        numbers = {name: float(x) for name, x in metrics.items() if not isinstance(x, Tensor)}
         by_device: dict[torch.device, list[str]] = {}
         for name, x in metrics.items():
             if isinstance(x, Tensor):
                 by_device.setdefault(x.device, []).append(name)
         copies, waits = [], []
         for device, names in by_device.items():
-            wide = torch.float32 if device.type == "mps" else torch.float64
-            # Its memory may be given away while it is copied, but only to later work of the same stream.
+            wide = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+            # The allocator may reuse `packed` during the copy, but only for later work on the same stream.
             packed = torch.stack([metrics[name].detach().reshape(()).to(wide) for name in names])
             if device.type != "cpu":
                 host = torch.empty(len(names), dtype=wide, pin_memory=device.type != "mps")
                 packed = host.copy_(packed, non_blocking=True)
                 waits.append(_arrival(device))
             copies.append((names, packed))
-        self.coming.append(_Coming(step, list(metrics), known, copies, waits))
+        self.coming.append(_Coming(step, list(metrics), numbers, copies, waits))
 
     def until(self, step: int) -> Iterator[tuple[int, dict[str, float]]]:
-        """Those of the steps up to one, in order. It waits for these."""
+        """Yields step and metrics in order, up to and including `step`, waiting for the device if needed."""
         while self.coming and self.coming[0].step <= step:
-            one = self.coming.popleft()
-            yield one.step, one.read()
+            pending = self.coming.popleft()
+            yield pending.step, pending.read()
 
 
 def _arrival(device: torch.device) -> Any:
-    """An event behind what was launched on a device, which need not be the current one."""
+    """An event recorded after the work launched on a device, which need not be the current one."""
     module = torch.get_device_module(device)
     event = module.Event()
     if hasattr(module, "current_stream"):
@@ -118,29 +126,32 @@ PEAKS = {
     "GB200": 2500e12, "B200": 2250e12, "A100": 312e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L4": 121e12,
     "RTX 4090": 165e12, "V100": 125e12, "MI300X": 1307e12,
 }  # fmt: skip
-"""Multiplications and additions a second in bfloat16 (V100: float16), dense, by a part of the device's name."""
+"""Dense bfloat16 (V100: float16) floating point operations a second, by a part of the device's name."""
 
 
 def peak_of(name: str) -> float | None:
-    """The peak of a device of this name, if it is known."""
-    known = [part for part in PEAKS if part in name]
-    return PEAKS[max(known, key=len)] if known else None
+    """The peak operations a second of a device by its name, or None if it is unknown."""
+    parts = [part for part in PEAKS if part in name]
+    return PEAKS[max(parts, key=len)] if parts else None
 
 
 def tokens_of(batch: Any, places: int) -> int:
-    """Tokens of a step on all ranks: the elements of the largest matrix of integers in a batch; 0 if it has none."""
+    """Estimates the tokens of a step on all ranks; 0 if the batch has no 2-D tensor of integers.
+
+    It is the size of the largest such tensor times the number of places with rows of their own.
+    """
     matrices = [x for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim == 2]
     kinds = (torch.uint8, torch.int16, torch.int32, torch.int64)
     return places * max((x.numel() for x in matrices if x.dtype in kinds), default=0)
 
 
 class Figures:
-    """Figures of one step after another.
+    """Computes time, throughput and memory of each step.
 
     Args:
-        flops: of a step, on all ranks together.
-        peak: of one device.
-        devices: how many there are.
+        flops: floating point operations of a step, on all ranks together.
+        peak: floating point operations a second of one device.
+        devices: how many devices there are.
         places: how many ranks have rows of their own.
     """
 
@@ -152,31 +163,31 @@ class Figures:
         self.took: dict[int, tuple[float, int]] = {}  # seconds and tokens of steps whose metrics have not been read
 
     def restart(self) -> None:
-        """What has happened since the last step was not a part of the next one."""
+        """Restarts the clock, so that work between steps, as for a checkpoint, is not counted in the next step."""
         self.before = time.perf_counter()
 
     def launched(self, step: int, batch: Any) -> None:
-        """A step has been launched. The host is never more than two ahead, so this is how long one takes."""
+        """Notes that a step has been launched; as the host is at most two ahead, launches are as far apart as steps."""
         now = time.perf_counter()
         self.took[step] = max(now - self.before, 1e-9), tokens_of(batch, self.places)
         self.before = now
 
     def of(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """The figures of a step whose metrics have just been read."""
-        seconds, own = self.took.pop(step)
-        found = {"seconds": seconds}
-        if tokens := metrics.get("tokens", own):
-            found["tokens_per_second"] = tokens / seconds
-        found["memory_gib"] = (torch.cuda.max_memory_allocated() if self.gpu else resident()) / 2**30
+        """The figures of a step, from its metrics; each step's can be asked for once."""
+        seconds, estimate = self.took.pop(step)
+        figures = {"seconds": seconds}
+        if tokens := metrics.get("tokens", estimate):
+            figures["tokens_per_second"] = tokens / seconds
+        figures["memory_gib"] = (torch.cuda.max_memory_allocated() if self.gpu else resident()) / 2**30
         if self.flops:
-            found["tflops"] = self.flops / seconds / self.devices / 1e12
+            figures["tflops"] = self.flops / seconds / self.devices / 1e12
             if self.peak:
-                found["mfu"] = self.flops / seconds / self.devices / self.peak
-        return found
+                figures["mfu"] = self.flops / seconds / self.devices / self.peak
+        return figures
 
 
 def resident() -> int:
-    """Bytes of memory that this process has; 0 where the system does not say."""
+    """The resident memory of this process in bytes; 0 where the system does not tell."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

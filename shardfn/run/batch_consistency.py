@@ -1,7 +1,7 @@
-"""All ranks have the batches that they should have: each says so of a batch before any of them gets it.
+"""Checks that all ranks have consistent batches before any rank gets one.
 
-What a rank says of the next batch goes around while the step of this one runs. So an error of one rank is an error of
-all of them at the same step, and none waits for another that has no batch.
+A summary of each next batch is all-gathered while the step of the present batch runs. So an error on one rank is raised
+on all of them at the same step, and no rank waits for one that has no batch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shardfn.run.fingerprints import TELLING, digest, kinds, rows_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-LOOKS = 64  # batches at most that are compared by content
-ASTRAY = -1  # in place of an iterator's number
-FRAMES, TEXT = 4, 1800  # the last frames of another rank's error, and all its characters
+LOOKS = 64  # at most so many batches are compared by content
+ASTRAY = -1  # sent in place of an iterator's number by a rank that has seen ranks out of step
+FRAMES, TEXT = 4, 1800  # frames and characters that are shown of another rank's error
 
 
 class State(IntEnum):
@@ -43,7 +43,7 @@ class State(IntEnum):
     END = 1
     FAILED = 2
     FILLED = 3
-    """A batch without a row that counts: others still have such rows."""
+    """A batch of filler rows only, while other ranks still have real rows."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class Read:
 
 @dataclass(frozen=True)
 class Peers:
-    """Who compares, and how.
+    """The ranks that compare their batches, and what they require of them.
 
     Attributes:
-        mesh: whose ranks.
-        axes: along which batches differ.
-        name: of the function that the user called.
-        places: where along the axes each rank stands, in the order of their numbers.
-        unequal: whether ranks may come to their ends at different steps, which is then the end of all.
-        distinct: whether ranks at different places must not have the same rows; only contents tell.
-        lengths: what becomes of batches that are longer on some ranks; None where there are none such.
+        mesh: the mesh of these ranks.
+        axes: mesh axes along which batches differ.
+        name: of the public function, for messages.
+        places: index of each rank along `axes`, in rank order.
+        unequal: whether ranks may run out of batches at different steps; the first to do so ends all.
+        distinct: whether ranks at different places must have different rows, which is checked by content.
+        lengths: how to handle batches that are longer on some ranks; None if shapes must be equal.
     """
 
     mesh: DeviceMesh
@@ -79,7 +79,7 @@ class Peers:
 
     @property
     def ranks(self) -> list[int]:
-        """All of them, in order."""
+        """The global ranks of the mesh, sorted."""
         return sorted(grid_of(self.mesh).ranks)
 
     @property
@@ -89,10 +89,10 @@ class Peers:
 
 
 def axes_of(axes: Any, mesh: DeviceMesh, name: str) -> tuple[str, ...]:
-    """The argument `axes` of a function of this name.
+    """Checks the argument `axes` of the function `name` and returns it as a tuple.
 
     Raises:
-        TypeError, ValueError: it names no axes of the mesh.
+        TypeError, ValueError: it does not name axes of the mesh.
     """
     names = as_names(axes) if isinstance(axes, (str, tuple)) else axes
     if not isinstance(names, tuple) or not all(isinstance(axis, str) for axis in names):
@@ -102,9 +102,9 @@ def axes_of(axes: Any, mesh: DeviceMesh, name: str) -> tuple[str, ...]:
 
 
 def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths | None, **how: bool) -> Peers:
-    """All ranks of a mesh."""
+    """The `Peers` of a mesh, with each rank's place along `axes`."""
     grid = grid_of(mesh)
-    at = {rank: place for place, rank in enumerate(grid.ranks)}
+    position = {rank: place for place, rank in enumerate(grid.ranks)}
     strides, rest = {}, 1
     for axis, size in reversed(sizes(mesh).items()):
         strides[axis], rest = (rest, size), rest * size
@@ -113,19 +113,19 @@ def peers(mesh: DeviceMesh, axes: tuple[str, ...], name: str, lengths: Lengths |
         place = 0
         for axis in axes:
             stride, size = strides[axis]
-            place = place * size + at[rank] // stride % size
+            place = place * size + position[rank] // stride % size
         places.append(place)
     return Peers(mesh, axes, name, places, lengths=lengths, **how)
 
 
 @dataclass
 class _Seen:
-    """What the contents of a rank's batches have been so far.
+    """Digests of what a rank's batches have contained so far.
 
     Attributes:
-        looking: whether the next one is compared, too.
-        rows: digests of different rows.
-        digest: of everything.
+        looking: whether the contents of the next batch are compared.
+        rows: digests of the distinct rows.
+        digest: of all batches so far.
     """
 
     looking: bool
@@ -133,40 +133,47 @@ class _Seen:
     digest: int = 0
 
     def add(self, batch: Any) -> None:
-        """Another batch."""
+        """Adds a batch."""
         rows = rows_of(batch)
         self.rows.update(rows)
         self.digest = digest([self.digest, *rows])
 
 
 def together(batches: Generator[Read], start: int, who: Peers, device: torch.device) -> Generator[Any]:
-    """The batches, on the device, from step `start` on, until all ranks are at their ends.
+    """Yields the batches on the device, from step `start` on, until all ranks run out.
 
     Raises:
-        ValueError: on every rank, before the step of which it is true: some rank has no batch and others have one, or
-            their batches differ in structure, shapes or dtypes; or ranks have the same rows that should not, or have
-            other rows than those that stand at the same place.
+        ValueError: on every rank, before the step concerned: only some ranks have a batch; or batches differ in
+            structure, shapes or dtypes; or ranks that must have different rows have the same, or ranks at the same
+            place have different rows.
         RuntimeError: another rank failed to read its batch. The rank that failed raises its own error.
     """
     copier = Copier(device)
     seen = _Seen(looking=len(who.places) > 1 and process_groups.between_processes())
     counter: itertools.count[int] = per_mesh(who.mesh, "feeds", itertools.count)
-    number = next(counter)  # of the mesh's iterators: ranks that iterate differently see it
+    number = next(counter)  # counts iterators over this mesh, so that ranks that iterate differently are found
     with contextlib.closing(batches):
-        this, said = _took(batches, start, who, seen, copier, number)
+        current, summaries = _next(batches, start, who, seen, copier, number)
         for step in itertools.count(start):
-            if _ended(this, said, step, who, seen):
+            if _ended(current, summaries, step, who, seen):
                 return
-            copy, sizes = this.batch, _sizes(said, this, step, who)
-            this, said = _took(batches, step + 1, who, seen, copier, number)
-            batch = copier.arrived(copy)
+            on_its_way, sizes = current.batch, _sizes(summaries, current, step, who)
+            current, summaries = _next(batches, step + 1, who, seen, copier, number)
+            batch = copier.arrived(on_its_way)
             yield batch if sizes is None or who.lengths is None else who.lengths.padded(batch, *sizes, who.name)
-            del copy, batch
+            del on_its_way, batch
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What all ranks say, when it has come: the work, and a row of each rank."""
+class _Summaries:
+    """The all-gathered summaries of a step's batches.
+
+    Attributes:
+        group: name of the process group.
+        work: the all-gather, to be waited for.
+        rows: int64 `[ranks, numbers]`, complete once `work` is done.
+        own: this rank's numbers, int64 `[1, numbers]`.
+    """
 
     group: str
     work: Any
@@ -174,63 +181,63 @@ class _Said:
     own: Tensor
 
 
-def _took(
+def _next(
     batches: Iterator[Read], step: int, who: Peers, seen: _Seen, copier: Copier, number: int
-) -> tuple[Read, _Said | None]:
-    """The next batch, on its way to the device; and what this rank says of it, on its way to the others."""
+) -> tuple[Read, _Summaries | None]:
+    """Starts to copy the next batch to the device, and to all-gather the ranks' summaries of it."""
     shapes, sizes = 0, [0] * SIZES
     try:
-        one = next(batches, Read(State.END))
-        if one.state in (State.BATCH, State.FILLED):
+        read = next(batches, Read(State.END))
+        if read.state in (State.BATCH, State.FILLED):
             if len(who.places) > 1:
-                shapes = digest(_kinds(one.batch, who))
-                sizes = sizes_of(one.batch)
+                shapes = digest(_kinds(read.batch, who))
+                sizes = sizes_of(read.batch)
             if seen.looking:
-                seen.add(one.batch)
-            one = Read(one.state, copier.start(one.batch))
-    except Exception as error:
-        one = Read(State.FAILED, error=error)
+                seen.add(read.batch)
+            read = Read(read.state, copier.start(read.batch))
+    except Exception as error:  # not raised before all ranks know of it, in `_ended`
+        read = Read(State.FAILED, error=error)
     if len(who.places) > 1 and who.unequal and process_groups.worlds_of_threads():
-        return _among_threads(one, who), None
+        return _among_threads(read, who), None
     if len(who.places) == 1 or not process_groups.between_processes():
-        return one, None
+        return read, None
     contents = seen.digest if seen.looking else 0
-    return one, _say([number, step, one.state, shapes, contents, len(seen.rows), *sizes], who)
+    return read, _send([number, step, read.state, shapes, contents, len(seen.rows), *sizes], who)
 
 
 def _kinds(batch: Any, who: Peers) -> list[str]:
-    """What batches of all ranks have in common."""
+    """What must be equal in batches of all ranks: paths and dtypes, and shapes unless lengths may differ."""
     return kinds(batch) if who.lengths is None else kinds_but_sizes(batch)
 
 
-def _sizes(said: _Said | None, mine: Read, step: int, who: Peers) -> tuple[list[int], list[int]] | None:
-    """The least and the most that batches of a step have on any rank, dimension by dimension; None where none differ.
+def _sizes(summaries: _Summaries | None, mine: Read, step: int, who: Peers) -> tuple[list[int], list[int]] | None:
+    """The smallest and largest size of each dimension over ranks; None if sizes cannot differ.
 
     Raises:
         ValueError: ranks that must have the same rows have batches of other shapes.
     """
-    if who.lengths is None or len(who.places) == 1 or (said is None and not process_groups.worlds_of_threads()):
+    if who.lengths is None or len(who.places) == 1 or (summaries is None and not process_groups.worlds_of_threads()):
         return None
-    if said is None:
+    if summaries is None:
         own = torch.tensor(sizes_of(mine.batch.batch))
-        every = gathered(own, who.mesh, None, "how long batches are", who.name)
+        sizes = gathered(own, who.mesh, None, "how long batches are", who.name)
     else:
-        every = said.rows[:, -SIZES:]
-    _first_at_places(every.tolist(), "have other shapes", step, who)
-    return every.amin(0).tolist(), every.amax(0).tolist()
+        sizes = summaries.rows[:, -SIZES:]
+    _first_at_places(sizes.tolist(), "have other shapes", step, who)
+    return sizes.amin(0).tolist(), sizes.amax(0).tolist()
 
 
 def _first_at_places(every: Sequence[Any], differ: str, step: int, who: Peers) -> dict[int, int]:
     """The first rank, by its index, at each place along the axes.
 
     Args:
-        every: what is known of each rank's batch.
-        differ: what that says of batches where it is not the same.
-        step: whose batches they are.
-        who: compares.
+        every: a value for each rank's batch.
+        differ: what it means for the batches if the values differ, for the message.
+        step: of the batches.
+        who: compares them.
 
     Raises:
-        ValueError: it is not the same on ranks at the same place.
+        ValueError: ranks at the same place have different values.
     """
     first: dict[int, int] = {}
     for i, place in enumerate(who.places):
@@ -245,7 +252,7 @@ def _first_at_places(every: Sequence[Any], differ: str, step: int, who: Peers) -
 
 
 def _among_threads(mine: Read, who: Peers) -> Read:
-    """What a rank has that is a thread, where the end of one is the end of all; they wait for each other."""
+    """Waits for all ranks, which are threads here, to agree on the next batch; one rank at its end ends all."""
     states = gathered(torch.tensor([mine.state]), who.mesh, None, "the next batch", who.name).flatten().tolist()
     if mine.error is not None:
         return mine
@@ -257,24 +264,24 @@ def _among_threads(mine: Read, who: Peers) -> Read:
     return Read(State.BATCH, mine.batch) if State.BATCH in states else mine
 
 
-def _say(row: list[int], who: Peers) -> _Said:
+def _send(row: list[int], who: Peers) -> _Summaries:
     group, rows = cpu_group(who.ranks, "feed"), torch.empty(len(who.places), len(row), dtype=torch.int64)
     own = torch.tensor([row])
-    return _Said(group.group_name, process_groups.start_all_gather(rows, own, group), rows, own)
+    return _Summaries(group.group_name, process_groups.start_all_gather(rows, own, group), rows, own)
 
 
-def _ended(mine: Read, said: _Said | None, step: int, who: Peers, seen: _Seen) -> bool:
-    """Whether the step has no batch; raises what is wrong on any rank."""
-    if said is None:
+def _ended(mine: Read, summaries: _Summaries | None, step: int, who: Peers, seen: _Seen) -> bool:
+    """Whether the step has no batch; raises on every rank if anything is wrong on one."""
+    if summaries is None:
         if mine.error is not None:
             raise mine.error
         return mine.state in (State.END, State.FILLED)
-    with waiting.on("the next batch", said.group, who.name, note=f"It is that of step {step}"):
-        said.work.wait()
-    numbers, steps, states, shapes, contents, rows = said.rows[:, :6].T.tolist()
+    with waiting.on("the next batch", summaries.group, who.name, note=f"It is that of step {step}"):
+        summaries.work.wait()
+    numbers, steps, states, shapes, contents, rows = summaries.rows[:, :6].T.tolist()
     if len({*zip(numbers, steps, strict=True)}) > 1:
-        if ASTRAY not in numbers:  # who is ahead has said more than this rank, and waits for an answer
-            _astray.append(_say([ASTRAY] * said.rows.shape[1], who))
+        if ASTRAY not in numbers:  # a rank that is ahead has begun another all-gather, and waits for this one to join
+            _astray.append(_send([ASTRAY] * summaries.rows.shape[1], who))
         raise ValueError(
             f"{who.name}: ranks ask for different batches: those of steps {steps}, in the order of their ranks "
             f"{who.ranks}, by their iterators number {numbers}. All ranks iterate alike, and stop at the same step"
@@ -295,7 +302,7 @@ def _ended(mine: Read, said: _Said | None, step: int, who: Peers, seen: _Seen) -
     return False
 
 
-_astray: list[_Said] = []  # what nobody may ever answer
+_astray: list[_Summaries] = []  # all-gathers that may never complete, kept referenced
 
 
 def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
@@ -303,15 +310,15 @@ def _raise_failed(mine: Read, states: list[int], step: int, who: Peers) -> None:
     if mine.error is not None:
         text = short("".join(traceback.format_exception(mine.error, limit=-FRAMES)).strip(), TEXT)
     content = text.encode()
-    most = int(gathered(torch.tensor([len(content)]), who.mesh, None, "an error's length", who.name).max())
-    padded = torch.zeros(most, dtype=torch.uint8)
+    longest = int(gathered(torch.tensor([len(content)]), who.mesh, None, "an error's length", who.name).max())
+    padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
     texts = gathered(padded, who.mesh, None, "an error's text", who.name)
     if mine.error is not None:
         raise mine.error
     failed = states.index(State.FAILED)
-    told = bytes(texts[failed].tolist()).rstrip(b"\0").decode(errors="replace")
-    raise RuntimeError(f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{told}")
+    theirs = bytes(texts[failed].tolist()).rstrip(b"\0").decode(errors="replace")
+    raise RuntimeError(f"{who.name}: rank {who.ranks[failed]} could not read its batch of step {step}:\n{theirs}")
 
 
 def _raise_short(states: list[int], step: int, who: Peers) -> None:
@@ -323,9 +330,9 @@ def _raise_short(states: list[int], step: int, who: Peers) -> None:
     )
 
 
-def _ranks(some: list[int]) -> str:
-    shown = listed(some, 4)
-    return f"rank {shown} has" if len(some) == 1 else f"ranks {shown} have"
+def _ranks(ranks: list[int]) -> str:
+    shown = listed(ranks, 4)
+    return f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
 
 
 def _differ(mine: Read, step: int, who: Peers) -> None:
@@ -356,6 +363,6 @@ def _compare(contents: list[int], rows: list[int], step: int, who: Peers) -> Non
 
 
 def _undecided(contents: list[int], who: Peers) -> bool:
-    """Whether some ranks have had the same rows so far, though too few to say that it is no accident."""
-    one_each = dict(zip(who.places, contents, strict=True))
-    return who.distinct and len(set(one_each.values())) < len(one_each)
+    """Whether ranks at different places have had only equal rows so far, though too few to rule out chance."""
+    by_place = dict(zip(who.places, contents, strict=True))
+    return who.distinct and len(set(by_place.values())) < len(by_place)

@@ -1,4 +1,4 @@
-"""The batches of a run: one order of rows for all ranks, of which each reads its part."""
+"""The batches of a run: all ranks follow one order of rows, and each reads its part of it."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _SOURCES = (
 class Batches:
     """This rank's part of a run's batches, from any step on; made by `batches`.
 
-    `batches(step)` is an iterator from that step on, and `iter(batches)` from the step that `start=` named. `len` is
-    the number of all steps, where `epochs` has an end.
+    `batches(step)` iterates from that step on, and `iter(batches)` from the step given as `start=`. `len` is the number
+    of all steps if `epochs` is given.
 
     Attributes:
-        axes: of the mesh, along which ranks have different rows.
-        identity: what the order depends on, as str and int: where two are equal, step `k` has the same rows.
-        steps_per_epoch: batches of an epoch, rounded up; None of a stream.
-        start: first step of `iter`.
-        steps: of all epochs; None is for ever, or not known.
+        axes: mesh axes along which ranks have different rows.
+        identity: what the order depends on, as str and int: with equal identities, step `k` has the same rows.
+        steps_per_epoch: batches of an epoch, rounded up; None for a stream.
+        start: the step that `iter` begins with.
+        steps: batches in all epochs; None if endless or unknown.
     """
 
     axes: tuple[str, ...]
@@ -59,11 +59,11 @@ class Batches:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Whose ranks read."""
+        """The mesh whose ranks read the batches."""
         return self._peers.mesh
 
     def __call__(self, start: int) -> Generator[Any]:
-        """The batches of step `start` and of those after it, on the mesh's device.
+        """Iterates over the batches from step `start` on, on the mesh's device.
 
         Raises:
             ValueError: a negative step.
@@ -97,45 +97,46 @@ def batches(
     prefetch: int = 2,
     pad: Pad | None = None,
 ) -> Batches:
-    """Batches of rows, cut along mesh axes, in an order that only the seed and the step decide.
+    """Batches of rows, cut along mesh axes, in an order that depends on the seed and the step only.
 
-    Ranks read nothing but their own rows: the batch of a step is the concatenation of what the places along `axes`
-    read, whatever their number is. Ranks along other axes get the same rows. Nothing but a step is needed to go on
-    from it. All ranks of the mesh make this call, and iterate alike.
+    Each rank reads only its own rows: the batch of a step is the concatenation of the parts along `axes`, however many
+    there are. Ranks along other axes get the same rows. To resume, only the step number is needed. All ranks of the
+    mesh make this call, and iterate alike.
 
     Args:
-        source: rows. A tensor or array, or a dict or tuple of them, whose dim 0 the rows are; a data set, or list, with
+        source: rows. A tensor or array, or a dict or tuple of them, whose dim 0 the rows are; a data set or list with
             `__len__` and `__getitem__`, and `__getitems__` if it reads several at once; `token_windows` or
             `packed_windows`; a `Stream` of files.
         mesh: whose ranks read.
         axes: the axis, or axes major to minor, along which ranks have different rows, as an entry of `P` names them;
-            `()` is none, so all have all.
+            `()` for none, so that all ranks have all rows.
         batch: rows of a step, on all ranks together.
-        seed: of the order, and of random numbers in a data set's own code: those of Python, numpy and torch are seeded
-            by the seed, the epoch and the row before each row is read, so that neither ranks nor workers matter.
+        seed: of the order, and of random numbers in a data set's own code: the generators of Python, numpy and torch
+            are seeded by seed, epoch and row before each row is read, so the result depends on neither ranks nor
+            workers.
         start: the step that `iter` begins with.
         epochs: how often every row is read; None is for ever.
-        shuffle: whether each epoch has an order of its own, and not the source's.
-        last: where an epoch's rows do not fill its last batch: `"drop"` leaves them out; `"pad"` repeats some to fill
-            it, and adds to every batch a mask, bool `[rows]`, that is False for these: as `batch["mask"]` of a dict,
-            else as the last item of a tuple; `"wrap"` runs on into the next epoch.
-        collate: makes a batch of a list of rows; default: torch's `default_collate`. Where it draws random numbers they
-            depend on the step and on the rank's place.
-        workers: processes that read; 0: a data set's code runs when the batch is asked for. What has no code of yours,
-            as tensors and token files, is read by a thread even so.
-        prefetch: batches that are read ahead, of each worker too; 0: none.
-        pad: what becomes of batches that `collate` makes longer on some ranks, as those of transformers do, which pad
-            to the longest row of a rank. None: they are an error. `"ranks"`: shorter ones are filled at their ends up
-            to the longest of all ranks: `labels` with -100, `attention_mask` and `token_type_ids` with 0, `input_ids`
-            with what `collate.tokenizer` fills with, each also as the end of a longer key. A dict: so, and by a leaf's
-            last key with what it says: `{"input_ids": 0}`. `"own"`: each rank has its own lengths, for a step with
+        shuffle: whether each epoch has its own random order instead of the source's.
+        last: what happens if the rows of an epoch do not fill its last batch: `"drop"` leaves them out; `"pad"` repeats
+            some to fill it, and adds to every batch a mask, bool `[rows]`, False for the repeated rows: as
+            `batch["mask"]` of a dict, else as the last item of a tuple; `"wrap"` continues with the next epoch.
+        collate: makes a batch of a list of rows; default: torch's `default_collate`. Its random numbers depend on the
+            step and on the rank's place.
+        workers: processes that read; 0: a data set's code runs when the batch is asked for. Sources that run no user
+            code, as tensors and token files, are read by a thread even so.
+        prefetch: batches that are read ahead, by each worker too; 0: none.
+        pad: how to handle batches that `collate` makes longer on some ranks, as collators of transformers do, which pad
+            to the longest row of a rank. None: an error. `"ranks"`: pads at the ends to the longest of all ranks:
+            `labels` with -100, `attention_mask` and `token_type_ids` with 0, `input_ids` with what `collate.tokenizer`
+            pads with, and likewise keys that end in `_` and one of these names. A dict: the same, with values of your
+            own by a leaf's last key: `{"input_ids": 0}`. `"own"`: each rank keeps its own lengths, for a step with
             `in_specs=...`.
 
     Returns:
         A `Batches`.
 
     Raises:
-        TypeError, ValueError: on every rank, an argument that is wrong; or ranks have different arguments or sources.
+        TypeError, ValueError: on every rank: an argument is wrong, or arguments or sources differ between ranks.
     """
     sizes(mesh)
     with failing_together([mesh], NAME):  # a source may raise anything
@@ -166,13 +167,13 @@ def _made(
     who = peers(mesh, axes, NAME, lengths, unequal=isinstance(source, Stream))
     size = portion(batch, max(who.places) + 1, axes)
     first = who.places[who.ranks.index(dist.get_rank())] * size
-    known: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last}
+    identity: dict[str, str | int] = {"seed": seed, "batch": batch, "shuffle": int(shuffle), "last": last}
     device = device_of(mesh.device_type)
     if isinstance(source, Stream):
         streamed = Streamed(source, seed, shuffle, last, epochs, batch, first, first + size, collate)
-        known |= {"source": stream_fingerprint(source)}
+        identity |= {"source": stream_fingerprint(source)}
         streamed.check(workers)
-        return Batches(axes, known, None, start, None, who, partial(streamed.opened, workers, prefetch, device))
+        return Batches(axes, identity, None, start, None, who, partial(streamed.opened, workers, prefetch, device))
     source = opened(source)
     order = Order(len(source), batch, seed, shuffle, last, epochs)
     if last == "drop" and batch > len(source):
@@ -181,24 +182,24 @@ def _made(
             f'last="wrap" or "pad", or a smaller batch'
         )
     reader = Reader(source, order, first, first + size, collate)
-    known |= {"rows": len(source), "source": fingerprint(source, seed)}
+    identity |= {"rows": len(source), "source": fingerprint(source, seed)}
     reads = partial(_reads, reader, workers, prefetch, device)
-    return Batches(axes, known, order.steps_per_epoch, start, order.steps, who, reads)
+    return Batches(axes, identity, order.steps_per_epoch, start, order.steps, who, reads)
 
 
 def _reads(reader: Reader, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
-    """A rank's batches: by workers, by a thread, or when they are asked for."""
+    """Yields a rank's batches, read by workers, by a thread, or when they are asked for."""
     steps = reader.order.steps
     if workers:
         numbers = itertools.count(start) if steps is None else range(start, steps)
-        found = ahead(partial(by_workers, reader, numbers, workers, prefetch), max(1, prefetch), device)
+        batches = ahead(partial(by_workers, reader, numbers, workers, prefetch), max(1, prefetch), device)
     elif reader.ready and prefetch:
-        found = ahead(partial(reader.each, start, steps), prefetch, device)
+        batches = ahead(partial(reader.each, start, steps), prefetch, device)
     else:
-        found = reader.each(start, steps)
-    with contextlib.closing(found):
-        for one in found:
-            yield Read(State.BATCH, locked(one, device))
+        batches = reader.each(start, steps)
+    with contextlib.closing(batches):
+        for batch in batches:
+            yield Read(State.BATCH, locked(batch, device))
 
 
 def _checked_int(name: str, value: Any, least: int) -> None:
@@ -209,7 +210,7 @@ def _checked_int(name: str, value: Any, least: int) -> None:
 
 
 class Feed(Protocol):
-    """Gives a run's batches, from any step on."""
+    """A function that gives a run's batches from any step on."""
 
     def __call__(self, start: int) -> Iterator[Any]:
-        """This rank's part of the batches of step `start`, and of those after it."""
+        """Iterates over this rank's part of the batches from step `start` on."""

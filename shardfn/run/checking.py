@@ -1,4 +1,4 @@
-"""Batches of anybody's loader are compared between ranks."""
+"""Checks that the batches of a user's own loader are consistent between ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NAME = "sf.run.checked"
 
 @dataclass(frozen=True)
 class Checked:
-    """Batches that are compared before a step gets them; made by `checked`.
+    """Batches of a loader, compared between ranks before a step gets them; made by `checked`.
 
     Attributes:
-        axes: of the mesh, along which ranks have different rows.
+        axes: mesh axes along which ranks have different rows.
     """
 
     axes: tuple[str, ...]
@@ -38,17 +38,17 @@ class Checked:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Whose ranks iterate."""
+        """The mesh whose ranks iterate."""
         return self._peers.mesh
 
     def __iter__(self) -> Iterator[Any]:
         return self(0)
 
     def __call__(self, start: int) -> Iterator[Any]:
-        """The batches but for the first `start`, which are read and dropped.
+        """Iterates over the batches, after reading and dropping the first `start`.
 
         Raises:
-            ValueError: the loader is a generator, or another iterator, of which batches have been read.
+            ValueError: the loader can be iterated only once, and batches of it have been read.
         """
         if self._begun and loaders.read_once(self._loader):
             raise ValueError(
@@ -66,29 +66,29 @@ class Checked:
 
 
 def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad | None = None) -> Checked:
-    """The batches of a loader of your own, each of which every rank has been told of before any rank gets it.
+    """Wraps a loader of your own, so that its batches are compared between ranks before any rank gets one.
 
-    An error on every rank, instead of wrong training or a hang, are: ranks at different places along `axes` with the
-    same rows, which a forgotten sampler causes; ranks at the same place with different rows; a different number of
-    batches, or batches of different structure, shapes (but for `pad`) or dtypes; an error of one rank's loader. Rows
-    are compared in the first batches of each iteration, as far as needed: two ranks have the same if all their rows
-    were equal and at least 8 different ones were among them, so that data whose rows are alike is none.
+    These raise on every rank, instead of wrong training or a hang: ranks at different places along `axes` have the same
+    rows, as with a forgotten sampler; ranks at the same place have different rows; numbers of batches differ, or the
+    structure, shapes (but for `pad`) or dtypes of batches; one rank's loader fails. Rows are compared in the first
+    batches of each iteration: they count as the same on two ranks if all were equal and at least 8 of them distinct,
+    so that data with many equal rows raises no false alarm.
 
-    Batches stay what and where they are, but for mappings, which become dicts; one more than the loop has is read. So
-    they are copied, and a loader may use its memory again, but not those of torch's `DataLoader` with its own
-    `collate_fn`, which are new.
+    Batches keep their type and device, except that mappings become dicts. One batch more than the loop has is read.
+    Batches are therefore copied, so that a loader may reuse its memory; not those of torch's `DataLoader` with its
+    default `collate_fn`, which are new anyway.
 
     Args:
-        loader: gives pytrees of tensors or arrays, whose dim 0 are rows.
+        loader: gives pytrees of tensors or arrays with rows along dim 0.
         mesh: whose ranks iterate, all of them alike.
-        axes: the axis or axes along which ranks have different rows; `()` is none.
-        pad: what becomes of batches that are longer on some ranks, as `batches` takes it; None: they are an error.
+        axes: the axis or axes along which ranks have different rows; `()` for none.
+        pad: how to handle batches that are longer on some ranks, as in `batches`; None: an error.
 
     Returns:
         An iterable of the same batches, with the loader's `len`.
 
     Raises:
-        TypeError, ValueError: on every rank, a loader that is none, or an axis that the mesh does not have.
+        TypeError, ValueError: on every rank: the loader is not iterable, or the mesh lacks an axis.
     """
     sizes(mesh)
     with failing_together([mesh], NAME, (TypeError, ValueError)):
@@ -101,17 +101,17 @@ def checked(loader: Iterable[Any], mesh: DeviceMesh, axes: AxisName, *, pad: Pad
 
 
 def _reads(loader: Iterable[Any], start: int) -> Generator[Read]:
-    keeps = fresh(loader)
+    is_fresh = fresh(loader)
     for batch in itertools.islice(_to_its_end(loader), start, None):
-        found = of_dicts(batch)
-        yield Read(State.BATCH, found if keeps else owned(found))
+        tree = of_dicts(batch)
+        yield Read(State.BATCH, tree if is_fresh else owned(tree))
 
 
 def _to_its_end(loader: Iterable[Any]) -> Generator[Any]:
-    """What a loader gives, whose own StopIteration is its end, and that of the code that it calls is not.
+    """Iterates over a loader, telling StopIteration at its end from one raised by code that it calls.
 
     Raises:
-        RuntimeError: a row, or what makes a batch of rows, has raised it.
+        RuntimeError: a row of the data set, or `collate_fn`, raised StopIteration.
     """
     batches = iter(loader)
     while True:

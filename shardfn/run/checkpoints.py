@@ -1,4 +1,4 @@
-"""A run's checkpoints: what is in them, when they are written, and how the newest whole one is gone on from."""
+"""A run's checkpoints: their contents, writing them in the background, and resuming from one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from shardfn.run.locking import Lock
 from shardfn.run.randomness import grids
 from shardfn.transforms.fitting import recall, remembered
 
-MOMENT = 3.0  # seconds for which a run that failed lets its last checkpoint go on
+MOMENT = 3.0  # seconds that a failed run waits for its last checkpoint to complete
 _log = logging.getLogger("shardfn")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What makes a run the same one: with these, and the step, it goes on as if it had never stopped.
+    """Identifies a run: a run with the same origin and step continues as if it had never stopped.
 
     Attributes:
         seed: of its random numbers.
@@ -41,15 +41,15 @@ class Origin:
     seed: int
     batches: str
 
-    def check(self, found: Origin, path: Path) -> None:
-        """Raises ValueError, if a checkpoint is of another run."""
-        if self.seed != found.seed:
+    def check(self, saved: Origin, path: Path) -> None:
+        """Raises ValueError if a checkpoint belongs to another run."""
+        if self.seed != saved.seed:
             raise ValueError(
-                f"sf.run.loop: seed={self.seed}, and the run in {path} has seed={found.seed}: pass that one, or "
+                f"sf.run.loop: seed={self.seed}, and the run in {path} has seed={saved.seed}: pass that one, or "
                 f"another folder for another run"
             )
-        if self.batches != found.batches:
-            theirs, mine = _facts(found.batches), _facts(self.batches)
+        if self.batches != saved.batches:
+            theirs, mine = _facts(saved.batches), _facts(self.batches)
             differ = [f"{name} was {theirs.get(name)!r} and is {mine.get(name)!r}" for name in {**theirs, **mine}
                       if theirs.get(name) != mine.get(name)]  # fmt: skip
             raise ValueError(
@@ -59,52 +59,52 @@ class Origin:
 
 
 def _facts(batches: str) -> dict[str, Any]:
-    found = json.loads(batches)
-    return found if isinstance(found, dict) else {"identity": found}
+    identity = json.loads(batches)
+    return identity if isinstance(identity, dict) else {"identity": identity}
 
 
 def identity_of(batches: Any) -> str:
-    """What a feed says of its rows, as JSON; `null` of one that says nothing.
+    """The `identity` attribute of batches as JSON; `null` if they have none.
 
     Raises:
         TypeError: it is not a dict of plain values.
     """
-    found = getattr(batches, "identity", None)
-    if found is not None and not isinstance(found, dict):
-        raise TypeError(f"sf.run.loop: batches.identity is a {type(found).__name__}, not a dict of plain values")
+    identity = getattr(batches, "identity", None)
+    if identity is not None and not isinstance(identity, dict):
+        raise TypeError(f"sf.run.loop: batches.identity is a {type(identity).__name__}, not a dict of plain values")
     try:
-        return json.dumps(found, sort_keys=True)
+        return json.dumps(identity, sort_keys=True)
     except TypeError as error:
         raise TypeError(f"sf.run.loop: batches.identity is a dict of plain values, and {error}") from None
 
 
 def tree(state: Any, step: int, origin: Origin, parts: str = "", best: str = "") -> dict[str, Any]:
-    """What a checkpoint holds."""
+    """The pytree that is saved as a checkpoint."""
     run = {"seed": origin.seed, "batches": origin.batches, "parts": parts, "best": best}
     return {"state": state, "step": step, "run": run}
 
 
 def loaded(path: Path, state: Any, origin: Origin) -> tuple[Any, dict[str, Any]]:
-    """The state in a checkpoint, written into that one's memory, and what it has besides.
+    """Loads a checkpoint into the memory of `state`; returns the state and the checkpoint's head.
 
     Raises:
-        CheckpointError: it is of another model, or damaged.
+        CheckpointError: the checkpoint is of another model, or damaged.
         ValueError: it is of another run.
     """
-    # The numbers first: what is of another run must not overwrite the state.
+    # The head is checked first: a checkpoint of another run must not overwrite the state.
     finish()
     team = team_of(grids(state), "run")
     head = team.together(f"load {path}", lambda: _head(path) if team.rank == 0 else {})[0]
     origin.check(Origin(head["run.seed"], head["run.batches"]), path)
     if team.rank == 0:
         _tell_changed(path, state)
-    found = checkpoint.load(path, tree(state, 0, origin))["state"]
+    loaded_state = checkpoint.load(path, tree(state, 0, origin))["state"]
     _recall(team, head["run.parts"])
-    return found, head
+    return loaded_state, head
 
 
 def _tell_changed(path: Path, state: Any) -> None:
-    """Says which numbers of optimizers are other ones in the program: those in the checkpoint go on."""
+    """Warns of optimizer hyperparameters that differ in the program; those of the checkpoint are used."""
     theirs = source_of(path).numbers
     ours = contents({"state": state}, shared=False).numbers
     for name, mine in ours.items():
@@ -116,7 +116,7 @@ def _tell_changed(path: Path, state: Any) -> None:
 
 
 def _head(path: Path) -> dict[str, Any]:
-    """What a checkpoint has besides the state, by name."""
+    """The contents of a checkpoint besides the state, by name."""
     numbers = source_of(path).numbers
     lacks = [name for name, kind in HEAD.items() if not isinstance(numbers.get(name), kind)]
     if lacks:
@@ -128,16 +128,16 @@ def _head(path: Path) -> dict[str, Any]:
 
 
 def _parts(state: Any) -> str:
-    """In how many parts batches have fitted, on all ranks of a state, as JSON; once, where all ranks know the same."""
+    """How many parts batches were cut into to fit memory, as JSON: one entry, or one for each rank if they differ."""
     team = team_of(grids(state), "run")
-    every = team.gathered(remembered(ranks_of(team)), "comparing the parts of batches")
-    return json.dumps(every[:1] if len(set(every)) == 1 else every)
+    parts = team.gathered(remembered(ranks_of(team)), "comparing the parts of batches")
+    return json.dumps(parts[:1] if len(set(parts)) == 1 else parts)
 
 
 def _recall(team: Team, parts: str) -> None:
-    every = json.loads(parts)
-    known = every[0] if len(every) == 1 else every[team.rank] if len(every) == team.size else "[]"
-    recall(known, ranks_of(team))
+    saved = json.loads(parts)
+    own = saved[0] if len(saved) == 1 else saved[team.rank] if len(saved) == team.size else "[]"
+    recall(own, ranks_of(team))
 
 
 @dataclass
@@ -145,13 +145,15 @@ class Saver:
     """Writes a run's checkpoints in the background.
 
     Attributes:
-        folder: in which they are.
-        keeping: which of them stay.
+        folder: holds the checkpoints.
+        keeping: decides which of them stay.
         origin: of the run.
-        lock: on the folder, on the first rank.
-        saved: the step of the last one.
-        seconds: that the slowest one took.
-        error: why the last one was not written, if `look` has seen that.
+        lock: on the folder, held by the first rank.
+        saved: the step of the last checkpoint.
+        seconds: the longest time that one took.
+        error: why the last one could not be written, if `look` has found out.
+        pending: the checkpoint that is being written.
+        began: when it was begun.
     """
 
     folder: Path
@@ -168,11 +170,11 @@ class Saver:
         self.lock = Lock(self.folder)
 
     def path(self, step: int) -> Path:
-        """Of the checkpoint after so many steps."""
+        """The path of the checkpoint after `step` steps."""
         return self.folder / f"step-{step:08}"
 
     def save(self, state: Any, step: int, history: Mapping[str, Mapping[int, float]]) -> None:
-        """Begins to write one; it waits for the one before.
+        """Starts to write a checkpoint, after waiting for the one before.
 
         Raises:
             CheckpointError, TypeError, ValueError: as `checkpoint.save_async` does.
@@ -181,32 +183,32 @@ class Saver:
         steps = [] if self.saved is None else [self.saved]
         self.keeping.values = self.values(team_of(grids(state), "run"), step, steps, history)
         self.began, self.saved = time.monotonic(), step
-        held = tree(state, step, self.origin, _parts(state), self.keeping.packed())
+        content = tree(state, step, self.origin, _parts(state), self.keeping.packed())
         surplus = partial(self.keeping.surplus, values=dict(self.keeping.values))
-        self.pending = begin(lambda: Save(self.path(step), held, True, surplus, self.lock.check))
+        self.pending = begin(lambda: Save(self.path(step), content, True, surplus, self.lock.check))
 
     def values(
         self, team: Team, step: int, steps: list[int], history: Mapping[str, Mapping[int, float]]
     ) -> dict[int, float]:
-        """Of the metric that is compared, as the first rank has them.
+        """The values of the metric that decides the best checkpoint, by step, as the first rank has them.
 
         Raises:
-            CheckpointError: it is no metric of the run.
+            CheckpointError: the run has no such metric.
         """
         if self.keeping.best is None:
             return {}
         return team.together("compare checkpoints", lambda: self.keeping.known(step, steps, history))[0]
 
     def look(self) -> None:
-        """Sees whether the last one is over, and how long it took; it does not wait."""
+        """Notes without waiting whether the last checkpoint is complete, how long it took, and any error."""
         if self.pending is not None and self.pending.done():
             try:
                 self.finish()
-            except Exception as error:  # other ranks see it at another step
+            except Exception as error:  # not raised, since other ranks notice it at another step
                 self.error = error
 
     def finish(self) -> None:
-        """Waits until the last one is whole.
+        """Waits until the last checkpoint is complete.
 
         Raises:
             CheckpointError: it could not be written.
@@ -217,11 +219,11 @@ class Saver:
             self.seconds = max(self.seconds, (pending.ended or time.monotonic()) - self.began)
 
     def needs(self) -> float:
-        """Seconds to wait for the last one and to write another, with something to spare."""
+        """An estimate, with a margin, of the seconds to finish the last checkpoint and to write another."""
         return (1.5 if self.pending is None else 2.5) * self.seconds
 
     def abandon(self) -> None:
-        """Gives up the last one after a moment, where a rank has failed: it may be writing, or may have gone."""
+        """Stops the last checkpoint, soon after a rank failed: that rank may still be writing, or be gone."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -230,5 +232,5 @@ class Saver:
             time.sleep(0.01)
         pending.stop()
         if pending.done():
-            with contextlib.suppress(Exception):  # the log has it
+            with contextlib.suppress(Exception):  # the error has been logged
                 pending.wait()

@@ -1,4 +1,4 @@
-"""Rows become a batch, and batches of ranks are filled up to one length."""
+"""Makes batches of rows, and pads the batches of ranks to one length."""
 
 from __future__ import annotations
 
@@ -16,33 +16,39 @@ from shardfn.quoting import listed
 from shardfn.run.fingerprints import described, kinds, named_leaves
 from shardfn.transforms.cutting import written
 
-SIZES = 64  # of a batch's first dimensions, which ranks tell each other
-KNOWN = {"attention_mask": 0, "labels": -100, "token_type_ids": 0}  # as tokenizers' own padding has them
+SIZES = 64  # at most so many dimensions of a batch are compared between ranks
+KNOWN = {"attention_mask": 0, "labels": -100, "token_type_ids": 0}  # as tokenizers of transformers pad
 Pad = Literal["ranks", "own"] | Mapping[Any, float]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What becomes of batches that are longer on some ranks.
+    """How to handle batches that are longer on some ranks.
 
     Attributes:
-        values: what shorter ones are filled with, by the last key of a leaf's path; None: they stay as they are.
+        values: padding values by the last key of a leaf's path; None leaves batches as they are.
     """
 
     values: Mapping[Any, float] | None
 
     def padded(self, batch: Any, least: Sequence[int], most: Sequence[int], name: str) -> Any:
-        """A batch with the sizes of the longest, filled at the ends; `least` and `most` are those of all ranks.
+        """Pads a batch at the ends to the largest size of each dimension over ranks.
+
+        Args:
+            batch: of this rank.
+            least: smallest sizes over ranks, of all dimensions leaf by leaf.
+            most: largest sizes, likewise.
+            name: of the public function, for messages.
 
         Raises:
-            ValueError: leaves differ, and nobody has said what to fill them with. All ranks raise it, or none.
+            ValueError: a leaf needs padding and has no padding value. All ranks raise it, or none.
         """
         if self.values is None or least == most:
             return batch
         paths, leaves, tree = optree.tree_flatten_with_path(batch, none_is_leaf=True)
-        at, filled = 0, []
+        position, filled = 0, []
         for path, leaf in zip(paths, leaves, strict=True):
-            dims = slice(at, at := at + len(shape_of(leaf)))
+            dims = slice(position, position := position + len(shape_of(leaf)))
             same = least[dims] == most[dims]
             filled.append(leaf if same else _filled(leaf, most[dims], self._value(path, leaf, most[dims], name)))
         return optree.tree_unflatten(tree, filled)
@@ -50,12 +56,12 @@ class Lengths:
     def _value(self, path: tuple[Any, ...], leaf: Any, most: Sequence[int], name: str) -> float:
         assert self.values is not None, "somebody asked for padding"
         key = path[-1] if path else "x"
-        whole = not described(leaf).startswith(("float", "bfloat", "complex"))
+        integral = not described(leaf).startswith(("float", "bfloat", "complex"))
         value = self.values.get(key)
-        if value is None and whole:  # a mask of floats may be one that is added
-            known = {**KNOWN, **{one: value for one, value in self.values.items() if isinstance(one, str)}}
-            value = next((value for one, value in known.items() if str(key).endswith(f"_{one}") or key == one), None)
-        if value is None or (whole and value != int(value)):
+        if value is None and integral:  # a default of 0 could be wrong for floats, as in an additive attention mask
+            known = {**KNOWN, **{end: value for end, value in self.values.items() if isinstance(end, str)}}
+            value = next((value for end, value in known.items() if str(key).endswith(f"_{end}") or key == end), None)
+        if value is None or (integral and value != int(value)):
             why = "nothing says what to fill it with" if value is None else f"pad[{key!r}]={value} is no whole number"
             dtype, dims = described(leaf).partition(" ")[0], ", ".join(map(str, most))
             raise ValueError(
@@ -69,29 +75,29 @@ def _filled(leaf: Any, sizes: Sequence[int], value: float) -> Any:
     missing = [size - have for size, have in zip(sizes, leaf.shape, strict=False)]
     if isinstance(leaf, np.ndarray):
         return np.pad(leaf, [(0, n) for n in missing], constant_values=value)
-    return torch.nn.functional.pad(leaf, [n for more in reversed(missing) for n in (0, more)], value=value)
+    return torch.nn.functional.pad(leaf, [n for after in reversed(missing) for n in (0, after)], value=value)
 
 
 def shape_of(leaf: Any) -> tuple[int, ...]:
-    """Of a tensor or an array; nothing else has one, and rows that have sizes of their own have none in common."""
+    """The shape of a tensor or an array; empty for other objects, and for nested tensors, whose rows may vary."""
     if isinstance(leaf, Tensor) and leaf.is_nested:
         return ()
     return tuple(leaf.shape) if isinstance(leaf, (Tensor, np.ndarray)) else ()
 
 
 def of_dicts(batch: Any) -> Any:
-    """A batch in whose tree every mapping is a dict: transformers' own kind is none that trees know."""
-    found = dict(batch) if isinstance(batch, Mapping) and optree.all_leaves([batch], none_is_leaf=True) else batch
-    if isinstance(found, (dict, list, tuple)) and not optree.all_leaves([found], none_is_leaf=True):
-        return optree.tree_map(lambda x: of_dicts(x) if isinstance(x, Mapping) else x, found, none_is_leaf=True)
-    return found
+    """Turns the mappings in a batch into dicts, since optree takes others, as those of transformers, for leaves."""
+    tree = dict(batch) if isinstance(batch, Mapping) and optree.all_leaves([batch], none_is_leaf=True) else batch
+    if isinstance(tree, (dict, list, tuple)) and not optree.all_leaves([tree], none_is_leaf=True):
+        return optree.tree_map(lambda x: of_dicts(x) if isinstance(x, Mapping) else x, tree, none_is_leaf=True)
+    return tree
 
 
 def lengths_of(pad: Any, collate: Any, name: str) -> Lengths | None:
-    """What `pad=` asks for; None where batches have the same shapes on all ranks.
+    """The argument `pad` as `Lengths`; None if batches must have the same shapes on all ranks.
 
     Raises:
-        TypeError, ValueError: something else than it may be.
+        TypeError, ValueError: it has a value that is not allowed.
     """
     if pad is None or (isinstance(pad, str) and pad == "own"):
         return None if pad is None else Lengths(None)
@@ -111,55 +117,55 @@ def lengths_of(pad: Any, collate: Any, name: str) -> Lengths | None:
 
 
 def _of_tokenizer(collate: Any) -> dict[Any, float]:
-    """What a collator that pads fills with itself, where it says so as those of transformers do."""
+    """The padding values that a collator uses, read from its attributes as collators of transformers name them."""
     tokenizer = getattr(collate, "tokenizer", None)
-    said = {
+    values = {
         "input_ids": getattr(tokenizer, "pad_token_id", None),
         "token_type_ids": getattr(tokenizer, "pad_token_type_id", None),
         "labels": getattr(collate, "label_pad_token_id", None),
     }
-    return {key: value for key, value in said.items() if isinstance(value, int)}
+    return {key: value for key, value in values.items() if isinstance(value, int)}
 
 
 def kinds_but_sizes(batch: Any) -> list[str]:
-    """The leaves of a batch, a line for each, without their sizes, as far as ranks tell each other those."""
-    told, lines = 0, []
+    """One line for each leaf of a batch, without the first `SIZES` sizes, which ranks compare as numbers."""
+    dims_so_far, lines = 0, []
     for name, leaf in named_leaves(batch):
         shape = shape_of(leaf)
-        told += len(shape)
+        dims_so_far += len(shape)
         kind = described(leaf)
-        dims = f"{kind.partition(' ')[0]} {len(shape)}-d" if shape and told <= SIZES else kind
-        lines.append(f"{name} {dims}".lstrip())
+        text = f"{kind.partition(' ')[0]} {len(shape)}-d" if shape and dims_so_far <= SIZES else kind
+        lines.append(f"{name} {text}".lstrip())
     return lines
 
 
 def sizes_of(batch: Any) -> list[int]:
-    """The sizes of a batch's first dimensions, leaf by leaf; 0 where it has no more."""
-    found = [n for leaf in optree.tree_leaves(batch, none_is_leaf=True) for n in shape_of(leaf)]
-    return (found + [0] * SIZES)[:SIZES]
+    """The sizes of a batch's first `SIZES` dimensions, leaf by leaf, padded by 0."""
+    sizes = [n for leaf in optree.tree_leaves(batch, none_is_leaf=True) for n in shape_of(leaf)]
+    return (sizes + [0] * SIZES)[:SIZES]
 
 
 Collate = Callable[[list[Any]], Any]
 
 
 def collated(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -> Any:
-    """A batch of rows; torch's `default_collate` stacks them, if nobody says otherwise.
+    """Makes a batch of rows by `collate`, or by torch's `default_collate`.
 
     Raises:
-        TypeError: strings or None, which are no numbers.
-        ValueError: rows of different structure, shape or dtype.
+        TypeError: a row has strings or None.
+        ValueError: rows differ in structure, shape or dtype.
     """
     if collate is not None:
         return of_dicts(collate(rows))
     rows = [dict(row) if isinstance(row, Mapping) and not isinstance(row, dict) else row for row in rows]
-    _refuse_words(rows[0], numbers[0])
+    _refuse_text(rows[0], numbers[0])
     try:
         return default_collate(rows)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
-        raise _odd(rows, numbers) or error from error
+        raise _difference(rows, numbers) or error from error
 
 
-def _refuse_words(row: Any, number: int) -> None:
+def _refuse_text(row: Any, number: int) -> None:
     for name, leaf in named_leaves(row):
         if isinstance(leaf, (str, bytes)) or leaf is None:
             raise TypeError(
@@ -169,8 +175,8 @@ def _refuse_words(row: Any, number: int) -> None:
             )
 
 
-def _odd(rows: list[Any], numbers: Sequence[int]) -> Exception | None:
-    """What to say of the first row that is not like the first one."""
+def _difference(rows: list[Any], numbers: Sequence[int]) -> Exception | None:
+    """An error that names the first row whose leaves differ from those of the first row."""
     first = kinds(rows[0])
     for row, number in zip(rows[1:], numbers[1:], strict=True):
         if (own := kinds(row)) != first:
@@ -184,10 +190,10 @@ def _odd(rows: list[Any], numbers: Sequence[int]) -> Exception | None:
 
 
 def masked(batch: Any, real: Any) -> Any:
-    """A batch with the mask of its rows, bool `[rows]`.
+    """Adds the mask of real rows, bool `[rows]`, to a batch.
 
     Raises:
-        ValueError: a dict that has a mask already.
+        ValueError: the batch is a dict that has a mask already.
     """
     mask = torch.from_numpy(np.ascontiguousarray(real))
     if isinstance(batch, Mapping):
@@ -200,11 +206,11 @@ def masked(batch: Any, real: Any) -> Any:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """One batch of several, along dim 0.
+    """Concatenates batches along dim 0.
 
     Raises:
-        TypeError: leaves that are no tensors.
-        ValueError: parts of other lengths.
+        TypeError: a leaf is not a tensor.
+        ValueError: sizes differ in other dimensions.
     """
     if len(batches) == 1:
         return batches[0]

@@ -1,4 +1,4 @@
-"""Batches get memory of their own, are read ahead by a thread, and are copied to the device beside what it computes."""
+"""Copies batches out of user memory, reads them ahead in a thread, and copies them to the device beside its work."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-LOOK = 1.0  # seconds between two looks whether the thread is alive
-PATIENCE = 10.0  # seconds until a thread that reads is left to itself
+LOOK = 1.0  # seconds between checks whether the thread is alive
+PATIENCE = 10.0  # seconds to wait for the reading thread to end
 
 
 @dataclass(frozen=True)
 class _End:
-    """Nothing more comes, because of an error perhaps."""
+    """The end of the batches, with the error that caused it, if any."""
 
     error: BaseException | None = None
 
 
 @dataclass(eq=False)
 class _Ahead:
-    """What a thread has read.
+    """What a reading thread shares with its consumer.
 
     Attributes:
-        found: batches, in order.
-        stop: set when nobody wants any more.
+        items: batches, in order.
+        stop: set when no more are wanted.
     """
 
-    found: queue.Queue[Any]
+    items: queue.Queue[Any]
     stop: threading.Event
 
     def put(self, item: Any) -> bool:
-        """Waits for room; whether anybody still wants it."""
+        """Waits for room and adds an item; False if no more items are wanted."""
         while not self.stop.is_set():
             try:
-                self.found.put(item, timeout=0.1)
+                self.items.put(item, timeout=0.1)
                 return True
             except queue.Full:
                 continue
         return False
 
     def end(self) -> None:
-        """The thread has no more to do."""
+        """Tells the thread to stop, and drops what it has read, so that it does not wait for room."""
         self.stop.set()
-        while not self.found.empty():
-            self.found.get_nowait()
+        while not self.items.empty():
+            self.items.get_nowait()
 
 
 _open: weakref.WeakKeyDictionary[_Ahead, threading.Thread] = weakref.WeakKeyDictionary()
@@ -64,18 +64,18 @@ _open: weakref.WeakKeyDictionary[_Ahead, threading.Thread] = weakref.WeakKeyDict
 
 @atexit.register
 def _end_all() -> None:
-    found = list(_open.items())
-    for one, _ in found:
-        one.end()
-    for _, thread in found:  # one that is inside torch when the interpreter ends aborts the process
+    readers = list(_open.items())
+    for shared, _ in readers:
+        shared.end()
+    for _, thread in readers:  # a thread inside torch when the interpreter ends would abort the process
         thread.join(PATIENCE)
 
 
 def ahead(open_: Callable[[], Iterator[Any]], depth: int, device: torch.device) -> Generator[Any]:
-    """What an iterator gives, of which a thread has read up to so many; errors come in their place.
+    """Iterates over `open_()` in a thread that reads up to `depth` items ahead; errors are raised in their place.
 
-    The thread makes the iterator, and ends with it when this one ends or is dropped. For an accelerator tensors are
-    copied to locked memory, from which it reads by itself.
+    The thread creates the iterator, and ends when this generator ends or is dropped. For an accelerator, tensors are
+    copied to pinned memory, from which the device can copy asynchronously.
     """
     shared = _Ahead(queue.Queue(depth), threading.Event())
     thread = threading.Thread(target=_read, args=(open_, shared, device), name="shardfn-feed", daemon=True)
@@ -97,16 +97,16 @@ def ahead(open_: Callable[[], Iterator[Any]], depth: int, device: torch.device) 
 def _next(shared: _Ahead, thread: threading.Thread) -> Any:
     while True:
         try:
-            return shared.found.get(timeout=LOOK)
+            return shared.items.get(timeout=LOOK)
         except queue.Empty:
-            if not thread.is_alive() and shared.found.empty():
-                raise RuntimeError("the thread that reads batches has gone: it does not live on in a fork") from None
+            if not thread.is_alive() and shared.items.empty():
+                raise RuntimeError("the thread that reads batches is gone: threads do not survive a fork") from None
 
 
 def _read(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.device) -> None:
     try:
         if device.type != "cpu":
-            torch.get_device_module(device).set_device(device)  # locked memory belongs to the thread's device
+            torch.get_device_module(device).set_device(device)  # pinned memory is of the thread's device
         batches = open_()
         for batch in batches:
             if not shared.put(locked(batch, device)):
@@ -114,24 +114,24 @@ def _read(open_: Callable[[], Iterator[Any]], shared: _Ahead, device: torch.devi
         else:
             shared.put(_End())
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # which would keep workers alive as long as somebody has the error
+        traceback.clear_frames(error.__traceback__)  # frames would keep workers alive with the error
         shared.put(_End(error))
 
 
 def locked(batch: Any, device: torch.device) -> Any:
-    """A batch whose tensors an accelerator can read by itself."""
+    """The batch with its CPU tensors in pinned memory, unless the device is the CPU."""
     if device.type == "cpu":
         return batch
 
-    def lock(x: Any) -> Any:
-        free = isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_pinned()
-        return x.pin_memory() if free else x
+    def pin(x: Any) -> Any:
+        pinnable = isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_pinned()
+        return x.pin_memory() if pinnable else x
 
-    return optree.tree_map(lock, batch)
+    return optree.tree_map(pin, batch)
 
 
 class Copier:
-    """Takes batches to a device, by a stream of its own."""
+    """Copies batches to a device on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -140,7 +140,7 @@ class Copier:
             self._stream = self._module.Stream(device=device)
 
     def start(self, batch: Any) -> Copy:
-        """Begins to copy."""
+        """Starts to copy a batch."""
         if self.device.type == "cpu":
             return Copy(batch, None)
         with self._module.stream(self._stream):
@@ -151,36 +151,36 @@ class Copier:
         return x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x
 
     def arrived(self, copy: Copy) -> Any:
-        """The batch; what the device is told from now on comes after it is there."""
+        """The copied batch; makes the current stream wait for the copy."""
         if copy.event is not None:
             current = self._module.current_stream(self.device)
             current.wait_event(copy.event)
             for x in optree.tree_leaves(copy.batch):
                 if isinstance(x, Tensor):
-                    x.record_stream(current)  # else its memory would be another's while a step still reads it
+                    x.record_stream(current)  # keeps the allocator from reusing the memory while a step still reads it
         return copy.batch
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A batch on its way, and the event by which it is there."""
+    """A batch that is being copied, and the event that follows the copy; None if there was nothing to copy."""
 
     batch: Any
     event: Any
 
 
 def device_of(kind: str) -> torch.device:
-    """This process's device of a kind."""
+    """This process's current device of a type."""
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def owned(batch: Any) -> Any:
-    """A copy of all tensors and arrays in what somebody's code has made, who may fill them again.
+    """Copies all tensors and arrays of a batch that user code has made, since that code may overwrite them.
 
-    Which of them will be, nobody can know: a slice of a data set looks like a part of a buffer. A copy stays on the
-    device, and in locked memory. Objects of no known kind are left as they are.
+    All are copied because views cannot be told from buffers: a slice of a data set looks like a part of a buffer.
+    Copies stay on the same device, and in pinned memory. Objects of unknown types without `clone` are left as they are.
     """
     return optree.tree_map(_copied, batch, none_is_leaf=True)
 
@@ -191,26 +191,26 @@ def _copied(leaf: Any) -> Any:
         return torch.empty_like(leaf, pin_memory=True).copy_(leaf) if pinned else leaf.clone()
     if isinstance(leaf, (np.ndarray, bytearray)):
         return leaf.copy()
-    if isinstance(leaf, MutableMapping):  # of a class of its own, as tokenizers give
-        made = copy.copy(leaf)
+    if isinstance(leaf, MutableMapping):  # such as the BatchEncoding of tokenizers
+        mapping = copy.copy(leaf)
         for key, value in leaf.items():
-            made[key] = owned(value)
-        return made
+            mapping[key] = owned(value)
+        return mapping
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        like: Any = copy.copy(leaf)
+        instance: Any = copy.copy(leaf)
         for field in dataclasses.fields(leaf):
-            object.__setattr__(like, field.name, owned(getattr(leaf, field.name)))
-        return like
+            object.__setattr__(instance, field.name, owned(getattr(leaf, field.name)))
+        return instance
     clone = getattr(leaf, "clone", None)  # tensor dicts, graphs
     return clone() if callable(clone) else leaf
 
 
 def _pinned(x: Tensor) -> bool:
-    if get_worker_info() is not None:  # a forked process must not touch CUDA, and to ask already does
+    if get_worker_info() is not None:  # `is_pinned` would initialise CUDA, which a forked process must not do
         return False
     return x.layout is torch.strided and x.device.type == "cpu" and x.is_pinned()
 
 
 def fresh(loader: Any) -> bool:
-    """Whether each batch has memory of its own: torch stacks rows, and nobody's code comes after that."""
+    """Whether each batch has memory of its own: `default_collate` stacks rows, and no user code runs after it."""
     return type(loader) is DataLoader and loader.collate_fn is default_collate

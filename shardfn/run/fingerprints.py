@@ -1,4 +1,4 @@
-"""Numbers that are equal where batches are, and differ where they differ."""
+"""Digests and descriptions of batches, to compare them between ranks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from torch import Tensor
 
 from shardfn.transforms.cutting import written
 
-TELLING = 8  # different rows that two ranks have in common by no accident
+TELLING = 8  # equal distinct rows on two ranks from which on it is no coincidence
 
 
 def digest(tree: Any) -> int:
-    """Of the structure, dtypes, shapes and numbers of a pytree. Of a leaf that is nothing of the kind, its type alone.
+    """A 56-bit digest of a pytree's structure and of its leaves' dtypes, shapes and values.
 
-    Two that differ have the same for odds of 1 in 2^56.
+    Of a leaf of an unknown type, only the type counts. Two trees that differ have the same digest with probability
+    2^-56.
     """
     leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
-    found = hashlib.blake2b(str(structure).encode(), digest_size=7)
+    hasher = hashlib.blake2b(str(structure).encode(), digest_size=7)
     for leaf in leaves:
-        found.update(described(leaf).encode())
-        found.update(_bytes(leaf))
-    return int.from_bytes(found.digest(), "big")
+        hasher.update(described(leaf).encode())
+        hasher.update(_bytes(leaf))
+    return int.from_bytes(hasher.digest(), "big")
 
 
 def described(leaf: Any) -> str:
     """Dtype and shape of a tensor or array; the type of anything else."""
-    if isinstance(leaf, Tensor) and leaf.is_nested:  # the sizes of its rows differ, or have names of this process
+    if isinstance(leaf, Tensor) and leaf.is_nested:  # its rows have sizes of their own, or symbolic ones
         return f"{str(leaf.dtype).removeprefix('torch.')} [{', '.join([str(leaf.size(0)), *'*' * (leaf.ndim - 1)])}]"
     if isinstance(leaf, (Tensor, np.ndarray)):
         return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
@@ -56,7 +57,7 @@ def _in_parts(x: Tensor) -> bool:
 
 
 def _parts(x: Tensor) -> Sequence[Tensor]:
-    """The dense tensors that one is made of; none where nobody knows."""
+    """The dense tensors of which a sparse or nested tensor consists; none for other kinds."""
     if x.is_nested:
         return x.unbind()
     if x.layout is torch.sparse_coo:
@@ -70,18 +71,18 @@ def _parts(x: Tensor) -> Sequence[Tensor]:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a pytree, None among them, each with its path as a program writes it."""
+    """The leaves of a pytree, None included, each with its path as Python writes it."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     return [(written(path), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
 
 def kinds(batch: Any) -> list[str]:
-    """The leaves of a batch, a line for each: `['x'] float32 [8, 3]`."""
+    """One line for each leaf of a batch: `['x'] float32 [8, 3]`."""
     return [f"{name} {described(leaf)}".lstrip() for name, leaf in named_leaves(batch)]
 
 
 def rows_of(batch: Any) -> list[int]:
-    """A digest of each row of a batch, which is dim 0 of all its tensors; of the batch itself, if there are no such."""
+    """A digest of each row along dim 0; one of the whole batch if its leaves do not share a dim 0."""
     leaves = [x for x in optree.tree_leaves(batch) if isinstance(x, (Tensor, np.ndarray))]
     if any(isinstance(x, Tensor) and _in_parts(x) for x in leaves):
         return [digest(batch)]

@@ -1,6 +1,7 @@
-"""A run's folder: which checkpoint it goes on from, and which of them stay.
+"""A run's folder: which checkpoint to resume from, and which checkpoints to delete.
 
-One that cannot be read, or is not whole, is never passed over in silence. What no run has made is never deleted.
+A checkpoint that cannot be read or is incomplete is never skipped silently. Only checkpoints that runs have made are
+deleted.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _log = logging.getLogger("shardfn")
 
 @dataclass(frozen=True)
 class Choice:
-    """What there is to go on from.
+    """The checkpoint to resume from.
 
     Attributes:
-        path: of the newest whole checkpoint.
-        torn: newer ones, and why they are not whole.
+        path: of the newest complete checkpoint; None if there is none.
+        torn: newer ones, with the reason why each is not complete.
     """
 
     path: Path | None
@@ -41,26 +42,26 @@ class Choice:
 
 
 def steps_in(folder: Path) -> dict[Path, int]:
-    """What has the name of a checkpoint of a run, oldest first, and its step.
+    """The step of each entry named like a run's checkpoint, oldest first.
 
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    found = {folder / name: int(match[1]) for name in names_in(folder) if (match := STEP.fullmatch(name))}
-    return dict(sorted(found.items(), key=lambda one: one[1]))
+    steps = {folder / name: int(match[1]) for name in names_in(folder) if (match := STEP.fullmatch(name))}
+    return dict(sorted(steps.items(), key=lambda entry: entry[1]))
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint of a run."""
+    """The step in the name of a run's checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
 def chosen(team: Team, folder: Path, resume: Resume) -> Choice:
-    """The newest whole checkpoint in a folder, as the first rank sees it.
+    """Finds the newest complete checkpoint in a folder, as the first rank sees it.
 
     Raises:
-        CheckpointError: the folder or a checkpoint cannot be read; or a newer one is not whole, and `resume` does not
-            say what then; or none is. The same on every rank.
+        CheckpointError: the folder or a checkpoint cannot be read; or a newer one is incomplete and `resume` is not
+            `"previous"`; or all are incomplete. The same on every rank.
     """
     what = f"look for checkpoints in {folder}"
     return team.together(what, lambda: _chosen(folder, resume) if team.rank == 0 else Choice(None, {}))[0]
@@ -76,24 +77,24 @@ def _chosen(folder: Path, resume: Resume) -> Choice:
     else:
         path = None
     if torn and (path is None or resume != "previous"):
-        raise CheckpointError(_said(torn, path))
+        raise CheckpointError(_refusal(torn, path))
     return Choice(path, torn)
 
 
 def _flaw(path: Path, every_byte: bool) -> str:
-    found = intact(restored(path))
-    if isinstance(found, str):
-        return found
-    if "step" in found.numbers and found.numbers["step"] != step_of(path):
-        return f"it is of step {found.numbers['step']}, and has another's name: rename it, or move it elsewhere"
+    manifest = intact(restored(path))
+    if isinstance(manifest, str):
+        return manifest
+    if "step" in manifest.numbers and manifest.numbers["step"] != step_of(path):
+        return f"it is of step {manifest.numbers['step']}, and has another's name: rename it, or move it elsewhere"
     if not every_byte:
         return ""
-    own = (*found.files, MANIFEST)  # what somebody has put beside them is no damage
-    return "; ".join([f"{one.file}: {one.what}" for one in verify(path).damage if one.file in own][:3])
+    files = (*manifest.files, MANIFEST)  # files that somebody has added are not damage
+    return "; ".join([f"{damage.file}: {damage.what}" for damage in verify(path).damage if damage.file in files][:3])
 
 
-def _said(torn: dict[Path, str], path: Path | None) -> str:
-    which = findings((f"{one.name}: {flaw}" for one, flaw in torn.items()))
+def _refusal(torn: dict[Path, str], path: Path | None) -> str:
+    which = findings((f"{entry.name}: {flaw}" for entry, flaw in torn.items()))
     if path is None:
         return f"no checkpoint is whole ({which}). Nothing was deleted: mend one, or pass another folder for a new run"
     return (
@@ -103,7 +104,7 @@ def _said(torn: dict[Path, str], path: Path | None) -> str:
 
 
 def put_aside(team: Team, torn: dict[Path, str]) -> None:
-    """Gives those that are not whole names under which nobody takes them for checkpoints, and says so.
+    """Renames incomplete checkpoints so that they no longer count as checkpoints, and logs it.
 
     Raises:
         CheckpointError: they cannot be renamed. The same on every rank.
@@ -111,9 +112,9 @@ def put_aside(team: Team, torn: dict[Path, str]) -> None:
 
     def rename() -> None:
         for path, flaw in torn.items():
-            away = _free(path)
-            restored(path).rename(away)
-            _log.warning("%s is not whole, and not gone on from; it is now %s: %s", path, away.name, flaw)
+            target = _free_name(path)
+            restored(path).rename(target)
+            _log.warning("%s is not whole, and not gone on from; it is now %s: %s", path, target.name, flaw)
         for folder in {path.parent for path in torn}:
             sync(folder)
 
@@ -121,20 +122,20 @@ def put_aside(team: Team, torn: dict[Path, str]) -> None:
         team.first(f"put {', '.join(path.name for path in torn)} aside", rename)
 
 
-def _free(path: Path) -> Path:
-    away, number = aside(path, "damaged"), 1
-    while os.path.lexists(away):
-        away, number = aside(path, f"damaged.{number}"), number + 1
-    return away
+def _free_name(path: Path) -> Path:
+    target, number = aside(path, "damaged"), 1
+    while os.path.lexists(target):
+        target, number = aside(path, f"damaged.{number}"), number + 1
+    return target
 
 
 HEAD = {"step": int, "run.seed": int, "run.batches": str, "run.parts": str, "run.best": str}
-"""What a checkpoint of a run has besides the state, by name."""
+"""Types of what a run's checkpoint holds besides the state, by name."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """A metric by which checkpoints are compared.
+    """The metric that decides which checkpoint is best.
 
     Attributes:
         metric: its name.
@@ -145,16 +146,16 @@ class Best:
     highest: bool
 
     def of(self, values: Mapping[int, float]) -> int | None:
-        """The best step; of several, the first."""
+        """The step with the best value, the earliest of equals; None if there are no values."""
         sign = -1 if self.highest else 1
         return min(values, key=lambda step: (sign * values[step], step), default=None)
 
 
 def best_of(given: Any, evaluations: Mapping[str, Any]) -> Best | None:
-    """The argument `best`.
+    """Checks the argument `best`.
 
     Raises:
-        TypeError, ValueError: it is something else, or of an evaluation that is not made.
+        TypeError, ValueError: it has another form, or names a metric of an evaluation that is not made.
     """
     if given is None:
         return None
@@ -169,21 +170,21 @@ def best_of(given: Any, evaluations: Mapping[str, Any]) -> Best | None:
     return Best(metric, which == "highest")
 
 
-def compared(best: Best | None, evaluation: str, found: Mapping[str, Any]) -> None:
-    """Raises ValueError, if an evaluation does not give the metric that is said to be of it."""
+def compared(best: Best | None, evaluation: str, metrics: Mapping[str, Any]) -> None:
+    """Raises ValueError if an evaluation lacks the metric that `best` names."""
     if best is not None and best.metric.startswith(f"{evaluation}/"):
         name = best.metric.removeprefix(f"{evaluation}/")
-        if name not in found:
-            raise ValueError(f"sf.run.loop: best={best.metric!r}, and {evaluation} gives {listed(found)}")
+        if name not in metrics:
+            raise ValueError(f"sf.run.loop: best={best.metric!r}, and {evaluation} gives {listed(metrics)}")
 
 
 @dataclass
 class Keeping:
-    """What stays.
+    """Decides which checkpoints stay.
 
     Attributes:
-        newest: how many of the newest; None for all.
-        best: the metric by which the best is known.
+        newest: how many of the newest stay; None for all.
+        best: the metric that decides which one is best and stays too.
         values: of that metric, by step, as the first rank has them.
     """
 
@@ -192,46 +193,51 @@ class Keeping:
     values: dict[int, float] = field(default_factory=dict)
 
     def known(self, step: int, steps: list[int], history: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
-        """The values of steps with a checkpoint, of which `step` has just been taken.
+        """The values of the metric at steps that have a checkpoint.
+
+        Args:
+            step: has just been taken.
+            steps: earlier ones with a checkpoint whose values may have come since.
+            history: the metrics of the run, by name and step.
 
         Raises:
-            ValueError: no step has such a metric.
+            ValueError: steps have no such metric.
         """
         if self.best is None:
             return {}
-        found = history.get(self.best.metric, {})
-        taken = [name for name, series in history.items() if step in series and not name.startswith("eval/")]
-        if taken and not found and not self.best.metric.startswith("eval/"):
-            raise ValueError(f"sf.run.loop: best={self.best.metric!r}, and the metrics of a step are {listed(taken)}")
-        new = {n: found[n] for n in (*steps, step) if n in found}
-        return {n: x for n, x in (self.values | new).items() if not math.isnan(x)}
+        values_by_step = history.get(self.best.metric, {})
+        names = [name for name, series in history.items() if step in series and not name.startswith("eval/")]
+        if names and not values_by_step and not self.best.metric.startswith("eval/"):
+            raise ValueError(f"sf.run.loop: best={self.best.metric!r}, and the metrics of a step are {listed(names)}")
+        recent = {n: values_by_step[n] for n in (*steps, step) if n in values_by_step}
+        return {n: x for n, x in (self.values | recent).items() if not math.isnan(x)}
 
     def packed(self) -> str:
-        """The values as JSON, with the metric's name."""
+        """The metric's name and its values as JSON."""
         return json.dumps([None if self.best is None else self.best.metric, sorted(self.values.items())])
 
     def recall(self, packed: str) -> None:
-        """Goes on with what a checkpoint says."""
+        """Restores the values from a checkpoint, if they are of the same metric."""
         metric, values = json.loads(packed)
         if self.best is not None and metric == self.best.metric:
             self.values = dict(values)
 
     def surplus(self, folder: Path, values: Mapping[int, float]) -> list[Path]:
-        """What does not stay of what runs have made in a folder. A link is nobody's to follow, or to delete."""
+        """The run checkpoints in a folder that should be deleted. Links are neither followed nor deleted."""
         if self.newest is None:
             return []
-        own = {path: step for path, step in steps_in(folder).items() if not path.is_symlink() and _made(path)}
-        here = {step: values[step] for step in own.values() if step in values}
-        best = None if self.best is None else self.best.of(here)
+        own = {path: step for path, step in steps_in(folder).items() if not path.is_symlink() and _is_of_run(path)}
+        candidates = {step: values[step] for step in own.values() if step in values}
+        best = None if self.best is None else self.best.of(candidates)
         return [path for path in list(own)[: -self.newest] if own[path] != best]
 
 
-def _made(path: Path) -> bool:
-    """Whether it is a whole checkpoint of a run, under the name that it was given there.
+def _is_of_run(path: Path) -> bool:
+    """Whether a path is a complete checkpoint of a run, under its original name.
 
-    One that is torn stays: somebody may want to mend it.
+    An incomplete one is not deleted, since it may be possible to repair it.
     """
-    found = intact(path)
-    if isinstance(found, str) or found.numbers.get("step") != step_of(path):
+    manifest = intact(path)
+    if isinstance(manifest, str) or manifest.numbers.get("step") != step_of(path):
         return False
-    return all(isinstance(found.numbers.get(name), kind) for name, kind in HEAD.items())
+    return all(isinstance(manifest.numbers.get(name), kind) for name, kind in HEAD.items())

@@ -1,4 +1,4 @@
-"""A folder belongs to one run at a time: the kernel forgets the lock of a process that has ended, however it did."""
+"""Locks a run's folder for one run at a time; the kernel drops the lock when its process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -18,124 +18,128 @@ from shardfn.checkpoint.folders import seen
 from shardfn.checkpoint.team import CheckpointError
 
 NAME = ".lock"
-HERE, ELSEWHERE = 3.0, 100.0  # seconds that a run waits for one on this host to end, and on a host that may be gone
-SIZE = 2**12  # bytes of what is said, at most
-BUSY = (errno.EACCES, errno.EAGAIN)
-LACKING = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # a file system without locks
+HERE, ELSEWHERE = 3.0, 100.0  # seconds to wait for a run on this host to end, and on one that may be gone
+SIZE = 2**12  # most bytes of the lock file that are read
+BUSY = (errno.EACCES, errno.EAGAIN)  # another process holds the lock
+LACKING = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # the file system has no locks
 _log = logging.getLogger("shardfn")
-_mine: dict[tuple[int, int, int], bytes] = {}  # by process and file: the kernel would give it its own lock again
-_one = threading.Lock()
+_held: dict[tuple[int, int, int], bytes] = {}  # by process and file: the kernel lets a process take its own lock again
+_guard = threading.Lock()
 
 
 class Lock:
-    """A run's, on the folder of its checkpoints; the first rank has it.
+    """A run's lock on the folder of its checkpoints, held by the first rank.
 
-    A record lock, which workers do not inherit. Where the file system has none, the later run takes the folder, and the
-    earlier one ends before it writes anything more, since the file no longer says what it has written there.
+    It is a POSIX record lock, which worker processes do not inherit. Where the file system has no locks, the later run
+    takes the folder, and the earlier one fails before its next write, since the file no longer has its content.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self._file: int | None = None
-        self._said = b""
+        self._written = b""
         self._refused: OSError | None = None
 
     def take(self) -> None:
-        """Waits a while for another run to end. Where nothing can be written, the folder is only read.
+        """Takes the lock, waiting a while for another run to end. An OSError is only raised later, by `check`.
 
         Raises:
             CheckpointError: another run has the folder.
         """
-        began, told = time.monotonic(), False
+        began, warned = time.monotonic(), False
         try:
-            while not self._taken():
-                other, here = self._who(self._now())
+            while not self._try():
+                other, here = self._owner(self._content())
                 if time.monotonic() - began > (HERE if here else ELSEWHERE):
                     raise CheckpointError(
                         f"{self.path.parent} belongs to another run, which has not ended: {other}. Give one of the two "
                         f"another folder, or end that one{'' if here else f'; if its host is gone, delete {self.path}'}"
                     )
-                if not told and not here:
-                    told = True
+                if not warned and not here:
+                    warned = True
                     _log.warning("waiting up to %g s for the run that has %s: %s", ELSEWHERE, self.path.parent, other)
                 time.sleep(0.05)
         except OSError as error:
             self._refused = error
 
     def check(self) -> None:
-        """Raises CheckpointError, if another run has taken the folder meanwhile, or it cannot be written to."""
-        if self._file is not None and seen(self.path) is None:  # somebody has tidied up
+        """Raises CheckpointError if another run has taken the folder since, or if it cannot be written to."""
+        if self._file is not None and seen(self.path) is None:  # the file has been deleted, say by a clean-up
             self.release()
             self.take()
         if self._refused is not None:
             raise CheckpointError(f"{self.path.parent} cannot be written to: {self._refused.strerror}")
-        if self._file is None or self._now() != self._said:
-            raise CheckpointError(f"{self.path.parent} belongs to another run now: {self._who(self._now())[0]}")
+        if self._file is None or self._content() != self._written:
+            raise CheckpointError(f"{self.path.parent} belongs to another run now: {self._owner(self._content())[0]}")
 
     def release(self) -> None:
-        """The folder is free."""
+        """Releases the lock, and deletes its file if it is still this run's."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError, CheckpointError):  # what is left says nothing to the next run
-                if self._there(file) and os.pread(file, SIZE, 0) == self._said:
+            with contextlib.suppress(OSError, CheckpointError):  # a file that stays does not hinder the next run
+                if self._is_current(file) and os.pread(file, SIZE, 0) == self._written:
                     self.path.unlink()
-            _mine.pop(_key(os.fstat(file)), None)
+            _held.pop(_file_key(os.fstat(file)), None)
             os.close(file)
 
-    def _taken(self) -> bool:
+    def _try(self) -> bool:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _one:
-            there = seen(self.path)
-            if there is not None and _key(there) in _mine:
+        with _guard:  # record locks are the process's: its threads are kept apart by `_held`
+            status = seen(self.path)
+            if status is not None and _file_key(status) in _held:
                 return False
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                if _locked(file, self.path) and self._there(file):
-                    self._said = _about()
+                # The other run may have deleted the file after it was opened here.
+                if _try_lock(file, self.path) and self._is_current(file):
+                    self._written = _description()
                     os.ftruncate(file, 0)
-                    os.pwrite(file, self._said, 0)
-                    self._file, _mine[_key(os.fstat(file))] = file, self._said
+                    os.pwrite(file, self._written, 0)
+                    self._file, _held[_file_key(os.fstat(file))] = file, self._written
             finally:
                 if self._file is None:
                     os.close(file)
             return self._file is not None
 
-    def _there(self, file: int | None = None) -> bool:
-        """Whether the file is still the one of this name."""
-        file, there = self._file if file is None else file, seen(self.path)
-        return file is not None and there is not None and _key(there) == _key(os.fstat(file))
+    def _is_current(self, file: int | None = None) -> bool:
+        """Whether `file`, by default the run's open file, is still the one at the path."""
+        file, status = self._file if file is None else file, seen(self.path)
+        return file is not None and status is not None and _file_key(status) == _file_key(os.fstat(file))
 
-    def _now(self) -> bytes:
-        """What the file says. Where this process has it open, closing it again would give up the lock."""
-        if self._file is not None and self._there():
+    def _content(self) -> bytes:
+        """The content of the lock file.
+
+        Read through the open descriptor if there is one: closing a second one would drop this process's lock.
+        """
+        if self._file is not None and self._is_current():
             return os.pread(self._file, SIZE, 0)
-        there = seen(self.path)
+        status = seen(self.path)
         try:
-            return b"" if there is None else _mine.get(_key(there)) or self.path.read_bytes()
+            return b"" if status is None else _held.get(_file_key(status)) or self.path.read_bytes()
         except FileNotFoundError:  # the other run has ended meanwhile
             return b""
 
-    def _who(self, said: bytes) -> tuple[str, bool]:
-        """Whose words these are, and whether that is a process of this host."""
+    def _owner(self, content: bytes) -> tuple[str, bool]:
+        """Describes the process that wrote this content, and tells whether it is on this host."""
         try:
-            about = json.loads(said)
-            host = about["host"]
-            return f"process {about['pid']} on {host}, since {about['since']}", host == socket.gethostname()
+            facts = json.loads(content)
+            host = facts["host"]
+            return f"process {facts['pid']} on {host}, since {facts['since']}", host == socket.gethostname()
         except (ValueError, KeyError, TypeError):
             return f"{self.path} does not say which", True
 
 
-def _about() -> bytes:
+def _description() -> bytes:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "mark": uuid.uuid4().hex}
-    return json.dumps(about).encode()
+    facts = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "mark": uuid.uuid4().hex}
+    return json.dumps(facts).encode()
 
 
-def _key(found: os.stat_result) -> tuple[int, int, int]:
-    return os.getpid(), found.st_dev, found.st_ino
+def _file_key(status: os.stat_result) -> tuple[int, int, int]:
+    return os.getpid(), status.st_dev, status.st_ino
 
 
-def _locked(file: int, path: Path) -> bool:
+def _try_lock(file: int, path: Path) -> bool:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

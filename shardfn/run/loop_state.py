@@ -1,4 +1,4 @@
-"""A run: its state while it is under way, and what it gives at its end."""
+"""The state of a run in progress, and its result."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from shardfn.run.stepping import Kinds, Stepping
 
 
 class Series(Mapping[int, float]):
-    """One metric: step -> value, in the order of the steps, in 16 bytes each."""
+    """One metric as a mapping of steps to values, in step order, 16 bytes each."""
 
     def __init__(self) -> None:
         self._steps, self._values = array("q"), array("d")
 
     def add(self, step: int, value: float) -> None:
-        """The next step's."""
+        """Adds the value of a later step."""
         self._steps.append(step)
         self._values.append(value)
 
     def __getitem__(self, step: int) -> float:
-        at = bisect_left(self._steps, step)
-        if at == len(self._steps) or self._steps[at] != step:
+        index = bisect_left(self._steps, step)
+        if index == len(self._steps) or self._steps[index] != step:
             raise KeyError(step)
-        return self._values[at]
+        return self._values[index]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._steps)
@@ -48,16 +48,16 @@ class Series(Mapping[int, float]):
 
 @dataclass(frozen=True)
 class Run:
-    """What `loop` did.
+    """The result of `loop`.
 
     Attributes:
-        start: the step that it went on from; 0 of a new run.
-        step: how many steps have been taken in all.
-        ended: `"finished"` after the last step; `"preempted"` by a signal, or `"time"` before the limit, and then the
-            program should end, with a status other than 0, and the same call in the next one goes on from there.
-        metrics: name -> step -> value, of the steps taken here; steps count from 1. Those that `evaluate` gave are
-            `eval/...`.
-        best: with `best`, the step whose checkpoint is the best of those that stay; None where none has been compared.
+        start: the step that it resumed from; 0 of a new run.
+        step: number of steps taken in all.
+        ended: `"finished"` after the last step; `"preempted"` by a signal or `"time"` before the limit. Then the
+            program should end, with a status other than 0, and the same call in the next program resumes.
+        metrics: name -> step -> value, of the steps taken by this call; steps count from 1. Those from `evaluate` are
+            named `eval/...`.
+        best: with `best`, the step of the best checkpoint among those that stay; None if none has been compared.
     """
 
     start: int
@@ -69,25 +69,25 @@ class Run:
 
 @dataclass
 class LoopState:
-    """A run that is under way.
+    """A run in progress.
 
     Attributes:
-        team: its ranks.
-        asked: how it was called.
-        failing: a context for what may fail on one rank.
-        stepping: how a step runs.
-        exchange: of words between ranks.
-        reports: who is told.
-        figures: of steps.
-        saver: writes checkpoints, if any are asked for.
-        interrupts: why it should stop.
+        team: the ranks.
+        asked: the arguments of `loop`.
+        failing: context for code that may fail on one rank alone.
+        stepping: runs a step.
+        exchange: exchanges words between ranks.
+        reports: the reports that are called.
+        figures: computes time and throughput of steps.
+        saver: writes checkpoints, if `save` is given.
+        interrupts: signals and the time limit.
         late: metrics that have not been read.
-        history: those that have.
-        bad: the first step that is not finite here, and what in it.
-        recent: seconds of the last few steps.
-        kinds: of the state, which are the same after each step; None before the first.
+        history: metrics that have been read.
+        bad: the first step with a metric that is not finite on this rank, and what it was.
+        recent: durations of the last few steps, in seconds.
+        kinds: structure, dtypes and shapes of the state, the same after each step; None before the first.
         evaluation: seconds that the slowest evaluation took.
-        rows: batches.
+        rows: the batches.
     """
 
     team: Team
@@ -108,7 +108,7 @@ class LoopState:
     rows: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     def word(self, reached: int) -> Word:
-        """What this rank has to say after so many steps."""
+        """What this rank reports to the others after `reached` steps."""
         return Word(
             stop=self.interrupts.reason(self._needs(reached)),
             failed=0 if self.error is None else 1 + self.team.rank,
@@ -116,32 +116,32 @@ class LoopState:
         )
 
     def _needs(self, reached: int) -> float:
-        """Seconds to what it can no longer take back, and to a checkpoint after that."""
-        steps = (1 + 2 * self.exchange.period) * max(self.recent, default=0.0)  # until all have heard it, and one more
+        """Estimated seconds until the run could stop and have a checkpoint, if it decided so now."""
+        steps = (1 + 2 * self.exchange.period) * max(self.recent, default=0.0)  # until all know the reason, and one
         evaluation = self.evaluation if self.evaluations(reached) else 0.0
         return steps + evaluation + (0.0 if self.saver is None else self.saver.needs())
 
     def evaluations(self, step: int) -> list[str]:
-        """The names of those that follow a step."""
+        """The names of the evaluations that follow a step."""
         return [name for name, (_, n) in self.asked.evaluate.items() if step % n == 0 or step >= self.asked.steps]
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint follows a step."""
-        every = self.asked.every
-        return self.saver is not None and (step == self.asked.steps or (every is not None and step % every == 0))
+        interval = self.asked.every
+        return self.saver is not None and (step == self.asked.steps or (interval is not None and step % interval == 0))
 
     def due(self, step: int) -> bool:
-        """Whether something follows a step for which all its metrics have to be known."""
+        """Whether something follows a step that needs all metrics up to it."""
         return step == self.asked.steps or self.saves(step) or bool(self.evaluations(step))
 
     def close(self) -> None:
-        """Nobody wants more batches."""
+        """Closes the batches."""
         rows, self.rows = self.rows, iter(())
         self.stepping.close(rows)
 
     @property
     def error(self) -> Exception | None:
-        """What has failed here, and not stopped the step."""
+        """An error on this rank that did not interrupt a step: of a report or a checkpoint."""
         return self.reports.error or (None if self.saver is None else self.saver.error)
 
     def tell(self, step: int, metrics: dict[str, float], figures: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The loop around a step."""
+"""The training loop."""
 
 from __future__ import annotations
 
@@ -49,63 +49,62 @@ def loop(
 ) -> tuple[State, Run]:
     """Runs a pure step on one batch after another, on all ranks of the state's mesh together.
 
-    With `save`, a run that ended for whatever reason goes on where its last whole checkpoint is, when the same call is
-    made again, and what it then gives is bit for bit what it would have given. For this a step is a function of state,
-    batch and its random numbers only; and torch's default generators, `random` and numpy's are seeded before each step
-    from `seed`, the step, and this rank's place among those that read other rows. On another number of ranks the rows
-    are the same, and these random numbers are not.
+    With `save`, a run that ended for whatever reason resumes from its last complete checkpoint when the same call is
+    made again, and its results are bit for bit those of an uninterrupted run. This requires that a step depends only on
+    state, batch and random numbers; torch's default generators, `random` and numpy's are seeded before each step from
+    `seed`, the step, and this rank's place among those that read different rows. On another number of ranks the rows
+    are the same, but these random numbers are not.
 
-    SIGTERM and SIGUSR1 end it: all ranks stop after the same step, whichever got the signal, save, and return. Another
-    signal ends the process at once, but for those that come within two seconds. The same happens before `limit`, in
-    time for a checkpoint as long as the slowest one was. A program then ends too, and with a status other than 0, as in
-    `sys.exit(75)`, so that whatever started it knows that the run is not over.
+    SIGTERM and SIGUSR1 stop the run: whichever rank got the signal, all stop after the same step, save, and return. A
+    second signal ends the process at once, unless it comes within two seconds. A run also stops before `limit`, leaving
+    as much time for a checkpoint as the slowest one took. The program should then end, with a status other than 0, as
+    in `sys.exit(75)`, so that whatever started it knows that the run is not over.
 
-    Metrics are read two steps late, so the host never waits for the device in a steady step. Before each checkpoint
-    they are read to the end, and the state is looked through: one with nan is never written.
+    Metrics are read two steps late, so the host never waits for the device in a steady step. Before each checkpoint all
+    are read, and the state is searched: one with nan is never written.
 
     Args:
-        step: `(state, batch) -> (state, metrics)`. It may use up the state that it is given, as optimizers do. Metrics
-            are numbers or tensors of one element, by name; those of the first rank are shown. `loss`, or without one
-            each of them, has to be finite. `tokens`, if it is there, is how many the step has read on all ranks.
-        state: any pytree; for `save`, one that `checkpoint.save` takes.
+        step: `(state, batch) -> (state, metrics)`. It may consume the state that it is given, as optimizers do. Metrics
+            are numbers or tensors of one element, by name; those of the first rank are shown. `loss`, or every metric
+            if there is no `loss`, must be finite. `tokens`, if given, is the number of tokens in the step on all ranks.
+        state: any pytree; with `save`, one that `checkpoint.save` takes.
         batches: this rank's batches from a step on, `batches(start)`, where steps count from 0. It may have `axes`,
-            along which ranks read other rows (default: those along which the state is placed), and an `identity`, a
-            dict of plain values that must be the same when the run goes on. An iterable will do for a run without
-            `save`.
-        steps: the last step.
+            along which ranks read different rows (default: those along which the state is placed), and an `identity`, a
+            dict of plain values that must be the same when the run resumes. Without `save`, an iterable will do.
+        steps: number of the last step.
         save: a folder for the run's checkpoints: at its beginning, every `every` steps, and at its end.
         every: steps between two checkpoints, which are written in the background.
-        keep: how many of the newest stay; None for all. Only those are deleted that runs have made there, as
-            `step-00000500`; links, and those that have other names, stay.
+        keep: how many of the newest stay; None for all. Only checkpoints made by runs there, as `step-00000500`, are
+            deleted; links, and checkpoints under other names, stay.
         best: a metric, `"eval/loss"`, or `("eval/accuracy", "highest")`: the checkpoint of the step where it is lowest,
             or highest, stays too.
-        resume: go on from the newest checkpoint in `save`, if there is one; where that is not whole, or cannot be read,
-            it is an error. `"previous"` reads every byte, goes on from the newest that is sound, and gives newer ones
-            hidden names that end in `.damaged`. If False, there must be none.
-        evaluate: `(state) -> metrics`, which are reported as `eval/...`: after each checkpoint, and at the end; or
-            `(function, steps)` for an interval of its own; or a dict of these by name. It leaves the state as it is,
-            and its random numbers are its own. A run that goes on from a step after which it is due begins with it.
+        resume: True: resume from the newest checkpoint in `save`, if there is one; it is an error if that is incomplete
+            or cannot be read. `"previous"`: read every byte, resume from the newest undamaged one, and give newer ones
+            hidden names that end in `.damaged`. False: there must be no checkpoint.
+        evaluate: `(state) -> metrics`, reported as `eval/...` after each checkpoint and at the end; or
+            `(function, steps)` with its own interval; or a dict of these by name. It must not change the state, and
+            has its own random numbers. A run that resumes at a step with an evaluation begins with it.
         report: `(step, metrics) -> None`, or several, called on the first rank with each step's metrics and figures:
             `seconds`, `tokens_per_second`, `memory_gib`, and with `flops` also `tflops` and `mfu`. Default:
             `sf.run.progress()`; `[]` for none.
         seed: of the random numbers of steps.
         limit: seconds, or a timedelta, from the start of the process until it must have ended. Default: with `save`,
-            the end of the job that SLURM_JOB_END_TIME says, if it is set.
-        flops: floating point operations of one step on all ranks together, for `tflops` of a device and `mfu`.
-        peak: floating point operations a second that one device could do; default: as known by its name.
+            the end of the job in SLURM_JOB_END_TIME, if set.
+        flops: floating point operations of one step on all ranks together, for `tflops` per device and `mfu`.
+        peak: peak floating point operations a second of one device; default: looked up by the device's name.
 
     Returns:
         The state, and a `Run`: the step that was reached, why it ended, and the metrics by step.
 
     Raises:
-        TypeError, ValueError: wrong arguments, on any rank, or other ones than on other ranks; batches that end early
-            or are not those of the run in `save`; a step that returns something else. The same on every rank.
+        TypeError, ValueError: on every rank: arguments are wrong on one rank, or differ between ranks; batches end
+            early or are not those of the run in `save`; a step returns something else than a state of the same kind and
+            metrics.
         CheckpointError: a checkpoint could not be written, or is of another state.
-        FloatingPointError: the loss is not finite. With `save`, the steps since the last checkpoint are run again, and
-            it names the first stage that made such a number, in forward or backward, and the rank. The same on every
-            rank.
-        RuntimeError: another rank has failed; or a run before, in the same program, has ended early, and this one has
-            another folder: it would keep what it makes of a state that is half trained.
+        FloatingPointError: on every rank: the loss is not finite. With `save`, the steps since the last checkpoint are
+            run again, to name the first stage that made such a number, in forward or backward, and its rank.
+        RuntimeError: another rank has failed; or an earlier run of the same program has ended early and `save` is
+            another folder, in which this one would save results of a half-trained state.
 
     Example:
         ``state, run = sf.run.loop(step, state, batches, steps=10_000, save="runs/1", every=500, keep=3)``
@@ -123,62 +122,62 @@ def loop(
         exchange=Exchange(team),
         reports=Reports(wanted.reports if team.rank == 0 else ()),
         figures=Figures(wanted.flops, wanted.peak, team.size, places),
-        saver=_saver(wanted),
+        saver=_new_saver(wanted),
     )
     with Interrupts(wanted.limit) as interrupts:
         run.interrupts = interrupts
         try:
-            state, start = _begun(run, state)
+            state, start = _start(run, state)
             run.reports.begin(start, wanted.steps)
-            state, reached, why = _trained(run, state, start)
+            state, reached, why = _train(run, state, start)
             if run.saver is not None:
                 run.saver.finish()
             ended(wanted.save, why)
-            found = _best(run, reached)
+            best_step = _best(run, reached)
             interrupts.leaves(REASONS.index(why))
             run.close()
         except BaseException:
             if run.saver is not None:
                 run.saver.abandon()
-            with contextlib.suppress(Exception):  # what has failed says more
+            with contextlib.suppress(Exception):  # the original error matters more
                 run.close()
             raise
         finally:
             run.reports.end()
             if run.saver is not None:
                 run.saver.lock.release()
-    return state, Run(start, reached, why, run.history, found)
+    return state, Run(start, reached, why, run.history, best_step)
 
 
-def _saver(asked: Asked) -> Saver | None:
+def _new_saver(asked: Asked) -> Saver | None:
     if asked.save is None:
         return None
     return Saver(asked.save, Keeping(asked.keep, asked.best), Origin(asked.seed, asked.identity))
 
 
 def _asked(team: Team, step: Any, state: Any, batches: Any, given: dict[str, Any]) -> tuple[int, int, Asked]:
-    """This rank's place, how many there are, and the arguments, which are the same on all ranks."""
-    facts, wrong, found, where = {}, None, None, (0, 1)
+    """This rank's place among those with different rows, their number, and the arguments, equal on all ranks."""
+    facts, wrong, arguments, where = {}, None, None, (0, 1)
     try:
-        found, where = asked(step, batches, given), place(batches, state)
-        facts = found.facts()
-        refuse(found.save)
+        arguments, where = asked(step, batches, given), place(batches, state)
+        facts = arguments.facts()
+        refuse(arguments.save)
     except (TypeError, ValueError, RuntimeError) as error:
         wrong = error
     compare(team, facts, wrong)
-    assert found is not None, "it was wrong otherwise"
-    return *where, found
+    assert arguments is not None, "`compare` has raised otherwise"
+    return *where, arguments
 
 
-def _begun(run: LoopState, state: Any) -> tuple[Any, int]:
-    """The state to go on from, and its step; a new run is saved first, so that there always is a checkpoint."""
+def _start(run: LoopState, state: Any) -> tuple[Any, int]:
+    """The state and the step to begin with; a new run saves its first state, so that there always is a checkpoint."""
     saver = run.saver
     if saver is None:
         return state, 0
     run.team.first(f"lock {saver.folder}", saver.lock.take)
     choice = chosen(run.team, saver.folder, run.asked.resume)
     if choice.path is not None:
-        return _gone_on(run, saver, state, choice)
+        return _resumed(run, saver, state, choice)
     if comes_later(state):
         raise ValueError(
             "sf.run.loop: the state of an optimizer by from_torch is not complete before its first step, so "
@@ -190,8 +189,8 @@ def _begun(run: LoopState, state: Any) -> tuple[Any, int]:
     return state, 0
 
 
-def _gone_on(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[Any, int]:
-    """The state of a checkpoint, and its step."""
+def _resumed(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[Any, int]:
+    """The state and the step of a checkpoint."""
     path = choice.path
     assert path is not None, "there is one to go on from"
     if not run.asked.resume:
@@ -216,18 +215,18 @@ def _gone_on(run: LoopState, saver: Saver, state: Any, choice: Choice) -> tuple[
 
 
 def _best(run: LoopState, step: int) -> int | None:
-    """The step whose checkpoint is the best one."""
+    """The step of the best checkpoint."""
     saver = run.saver
     if saver is None or saver.keeping.best is None:
         return None
     return saver.keeping.best.of(saver.values(run.team, step, [], run.history))
 
 
-def _trained(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
-    """The state after the last step that is taken, how many have been, and why no more are."""
+def _train(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
+    """Takes steps; returns the state after the last one, how many have been taken, and why it stopped."""
     reached = start
-    if start:  # whoever wrote this checkpoint may have ended before the evaluation that follows it
-        _evaluated(run, state, start)
+    if start:  # whoever wrote this checkpoint may have ended before its evaluation
+        _evaluate(run, state, start)
         if run.interrupts.cut:
             return state, reached, REASONS[2]
     with run.failing.here():
@@ -236,7 +235,7 @@ def _trained(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
     while reached < run.asked.steps:
         began = time.monotonic()
         with run.failing.here():
-            state = _stepped(run, state, reached, first=reached == start)
+            state = _run_step(run, state, reached, first=reached == start)
         run.recent.append(time.monotonic() - began)
         reached += 1
         if run.saver is not None:
@@ -244,22 +243,22 @@ def _trained(run: LoopState, state: Any, start: int) -> tuple[Any, int, str]:
         heard = run.exchange.turn(reached, run.word(reached))
         if not heard and not run.due(reached):
             continue
-        word = common(heard, _settled(run, reached))
+        word = common(heard, _settle(run, reached))
         _raise_wrong(run, state, word)
         if word.stop or run.saves(reached):
-            _saved(run, state, reached)
+            _save(run, state, reached)
         if word.stop and reached < run.asked.steps:
             return state, reached, REASONS[word.stop]
-        _evaluated(run, state, reached)
-        if run.interrupts.cut:  # the next program evaluates again, at this step
+        _evaluate(run, state, reached)
+        if run.interrupts.cut:  # the next program repeats the evaluation at this step
             if run.saver is not None and run.saver.saved != reached:
-                _saved(run, state, reached)
+                _save(run, state, reached)
             return state, reached, REASONS[2]
-    _raise_wrong(run, state, _settled(run, reached))
+    _raise_wrong(run, state, _settle(run, reached))
     return state, reached, REASONS[0]
 
 
-def _stepped(run: LoopState, state: Any, n: int, first: bool) -> Any:
+def _run_step(run: LoopState, state: Any, n: int, first: bool) -> Any:
     """Launches step `n`, which counts from 0, and reads the metrics of an earlier one."""
     if first and not comes_later(state):
         run.kinds = kinds_of(state)
@@ -276,65 +275,65 @@ def _stepped(run: LoopState, state: Any, n: int, first: bool) -> Any:
 
 def _read(run: LoopState, until: int) -> None:
     for step, metrics in run.late.until(until):
-        wrong = wrong_metrics(metrics)
-        if wrong and run.bad is None:
-            run.bad = step, listed(wrong, separator=" and ")
+        problems = wrong_metrics(metrics)
+        if problems and run.bad is None:
+            run.bad = step, listed(problems, separator=" and ")
         run.tell(step, metrics, run.figures.of(step, metrics))
 
 
-def _settled(run: LoopState, reached: int) -> Word:
-    """What all ranks say when each has read its metrics to the end."""
+def _settle(run: LoopState, reached: int) -> Word:
+    """The words of all ranks, once each has read all its metrics."""
     with run.failing.here():
         _read(run, run.asked.steps)
     return run.exchange.now(run.word(reached))
 
 
 def _raise_wrong(run: LoopState, state: Any, word: Word) -> None:
-    """Raises on all ranks, if something has failed on one, or was not finite."""
+    """Raises on all ranks if one has failed, or had a metric that is not finite."""
     if word.failed:
         _raise_failed(run)
     if word.bad_step is not None:
-        found = run.bad[1] if run.bad is not None and run.bad[0] == word.bad_step else ""
-        raise _explained(run, state, word.bad_step, found)
+        problem = run.bad[1] if run.bad is not None and run.bad[0] == word.bad_step else ""
+        raise _explain(run, state, word.bad_step, problem)
 
 
-def _explained(run: LoopState, state: Any, step: int, found: str) -> FloatingPointError:
-    """The error for a step that is not finite, when steps since the last checkpoint have run again."""
+def _explain(run: LoopState, state: Any, step: int, problem: str) -> FloatingPointError:
+    """The error for a step that is not finite, after running the steps since the last checkpoint again."""
     if run.saver is not None:
         run.saver.finish()
     with run.failing.here():
-        run.close()  # which read the same
-    return explain(run.team, run.stepping, state, run.saver, step, found)
+        run.close()  # the steps that run again read the same source
+    return explain(run.team, run.stepping, state, run.saver, step, problem)
 
 
 def _raise_failed(run: LoopState) -> None:
-    """Raises on all ranks what has failed on one."""
+    """Raises on all ranks the error of one."""
     error = run.error
     if run.saver is not None and error is not run.saver.error:
         run.saver.finish()
-    every = run.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
+    errors = run.team.gathered(None if error is None else f"{type(error).__name__}: {error}", "comparing errors")
     if error is not None:
         raise error
-    rank, text = next((rank, text) for rank, text in enumerate(every) if text is not None)
+    rank, text = next((rank, text) for rank, text in enumerate(errors) if text is not None)
     raise RuntimeError(f"sf.run.loop: rank {rank} has failed: {text}. Look at the output of that rank first")
 
 
-def _evaluated(run: LoopState, state: Any, step: int) -> None:
+def _evaluate(run: LoopState, state: Any, step: int) -> None:
     began, names = time.monotonic(), run.evaluations(step)
     for name in names:
         with run.failing.here():
             seed_all(run.asked.seed, name, step, run.stepping.place)
-            found = checked(run.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
+            metrics = checked(run.asked.evaluate[name][0](state), f"sf.run.loop: evaluate ({name})")
             if run.interrupts.cut:
                 break
-            compared(run.asked.best, name, found)
-            run.tell(step, {f"{name}/{key}": float(value) for key, value in found.items()}, {})
+            compared(run.asked.best, name, metrics)
+            run.tell(step, {f"{name}/{key}": float(value) for key, value in metrics.items()}, {})
     if names:
         run.evaluation = max(run.evaluation, time.monotonic() - began)
     run.figures.restart()
 
 
-def _saved(run: LoopState, state: Any, step: int) -> None:
+def _save(run: LoopState, state: Any, step: int) -> None:
     if run.saver is not None:
         with run.failing.here():
             if run.kinds is not None:  # None before the first step
@@ -345,12 +344,12 @@ def _saved(run: LoopState, state: Any, step: int) -> None:
 
 
 def _refuse_nan(run: LoopState, state: Any, step: int) -> None:
-    """Raises FloatingPointError on all ranks for a state that has nan on one, though its metrics were finite."""
+    """Raises FloatingPointError on all ranks if the state has nan on one, though its metrics were finite."""
     with run.failing.here():
-        found = not_numbers(state)
-    names = list(dict.fromkeys(name for some in run.team.gathered(found, "looking for nan") for name in some))
+        names_here = not_numbers(state)
+    names = list(dict.fromkeys(name for some in run.team.gathered(names_here, "looking for nan") for name in some))
     if not names:
         return
     if step == 0:
         raise FloatingPointError(f"sf.run.loop: the state has nan before the first step, in {listed(names)}")
-    raise _explained(run, state, step, f"the state has nan in {listed(names)}")
+    raise _explain(run, state, step, f"the state has nan in {listed(names)}")

@@ -1,6 +1,6 @@
-"""Numbers that are not finite: which tensors have them, and which stage made the first.
+"""Explains metrics that are not finite: which tensors have such numbers, and which stage made the first.
 
-To find the stage, steps since the last checkpoint run again, and are watched.
+To find the stage, the steps since the last checkpoint are run again under `debug(nan=True)`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardfn.tiers.tensors import on_disk
 
 
 def wrong_metrics(metrics: dict[str, float]) -> list[str]:
-    """Those that end a run because they are not finite: the loss; all of them, if none is called `loss`."""
+    """Describes the metrics that must be finite and are not: the loss, or any if none is called `loss`."""
     watched = {"loss": metrics["loss"]} if "loss" in metrics else metrics
     return [f"{name} is {value}" for name, value in watched.items() if not math.isfinite(value)]
 
@@ -34,21 +34,21 @@ def wrong_metrics(metrics: dict[str, float]) -> list[str]:
 def explain(
     team: Team, stepping: Stepping, state: Any, saver: Saver | None, bad: int, found: str
 ) -> FloatingPointError:
-    """The error for a step whose metrics are not finite. All ranks come here.
+    """Makes the error for a step whose metrics are not finite; collective over all ranks.
 
     Args:
         team: the ranks.
-        stepping: how a step runs.
-        state: is overwritten by that of the last checkpoint.
-        saver: None of a run without checkpoints.
+        stepping: runs a step.
+        state: is overwritten by the last checkpoint.
+        saver: None for a run without checkpoints.
         bad: the first step that is not finite, counted from 1.
         found: what is not finite on this rank.
     """
-    every = team.gathered(found, "comparing what is not finite")
-    said = next((f"rank {rank}: {text}" for rank, text in enumerate(every) if text), "")
-    head = f"sf.run.loop: not finite at step {bad} ({short(said, 800)})"
+    problems = team.gathered(found, "comparing what is not finite")
+    problem = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
+    head = f"sf.run.loop: not finite at step {bad} ({short(problem, 800)})"
     if saver is None:
-        names = list(dict.fromkeys(name for some in team.gathered(not_numbers(state)) for name in some))
+        names = list(dict.fromkeys(name for held in team.gathered(not_numbers(state)) for name in held))
         state_is = f"the state now has nan in {listed(names)}" if names else "the state has no nan"
         return FloatingPointError(
             f"{head}; {state_is}. Pass save=folder, and the stage that made it is found by running the steps since the "
@@ -58,29 +58,29 @@ def explain(
     assert path is not None, "there is one since the run began"
     state, kept = loaded(path, state, saver.origin)
     try:
-        told = _watched(team, stepping, state, kept["step"], bad)
-    except Exception as error:  # of batches that do not come again, say: what was found first is what has happened
-        told = f"that failed, by {type(error).__name__}: {short(error, 800)}"
+        result = _watched(team, stepping, state, kept["step"], bad)
+    except Exception as error:  # the batches may not come again; the first finding is still reported
+        result = f"that failed, by {type(error).__name__}: {short(error, 800)}"
     return FloatingPointError(
-        f"{head}. Run again from {path}, with each stage watched: {told}. That checkpoint is good, and nothing was "
+        f"{head}. Run again from {path}, with each stage watched: {result}. That checkpoint is good, and nothing was "
         f"saved after it"
     )
 
 
 def _watched(team: Team, stepping: Stepping, state: Any, start: int, bad: int) -> str:
-    """What is first not finite in the steps up to the bad one."""
+    """Runs the steps up to `bad` again and describes the first number that is not finite."""
     rows = stepping.rows(start)
-    with contextlib.ExitStack() as end, debug(nan=True):
-        end.callback(stepping.close, rows)
+    with contextlib.ExitStack() as stack, debug(nan=True):
+        stack.callback(stepping.close, rows)
         for n in range(start, bad):
-            found = ""
+            problem = ""
             try:
                 state, metrics, _ = stepping.one(n, rows, state)
-                found = _after(state, metrics)
+                problem = _after(state, metrics)
             except FloatingPointError as error:
-                found = str(error)
-            every = team.gathered(found, "comparing what is not finite")
-            for rank, text in enumerate(every):
+                problem = str(error)
+            problems = team.gathered(problem, "comparing what is not finite")
+            for rank, text in enumerate(problems):
                 if text:
                     return f"step {n + 1}, {text}" if "on rank" in text else f"step {n + 1}, on rank {rank}, {text}"
     return (
@@ -90,7 +90,7 @@ def _watched(team: Team, stepping: Stepping, state: Any, start: int, bad: int) -
 
 
 def _after(state: Any, metrics: dict[str, Any]) -> str:
-    """What is not finite after a step in which every stage was."""
+    """What is not finite after a step in which every stage was finite."""
     if wrong := wrong_metrics({name: float(x) for name, x in metrics.items()}):
         return f"outside of the stages, {listed(wrong, separator=' and ')}, though what they made was finite"
     if names := not_numbers(state):
@@ -99,17 +99,17 @@ def _after(state: Any, metrics: dict[str, Any]) -> str:
 
 
 def not_numbers(state: Any) -> list[str]:
-    """The names, as in a checkpoint, of those tensors in a state of which this rank holds a nan.
+    """The names, as in a checkpoint, of the tensors of a state in which this rank holds a nan.
 
-    It waits for the device. The least nested come first: parameters before what an optimizer has of them.
+    Waits for the device. The least nested names come first: parameters before their optimizer state.
     """
     flags = [_has_nan(x) for x in _floating(state)]
     if not flags or not bool(torch.stack([x.cpu() for x in flags]).any()):
         return []
     held = contents({"state": state}, shared=False)
     named = [(box.name, box.values) for box in held.boxes] + list(held.plain.items())
-    found = dict.fromkeys(name for name, x in named if any(bool(_has_nan(y)) for y in _floating(x)))
-    return sorted(found, key=lambda name: name.count("."))
+    names = dict.fromkeys(name for name, x in named if any(bool(_has_nan(y)) for y in _floating(x)))
+    return sorted(names, key=lambda name: name.count("."))
 
 
 def _floating(state: Any) -> Iterator[Tensor]:
@@ -124,7 +124,7 @@ def _has_nan(x: Tensor) -> Tensor:
 
 
 def _lowest(x: Tensor) -> Tensor:
-    """The smallest number, or nan where there is one; it takes no memory, as `isnan` would."""
+    """The minimum, or nan if there is one; unlike `isnan` it needs no memory of the tensor's size."""
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     if x.dtype.itemsize == 1:

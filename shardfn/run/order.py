@@ -1,7 +1,7 @@
-"""Which rows are read at which step: a function of the seed and the step, and of nothing else.
+"""Computes which rows are read at which step, from the seed and the step alone.
 
-Nobody keeps an order: where a row stands is computed from its number, so that any step is found at once, and the order
-is the same on any number of ranks, which read parts of it.
+No order is stored: a row's position is computed from its number. So any step is found at once, and the order is the
+same on any number of ranks, each of which reads its part.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from shardfn.shards.random import mixed
 
 Last = Literal["drop", "pad", "wrap"]
 Numbers = NDArray[np.int64]
-ROUNDS = 16  # of half a network each: with 8, few rows do not come in all orders equally often
+ROUNDS = 16  # half-rounds: with 8, the orders of a few rows are not equally likely
 
 
 class Part(NamedTuple):
-    """The rows of one step, or of a part of it: int64 `[rows]` each, and bool `[rows]`.
+    """The rows of one or more steps, or a part of them.
 
     Attributes:
-        rows: numbers of rows in the source.
-        epochs: in which epoch each is read.
-        real: False for a row that only fills the batch.
+        rows: numbers of rows in the source, int64 `[rows]`.
+        epochs: the epoch of each, int64 `[rows]`.
+        real: False for a row that only fills the batch, bool `[rows]`.
     """
 
     rows: Numbers
@@ -41,8 +41,8 @@ class Order:
         count: rows of the source.
         batch: rows of a step, on all ranks together.
         seed: of the shuffling.
-        shuffle: whether each epoch has an order of its own, and not the source's.
-        last: what happens where an epoch's rows do not fill its last batch.
+        shuffle: whether each epoch has its own random order instead of the source's.
+        last: what happens if the rows of an epoch do not fill its last batch.
         epochs: how often every row is read; None is for ever.
     """
 
@@ -55,12 +55,12 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches in which an epoch's rows begin; where epochs run on into each other, rounded up."""
+        """Batches of an epoch; rounded up with `last="wrap"`, where batches span epochs, and `last="pad"`."""
         return self.count // self.batch if self.last == "drop" else -(-self.count // self.batch)
 
     @property
     def steps(self) -> int | None:
-        """Batches in all; None is for ever."""
+        """Number of batches in all epochs; None is for ever."""
         if self.epochs is None:
             return None
         if self.last == "wrap":
@@ -68,7 +68,7 @@ class Order:
         return self.steps_per_epoch * self.epochs
 
     def part(self, step: int, first: int, stop: int, steps: int = 1) -> Part:
-        """Rows `first` to `stop` of the batch of a step, and of the `steps - 1` after it, one after the other."""
+        """Rows `first` to `stop` of the batches of `steps` steps from `step` on, one after the other."""
         within = np.arange(first, stop, dtype=np.int64)
         each = np.arange(steps, dtype=np.int64)
         if self.last == "wrap":
@@ -92,18 +92,19 @@ class Order:
 
 
 def permuted(places: Numbers, count: int, key: int) -> Numbers:
-    """Where a pseudo-random permutation of `range(count)` takes these places; int64, in memory for them alone.
+    """Maps places by a pseudo-random permutation of `range(count)`; int64, without memory for all of it.
 
-    A Feistel network permutes the numbers of as many bits as `count` has, and is walked until it is back below `count`.
+    A Feistel network permutes the numbers with as many bits as `count`; it is applied again to results outside of
+    `range(count)` (cycle walking).
     """
     bits = (count - 1).bit_length()
     keys = [np.uint64(mixed(key, number)) for number in range(ROUNDS)]
-    found = _network(places.astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(found >= count)
+    results = _network(places.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(results >= count)
     while len(outside):
-        found[outside] = _network(found[outside], bits, keys)
-        outside = outside[found[outside] >= count]
-    return found.astype(np.int64)
+        results[outside] = _network(results[outside], bits, keys)
+        outside = outside[results[outside] >= count]
+    return results.astype(np.int64)
 
 
 def _network(x: NDArray[np.uint64], bits: int, keys: list[Any]) -> NDArray[np.uint64]:
@@ -119,7 +120,7 @@ def _network(x: NDArray[np.uint64], bits: int, keys: list[Any]) -> NDArray[np.ui
 
 
 def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Each number as another one, any bit of which depends on all of its bits (the finalizer of SplitMix64)."""
+    """Mixes each number so that every output bit depends on all input bits (the finalizer of SplitMix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

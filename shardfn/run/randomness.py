@@ -1,4 +1,4 @@
-"""Random numbers of steps and of data sets: functions of the seed, of what is drawn, and of this rank's place."""
+"""Random numbers of steps and data sets, as functions of the seed, the purpose, and this rank's place."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from shardfn.shards.random import mixed
 
 
 def grids(state: Any) -> list[Grid]:
-    """The meshes of the flat shards in a tree, each once."""
+    """The meshes of the flat shards in a tree, without duplicates."""
     leaves = optree.tree_leaves(state, is_leaf=is_flat, none_is_leaf=True)
     return list(dict.fromkeys(leaf.layout.grid for leaf in leaves if is_flat(leaf)))
 
 
 def place(batches: Any, state: Any) -> tuple[int, int]:
-    """This rank's place along the axes of the batches, and how many there are.
+    """This rank's place along the axes of the batches, and the number of places.
 
-    The axes are `batches.axes`, or else those along which the state's strategies place parameters: ranks along others,
-    as for tensor parallelism, work on the same rows. Without a mesh each process has a place of its own.
+    The axes are `batches.axes`, or else those along which the state's strategies place parameters: ranks along other
+    axes, as for tensor parallelism, read the same rows. Without a mesh each process has its own place.
 
     Raises:
-        ValueError: an axis that the mesh does not have.
+        ValueError: the mesh lacks an axis.
     """
-    found, mesh = grids(state), getattr(batches, "mesh", None)
-    grid = grid_of(mesh) if mesh is not None else found[0] if found else None
+    meshes, mesh = grids(state), getattr(batches, "mesh", None)
+    grid = grid_of(mesh) if mesh is not None else meshes[0] if meshes else None
     rank = process_groups.global_rank()
     if grid is None:
         return (rank, torch.distributed.get_world_size()) if torch.distributed.is_initialized() else (0, 1)
@@ -54,25 +54,25 @@ def place(batches: Any, state: Any) -> tuple[int, int]:
 def _of_strategies(state: Any, grid: Grid) -> tuple[str, ...]:
     leaves = optree.tree_leaves(state, is_leaf=is_flat, none_is_leaf=True)
     placements = [leaf.layout.placement for leaf in leaves if is_flat(leaf) and leaf.layout.grid == grid]
-    used = {name for one in placements for name in (*one.axes, *one.replicas)}
+    used = {name for placement in placements for name in (*placement.axes, *placement.replicas)}
     return tuple(name for name, _ in grid.sizes if name in used)
 
 
 @dataclass(frozen=True)
 class Generators:
-    """States of the generators that `seed_all` seeds; of devices, only the current one's."""
+    """States of the generators that `seed_all` seeds; for accelerators, only the current device's."""
 
     host: tuple[Any, Any, Tensor]
     device: Tensor | None
 
     @staticmethod
     def now() -> Generators:
-        """Their states; it does not wait."""
+        """Captures the present states, without waiting."""
         module = _module()
         return Generators(_host_states(), None if module is None else module.get_rng_state())
 
     def restore(self) -> None:
-        """They go on from there."""
+        """Sets the generators back to these states."""
         _restore_host(self.host)
         module = _module()
         if module is not None and self.device is not None:
@@ -80,7 +80,7 @@ class Generators:
 
 
 def _module() -> Any:
-    """Of the accelerator, if it is in use: a state is read from no other."""
+    """The torch module of the accelerator, or None if it is not in use: reading a state would initialise it."""
     device = torch.accelerator.current_accelerator(check_available=True)
     module = None if device is None else torch.get_device_module(device)
     return module if getattr(module, "is_initialized", lambda: True)() else None
@@ -97,7 +97,7 @@ def _restore_host(states: tuple[Any, Any, Tensor]) -> None:
 
 
 def seed_all(seed: int, *what: int | str) -> None:
-    """Seeds torch's default generators on all devices, `random` and numpy's, by a seed and more; it does not wait."""
+    """Seeds the generators of Python, numpy, and torch on all devices from `seed` and `what`, without waiting."""
     number = mixed(seed, *what)
     seed_host(number)
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -106,18 +106,18 @@ def seed_all(seed: int, *what: int | str) -> None:
 
 
 def seed_host(seed: int) -> None:
-    """Seeds the generators of Python, numpy, and torch on the CPU, as for the code of a data set.
+    """Seeds the generators of Python, numpy, and torch on the CPU, before code of a data set runs.
 
-    What that draws depends on the seed and the row, on whichever process reads it.
+    What that code draws then depends on the seed alone, whichever process runs it.
     """
     random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks at devices that are not there, for 1 ms
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes 1 ms to look for devices
 
 
 @contextlib.contextmanager
 def lent_generators() -> Iterator[None]:
-    """What the block does to the generators on the host is undone; a worker has them for itself."""
+    """Restores the generators of the host after the block; in a worker process, which has its own, does nothing."""
     if get_worker_info() is not None:
         yield
         return

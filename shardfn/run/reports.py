@@ -1,4 +1,4 @@
-"""What is told of each step, on the first rank: on the terminal, in lines of JSON, or to TensorBoard."""
+"""Reports of each step on the first rank: on the terminal, as lines of JSON, or to TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from typing import Any, TextIO
 class jsonl:
     """A report that appends a line of JSON for each step: `{"step": 12, "loss": 3.25, ...}`.
 
-    A run that goes on from a step first cuts off what the file has of later ones, so that no step is there twice, and
-    what is evaluated again at that step replaces what there was. One that begins with the first step moves a file with
-    steps away, to `metrics.jsonl.1`, or the next number that is free. What is not finite becomes `null`, since JSON has
-    no such numbers.
+    A run that resumes at a step first cuts off the lines of later steps, so that no step occurs twice; results of an
+    evaluation that is repeated at that step replace the earlier ones. A run that begins with the first step moves a
+    file with steps to `metrics.jsonl.1`, or the next free number. Values that are not finite become `null`, since JSON
+    has no such numbers.
 
     Args:
-        path: of the file, which is made with its folder. A file that has anything else than such lines is an error, and
-            stays as it is.
+        path: of the file, created along with its folder. A file with other content than such lines is an error, and is
+            left unchanged.
 
     Example:
         ``loop(..., report=[sf.run.progress(), sf.run.jsonl("runs/1/metrics.jsonl")])``
@@ -35,13 +35,13 @@ class jsonl:
         self.path = Path(path)
         self._file: TextIO | None = None
         self._start, self._at = 0, 0
-        self._there: dict[frozenset[str], str] = {}  # the lines of the step that it goes on from, by their names
+        self._there: dict[frozenset[str], str] = {}  # lines of the step at which the run resumes, by their metrics
 
     def begin(self, step: int, steps: int) -> None:
-        """Opens the file, and cuts it off after a step.
+        """Opens the file, after cutting off the lines of steps later than `step`.
 
         Raises:
-            ValueError: it has something else than metrics.
+            ValueError: it has other content than metrics.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._start, self._at, self._there = step, 0, {}
@@ -54,42 +54,42 @@ class jsonl:
         self._file = self.path.open("a")
 
     def _kept(self, step: int) -> tuple[int, bool]:
-        """How many bytes are of steps up to one, and whether there are whole lines of later ones."""
+        """The number of bytes up to the lines of `step`, and whether there are complete lines of later steps."""
         kept, last, later = 0, 0.0, False
         if not self.path.is_file():
             return kept, later
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                # A disk that lost its power has zeros where a line was to be.
-                found = _step(line if number == 1 else line.rstrip(b"\0"))
-                if found is None or found < last:
+                # After a power failure a file may have zeros in place of a line.
+                line_step = _step(line if number == 1 else line.rstrip(b"\0"))
+                if line_step is None or line_step < last:
                     raise ValueError(
-                        f"sf.run.jsonl: line {number} of {self.path} is none of a run's metrics, and the file is left "
+                        f"sf.run.jsonl: line {number} of {self.path} is not a run's metrics, and the file is left "
                         f"as it is: pass the path of a new one, or of one that sf.run.jsonl has written"
                     )
-                if found <= step:
+                if line_step <= step:
                     kept += len(line)
-                if found < step:
+                if line_step < step:
                     self._at = kept
-                elif found == step:
+                elif line_step == step:
                     self._there[frozenset(json.loads(line))] = line.decode()
-                last, later = found, later or step < found < math.inf
+                last, later = line_step, later or step < line_step < math.inf
         return kept, later
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
         """Appends a line."""
         assert self._file is not None, "`begin` comes first"
-        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        line = json.dumps({"step": step, **known} | {"step": step}) + "\n"
+        values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        line = json.dumps({"step": step, **values} | {"step": step}) + "\n"
         if step == self._start:
-            self._there[frozenset({"step", *known})] = line
+            self._there[frozenset({"step", *values})] = line
             self._file.truncate(self._at)
             line = "".join(self._there.values())
         try:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            error.filename = str(self.path)  # which a full disk does not say
+            error.filename = str(self.path)  # which the error of a full disk lacks
             raise
 
     def end(self) -> None:
@@ -100,23 +100,23 @@ class jsonl:
 
 
 def _step(line: bytes) -> float | None:
-    """The step of a line; infinity of one that was torn; None if it is no line of metrics."""
+    """The step of a line; infinity for a truncated line; None if it is not a line of metrics."""
     if not line.endswith(b"\n"):
         return math.inf if line.startswith(_BEGINS) or _BEGINS.startswith(line) else None
     try:
-        found = json.loads(line)
+        values = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
         return None
-    return found["step"] if all(isinstance(x, int | float | None) for x in found.values()) else None
+    return values["step"] if all(isinstance(x, int | float | None) for x in values.values()) else None
 
 
 _BEGINS = b'{"step": '
 
 
 class tensorboard:
-    """A report that writes for TensorBoard, in which a run that goes on from a step replaces later ones.
+    """A report that writes TensorBoard files; a run that resumes at a step replaces later steps.
 
     Args:
         folder: of its files.
@@ -155,15 +155,15 @@ class tensorboard:
 _log = logging.getLogger("shardfn")
 
 Report = Callable[[int, dict[str, float]], Any]
-"""Is called as `report(step, metrics)` after each step, which counts from 1. One that has a method `begin(step, steps)`
-is told first which step the run goes on from, and which is its last; one that has `end()`, that there are no more."""
+"""Called as `report(step, metrics)` after each step, counted from 1. If it has a method `begin(step, steps)`, that is
+called first, with the step at which the run begins and its last one; if it has `end()`, that is called at the end."""
 
 
 class Reports:
-    """The reports of one run; one that fails has failed the run, of which all ranks hear.
+    """The reports of one run. An error in one fails the run, on all ranks.
 
     Attributes:
-        error: of the first that failed.
+        error: of the first report that failed; after it, no report is called until the end.
     """
 
     def __init__(self, every: Sequence[Report]) -> None:
@@ -171,42 +171,42 @@ class Reports:
         self.error: Exception | None = None
 
     def begin(self, step: int, steps: int) -> None:
-        """A run goes on from a step."""
-        self._each(lambda one: getattr(one, "begin", _nothing)(step, steps))
+        """Tells the reports at which step the run begins, and which is its last."""
+        self._each(lambda report: getattr(report, "begin", _nothing)(step, steps))
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """The metrics of a step, for each to do with as it likes."""
-        self._each(lambda one: one(step, dict(metrics)))
+        """Passes the metrics of a step to each report, as a dict of its own, which it may change."""
+        self._each(lambda report: report(step, dict(metrics)))
 
     def end(self) -> None:
-        """There are no more. The run is over, so that a report which fails now is told in the log."""
-        for one in self.every:
+        """Ends all reports. The run is over by then, so an error is only logged."""
+        for report in self.every:
             try:
-                getattr(one, "end", _nothing)()
+                getattr(report, "end", _nothing)()
             except Exception as error:
-                _log.error("the report %r failed at its end, and may be incomplete: %r", one, error, exc_info=error)
+                _log.error("the report %r failed at its end, and may be incomplete: %r", report, error, exc_info=error)
 
-    def _each(self, tell: Callable[[Report], Any]) -> None:
+    def _each(self, call: Callable[[Report], Any]) -> None:
         if self.error is not None:
             return
         try:
-            for one in self.every:
-                tell(one)
-        except Exception as error:
+            for report in self.every:
+                call(report)
+        except Exception as error:  # all ranks raise it, at their next exchange
             self.error = error
 
 
 def _nothing(*_: object) -> None:
-    """What a plain function does before the first step, and after the last."""
+    """In place of `begin` and `end` for a report that has none."""
 
 
-REFRESH = 0.25  # seconds between two changes of a bar
+REFRESH = 0.25  # seconds between two updates of the progress bar
 
 
 class progress:
-    """A report that shows step, loss, tokens a second, memory, use of the device, and time left, on standard error.
+    """A report that shows step, metrics, tokens per second, memory, utilisation and time left on standard error.
 
-    On a terminal, where rich is installed (the extra `cli`), it is a bar; otherwise a line now and then.
+    On a terminal with rich installed (the extra `cli`) it is a progress bar; otherwise it prints a line now and then.
 
     Args:
         seconds: between two lines.
@@ -220,35 +220,35 @@ class progress:
         self._shown: dict[str, float] = {}
 
     def begin(self, step: int, steps: int) -> None:
-        """Starts to show a run that goes on from a step."""
+        """Starts to show a run that begins at `step`."""
         self.steps, self.first = steps, step
         self.began = self.before = time.monotonic()
-        self.said, self.step, self._shown = -1, step, {}
+        self.shown_step, self.step, self._shown = -1, step, {}
         if sys.stderr.isatty() and find_spec("rich") is not None:
             self._bar = _bar(step, steps)
 
     def __call__(self, step: int, metrics: dict[str, float]) -> None:
-        """Shows a step, if it is time to."""
+        """Shows a step if enough time has passed."""
         self.step = step
         self._shown |= metrics
-        if step == self.first:  # evaluated again: how long a step takes is not known yet
+        if step == self.first:  # a repeated evaluation: the time per step is not known yet
             return
         now = time.monotonic()
-        first = self.said < 0
+        first = self.shown_step < 0
         if first or now - self.before >= (self.seconds if self._bar is None else REFRESH):
             self.before = now
             self._show()
 
     def end(self) -> None:
         """Shows the last step."""
-        if self._shown and self.said != self.step:
+        if self._shown and self.shown_step != self.step:
             self._show()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def _show(self) -> None:
-        self.said = self.step
+        self.shown_step = self.step
         left = (time.monotonic() - self.began) / (self.step - self.first) * (self.steps - self.step) if (
             self.step > self.first) else 0.0  # fmt: skip
         text = described(self._shown)
@@ -272,7 +272,7 @@ def _bar(step: int, steps: int) -> Any:
 
 
 def described(metrics: dict[str, float]) -> str:
-    """Metrics in a line: the loss and what was evaluated first, then figures in their units."""
+    """Metrics as one line: the loss and other metrics first, at most 6, then figures in their units."""
     units: dict[str, Callable[[float], str]] = {
         "tokens_per_second": lambda x: f"{_short(x)} tokens/s",
         "seconds": lambda x: f"{x:.3g} s/step",
@@ -280,8 +280,8 @@ def described(metrics: dict[str, float]) -> str:
         "tflops": lambda x: f"{x:.3g} TFLOP/s",
         "mfu": lambda x: f"{x:.1%} MFU",
     }
-    own = [f"{name} {value:.4g}" for name, value in metrics.items() if name not in units and name != "tokens"]
-    return "  ".join(own[:6] + [write(metrics[name]) for name, write in units.items() if name in metrics])
+    others = [f"{name} {value:.4g}" for name, value in metrics.items() if name not in units and name != "tokens"]
+    return "  ".join(others[:6] + [write(metrics[name]) for name, write in units.items() if name in metrics])
 
 
 def _short(number: float) -> str:
@@ -292,7 +292,7 @@ def _short(number: float) -> str:
 
 
 def lasting(seconds: float) -> str:
-    """A length of time, as `3 h 05 min`."""
+    """A duration as text, such as `3 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""Data sets, tensors, arrays: rows that are found by their numbers, and read here or in workers."""
+"""Data sets, tensors and arrays as sources of rows, read by number in this process or in workers."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ NAME = "sf.run.batches"
 
 @runtime_checkable
 class Ready(Protocol):
-    """Rows that are read without running anybody's code, so that a thread may read them beside a step."""
+    """A source that reads rows without running user code, so that a thread may read them beside a step."""
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of rows."""
 
     def __getitem__(self, row: int) -> Any:
-        """One of them."""
+        """One row."""
 
     def take(self, rows: Numbers) -> Any:
-        """A batch of these: a tree of tensors whose dim 0 they are."""
+        """A batch of rows: a tree of tensors with rows along dim 0."""
 
     def fingerprint(self) -> str:
-        """The same for the same rows."""
+        """A text that is equal for equal rows."""
 
 
 class Columns:
-    """A pytree of tensors and arrays, whose dim 0 are the rows."""
+    """A pytree of tensors and arrays with rows along dim 0."""
 
     def __init__(self, tree: Any) -> None:
         paths, self._leaves, self._structure = optree.tree_flatten_with_path(tree, none_is_leaf=True)
@@ -69,7 +69,7 @@ class Columns:
             counts[name] = len(leaf)
         if len(set(counts.values())) > 1:
             shown = listed(f"{name} has {count}" for name, count in counts.items())
-            raise ValueError(f"{NAME}: dim 0 are the rows, of which all tensors have as many, but {shown}")
+            raise ValueError(f"{NAME}: dim 0 are the rows, so it has the same size in all tensors, but {shown}")
         self._count = next(iter(counts.values()), 0)
 
     def __len__(self) -> int:
@@ -88,32 +88,32 @@ class Columns:
         return optree.tree_unflatten(self._structure, taken)
 
     def fingerprint(self) -> str:
-        """Of dtypes, shapes, and some rows between the first and the last."""
+        """A digest of dtypes, shapes, and a sample of rows."""
         return f"{digest((self.take(some_of(self._count)), [described(leaf) for leaf in self._leaves])):014x}"
 
 
 def _no_rows(leaf: Tensor | np.ndarray) -> str:
-    """Why no batches are made of a tensor or an array; "" of most."""
+    """Why a tensor or an array cannot be batched, for a message; "" if it can."""
     if isinstance(leaf, Tensor):
         return f"a tensor {lack(leaf)}" if lack(leaf) else ""
     try:
         torch.from_numpy(np.empty(0, leaf.dtype))
-    except (TypeError, ValueError):  # dates, words, objects; another order of bytes
+    except (TypeError, ValueError):  # dates, strings, objects, or a foreign byte order
         return f"an array of {leaf.dtype}, of which there are no tensors: convert it by astype, or leave it out"
     return ""
 
 
 def some_of(count: int) -> Numbers:
-    """The numbers of rows by which a source is known: at most 16, from the first to the last."""
+    """Row numbers to sample a source by: at most 16, evenly spaced from the first to the last."""
     return np.unique(np.linspace(0, count - 1, 16).astype(np.int64))
 
 
 def opened(source: Any) -> Any:
-    """A source as `batches` reads it: with `__len__` and `__getitem__`, and `Ready` if it can be.
+    """Prepares a source: with `__len__` and `__getitem__`, and `Ready` where possible.
 
     Raises:
-        TypeError: it has no rows that could be found by their numbers.
-        ValueError: it has none at all, or tensors of different lengths.
+        TypeError: its rows cannot be found by number.
+        ValueError: it has no rows, or tensors of different lengths.
     """
     if isinstance(source, Tensor | np.ndarray | dict | tuple):
         source = Columns(source)
@@ -129,19 +129,19 @@ def opened(source: Any) -> Any:
 
 
 def unwrapped(source: Any, rows: Sequence[int]) -> tuple[Any, list[int]]:
-    """The data set of which a Subset, or one of that, has some rows, and their numbers in it."""
-    found = list(rows)
+    """The data set below nested `Subset`s, and the numbers that the rows have in it."""
+    numbers = list(rows)
     while type(source) is Subset:
-        found = [int(source.indices[row]) for row in found]
+        numbers = [int(source.indices[row]) for row in numbers]
         source = source.dataset
-    return source, found
+    return source, numbers
 
 
 def portion(batch: int, places: int, axes: Sequence[str]) -> int:
-    """Rows of one place along the axes.
+    """The rows of a step at one place along the axes.
 
     Raises:
-        ValueError: the places cannot have equal parts.
+        ValueError: the rows cannot be cut into equal parts.
     """
     if batch % places:
         near = [n for n in (batch // places * places, math.ceil(batch / places) * places) if n]
@@ -152,19 +152,19 @@ def portion(batch: int, places: int, axes: Sequence[str]) -> int:
     return batch // places
 
 
-AT_ONCE = 1024  # rows whose order is computed together, at most
+AT_ONCE = 1024  # at most so many rows have their order computed together
 
 
 @dataclass(frozen=True)
 class Reader(Dataset[Any]):
-    """Batches by the numbers of their steps; those of one place along the axes.
+    """The batches of one place along the axes, by step number.
 
     Attributes:
-        source: has the rows.
+        source: of rows.
         order: in which they are read.
-        first: of a step's rows that are read here.
-        stop: where they end.
-        collate: makes a batch of rows; None is the default.
+        first: index of the first row to read in a step's batch.
+        stop: index after the last one.
+        collate: makes a batch of rows; None for the default.
     """
 
     source: Any
@@ -175,25 +175,25 @@ class Reader(Dataset[Any]):
 
     @property
     def ready(self) -> bool:
-        """Whether reading runs none of the user's code, which may not run beside a step."""
+        """Whether reading runs no user code, which must not run beside a step."""
         return isinstance(self.source, Ready) and self.collate is None
 
     def __getitem__(self, step: int) -> Any:
         return self.read(self.order.part(step, self.first, self.stop), step)
 
     def each(self, start: int, stop: int | None) -> Generator[Any]:
-        """The batches of these steps; the order of many is computed at a time."""
+        """Yields the batches of steps from `start` to `stop`; the order is computed for several steps at once."""
         size, steps = self.stop - self.first, 1
         while stop is None or start < stop:
             steps = steps if stop is None else min(steps, stop - start)
-            whole = self.order.part(start, self.first, self.stop, steps)
+            part = self.order.part(start, self.first, self.stop, steps)
             for number in range(steps):
-                some = slice(number * size, (number + 1) * size)
-                yield self.read(Part(whole.rows[some], whole.epochs[some], whole.real[some]), start + number)
+                rows = slice(number * size, (number + 1) * size)
+                yield self.read(Part(part.rows[rows], part.epochs[rows], part.real[rows]), start + number)
             start, steps = start + steps, max(1, min(2 * steps, AT_ONCE // size))
 
     def read(self, part: Part, step: int) -> Any:
-        """The batch of these rows."""
+        """Reads the batch of these rows."""
         batch = self.source.take(part.rows) if self.ready else self._collated(part, step)
         return masked(batch, part.real) if self.order.last == "pad" else batch
 
@@ -205,10 +205,10 @@ class Reader(Dataset[Any]):
 
 
 def made(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -> Any:
-    """A batch of rows, in memory of its own.
+    """Collates rows to a batch with memory of its own.
 
     Raises:
-        RuntimeError: `collate` raised StopIteration, which workers would take for the end.
+        RuntimeError: `collate` raised StopIteration, which workers would take for the end of the data.
     """
     try:
         batch = collated(rows, numbers, collate)
@@ -218,18 +218,18 @@ def made(rows: list[Any], numbers: Sequence[int], collate: Collate | None) -> An
 
 
 def _rows(source: Any, part: Part, seed: int) -> list[Any]:
-    """Each read with random numbers of its own; all at once where the data set does that, with those of the first."""
+    """Reads rows, each with its own seed; or all at once, with the first's, if the data set has `__getitems__`."""
     inner, numbers = unwrapped(source, part.rows.tolist())
-    seeds = [mixed(seed, "row", *each) for each in zip(part.epochs.tolist(), part.rows.tolist(), strict=True)]
+    seeds = [mixed(seed, "row", *where) for where in zip(part.epochs.tolist(), part.rows.tolist(), strict=True)]
     if callable(getattr(inner, "__getitems__", None)):
         seed_host(seeds[0])
         try:
-            found = inner.__getitems__(numbers)
-            rows = [] if isinstance(found, Mapping) else list(found)
+            result = inner.__getitems__(numbers)
+            rows = [] if isinstance(result, Mapping) else list(result)
         except StopIteration as error:
             raise RuntimeError(f"sf.run.batches: rows {numbers} of the source raised StopIteration") from error
         if len(rows) != len(numbers):
-            what = f"a {type(found).__name__}" if isinstance(found, Mapping) else f"{len(rows)} rows"
+            what = f"a {type(result).__name__}" if isinstance(result, Mapping) else f"{len(rows)} rows"
             raise ValueError(
                 f"sf.run.batches: __getitems__ of the source, {type(inner).__name__}, gave {what} for {len(numbers)} "
                 f"numbers; it gives a list of as many rows. What is to be left out is left out before, as by a Subset"
@@ -250,9 +250,9 @@ def _row(source: Any, number: int, seed: int) -> Any:
 
 
 def fingerprint(source: Any, seed: int) -> str:
-    """The same for the same rows: of all that a source knows, or else of its length and rows between its outer ones.
+    """A digest that is equal for equal rows: the source's own, or else of its length and a sample of its rows.
 
-    A row that is another one when it is read again says nothing.
+    A row that differs when it is read twice is left out.
     """
     if isinstance(source, Ready):
         return source.fingerprint()
@@ -260,26 +260,26 @@ def fingerprint(source: Any, seed: int) -> str:
     for row in some_of(len(source)).tolist():
         inner, (number,) = unwrapped(source, [row])
         with lent_generators():
-            one, again = (digest(_row(inner, number, mixed(seed, "probe", row))) for _ in range(2))
-        probes.append(one if one == again else -1)
+            first, second = (digest(_row(inner, number, mixed(seed, "probe", row))) for _ in range(2))
+        probes.append(first if first == second else -1)
     return f"{digest([len(source), *probes]):014x}"
 
 
 def by_workers(data: Dataset[Any], steps: Iterable[int] | None, workers: int, prefetch: int) -> Iterator[Any]:
-    """What a data set gives for each of these steps, or by itself, read by torch's workers, which end with this."""
+    """Yields what a data set gives for each step, or its own items if `steps` is None, read by torch workers."""
     loader: DataLoader[Any] = DataLoader(
         data, batch_size=None, sampler=cast(Any, steps), num_workers=workers, collate_fn=_same,
-        prefetch_factor=max(1, prefetch), generator=torch.Generator(),  # else it would draw from torch's own
-        worker_init_fn=_apart,
+        prefetch_factor=max(1, prefetch), generator=torch.Generator(),  # the default would draw from torch's own
+        worker_init_fn=_shield_from_signals,
     )  # fmt: skip
     yield from loader
 
 
-def _apart(_: int) -> None:
-    """What asks a run for its end is for the run: until then it needs its workers, which end by themselves after it.
+def _shield_from_signals(_: int) -> None:
+    """Moves a worker to a process group of its own and ignores SIGUSR1, so that signals for the run do not end it.
 
-    Whoever starts processes, as torchrun, signals a process and all in its group. SIGTERM stays what it is, since by
-    that the process itself ends a worker that hangs.
+    Launchers such as torchrun signal a whole process group, but a run that is asked to stop still needs its workers.
+    SIGTERM keeps its effect, since the main process ends a hanging worker by it.
     """
     os.setpgid(0, 0)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""One step of a run: the next batch, the random numbers that belong to it, and the user's function."""
+"""Runs one step: the next batch, the step's random numbers, and the user's function."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from shardfn.run.randomness import Generators, seed_all
 
 @dataclass(frozen=True)
 class Stepping:
-    """What a step is a function of, besides its number and the state.
+    """Everything that a step depends on besides its number and the state.
 
     Attributes:
-        function: the user's.
-        batches: the user's.
+        function: the user's step.
+        batches: of the user.
         seed: of random numbers.
-        place: of this rank, among those with other rows.
-        steps: the last step.
+        place: of this rank, among those with different rows.
+        steps: number of the last step.
     """
 
     function: Any
@@ -33,31 +33,31 @@ class Stepping:
     steps: int
 
     def rows(self, start: int) -> Rows:
-        """The batches from a step on. Random numbers in their code begin alike for every `start`.
+        """Opens the batches from a step on, with random numbers that begin the same for every `start`.
 
-        So they are the same again in a loader that reads what comes before `start` once more, and drops it.
+        So a loader that reads the batches before `start` again and drops them draws the same numbers as before.
 
         Raises:
-            TypeError: they are none.
+            TypeError: they are not iterable.
         """
         seed_all(self.seed, "batches", self.place)
-        found = self.batches(start) if callable(self.batches) else self.batches
+        batches = self.batches(start) if callable(self.batches) else self.batches
         try:
-            return Rows(iter(found))
+            return Rows(iter(batches))
         except TypeError:
             raise TypeError(
-                f"sf.run.loop: batches({start}) returned a {type(found).__name__}, not an iterator of batches"
+                f"sf.run.loop: batches({start}) returned a {type(batches).__name__}, not an iterator of batches"
             ) from None
 
     def close(self, rows: Iterator[Any]) -> None:
-        """Ends what gives batches, if it was made here: a caller's own iterator may be read further."""
+        """Closes the batches, unless they are the caller's own iterator, which may be read further."""
         close = getattr(rows, "close", None)
-        theirs = isinstance(rows, Rows) and rows.found is self.batches
-        if callable(close) and not theirs:
+        is_callers = isinstance(rows, Rows) and rows.iterator is self.batches
+        if callable(close) and not is_callers:
             close()
 
     def one(self, n: int, rows: Iterator[Any], state: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Runs step `n`, which counts from 0: the state, the metrics, and the batch.
+        """Runs step `n`, counted from 0; returns the state, the metrics, and the batch.
 
         Raises:
             ValueError: there is no batch for it.
@@ -82,35 +82,35 @@ class Stepping:
 
 @dataclass
 class Rows(Iterator[Any]):
-    """Batches whose code draws random numbers of its own, which go on from batch to batch whatever steps draw."""
+    """Batches whose code draws random numbers of its own, unaffected by what steps draw in between."""
 
-    found: Iterator[Any]
+    iterator: Iterator[Any]
     _generators: Generators = field(default_factory=Generators.now)
 
     def __next__(self) -> Any:
         self._generators.restore()
         try:
-            return next(self.found)
+            return next(self.iterator)
         finally:
             self._generators = Generators.now()
 
     def close(self) -> None:
-        """Ends what reads, as threads and workers. There are no more batches."""
-        found, self.found = self.found, iter(())
-        close = getattr(found, "close", None)
+        """Closes the iterator, which ends its threads and workers; there are no more batches."""
+        iterator, self.iterator = self.iterator, iter(())
+        close = getattr(iterator, "close", None)
         if callable(close):
             close()
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """What a state is, but for its numbers."""
+    """A state's structure, and the types, dtypes and shapes of its leaves."""
 
     tree: Any
     leaves: tuple[str, ...]
 
     def check(self, other: Kinds) -> None:
-        """Raises ValueError, if the state that a step returned is something else."""
+        """Raises ValueError if a state that a step returned differs in these."""
         if self.tree != other.tree:
             raise ValueError(
                 f"sf.run.loop: step returned a state of another structure: the run began with {_brief(self.tree)}, and "
@@ -125,7 +125,7 @@ class Kinds:
 
 
 def kinds_of(state: Any) -> Kinds:
-    """What a state is."""
+    """The `Kinds` of a state."""
     leaves, tree = optree.tree_flatten(state)
     return Kinds(tree, tuple(map(_kind, leaves)))
 

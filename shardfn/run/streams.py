@@ -1,8 +1,8 @@
-"""Files of rows that are read from their beginnings, in an order that neither ranks nor their number decide.
+"""Streams of rows from files that are read from the start, in an order that does not depend on the ranks.
 
-The files are dealt to lanes, anew for each epoch. A lane reads its files one after the other, a block of rows at a
-time, and shuffles each block. Each step takes equally many rows of every lane. So which rows a step has depends on
-the seed, the lanes and the block alone; and a rank reads no lanes but those whose rows are its own.
+Each epoch deals the files to lanes anew. A lane reads its files one after the other, a block of rows at a time, and
+shuffles each block. Each step takes equally many rows of every lane. So the rows of a step depend only on the seed, the
+lanes and the block; and a rank reads only the lanes that hold its rows.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ class Stream:
     """A source for `batches`: files whose rows are found only by reading.
 
     Args:
-        files: paths or whatever else `read` takes; all ranks name them alike, in the same order.
+        files: paths or whatever else `read` takes, the same on all ranks and in the same order.
         read: `file -> iterable of its rows`, the same at every call.
-        lanes: files that are read side by side. They divide `batch`, and are no more than there are files. A rank reads
-            only its own rows if they are a multiple of the ranks along the axes, so choose a multiple of the most
-            ranks there will be; where they are fewer, the ranks that share a lane all read it, and keep their part.
-        block: rows of a lane that are shuffled among themselves, and are in memory for that. With 1, or without
-            `shuffle`, only the files change their order.
-        lengths: rows of each file. With them whole files are skipped where a run goes on; without, its rows are read
-            again up to there, and dropped.
+        lanes: files that are read side by side. They must divide `batch`, and be no more than the files. A rank reads
+            only its own rows if the lanes are a multiple of the ranks along the axes, so choose a multiple of the most
+            ranks there will be; with fewer lanes than ranks, the ranks that share a lane all read it, and keep their
+            part.
+        block: rows of a lane that are held in memory and shuffled together. With 1, or without `shuffle`, only the
+            order of files changes.
+        lengths: rows of each file. With them, resuming skips whole files; without, all rows up to the step are read
+            again and dropped.
 
     Raises:
-        ValueError: no files, more lanes than files, or other numbers that make no sense.
+        TypeError: `files` is a single path, or `read` is not callable.
+        ValueError: there are no files, more lanes than files, or `block` or `lengths` are wrong.
 
     Example:
         >>> stream = sf.run.Stream(sorted(Path("shards").glob("*.jsonl")), read_lines, lanes=8, block=1000)
@@ -89,10 +91,10 @@ class Lane:
     """One lane of a stream.
 
     Attributes:
-        stream: whose.
-        number: which of its lanes.
+        stream: it belongs to.
+        number: of the lane, from 0.
         seed: of the order.
-        shuffle: whether files and rows change their order.
+        shuffle: whether files and rows are shuffled.
     """
 
     stream: Stream
@@ -101,10 +103,10 @@ class Lane:
     shuffle: bool
 
     def rows(self, skip: int, end: int | None) -> Iterator[tuple[Any, int]]:
-        """Row after row, each with its epoch, until epoch `end`, but for the first `skip`.
+        """Yields rows with their epochs, up to but not including epoch `end`, after the first `skip` rows.
 
         Raises:
-            ValueError: the lane's files have no rows, or others than `lengths` says.
+            ValueError: the lane's files have no rows, or not as many as `lengths` says.
         """
         for epoch in itertools.count() if end is None else range(end):
             files = self._files(epoch)
@@ -122,7 +124,7 @@ class Lane:
                 raise ValueError(f"Stream: the files of lane {self.number} have no rows: {listed(names)}")
 
     def _files(self, epoch: int) -> list[int]:
-        """Numbers of the lane's files in an epoch."""
+        """Indices of the lane's files in an epoch."""
         count = len(self.stream.files)
         order = np.arange(count)
         if self.shuffle:
@@ -130,7 +132,7 @@ class Lane:
         return order[self.number :: self.stream.lanes].tolist()
 
     def _epoch(self, epoch: int, files: list[int], skip: int, skips: bool) -> Iterator[Any]:
-        """An epoch's rows; but for the first `skip`, if they can be skipped."""
+        """Yields the rows of an epoch; without the first `skip` if lengths are known, so that `skips` is True."""
         block = self.stream.block if self.shuffle else 1
         first = skip // block if skips else 0
         within = skip % block if skips else 0
@@ -139,17 +141,17 @@ class Lane:
             yield from rows
             return
         for number in itertools.count(first):
-            some = list(itertools.islice(rows, block))
-            if not some:
+            held = list(itertools.islice(rows, block))
+            if not held:
                 return
-            order = permuted(np.arange(len(some)), len(some), mixed(self.seed, "block", epoch, self.number, number))
-            yield from (some[place] for place in order[within:].tolist())
+            order = permuted(np.arange(len(held)), len(held), mixed(self.seed, "block", epoch, self.number, number))
+            yield from (held[place] for place in order[within:].tolist())
             within = 0
 
     def _plain(self, epoch: int, files: list[int], skip: int) -> Iterator[Any]:
-        """The files' rows in their order, but for the first `skip`, if lengths are known.
+        """Yields the files' rows in order, without the first `skip` if lengths are known.
 
-        Several are in memory at a time, so they are copied: `read` may fill the same memory again.
+        Rows are copied, since several are in memory at a time and `read` may reuse its memory.
         """
         lengths = self.stream.lengths
         for file in files:
@@ -162,7 +164,7 @@ class Lane:
             skip = 0
 
     def _read(self, epoch: int, file: int) -> Iterator[Any]:
-        """All rows of one file, each read with random numbers of its own."""
+        """Yields all rows of one file, reading each with its own seed."""
         name, lengths, count = self.stream.files[file], self.stream.lengths, 0
         try:
             seed_host(mixed(self.seed, "row", epoch, file, 0))
@@ -178,7 +180,7 @@ class Lane:
 
 
 def stream_fingerprint(stream: Stream) -> str:
-    """Of the names of the files, of lanes, block and lengths; rows are not read for it."""
+    """A digest of file names, lanes, block and lengths; it does not read rows."""
     names = [Path(str(file)).name for file in stream.files]
     lengths = None if stream.lengths is None else list(stream.lengths)
     return f"{digest([names, stream.lanes, stream.block, lengths]):014x}"
@@ -186,7 +188,7 @@ def stream_fingerprint(stream: Stream) -> str:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A stream in batches, of which one place along the axes has rows `first` to `stop`."""
+    """A stream cut into batches, for the place along the axes that has rows `first` to `stop`."""
 
     stream: Stream
     seed: int
@@ -206,12 +208,12 @@ class Streamed:
             )
 
     def opened(self, workers: int, prefetch: int, device: torch.device, start: int) -> Generator[Read]:
-        """Batches from a step on, by so many workers."""
-        found: Generator[tuple[State, Any]] = self.steps(start, self.lanes)
+        """Yields batches from a step on, read by workers if there are any."""
+        batches: Generator[tuple[State, Any]] = self.steps(start, self.lanes)
         if workers:
-            found = ahead(partial(self._by_workers, start, workers, prefetch), max(1, prefetch), device)
-        with contextlib.closing(found):
-            for state, batch in found:
+            batches = ahead(partial(self._by_workers, start, workers, prefetch), max(1, prefetch), device)
+        with contextlib.closing(batches):
+            for state, batch in batches:
                 yield Read(state, locked(batch, device))
 
     def check(self, workers: int) -> None:
@@ -225,23 +227,23 @@ class Streamed:
 
     @property
     def lanes(self) -> range:
-        """Those that have rows of this rank."""
+        """The lanes that hold rows of this rank."""
         each = self.batch // self.stream.lanes
         return range(self.first // each, -(-self.stop // each))
 
     def _by_workers(self, start: int, workers: int, prefetch: int) -> Iterator[tuple[State, Any]]:
-        """Each worker has some of the lanes, and what they give for a step comes one after the other."""
+        """Joins the batches of the workers, each of which reads a share of the lanes, in lane order."""
         parts = by_workers(_Parts(self, start), None, workers, prefetch)
-        for some in zip(*[parts] * workers, strict=True):
-            states = [state for state, _ in some]
+        for turn in zip(*[parts] * workers, strict=True):
+            states = [state for state, _ in turn]
             if State.END in states:
                 yield State.END, None
                 return
             full = State.BATCH if State.BATCH in states else State.FILLED
-            yield full, joined([batch for _, batch in some])
+            yield full, joined([batch for _, batch in turn])
 
     def steps(self, start: int, lanes: range) -> Generator[tuple[State, Any]]:
-        """The rows that come from these lanes, collated."""
+        """Yields the batches of the rows that come from these lanes."""
         each = self.batch // self.stream.lanes
         open_lanes = []
         for number in lanes:
@@ -256,7 +258,7 @@ class Streamed:
             if ended:
                 yield State.END, None
                 return
-            real = [counts for _, counts in taken]
+            real = [is_real for _, is_real in taken]
             whole = masked(batch, np.array(real)) if self.last == "pad" else batch
             yield State.BATCH if any(real) else State.FILLED, whole
 
@@ -266,7 +268,7 @@ class Streamed:
 
 
 class _OpenLane:
-    """One open lane, and how it ends."""
+    """A lane that is being read, and how its end is handled."""
 
     def __init__(self, whole: Streamed, lane: Lane, each: int, part: slice, start: int) -> None:
         self.whole, self.lane, self.each, self.part = whole, lane, each, part
@@ -275,7 +277,7 @@ class _OpenLane:
         self._filler: tuple[Any, int] | None = None
 
     def take(self) -> list[tuple[Any, bool]] | None:
-        """The rows of a step that are of this rank, and whether each counts; where an end comes before, as `last` says.
+        """This rank's rows of the next step, and whether each is real; fills up after the end as `last` says.
 
         None if the step has no batch.
         """
@@ -289,21 +291,21 @@ class _OpenLane:
         return taken[self.part]
 
     def _filled(self) -> tuple[Any, int]:
-        """The lane's first row, in no epoch that counts."""
+        """The lane's first row as a filler, in an epoch that does not count."""
         if self._filler is None:
             self._filler = next(self.lane.rows(0, None))[0], self.whole.epochs or 0
         return self._filler
 
 
 class _Parts(IterableDataset[Any]):
-    """What one worker reads: its share of a rank's lanes. It never ends by itself, so that workers stay in turn."""
+    """A worker's share of a rank's lanes. It never ends by itself, so that the workers keep taking turns."""
 
     def __init__(self, whole: Streamed, start: int) -> None:
         self.whole, self.start = whole, start
 
     def __iter__(self) -> Iterator[tuple[State, Any]]:
         worker, lanes = cast(Any, get_worker_info()), self.whole.lanes
-        low, high = (len(lanes) * (worker.id + more) // worker.num_workers for more in (0, 1))
+        low, high = (len(lanes) * (worker.id + offset) // worker.num_workers for offset in (0, 1))
         yield from self.whole.steps(self.start, lanes[low:high])
         while True:
             yield State.END, None

@@ -1,8 +1,8 @@
-"""Files of tokens for language models: documents one after the other, and where each begins.
+"""Files of tokens for language models: documents in sequence, and where each begins.
 
-4096 bytes of header, the tokens, then the number of the first token of each document, and of the one after the last,
-as int64; all little-endian. The header is a magic word, the checksum of the rest of it, and JSON padded by spaces. A
-file comes into its place whole, or not at all.
+A file is a header of 4096 bytes, the tokens, and the index of the first token of each document and of the end, as
+int64; all little-endian. The header is a magic word, the checksum of the rest of it, and JSON padded by spaces. A file
+is complete when it appears under its name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardfn.run.order import Numbers
 
 MAGIC, VERSION, HEADER = b"SFTOKENS", 1, 4096
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
-PORTION = 2**24  # bytes of which a checksum is taken at a time
+PORTION = 2**24  # bytes that are checksummed at a time
 
 
 def write_tokens(
@@ -38,21 +38,22 @@ def write_tokens(
 ) -> int:
     """Writes documents to a file that `token_windows` and `packed_windows` read.
 
-    They are written as they come, so that memory does not grow with them. The file is under its name when it is
-    complete and on the disk; one process writes it.
+    Documents are written one by one, so memory use does not grow with their number. The file appears under its name
+    once it is complete and on disk; call this on one process.
 
     Args:
         path: of the file, which is replaced if it exists.
-        documents: of each its tokens: a sequence, array or tensor of ints, 1-D and not empty.
+        documents: the tokens of each: a sequence, array or tensor of ints, 1-D and not empty.
         dtype: of the tokens in the file; `"uint16"` holds vocabularies of up to 65,536.
-        separator: token after each document, as that for the end of a text.
+        separator: token added after each document, such as the end-of-text token.
 
     Returns:
-        How many tokens the file has.
+        The number of tokens in the file.
 
     Raises:
-        ValueError: an unknown dtype, no documents, or one that is empty or has a token which the dtype does not hold.
-        TypeError: a document that is not a sequence of ints.
+        ValueError: the dtype is unknown, there are no documents, or one is empty or has a token outside of the dtype's
+            range.
+        TypeError: a document is not a sequence of ints.
     """
     path, kind = Path(path), _dtype(dtype)
     limits = np.iinfo(kind)
@@ -74,7 +75,7 @@ def write_tokens(
                 raise ValueError("write_tokens: there are no documents to write")
             starts.write(np.int64(count).astype("<i8").tobytes())
             starts.seek(0)
-            file.write(bytes(-file.tell() % 8))
+            file.write(bytes(-file.tell() % 8))  # aligns the int64 that follow
             shutil.copyfileobj(starts, file)
             starts.seek(0)
             while portion := starts.read(PORTION):
@@ -100,7 +101,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _tokens(document: Any, number: int, kind: np.dtype[Any]) -> NDArray[Any]:
-    """A document as it is written."""
+    """A document as an array of the file's dtype."""
     values = document.detach().cpu().numpy() if isinstance(document, Tensor) else np.asarray(document)
     if values.ndim == 1 and values.size == 0:
         raise ValueError(f"write_tokens: document {number} has no tokens: leave it out")
@@ -124,12 +125,12 @@ class TokenFile:
 
     Attributes:
         path: of the file.
-        count: tokens in it.
-        documents: how many.
+        count: number of tokens.
+        documents: number of documents.
         checksum: of the tokens, and of where documents begin.
 
     Raises:
-        ValueError: no such file, or not all of it.
+        ValueError: it is not a file of tokens, or damaged or incomplete.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -153,40 +154,40 @@ class TokenFile:
 
     @functools.cached_property
     def tokens(self) -> NDArray[Any]:
-        """All of them, in the dtype of the file."""
+        """All tokens, in the dtype of the file."""
         return self._mapped(self._dtype, HEADER, self.count)
 
     @functools.cached_property
     def starts(self) -> NDArray[np.int64]:
-        """The first token of each document, and the end of the last."""
+        """The index of the first token of each document, and the end of the last; int64 `[documents + 1]`."""
         return self._mapped(np.dtype("<i8"), self._after, self.documents + 1)
 
     def _mapped(self, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
-        return np.asarray(np.memmap(self.path, dtype, "r", offset, (count,)))  # slices of a plain array cost half
+        return np.asarray(np.memmap(self.path, dtype, "r", offset, (count,)))  # slices of it cost half of a memmap's
 
     def verify(self) -> None:
-        """Reads the whole file.
+        """Checks the checksum of the whole file.
 
         Raises:
-            ValueError: its content is not what was written.
+            ValueError: the content has changed since it was written.
         """
-        found = 0
+        checksum = 0
         for values in (self.tokens, self.starts):
             step = PORTION // values.itemsize
             for first in range(0, len(values), step):
-                found = zlib.crc32(values[first : first + step].tobytes(), found)
-        if found != self.checksum:
-            raise ValueError(f"{self.path}: its content has checksum {found}, and {self.checksum} was written")
+                checksum = zlib.crc32(values[first : first + step].tobytes(), checksum)
+        if checksum != self.checksum:
+            raise ValueError(f"{self.path}: its content has checksum {checksum}, and {self.checksum} was written")
 
     def __reduce__(self) -> Any:
-        return TokenFile, (self.path,)  # a map of memory would be copied
+        return TokenFile, (self.path,)  # pickling the map would copy it
 
 
 Paths = str | Path | Sequence[str | Path]
 
 
 class Windows:
-    """Stretches of `context + 1` tokens, each of which begins with the last token of the one before."""
+    """Windows of `context + 1` tokens, each beginning with the last token of the one before."""
 
     def __init__(self, files: list[TokenFile], context: int) -> None:
         self.files, self.context = files, context
@@ -199,22 +200,22 @@ class Windows:
         return torch.from_numpy(self._values(np.array([range(len(self))[row]]))[0])
 
     def take(self, rows: Numbers) -> Any:
-        """A batch of these rows: int64 `[rows, context + 1]`."""
+        """A batch of rows: int64 `[rows, context + 1]`."""
         return torch.from_numpy(self._values(rows))
 
     def fingerprint(self) -> str:
-        """Of all tokens, and the length of a row."""
-        known = repr((self.context, [(file.count, file.checksum) for file in self.files]))
-        return hashlib.blake2b(known.encode(), digest_size=7).hexdigest()
+        """A digest of all tokens and the row length."""
+        facts = repr((self.context, [(file.count, file.checksum) for file in self.files]))
+        return hashlib.blake2b(facts.encode(), digest_size=7).hexdigest()
 
     def _values(self, rows: Numbers) -> Numbers:
-        found = np.empty((len(rows), self.context + 1), np.int64)
-        for into, (file, first) in zip(found, self._places(rows), strict=True):
-            into[:] = file.tokens[first : first + self.context + 1]
-        return found
+        values = np.empty((len(rows), self.context + 1), np.int64)
+        for row, (file, first) in zip(values, self._places(rows), strict=True):
+            row[:] = file.tokens[first : first + self.context + 1]
+        return values
 
     def _places(self, rows: Numbers) -> list[tuple[TokenFile, int]]:
-        """The file of each row, and its first token."""
+        """The file of each row, and the index of its first token there."""
         which = np.searchsorted(self._ends, rows, "right")
         before = np.where(which > 0, self._ends[which - 1], 0)
         firsts = (rows - before) * self.context
@@ -222,69 +223,69 @@ class Windows:
 
 
 class Packed(Windows):
-    """The same stretches, and which document each of their tokens is of."""
+    """The same windows, with the document of each token."""
 
     def __getitem__(self, row: int) -> Any:
         return {name: x[0] for name, x in self.take(np.array([range(len(self))[row]])).items()}
 
     def take(self, rows: Numbers) -> Any:
-        """A batch of these rows: int64 `[rows, context + 1]` each."""
+        """A batch of rows: int64 `[rows, context + 1]` each."""
         documents = np.empty((len(rows), self.context + 1), np.int64)
         positions = np.empty_like(documents)
         for i, (file, first) in enumerate(self._places(rows)):
             documents[i], positions[i] = _documents(file.starts, first, self.context + 1)
-        found = {"tokens": self._values(rows), "documents": documents, "positions": positions}
-        return {name: torch.from_numpy(x) for name, x in found.items()}
+        batch = {"tokens": self._values(rows), "documents": documents, "positions": positions}
+        return {name: torch.from_numpy(x) for name, x in batch.items()}
 
     def fingerprint(self) -> str:
-        """As of the stretches alone, but another."""
+        """As for `Windows`, but different, since the batches are."""
         return f"packed {super().fingerprint()}"
 
 
 def _documents(starts: NDArray[np.int64], first: int, length: int) -> tuple[Numbers, Numbers]:
-    """Of each token of a stretch its document, counted from 1, and its place in it, as far as it is in the stretch."""
+    """For each token of a window, its document, counted from 1, and its position since the document or window began."""
     low, high = np.searchsorted(starts, [first, first + length - 1], "right")
     begins = np.maximum(starts[low - 1 : high], first)
-    at = np.arange(first, first + length)
-    documents = np.searchsorted(begins, at, "right")
-    return documents, at - begins[documents - 1]
+    indices = np.arange(first, first + length)
+    documents = np.searchsorted(begins, indices, "right")
+    return documents, indices - begins[documents - 1]
 
 
 def token_windows(files: Paths, context: int) -> Windows:
-    """Rows of `context + 1` tokens, documents run on into each other: concatenated, and cut.
+    """Rows of `context + 1` tokens, cut from the concatenated documents.
 
-    `row[:-1]` are inputs, and `row[1:]` what comes next; each row begins with the last token of the one before, so that
-    every token but a file's first is predicted once. What is left at the end of a file is not read.
+    `row[:-1]` are inputs, and `row[1:]` targets; each row begins with the last token of the one before, so every token
+    but a file's first is predicted once. Tokens left over at the end of a file are not read.
 
     Args:
-        files: that `sf.run.write_tokens` made: a path, or several.
+        files: made by `sf.run.write_tokens`: a path, or several.
         context: tokens that a model sees.
 
     Returns:
         A source for `sf.run.batches`, of int64 `[context + 1]`.
 
     Raises:
-        ValueError: a context that is not positive, or longer than a file; a file that is damaged.
+        ValueError: the context is not positive, or longer than a file; or a file is damaged.
     """
     return Windows(_opened(files, context, "token_windows"), context)
 
 
 def packed_windows(files: Paths, context: int) -> Packed:
-    """As `token_windows`, and with each token its document, so that attention can be kept within documents.
+    """As `token_windows`, with the document of each token, so that attention can be kept within documents.
 
     A row is a dict of int64 `[context + 1]`: `tokens`; `documents`, counted from 1 in each row; and `positions`, which
     begin with 0 in each document, and again in each row. A token may attend to those before it for which
     `documents[:, None] == documents`; where `documents[1:] != documents[:-1]` the next token is another document's.
 
     Args:
-        files: that `sf.run.write_tokens` made: a path, or several.
+        files: made by `sf.run.write_tokens`: a path, or several.
         context: tokens that a model sees.
 
     Returns:
         A source for `sf.run.batches`.
 
     Raises:
-        ValueError: a context that is not positive, or longer than a file; a file that is damaged.
+        ValueError: the context is not positive, or longer than a file; or a file is damaged.
     """
     return Packed(_opened(files, context, "packed_windows"), context)
 
@@ -292,13 +293,13 @@ def packed_windows(files: Paths, context: int) -> Packed:
 def _opened(files: Paths, context: int, name: str) -> list[TokenFile]:
     if context < 1:
         raise ValueError(f"{name}: context={context}; a row has at least one token and the next")
-    found = [TokenFile(path) for path in ([files] if isinstance(files, (str, Path)) else files)]
-    if not found:
+    opened = [TokenFile(path) for path in ([files] if isinstance(files, (str, Path)) else files)]
+    if not opened:
         raise ValueError(f"{name}: there are no files")
-    for file in found:
+    for file in opened:
         if file.count <= context:
             raise ValueError(
                 f"{name}: {file.path} has {file.count} tokens, and a row of context={context} needs {context + 1}: "
                 f"leave the file out, or choose a shorter context"
             )
-    return found
+    return opened

@@ -288,7 +288,7 @@ def test_verify_wants_parts_that_make_up_tensors(
     status, (found,) = told(capsys, "verify", path)
     assert status == 1
     wrong = {one["entries"][0]: one["what"] for one in found["damage"] if one["file"] == MANIFEST}
-    assert "have some elements both" in wrong["model.table"]
+    assert "overlap" in wrong["model.table"]
     assert wrong["whole.scalar"] == "it has no parts"
     assert "model.table: the parts" in refused(capsys, "checkpoint", "reshard", path, tmp_path / "new", "--ranks", 2)
     assert not (tmp_path / "new").exists()

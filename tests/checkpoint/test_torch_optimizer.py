@@ -407,7 +407,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
                "weight_decay is 0.1 for 0.bias and 0.0 for 2.bias, and this state has one for all"),
     "shape": (lambda: changed(lambda t: t["state"]["2.bias"].update(exp_avg=torch.zeros(6))), "is float32 [6] there"),
     "amsgrad": (lambda: full(amsgrad=True), "max_exp_avg_sq"),
-    "maximize": (lambda: full(maximize=True), "has maximize=True, which shardfn.optim has not"),
+    "maximize": (lambda: full(maximize=True), "has maximize=True, which shardfn.optim does not have"),
     "adam": (lambda: full(torch.optim.Adam), "is torch.optim.Adam's: go on with shardfn.optim.adam, and pass make="),
     "numbered": (lambda: {"state": dict(enumerate(full()["state"].values())), "param_groups": full()["param_groups"]},
                  "missing in the checkpoint: state.0.bias.exp_avg"),

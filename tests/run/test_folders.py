@@ -268,7 +268,7 @@ def test_a_lock_that_goes_while_it_is_read_is_free(tmp_path: Path, monkeypatch: 
             one.unlink()
         return real(one)
 
-    monkeypatch.setattr(locking, "_locked", lambda file, path: False)
+    monkeypatch.setattr(locking, "_try_lock", lambda file, path: False)
     monkeypatch.setattr(Path, "read_bytes", late)
     lock = locking.Lock(tmp_path)
     monkeypatch.setattr(locking, "HERE", 0.1)

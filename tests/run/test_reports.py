@@ -81,7 +81,7 @@ def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, name: str, be
     path.write_text(FOREIGN[name])
     said = told(lambda: sf.run.jsonl(path).begin(begins, 9))
     assert said.startswith("ValueError: sf.run.jsonl: line ")
-    assert f"of {path} is none of a run's metrics" in said
+    assert f"of {path} is not a run's metrics" in said
     assert [(one.name, one.read_text()) for one in tmp_path.iterdir()] == [("train.jsonl", FOREIGN[name])]
 
 
