@@ -122,7 +122,7 @@ class Adapter:
 
 
 def thin(kind: Kind, shape: Sequence[int], rank: int) -> list[tuple[int, ...]]:
-    """The shapes of an adapter's parameters, in the order of `PARTS`; empty if the kind does not fit the weight's shape."""
+    """The shapes of an adapter's parameters, in the order of `PARTS`; empty if `shape` is not of this kind."""
     if len(shape) != (3 if kind in _EXPERTS else 2):
         return []
     *experts, rows, columns = shape
