@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return _say("interrupted", 130)
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:  # the reader is gone: let the flush at exit succeed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CheckpointError, TranslateError, _Usage) as error:

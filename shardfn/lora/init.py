@@ -176,6 +176,7 @@ class _Make:
             0.0 if kind == "embedding" else self.dropout,
         )
         dtype = torch.promote_types(dtype, torch.float32)
+        # On the CPU, so that the numbers are the same on every rank and device.
         generator = torch.Generator("cpu").manual_seed(mixed(self.seed, path))
         a, b = (torch.zeros(shape, dtype=dtype, device="cpu") for shape in sizes[:2])
         if kind == "embedding":

@@ -17,8 +17,8 @@ from shardfn.mesh.grid import AxisName
 def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
     """Makes `x` whole on every rank, for matrices that are cut by columns: `x @ w`, `w: [d, f / size]`.
 
-    `pvary`, `I -> V`, whose transpose sums the gradients. With `sequence`, the dimension along which `x` is cut between
-    layers, it is `all_gather` along it; weights that are used on such pieces, a norm's say, then need
+    It is `pvary`, `I -> V`, whose transpose sums the gradients. With `sequence`, the dimension along which `x` is cut
+    between layers, it is `all_gather` along it; weights that are used on such pieces, a norm's say, then need
     `pvary(weights, axis)`.
 
     Bytes a rank sends for `n` bytes of the whole `x`: none forward and `2 n (s - 1) / s` backward; with `sequence`
@@ -33,7 +33,7 @@ def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Te
 def from_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
     """The sum of what ranks computed with matrices that are cut by rows: `h @ w`, `w: [f / size, d]`.
 
-    `psum`, `V -> I`; with `sequence`, the dimension along which the result is cut, it is `reduce_scatter` along it.
+    It is `psum`, `V -> I`; with `sequence`, the dimension along which the result is cut, `reduce_scatter` along it.
 
     Bytes a rank sends for `n` bytes of the whole sum: `2 n (s - 1) / s` forward and none backward; with `sequence`
     `n (s - 1) / s` each.

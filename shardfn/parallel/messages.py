@@ -246,7 +246,7 @@ class Team:
         stopped = isinstance(failure, Stopped)
         wrong = None if failure is None or stopped else (type(failure).__name__, str(failure)[:8000])
         own, earlier = End(result, wrong, stopped), _cut_short.get(self.hosts)
-        _cut_short[self.hosts] = earlier or "while ranks compared how it ended"
+        _cut_short[self.hosts] = earlier or "while ranks compared how it ended"  # stays if an interrupt comes below
         for line in self.lines.values():
             with contextlib.suppress(RuntimeError):  # a rank that is gone cannot be told
                 line.send(own)

@@ -391,9 +391,9 @@ def _alone(tree: Any, axis: AxisName) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _layout_alone(layout: Layout, places: tuple[tuple[str, int], ...]) -> Layout:
     names = {name for name, _ in places}
-    known = names <= {name for name, _ in layout.grid.sizes}
+    has_axes = names <= {name for name, _ in layout.grid.sizes}
     cut = names.intersection(layout.placement.axes)  # a stage that uses such a shard raises
-    return layout if not known or cut or names <= set(layout.placement.only_at_axes) else layout.alone(places)
+    return layout if not has_axes or cut or names <= set(layout.placement.only_at_axes) else layout.alone(places)
 
 
 def _zero(tensors: Sequence[Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from typing import Any
 from shardfn.tiers import mapping
 
 NAMED = "by make_mesh(..., scratch=folder) or SHARDFN_SCRATCH"
-ALIGNMENT = 4096  # of memory addresses and file offsets, for direct I/O
+ALIGNMENT = 4096  # bytes to which direct I/O aligns memory addresses and file offsets
 _NONE = -1  # instead of a descriptor
 _ZEROS = mmap.mmap(-1, 2**20)  # never written to
 

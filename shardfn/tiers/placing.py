@@ -34,7 +34,7 @@ def file_of(mesh: DeviceMesh, kind: str) -> File:
 
 
 def _folder(mesh: DeviceMesh, kind: str) -> str:
-    folders = (per_mesh(each, "scratch", str) for each in (mesh, *grid_of(mesh).meshes()))  # a mesh may be made again
+    folders = (per_mesh(each, "scratch", str) for each in (mesh, *grid_of(mesh).meshes()))  # or of an equal mesh
     folder: str = next(filter(None, folders), os.environ.get(SCRATCH, ""))
     if not folder:
         raise ValueError(

@@ -131,7 +131,7 @@ class _Task:
             self.move(self.offset, self.bytes_)
         except BaseException as error:
             failed = error
-        self.bytes_, self.keeps = memoryview(b""), None
+        self.bytes_, self.keeps = memoryview(b""), None  # before the result: a waiter may free or reuse the memory
         if failed is None:
             self.future.set_result(None)
         else:

@@ -165,9 +165,9 @@ _PRECISION = By(
 )
 
 
-def low(draft: Draft, key: str, value: Any, said: Any) -> None:
+def low(draft: Draft, key: str, value: Any, spelling: Any) -> None:
     """Reads a precision of 16 bits, whose meaning depends on the strategy, which was read before."""
-    low_dtype, kind = str(dtype(key, said)), draft.get("kind", "ddp")
+    low_dtype, kind = str(dtype(key, spelling)), draft.get("kind", "ddp")
     text = [] if kind == "ddp" else [precision.of_stages(draft, low_dtype, key, kind)]
     if kind != "deepspeed":
         text.append(precision.of_autocast(draft, low_dtype, key))

@@ -92,7 +92,7 @@ def unread(draft: Draft, key: str, kind: str, prefix: str, given: Mapping[str, A
         draft.row(f"{prefix}{name}", argument, "open", "an argument of that optimizer")
 
 
-def values(draft: Draft, key: str, given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
+def arguments(draft: Draft, key: str, given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
     """Reads and returns an optimizer's arguments, completed by its defaults; adds them as a fact."""
     takes = TAKES[kind.ours].split()
     table: dict[str, Any] = {} if "." in kind.ours else dict(_OTHERS)

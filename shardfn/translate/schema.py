@@ -202,13 +202,13 @@ def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | 
 
 
 def _by(draft: Draft, key: str, value: Any, meaning: By) -> None:
-    spelled = {choice.upper(): known for choice, known in meaning.choices.items()}
-    known = spelled.get(f"{value.name.upper()}()" if isinstance(value, Call) else word(value))
+    spelled = {choice.upper(): match for choice, match in meaning.choices.items()}
+    match = spelled.get(f"{value.name.upper()}()" if isinstance(value, Call) else word(value))
     choices_text = meaning.said or f"one of {', '.join(meaning.choices)}"
-    if known is None and is_open(value) and (meaning.said or meaning.otherwise is None):
+    if match is None and is_open(value) and (meaning.said or meaning.otherwise is None):
         draft.open(key, value, f"it is {choices_text}")
         return
-    chosen = known or meaning.otherwise
+    chosen = match or meaning.otherwise
     if chosen is None:
         raise TranslateError(f"{key}: {shown(value)} is not {choices_text}")
     meant(draft, key, value, chosen)
