@@ -14,7 +14,7 @@ from shardfn.tiers.transfers import Reading, reading
 
 
 class DiskPrefetch:
-    """Reads of one schedule, by address: the tensor, kept alive so that the address stays its own, its version, the read."""
+    """Reads of one schedule, by address: the tensor (kept alive: its address stays its own), its version, the read."""
 
     def __init__(self) -> None:
         self._reads: dict[tuple[int, int], tuple[Tensor, int, Reading]] = {}
