@@ -190,8 +190,8 @@ def _changed(params: Any, given: Mapping[str, Any], change: Callable[[str, Range
     with torch.no_grad():
         accessors, leaves, spec = optree.tree_flatten_with_accessor(params, is_leaf=is_flat)
         new_leaves = [changed_leaf(dotted(accessor), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
-    if lost := [path for path in given if path not in used]:
-        raise ValueError(_lost(lost))
+    if unused := [path for path in given if path not in used]:
+        raise ValueError(_lost(unused))
     return optree.tree_unflatten(spec, new_leaves)
 
 

@@ -250,9 +250,9 @@ def _sent(x: Tensor, axis: AxisName) -> Callable[[], Tensor]:
 
 def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:
     """Merges attention to further keys into `out` and `lse`, in place; `logs` are log-sum-exps, like `lse`."""
-    both = torch.logaddexp(lse, logs)
-    out.mul_((lse - both).exp()[..., None].to(out.dtype)).add_(new * (logs - both).exp()[..., None].to(out.dtype))
-    lse.copy_(both)
+    merged = torch.logaddexp(lse, logs)
+    out.mul_((lse - merged).exp()[..., None].to(out.dtype)).add_(new * (logs - merged).exp()[..., None].to(out.dtype))
+    lse.copy_(merged)
 
 
 def _repeated(x: Tensor, repeats: int) -> Tensor:

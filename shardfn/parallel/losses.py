@@ -68,9 +68,9 @@ def cross_entropy(
     rows = max(1, LOGITS // max(1, w.shape[1])) if chunk is None else chunk
     if rows < 1:
         raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
-    flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    F.embedding((wanted.where(wanted != ignore, 0)), w.new_empty(()).expand(columns, 1).detach())  # checks the range
-    losses = _rule(axis, columns, ignore, rows)(flat, w, wanted)[0]
+    flat_x, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    F.embedding((labels.where(labels != ignore, 0)), w.new_empty(()).expand(columns, 1).detach())  # checks the range
+    losses = _rule(axis, columns, ignore, rows)(flat_x, w, labels)[0]
     return losses.view(targets.shape)
 
 

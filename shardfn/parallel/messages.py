@@ -125,11 +125,11 @@ class _Line:
         body = pickle.dumps(note)
         data = _LENGTH.pack(len(body)) + body
         with functorch.outside_transforms():
-            first = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8)
-            first[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
+            message = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8)
+            message[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
             for row, at in zip(rows, _places(rows), strict=False):
-                first[ROOM + at : ROOM + at + len(row)] = row
-            self._start(first, _NOTE)
+                message[ROOM + at : ROOM + at + len(row)] = row
+            self._start(message, _NOTE)
             if len(data) > ROOM:
                 self._start(torch.frombuffer(bytearray(data[ROOM:]), dtype=torch.uint8), _MORE)
 
@@ -153,10 +153,10 @@ class _Line:
         (length,) = _LENGTH.unpack_from(data)
         body = data[_LENGTH.size : min(ROOM, _LENGTH.size + length)]
         if length > len(body):
-            more = bytearray(length - len(body))
+            tail = bytearray(length - len(body))
             with functorch.outside_transforms():
-                _tried(self._coming(more, _MORE).wait)
-            body += more
+                _tried(self._coming(tail, _MORE).wait)
+            body += tail
         return pickle.loads(body), data
 
     def _arrived(self, work: Any) -> None:
@@ -264,15 +264,15 @@ class Team:
 
     def _reads_to_the_end(self, source: int) -> str:
         """Reads messages up to a rank's end; returns why some remain unread, or an empty string."""
-        left = ""
+        unread = ""
         while source not in self.ends:
             try:
                 self._next(source)
             except _Gone:
                 self.ends[source] = _GONE
             except RuntimeError:  # out of memory, say, which may be the original failure
-                left = f"when it could not take what rank {source} had sent"
-        return f"when rank {source} did not answer" if self.ends[source] is _GONE else left
+                unread = f"when it could not take what rank {source} had sent"
+        return f"when rank {source} did not answer" if self.ends[source] is _GONE else unread
 
     def _raise_of(self, ends: list[End]) -> None:
         for i, end in enumerate(ends):

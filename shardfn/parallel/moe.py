@@ -198,10 +198,10 @@ def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
         raise ValueError(
             'mixture: overflow="error" reads numbers, which vmap and jvp have no single ones of: use "drop"'
         )
-    lost = int(psum((~kept).sum(), axis))
-    if lost:
+    excess = int(psum((~kept).sum(), axis))
+    if excess:
         raise ValueError(
-            f"mixture: {lost} choices of tokens are beyond the capacity of {capacity} a group for each of {count} "
+            f"mixture: {excess} choices of tokens are beyond the capacity of {capacity} a group for each of {count} "
             f"experts: raise it (with {kept.shape[1]}, the tokens of a group, none is lost), or pass "
             f'overflow="drop" or capacity=None'
         )

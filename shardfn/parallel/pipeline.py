@@ -264,33 +264,33 @@ class _Work:
             self.waiting[number] = _Waiting(inputs, outputs, versions(outputs))
 
     def _received(self) -> tuple[list[Tensor], Any]:
-        before = self.team.index - 1
-        message = self.team.receive(before)
-        self.asked, *theirs = message.said
-        _refuse_other(theirs, [len(self.batches), self.job.schedule], before, self.team.axis)
+        previous = self.team.index - 1
+        message = self.team.receive(previous)
+        self.asked, *settings = message.said
+        _refuse_other(settings, [len(self.batches), self.job.schedule], previous, self.team.axis)
         self.trains = self.trains or self.asked
         for x, (*_, needs) in zip(message.tensors, message.kinds, strict=True):
             x.requires_grad_(needs and self.asked)
         return list(message.tensors), optree.tree_unflatten(unpacked(message.tree), message.tensors)
 
     def _backward(self, number: int) -> None:
-        inputs, outs, before = self.waiting.pop(number)
+        inputs, outs, out_versions = self.waiting.pop(number)
         cotangents: list[Tensor | None] = [None]
         if not self.last:
             message = self.team.receive(self.team.index + 1)
             self.team.delivered(self.team.index + 1, len(self.waiting))
             rest = iter(message.tensors)
             cotangents = [next(rest) if given else None for given in message.said]
-        refuse_changed(outs, before)
+        refuse_changed(outs, out_versions)
         pairs = [
             (y, ct) for y, ct in zip(outs, cotangents, strict=True) if y.requires_grad and (self.last or ct is not None)
         ]
-        wanted = [x for x in (*inputs, *self.variables) if x.requires_grad]
-        grads: Sequence[Tensor | None] = [None] * len(wanted)
+        leaves = [x for x in (*inputs, *self.variables) if x.requires_grad]
+        grads: Sequence[Tensor | None] = [None] * len(leaves)
         with self.step.differentiating(), _without_autocast(self.team.device):
             if pairs:
                 ys, cts = zip(*pairs, strict=True)
-                grads = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
+                grads = torch.autograd.grad(ys, leaves, cts, allow_unused=True)
         rest_grads = iter(grads)
         input_grads = [next(rest_grads) if x.requires_grad else None for x in inputs]
         if self.asked:
@@ -333,9 +333,9 @@ class _Lockstep:
             outputs, tree = self._computed(tick - index, x) if 0 <= tick - index < count else ([], None)
             kinds = tuple([(tuple(y.shape), y.dtype, False) for y in outputs])
             notes = self.team.exchange((packed(kinds), packed(tree), count, self.job.schedule))
-            for rank, (_, _, *theirs) in enumerate(notes):
-                _refuse_other(theirs, [count, self.job.schedule], rank, self.team.axis)
-            inputs = self._exchanged(outputs, [unpacked(theirs) for theirs, *_ in notes])
+            for rank, (_, _, *settings) in enumerate(notes):
+                _refuse_other(settings, [count, self.job.schedule], rank, self.team.axis)
+            inputs = self._exchanged(outputs, [unpacked(kinds) for kinds, *_ in notes])
             if inputs:
                 x = optree.tree_unflatten(unpacked(notes[index - 1][1]), inputs)
         return self.loss.dtype

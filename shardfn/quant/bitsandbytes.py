@@ -160,8 +160,8 @@ def _state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The JSON of a parameter, checked to be complete, with `double` added."""
     keys = [key for key in tensors if _part(key, name).startswith(STATE)]
     if len(keys) != 1:
-        there = f"{len(keys)} of them" if keys else "none"
-        raise ValueError(f"{name} needs one tensor {name}.{STATE}..., which says what it is; there is {there}")
+        count = f"{len(keys)} of them" if keys else "none"
+        raise ValueError(f"{name} needs one tensor {name}.{STATE}..., which says what it is; there is {count}")
     try:
         state = json.loads(bytes(tensors[keys[0]].tolist()))
         lacking = (_STATED | (_NESTED if f"{name}.nested_absmax" in tensors else set())) - set(state)

@@ -41,9 +41,9 @@ def _load_profile(config: pytest.Config) -> None:
     from hypothesis import HealthCheck, settings
 
     loaded = settings.get_current_profile_name()
-    before = settings.get_profile(loaded)
-    allowed = [*before.suppress_health_check, HealthCheck.function_scoped_fixture]
-    settings.register_profile("shardfn", before, deadline=None, suppress_health_check=allowed)
+    profile = settings.get_profile(loaded)
+    allowed = [*profile.suppress_health_check, HealthCheck.function_scoped_fixture]
+    settings.register_profile("shardfn", profile, deadline=None, suppress_health_check=allowed)
     if loaded in ("default", "ci") and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("shardfn")
 

@@ -172,14 +172,14 @@ def _stuck(ranks: Sequence[_Rank]) -> dict[int, Outcome]:
 def _settled(rank: _Rank, length: int, patience: float = 2.0) -> str:
     """A rank's log, once it is longer than `length` and has stopped growing, or after `patience` seconds."""
     limit = time.monotonic() + patience
-    before = ""
+    previous = ""
     while time.monotonic() < limit:
         text = _log(rank)
-        if len(text) > length and text == before:
+        if len(text) > length and text == previous:
             break
-        before = text
+        previous = text
         time.sleep(0.02)
-    return before
+    return previous
 
 
 def _log(rank: _Rank) -> str:

@@ -166,13 +166,13 @@ def _patched(device: Device) -> Iterator[None]:
     patches = [(torch, "Generator", _Generator), (fake, "tolist", lambda x: x.cpu().tolist())]
     patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
     patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:
             setattr(owner, name, value)
         yield
     finally:
-        for owner, name, value in before:
+        for owner, name, value in originals:
             setattr(owner, name, value)
 
 

@@ -228,10 +228,10 @@ class File:
         try:
             yield
         except OSError as error:
-            left = ""
+            free = ""
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                left = f"; {self.room() / 1e6:,.1f} MB are free there: make room, or name another folder, {NAMED}"
+                free = f"; {self.room() / 1e6:,.1f} MB are free there: make room, or name another folder, {NAMED}"
             raise OSError(
                 error.errno,
-                f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: {error.strerror}{left}",
+                f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: {error.strerror}{free}",
             ) from error

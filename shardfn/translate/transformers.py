@@ -187,9 +187,9 @@ def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Call
     read(draft, "", given, Section(TABLE, call.name))
     for key, fact in _SHOWN.items():
         if key not in given and values.get(key) and fact not in draft.facts:
-            before = len(draft.rows)
+            count = len(draft.rows)
             read(draft, "", {key: values[key]}, Section(TABLE))
-            draft.rows[before:] = [replace(row, value=f"{row.value}, the default") for row in draft.rows[before:]]
+            draft.rows[count:] = [replace(row, value=f"{row.value}, the default") for row in draft.rows[count:]]
     if draft.get("optimizer") is None:
         _optimizer(draft, values, given)
     if draft.get("schedule") is None:
