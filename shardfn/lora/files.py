@@ -319,7 +319,7 @@ def _compare(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
     for name, x in base.items():
         own = params[name]
         if own.shape != x.shape or not torch.equal(own.cpu().to(x.dtype), x):
-            raise CheckpointError(f"it has another {name} of the base than the model: put this into the model first")
+            raise CheckpointError(f"its {name} of the base differs from the model's: load it into the model first")
 
 
 def _read(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -195,9 +195,7 @@ def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
 
 def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
     if functorch.inside_batching_or_forward():
-        raise ValueError(
-            'mixture: overflow="error" reads numbers, which vmap and jvp have no single ones of: use "drop"'
-        )
+        raise ValueError('mixture: overflow="error" reads values, which it cannot do under vmap and jvp: use "drop"')
     excess = int(psum((~kept).sum(), axis))
     if excess:
         raise ValueError(

@@ -168,7 +168,7 @@ def _state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         problem = f"it does not say {listed(sorted(lacking))}" if lacking else ""
         kind = state.get("quant_type")
         if not problem and kind != keys[0].rpartition("__")[2]:
-            problem = f"it speaks of {kind!r}"
+            problem = f"its quant_type is {kind!r}"
         if not problem and not all(type(n) is int and n > 0 for n in state["shape"] or [None]):
             problem = f"the shape is {state['shape']!r}"
         if not problem and type(state.get("nested_offset", 0.0)) not in (int, float):
@@ -179,7 +179,7 @@ def _state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         raise ValueError(f"{keys[0]} cannot be read: {problem}")
     double = f"{name}.nested_absmax" in tensors
     if double != ("nested_blocksize" in state):
-        raise ValueError(f"{name}: {keys[0]} speaks of {'single' if double else 'double'} scales, the tensors do not")
+        raise ValueError(f"{name}: {keys[0]} is of {'single' if double else 'double'} scales, but the tensors are not")
     return {**state, "double": double}
 
 

@@ -94,8 +94,7 @@ def pack(x: Tensor, format: Format) -> Packed:
         values = format.encode(x.reshape(-1))
         if not bool(torch.isfinite(format.scales(values, x.numel()) * format.code.most).all()):
             raise ValueError(
-                "it has numbers that are not finite, or too large for scales in float32, of which few bits would make "
-                "others"
+                "it has numbers that are not finite, or too large for scales in float32: few bits cannot hold them"
             )
     return Packed(values, format, tuple(x.shape), x.dtype)
 

@@ -163,7 +163,7 @@ class File:
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"process {os.getpid()} is a fork of {self.process}, whose {self.kind} are in a file in "
-                f"{self.folder!r}: it can read them, but not change them or have more of them there. Start processes "
+                f"{self.folder!r}: it can read them, but not change them or add to them. Start processes "
                 f'by "spawn", or leave what is on disk to the one that made it'
             )
 

@@ -126,7 +126,7 @@ def _transformers(draft: Draft, file: Path, arguments: list[Call], trainer: Mapp
     if len(arguments) != 1:
         lines = listed(f"{call.name} in line {call.line}" for call in arguments)
         given = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
-        raise TranslateError(f"a Trainer of Transformers is told by one set of arguments, and there is {given}")
+        raise TranslateError(f"a Trainer of Transformers takes one set of arguments, and there is {given}")
     transformers.translate(draft, arguments[0], trainer, lambda name: mapping_of(near(file, name)))
 
 
