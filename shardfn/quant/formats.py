@@ -113,7 +113,7 @@ def _scaled(x: Tensor, block: int, most: float) -> tuple[Tensor, Tensor]:
     largest = [part.abs().amax(-1) for part in parts]
     divisors = [top.clamp_min(TINY * most) for top in largest]
     scaled = [(part * (most / top)[..., None]).flatten(-2) for part, top in zip(parts, divisors, strict=True)]
-    # If the code's largest number is 1, bitsandbytes stores the magnitude itself, even below TINY; so do we.
+    # If the code's largest number is 1, the magnitude itself is stored, even below TINY, as in bitsandbytes.
     return _joined(largest if most == 1 else divisors) / most, _joined(scaled)
 
 
