@@ -60,7 +60,7 @@ def described(name: str, tensors: Mapping[str, Tensor]) -> Packed:
         The parameter, in `nf4` or `fp4`.
 
     Raises:
-        ValueError: a tensor is missing or has another size; the blocks, codes or JSON are none that a format here has.
+        ValueError: a tensor is missing or has another size; its blocks, codes or JSON fit no format here.
     """
     state = _state(name, tensors)
     format = _format(name, state)

@@ -27,7 +27,7 @@ class Code:
     Attributes:
         name: its name in files and messages.
         bits: 4 or 8; 4-bit codes stand two to a byte, the first in the upper half.
-        most: the largest number that it has; the smallest is its negative, or 0.
+        most: the largest number; `encode` takes numbers from `-most`, or 0, to `most`.
         encode: maps float32 numbers `[..., n]` to the nearest codes, as uint8 bytes.
         decode: maps bytes to the numbers of their codes, float32; with 4 bits, to an even count of them.
     """
