@@ -92,32 +92,32 @@ class Section:
 
 
 def always(text: str) -> Meaning:
-    """shardfn always does so: there is nothing to set."""
+    """A meaning: shardfn always does so, with nothing to set."""
     return Meaning("always", text, {})
 
 
 def yours(text: str, **facts: Any) -> Meaning:
-    """It is outside the program and does not change its results; with facts it becomes lines."""
+    """A meaning: outside the program, without effect on its results; with facts, it becomes lines."""
     return Meaning("becomes" if facts else "yours", text, facts, lax=True)
 
 
 def missing(text: str, *harmless: str) -> Meaning:
-    """It has no counterpart, unless the value is one of those that change nothing."""
+    """A meaning: no counterpart, unless the value is one of those that change nothing."""
     return Meaning("missing", text, {}, tuple(value.upper() for value in harmless))
 
 
 def unsaid(text: str) -> Meaning:
-    """The value leaves open what is meant."""
+    """A meaning: the value leaves open what is wanted."""
     return Meaning("open", text, {})
 
 
 def sets(text: str, *, off: str | None = None, name: str | None = None, about: str = "", **facts: Any) -> Meaning:
-    """It becomes lines, by facts."""
+    """A meaning: it becomes lines, by facts."""
     return Meaning("becomes", text, facts, (), off, name, about)
 
 
 def flag(yes: Meaning | Section | Whole, no: Meaning | Section | Whole) -> By:
-    """Meanings of true and false."""
+    """The meanings of true and false."""
     return By({**each("true yes 1", yes), **each("false no none 0", no)}, said="true or false")
 
 
