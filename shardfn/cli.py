@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        argv: its words; those of this process, if not given.
+        argv: its arguments; default: this process's.
 
     Returns:
-        The exit status: 0; 1 for a checkpoint that is damaged, two that differ, or keys without a
-        translation; 2 for what could not be done.
+        The exit status: 0; 1 for a damaged checkpoint, two that differ, or keys without a translation; 2 if the command
+        failed; 130 if it was interrupted; 141 if its output was closed.
     """
     try:
         args = _parser().parse_args(argv)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return _say("interrupted", 130)
-    except BrokenPipeError:  # whoever reads the output has read enough
+    except BrokenPipeError:  # the reader is gone: let the flush at exit succeed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (CheckpointError, TranslateError, _Usage) as error:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Usage(Exception):
-    """Words that do not make a command."""
+    """Arguments that are not a valid command."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,14 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     _checkpoint(commands.add_parser("checkpoint", help=about, description=f"{about.capitalize()}."))
     about = "what another system's configuration is in lines of shardfn"
     codes = "Exit status: 0 all of it, 1 something has no counterpart or no value, 2 could not be read."
-    one = commands.add_parser("translate", help=about, description=f"{about.capitalize()}. {codes}")
+    command = commands.add_parser("translate", help=about, description=f"{about.capitalize()}. {codes}")
     about = (
         "YAML of Accelerate or Composer, JSON of DeepSpeed, or Python with a strategy of Lightning, Composer or torch, "
         "or with the arguments of Transformers' Trainer"
     )
-    one.add_argument("file", type=Path, metavar="FILE", help=about)
-    one.add_argument("--json", action="store_true", help="print JSON")
-    one.set_defaults(run=_translate)
+    command.add_argument("file", type=Path, metavar="FILE", help=about)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.set_defaults(run=_translate)
     return parser
 
 
@@ -89,44 +89,44 @@ def _checkpoint(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], about: str, more: str = "") -> Any:
-        made = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}. {more}".strip())
-        made.set_defaults(run=run)
-        return made
+        sub = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}. {more}".strip())
+        sub.set_defaults(run=run)
+        return sub
 
-    def only(made: Any) -> None:
-        made.add_argument("--entries", metavar="REGEX", type=_pattern, help="only those whose whole name matches")
+    def only(sub: Any) -> None:
+        sub.add_argument("--entries", metavar="REGEX", type=_pattern, help="only those whose whole name matches")
 
-    one = command("inspect", _inspect, "list what is in a checkpoint, or the checkpoints in a folder")
-    one.add_argument("path", type=Path, metavar="PATH")
-    only(one)
-    one.add_argument("--json", action="store_true", help="print JSON")
+    sub = command("inspect", _inspect, "list what is in a checkpoint, or the checkpoints in a folder")
+    sub.add_argument("path", type=Path, metavar="PATH")
+    only(sub)
+    sub.add_argument("--json", action="store_true", help="print JSON")
 
     codes = "Exit status: 0 whole, 1 damaged, 2 could not be done."
-    one = command("verify", _verify, "read every byte, compare with the checksums, and name all damage", codes)
-    one.add_argument("paths", type=Path, metavar="PATH", nargs="+")
-    one.add_argument("--json", action="store_true", help="print JSON, a list with an object for each path")
+    sub = command("verify", _verify, "read every byte, compare with the checksums, and name all damage", codes)
+    sub.add_argument("paths", type=Path, metavar="PATH", nargs="+")
+    sub.add_argument("--json", action="store_true", help="print JSON, a list with an object for each path")
 
-    one = command("consolidate", _consolidate, "write whole tensors to one file", "SRC is also one of torch's own.")
-    one.add_argument("src", type=Path, metavar="SRC")
+    sub = command("consolidate", _consolidate, "write whole tensors to one file", "SRC is also one of torch's own.")
+    sub.add_argument("src", type=Path, metavar="SRC")
     about = "NAME.safetensors: tensors, part by part; or NAME.pt: nested dicts of all, which must fit into memory"
-    one.add_argument("dst", type=Path, metavar="DST", help=about)
-    only(one)
-    one.add_argument("--strip", metavar="PREFIX", default="", help="what names that begin with it lose, as `model.`")
-    one.add_argument("--overwrite", action="store_true", help="replace DST")
+    sub.add_argument("dst", type=Path, metavar="DST", help=about)
+    only(sub)
+    sub.add_argument("--strip", metavar="PREFIX", default="", help="what names that begin with it lose, as `model.`")
+    sub.add_argument("--overwrite", action="store_true", help="replace DST")
 
     about = "write the same checkpoint as another number of ranks would"
-    one = command("reshard", _reshard, about, "SRC is also one of torch's own, DST always one of shardfn.")
-    one.add_argument("src", type=Path, metavar="SRC")
-    one.add_argument("dst", type=Path, metavar="DST")
-    one.add_argument("--ranks", type=_count, metavar="N", required=True)
+    sub = command("reshard", _reshard, about, "SRC is also one of torch's own, DST always one of shardfn.")
+    sub.add_argument("src", type=Path, metavar="SRC")
+    sub.add_argument("dst", type=Path, metavar="DST")
+    sub.add_argument("--ranks", type=_count, metavar="N", required=True)
 
     codes = "Exit status: 0 the same, 1 different, 2 could not be done."
-    one = command("diff", _diff, "compare two checkpoints, written by any number of ranks", codes)
-    one.add_argument("a", type=Path, metavar="A")
-    one.add_argument("b", type=Path, metavar="B")
+    sub = command("diff", _diff, "compare two checkpoints, written by any number of ranks", codes)
+    sub.add_argument("a", type=Path, metavar="A")
+    sub.add_argument("b", type=Path, metavar="B")
     about = "absolute differences up to which numbers are the same; default: %(default)s"
-    one.add_argument("--tolerance", type=_tolerance, metavar="T", default=0.0, help=about)
-    one.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_argument("--tolerance", type=_tolerance, metavar="T", default=0.0, help=about)
+    sub.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -139,7 +139,7 @@ def _inspect(args: argparse.Namespace) -> int:
     if args.json:
         return _print_json({**_plain(about), "by_rank": source.by_rank, "entries": tensors, "numbers": numbers})
     if tensors:
-        cells = [(one.name, one.dtype, list(one.shape), _size(one.bytes), one.parts) for one in tensors]
+        cells = [(entry.name, entry.dtype, list(entry.shape), _size(entry.bytes), entry.parts) for entry in tensors]
         _print_table(["tensor", "dtype", "shape", "bytes", "parts"], cells, right=(3, 4))
     if numbers:
         rows = [(name, type(value).__name__, repr(value)) for name, value in numbers.items()]
@@ -153,45 +153,45 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _inspect_folder(args: argparse.Namespace) -> int:
-    found = tools.summaries(args.path)
+    summaries = tools.summaries(args.path)
     if args.entries is not None:
         raise CheckpointError(f"{args.path} is a folder of checkpoints: --entries is for one of them")
     if args.json:
-        return _print_json({"path": args.path, "checkpoints": found})
-    rows = [(one.path.name, *_columns(one).values(), "latest" if one.latest else "") for one in found]
-    _print_table(["checkpoint", *_columns(found[0]), ""], rows, right=(5, 6, 7))
+        return _print_json({"path": args.path, "checkpoints": summaries})
+    rows = [(entry.path.name, *_columns(entry).values(), "latest" if entry.latest else "") for entry in summaries]
+    _print_table(["checkpoint", *_columns(summaries[0]), ""], rows, right=(5, 6, 7))
     return SAME
 
 
-def _columns(one: tools.Summary) -> dict[str, Any]:
-    state = {"state": "whole" if one.whole else "torn", "format": one.format, "made": one.made}
-    known = {**state, "ranks": one.ranks, "number": one.number, "bytes": _size(one.bytes), "files": one.files}
-    return {key: "-" if value is None else value for key, value in known.items()}
+def _columns(entry: tools.Summary) -> dict[str, Any]:
+    state = {"state": "whole" if entry.whole else "torn", "format": entry.format, "made": entry.made}
+    columns = {**state, "ranks": entry.ranks, "number": entry.number, "bytes": _size(entry.bytes), "files": entry.files}
+    return {key: "-" if value is None else value for key, value in columns.items()}
 
 
 def _verify(args: argparse.Namespace) -> int:
     for path in args.paths:
         found_at(path)
-    found = []
+    verdicts = []
     for path in args.paths:
         with _bar(f"verify {path}") as report:
-            found.append(verifying.verify(path, report))
+            verdicts.append(verifying.verify(path, report))
         if not args.json:
-            _print_verdict(found[-1])
+            _print_verdict(verdicts[-1])
     if args.json:
-        _print_json([{**_plain(one), "whole": not one.damage} for one in found])
-    return DIFFERENT if any(one.damage for one in found) else SAME
+        _print_json([{**_plain(verdict), "whole": not verdict.damage} for verdict in verdicts])
+    return DIFFERENT if any(verdict.damage for verdict in verdicts) else SAME
 
 
-def _print_verdict(one: verifying.Verdict) -> None:
-    content = f"{one.entries} entries, {_size(one.bytes)} in {one.files} files"
-    if one.damage:
-        print(f"{one.path}: damaged in {len(one.damage)} place{'s' * (len(one.damage) > 1)}; {content}")
-        rows = [(bad.file, f"{bad.start}-{bad.stop}", ", ".join(bad.entries), bad.what) for bad in one.damage]
+def _print_verdict(verdict: verifying.Verdict) -> None:
+    content = f"{verdict.entries} entries, {_size(verdict.bytes)} in {verdict.files} files"
+    if verdict.damage:
+        print(f"{verdict.path}: damaged in {len(verdict.damage)} place{'s' * (len(verdict.damage) > 1)}; {content}")
+        rows = [(bad.file, f"{bad.start}-{bad.stop}", ", ".join(bad.entries), bad.what) for bad in verdict.damage]
         _print_table(["file", "bytes", "entries", "what is wrong"], rows)
     else:
-        print(f"{one.path}: whole; {content}")
-    if one.format == "torch":
+        print(f"{verdict.path}: whole; {content}")
+    if verdict.format == "torch":
         print(
             "  torch.distributed.checkpoint keeps no checksums of files: only the structure could be checked, and the "
             "checksums that items have themselves"
@@ -200,55 +200,55 @@ def _print_verdict(one: verifying.Verdict) -> None:
 
 def _consolidate(args: argparse.Namespace) -> int:
     with _bar(f"consolidate {args.src}") as report:
-        done = converting.consolidate(
+        written = converting.consolidate(
             args.src, args.dst, pattern=args.entries, strip=args.strip, overwrite=args.overwrite, report=report
         )
-    return _print_written(done)
+    return _print_written(written)
 
 
 def _reshard(args: argparse.Namespace) -> int:
     with _bar(f"reshard {args.src}") as report:
-        done = converting.reshard(args.src, args.dst, args.ranks, report=report)
-    return _print_written(done)
+        written = converting.reshard(args.src, args.dst, args.ranks, report=report)
+    return _print_written(written)
 
 
-def _print_written(done: Written) -> int:
-    print(f"{done.path}: {done.tensors} tensors, {done.numbers} numbers, {_size(done.bytes)}")
-    if done.left_out:
-        print(f"left out, because it cannot hold them: {', '.join(done.left_out)}")
+def _print_written(written: Written) -> int:
+    print(f"{written.path}: {written.tensors} tensors, {written.numbers} numbers, {_size(written.bytes)}")
+    if written.left_out:
+        print(f"left out, because it cannot hold them: {', '.join(written.left_out)}")
     return SAME
 
 
 def _diff(args: argparse.Namespace) -> int:
     with _bar(f"diff {args.a} {args.b}") as report:
-        found = tools.diff(args.a, args.b, tolerance=args.tolerance, report=report)
+        difference = tools.diff(args.a, args.b, tolerance=args.tolerance, report=report)
     if args.json:
-        _print_json({"same": not found, **_plain(found)})
-        return DIFFERENT if found else SAME
-    if not found:
+        _print_json({"same": not difference, **_plain(difference)})
+        return DIFFERENT if difference else SAME
+    if not difference:
         print("the same")
         return SAME
-    rows: list[tuple[Any, ...]] = [(name, "only in A", "") for name in found.only_a]
-    rows += [(name, "only in B", "") for name in found.only_b]
-    rows += [(name, "of another kind", f"{a}; {b}") for name, (a, b) in found.kinds.items()]
-    rows += [(name, "another number", f"{a!r}; {b!r}") for name, (a, b) in found.numbers.items()]
+    rows: list[tuple[Any, ...]] = [(name, "only in A", "") for name in difference.only_a]
+    rows += [(name, "only in B", "") for name in difference.only_b]
+    rows += [(name, "of another kind", f"{a}; {b}") for name, (a, b) in difference.kinds.items()]
+    rows += [(name, "another number", f"{a!r}; {b!r}") for name, (a, b) in difference.numbers.items()]
     rows += [
         (name, "other values", f"{differ} of {numel}, by up to {largest:.3g}")
-        for name, (differ, numel, largest) in found.values.items()
+        for name, (differ, numel, largest) in difference.values.items()
     ]
     _print_table(["entry", "is", "A; B"], rows)
     return DIFFERENT
 
 
 def _translate(args: argparse.Namespace) -> int:
-    found = translate(args.file)
-    status = SAME if found.complete else DIFFERENT
+    translation = translate(args.file)
+    status = SAME if translation.complete else DIFFERENT
     if args.json:
-        _print_json({**_plain(found), "complete": found.complete})
+        _print_json({**_plain(translation), "complete": translation.complete})
         return status
-    print(found.program)
-    rows = [(row.key, row.value, row.status, row.text) for row in found.rows]
-    _print_table([f"key of {found.system}", "value", "is", "what it becomes, or why it has no meaning"], rows)
+    print(translation.program)
+    rows = [(row.key, row.value, row.status, row.text) for row in translation.rows]
+    _print_table([f"key of {translation.system}", "value", "is", "what it becomes, or why it has no meaning"], rows)
     return status
 
 
@@ -275,7 +275,7 @@ def _tolerance(text: str) -> float:
 
 @contextlib.contextmanager
 def _bar(title: str) -> Iterator[Report]:
-    """A progress bar of bytes, where somebody sees it."""
+    """A progress bar of bytes, shown on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -297,7 +297,7 @@ def _print_table(names: Sequence[str], rows: Iterable[Sequence[Any]], right: Seq
         table.add_column(name, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row))
-    # What is not read on a terminal has lines of any length.
+    # Output that does not go to a terminal is not wrapped.
     Console(width=None if sys.stdout.isatty() else 100_000, highlight=False).print(table)
 
 
@@ -307,13 +307,13 @@ def _print_json(value: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """In what JSON has; numbers that it has not as strings."""
+    """A value as JSON has it; paths and non-finite numbers as strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, complex):
         return [_plain(value.real), _plain(value.imag)]
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):

@@ -1,4 +1,4 @@
-"""Which checks run that cost too much for every step, by the environment or for a block of code."""
+"""Checks that are too expensive for every step, switched on by the environment or for a block of code."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, fields
 
 @dataclass
 class Debugging:
-    """What is checked beyond what costs nothing. Read where it matters: `if debugging.memory: ...`.
+    """The checks that are on, besides those that cost nothing. Read where it matters: `if debugging.memory: ...`.
 
     Attributes:
         memory: lent memory is filled with nan when it is given back.
-        collectives: ranks compare what they are about to do, before each collective.
-        nan: ranks compare whether a stage made only finite numbers, after each of its runs.
+        collectives: before each collective, ranks compare what they are about to do.
+        nan: after each run of a stage, ranks check that it returned only finite numbers.
     """
 
     memory: bool = False
@@ -25,9 +25,9 @@ class Debugging:
 
 KINDS = tuple(field.name for field in fields(Debugging))
 debugging = Debugging()
-"""Of the whole process: backward may run on a thread that autograd started."""
+"""For the whole process, not one thread: backward may run on a thread that autograd started."""
 
-_asked: list[dict[str, bool]] = []  # by the environment first, then by each block, in the order in which they began
+_asked: list[dict[str, bool]] = []  # the environment's request, then each open block's, in order
 
 
 def debug(
@@ -38,25 +38,25 @@ def debug(
     Without a block, the environment switches them on: `SHARDFN_DEBUG=collectives`, `memory,collectives`, or `all`.
 
     Args:
-        memory: lent memory is filled with nan when it is given back, so that whoever still reads it sees that.
+        memory: lent memory is filled with nan when it is given back, so that a later read of it shows.
         collectives: before each collective, those of stages and pipelines included, the ranks along its axis compare
-            what they are about to do, and from which line. All of them raise a ValueError where they differ, with what
-            each was about to do; a rank that cannot come any more is named within seconds. Costs an exchange, and a
-            wait of the host, for each.
-        nan: after each stage's forward and backward, the first that made a number which is not finite raises a
-            FloatingPointError on all ranks that run it, with its name, the rank, and whether what it was given was
-            finite. Costs a wait of the host and an exchange for each. What is compiled around stages is not watched.
+            what they are about to do, and from which line. If they differ, all of them raise a ValueError that lists
+            what each was about to do; a rank that can no longer take part is named within seconds. Costs an exchange,
+            and a wait of the host, for each collective.
+        nan: after each stage's forward and backward, the first that returned a number that is not finite raises a
+            FloatingPointError on all ranks that run it, with its name, the rank, and whether its inputs were finite.
+            Costs a wait of the host and an exchange for each. Code compiled around stages is not checked.
 
-    What is left out stays as it is.
+    Checks that are left out stay as they are.
 
     Raises:
-        TypeError: nothing to switch, or something by position.
+        TypeError: no check is named, or something is passed by position.
 
     Example:
         ``with sf.debug(collectives=True): step(params, tokens)``
     """
-    every = {"memory": memory, "collectives": collectives, "nan": nan}
-    asked = {name: on for name, on in every.items() if on is not None}
+    checks = {"memory": memory, "collectives": collectives, "nan": nan}
+    asked = {name: on for name, on in checks.items() if on is not None}
     if by_position or not asked:
         given = ", ".join(map(repr, by_position))
         raise TypeError(
@@ -73,7 +73,7 @@ def _switched(asked: dict[str, bool]) -> Iterator[None]:
     try:
         yield
     finally:
-        _asked[:] = [one for one in _asked if one is not asked]  # other threads may have begun and ended meanwhile
+        _asked[:] = [other for other in _asked if other is not asked]  # not pop(): threads open blocks in any order
         _settle()
 
 
@@ -82,13 +82,17 @@ def _settle() -> None:
         setattr(debugging, name, next((asked[name] for asked in reversed(_asked) if name in asked), False))
 
 
-def by_environment(said: str) -> dict[str, bool]:
-    """What `SHARDFN_DEBUG` asks for."""
-    words = [word.strip().lower() for word in said.split(",") if word.strip()]
+def by_environment(text: str) -> dict[str, bool]:
+    """The checks that a value of `SHARDFN_DEBUG` switches on.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    words = [word.strip().lower() for word in text.split(",") if word.strip()]
     unknown = [word for word in words if word not in (*KINDS, "1", "all", "0")]
     if unknown:
         raise ValueError(
-            f"SHARDFN_DEBUG={said!r}: {', '.join(unknown)} is nothing that can be checked; it is a list, with commas, "
+            f"SHARDFN_DEBUG={text!r}: {', '.join(unknown)} is no check; it is a list, with commas, "
             f"of {', '.join(KINDS)}, or 1 or all for all of them"
         )
     everything = "1" in words or "all" in words

@@ -1,4 +1,4 @@
-"""How errors quote what may be long: the first of it, how much more there is, and a file with the whole."""
+"""How errors quote long values: the beginning, how much more there is, and a file with the whole."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 MOST = 2000
-"""Characters of a message, whatever it is about."""
+"""The most characters of a message."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def listed(names: Iterable[Any], most: int = 8, separator: str = ", ", room: int = 480) -> str:
-    """The first of some names; where that is not all: how many more there are, and a file with all.
+    """The first of some names; if there are more, how many, and a file with all of them.
 
     Args:
-        names: what is listed, each as its text.
-        most: of them.
-        separator: what stands between them.
-        room: characters for them, of which one that is not alone has at most half.
+        names: what is listed, by its `str`.
+        most: the most names that are shown.
+        separator: the text between names.
+        room: the most characters for names; one of several names gets at most half of them.
 
     Example:
         >>> listed(["w", "b"])
         'w, b'
     """
-    every = list(map(str, names))
-    shown = [short(one, room if len(every) == 1 else room // 2 - len(separator)) for one in every[:most]]
+    texts = list(map(str, names))
+    shown = [short(text, room if len(texts) == 1 else room // 2 - len(separator)) for text in texts[:most]]
     while len(shown) > 1 and len(separator.join(shown)) > room:
         shown.pop()
-    if shown == every:
+    if shown == texts:
         return separator.join(shown)
-    more = f" and {len(every) - len(shown)} more" if len(shown) < len(every) else ""
-    return f"{separator.join(shown)}{more}{_where(chr(10).join(every))}"
+    more = f" and {len(texts) - len(shown)} more" if len(shown) < len(texts) else ""
+    return f"{separator.join(shown)}{more}{_where(chr(10).join(texts))}"
 
 
 def findings(sentences: Iterable[Any], most: int = 8) -> str:
-    """The first of some findings, as `listed`, with room for sentences."""
+    """The first of some findings, like `listed`, with room for sentences."""
     return listed(sentences, most, "; ", 1200)
 
 
 def short(text: Any, most: int = 240) -> str:
-    """A text without its middle, if it is longer: what is wrong stands first, and what to write last."""
+    """A text without its middle if it is longer than `most`: the problem stands first, and the fix last."""
     text = str(text)
     half = (most - 5) // 2
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def bounded(text: str) -> str:
-    """A message of at most `MOST` characters: one that is longer loses its middle, and names a file with all of it."""
+    """A message of at most `MOST` characters: a longer one loses its middle, and names a file with all of it."""
     if len(text) <= MOST:
         return text
     between = f" ...{_where(text)} ... "
@@ -63,7 +63,7 @@ def bounded(text: str) -> str:
 
 
 def byte_count(n: int) -> str:
-    """Bytes, in the largest unit of which there is at least one, to four digits."""
+    """A number of bytes with four digits, in the largest unit (kB is 1000 B) that makes it at least 1."""
     value, unit = float(n), "B"
     for bigger in ("kB", "MB", "GB", "TB"):
         if value < 1000:
@@ -73,32 +73,32 @@ def byte_count(n: int) -> str:
 
 
 def short_errors(f: F) -> F:
-    """A function of the package whose own errors are no longer than `MOST`; their types and causes stay."""
+    """Wraps a function so that the package's own errors have at most `MOST` characters; types and causes stay."""
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return f(*args, **kwargs)
         except Exception as error:
-            said = error.args[0] if len(error.args) == 1 else None
-            if isinstance(said, str) and len(said) > MOST and _ours(error.__traceback__):
-                error.args = (bounded(said),)
+            message = error.args[0] if len(error.args) == 1 else None
+            if isinstance(message, str) and len(message) > MOST and _ours(error.__traceback__):
+                error.args = (bounded(message),)
             raise
 
     return run  # type: ignore[return-value]
 
 
 def _ours(trace: TracebackType | None) -> bool:
-    """Whether an error comes from a line of the package: what others say is theirs."""
+    """Whether an error was raised by a line of this package; others' messages are left alone."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).split(".")[0] == __name__.split(".")[0]
 
 
 def _where(text: str) -> str:
-    """Where the whole text is; nothing where there is no room for it: then the error alone has to do.
+    """Writes a text to a file and names it; returns an empty string if that fails.
 
-    The name follows from the text, so that all ranks say the same; each writes it, as they may be on other hosts.
+    The file's name follows from the text, so that all ranks name the same; each writes it, as hosts may differ.
     """
     data = text.encode(errors="replace")
     with contextlib.suppress(OSError, KeyError):

@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         "what was read before it changed is taken",
         "tiers/prefetch.py",
-        "if found is not None and not x.is_inference() and found[1] == x._version:",
-        "if found is not None:",
+        "if started is not None and not x.is_inference() and started[1] == x._version:",
+        "if started is not None:",
         f"{TRANSFERS}::test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken",
     ),
     Mutant(
@@ -524,7 +524,7 @@ MUTANTS = [
     Mutant(
         "parts may close over tensors",
         "parallel/pipeline.py",
-        "for leaf in autograd.leaves_of(made)):",
+        "for leaf in autograd.leaves_of(outputs)):",
         "for leaf in []):",
         f"{PIPELINES}::test_what_fails_on_one_rank_is_an_error_on_all",
     ),

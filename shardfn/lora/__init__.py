@@ -1,4 +1,4 @@
-"""Adapters of low rank, on functions and on modules: made, used, merged, and exchanged with peft.
+"""Low-rank adapters, on functions and on modules: made, used, merged, and exchanged with peft.
 
 Imports `interop`, `checkpoint`, `quant`, `shards`, `mesh` and `compat`.
 """

@@ -1,7 +1,7 @@
-"""Adapters, and what they make of a weight: the sum with a product of two thin matrices that is never multiplied out.
+"""Adapters, and adapted weights: the sum of a weight and a product of two thin matrices, which is never multiplied out.
 
-An `Adapter` is parameters and what they mean; an `Adapted` is a weight together with one, and stands in its place: in a
-module, or in the tree that a function is given. What is computed with it is what would be computed with the sum.
+An `Adapter` holds parameters and what they mean; an `Adapted` holds a weight and its adapter, and stands in the
+weight's place, in a module or in the tree that a function takes. Computing with it gives what the sum would give.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from shardfn.shards.layout import is_stage
 
 Kind = Literal["linear", "conv1d", "embedding", "parameter", "experts", "turned_experts"]
 BARE: tuple[Kind, ...] = ("parameter", "experts", "turned_experts")
-"""Kinds of what is adapted as a parameter, by its own path, and not as the weight of a layer."""
+"""Kinds of weights that are adapted as a parameter, by its own path, and not as the weight of a layer."""
 _EXPERTS: tuple[Kind, ...] = ("experts", "turned_experts")
 _TURNED: tuple[Kind, ...] = ("conv1d", "embedding", "turned_experts")
 PARTS: dict[str, tuple[str, ...]] = {
     "embedding": ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"),
     **dict.fromkeys(("linear", "conv1d", *BARE), ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")),
 }
-"""What peft's files call the parameters of an adapter."""
+"""The names of an adapter's parameters in peft's files."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is known of an adapter besides its numbers.
+    """What defines an adapter besides its values.
 
     Attributes:
-        kind: of the weight: "linear", `[outputs, inputs]`; "conv1d" (of GPT-2) and "embedding", `[inputs, outputs]`; of
-            a parameter by itself "parameter", `[outputs, inputs]`, "experts", `[experts, outputs, inputs]`, and
+        kind: of the weight: "linear", `[outputs, inputs]`; "conv1d" (of GPT-2) and "embedding", `[inputs, outputs]`;
+            for a parameter by itself "parameter", `[outputs, inputs]`, "experts", `[experts, outputs, inputs]`, and
             "turned_experts", `[experts, inputs, outputs]`.
         rank: of the product, for each expert.
-        alpha: over `rank`, what it is scaled by.
-        rslora: whether over the square root of it instead (Kalajdzievski 2023).
-        dropout: of what goes through the adapter; an embedding, and a parameter by itself, has none.
+        alpha: the product is scaled by `alpha / rank`.
+        rslora: whether it is scaled by `alpha / sqrt(rank)` instead (Kalajdzievski 2023).
+        dropout: probability of dropout on the adapter's input; embeddings, and parameters by themselves, have none.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class Recipe:
 
     @property
     def scale(self) -> float:
-        """What the product is multiplied by."""
+        """The factor of the product."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -63,9 +63,9 @@ class Adapter:
     """The parameters that adapt one weight: a pytree node, whose leaves have the names of peft's files.
 
     Attributes:
-        a: `[rank, inputs]`; of experts `[experts * rank, inputs]`, one after another.
-        b: `[outputs, rank]`; of experts `[outputs, rank * experts]`, each rank of all of them together.
-        magnitude: `[outputs]`, of DoRA (Liu et al. 2024); None without it.
+        a: `[rank, inputs]`; for experts `[experts * rank, inputs]`, one expert after another.
+        b: `[outputs, rank]`; for experts `[outputs, rank * experts]`, with the experts innermost.
+        magnitude: `[outputs]`, for DoRA (Liu et al. 2024); None without it.
         recipe: what they mean.
     """
 
@@ -75,9 +75,9 @@ class Adapter:
         self.a, self.b, self.magnitude, self.recipe = a, b, magnitude, recipe
 
     def on(self, weight: Tensor, training: bool) -> Any:
-        """What stands in the place of a weight; dropout is applied while `training`.
+        """The adapted weight; with dropout if `training`.
 
-        An `Adapted`, but the sum itself of a parameter that is no layer's: what is done with it is not known.
+        It is an `Adapted`, or for a parameter that is not a layer's the sum itself, as its use is unknown.
         """
         if self.recipe.kind not in BARE:
             return Adapted(weight, self, training, self.recipe.kind == "linear")
@@ -85,7 +85,7 @@ class Adapter:
         return (weight + (first * self.recipe.scale) @ second).to(weight.dtype)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """What is added to the weight, but for the scale: `[..., rows, rank]`, `[..., rank, columns]`."""
+        """The factors of the product, without the scale: `[..., rows, rank]`, `[..., rank, columns]`."""
         a, b, kind = self.a, self.b, self.recipe.kind
         if kind in _EXPERTS:
             a = a.unflatten(0, (-1, self.recipe.rank))
@@ -93,28 +93,28 @@ class Adapter:
         return (a.mT, b.mT) if kind in _TURNED else (b, a)
 
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The shape of the weight."""
         sizes = (self.b.shape[0], self.a.shape[1])
         sizes = sizes[::-1] if self.recipe.kind in _TURNED else sizes
         return (self.a.shape[0] // self.recipe.rank, *sizes) if self.recipe.kind in _EXPERTS else sizes
 
     def unlike(self, shape: Sequence[int]) -> str:
-        """What is wrong with it for a weight of this shape; nothing, if it fits."""
+        """Why it does not fit a weight of this shape; an empty string if it does."""
         rank = self.recipe.rank
-        found = [tuple(x.shape) for x in (self.a, self.b, self.magnitude) if x is not None]
-        wanted = thin(self.recipe.kind, shape, rank)
-        if wanted and found == wanted[: len(found)]:
+        shapes = [tuple(x.shape) for x in (self.a, self.b, self.magnitude) if x is not None]
+        expected = thin(self.recipe.kind, shape, rank)
+        if expected and shapes == expected[: len(shapes)]:
             return ""
-        if len(found[0]) == len(found[1]) == 2 and self.shape() != tuple(shape):
+        if len(shapes[0]) == len(shapes[1]) == 2 and self.shape() != tuple(shape):
             return f"of shape {list(shape)}, and its adapter for {list(self.shape())}"
-        return f"of shape {list(shape)}, and its adapter, of rank {rank}, has parts of {', '.join(map(str, found))}"
+        return f"of shape {list(shape)}, and its adapter, of rank {rank}, has parts of {', '.join(map(str, shapes))}"
 
     def misfit(self, m: nn.Module, parameter: str | None = None) -> str:
-        """What is wrong with it for the weight of a layer, or for a parameter by its own name; nothing, if it fits."""
+        """Why it does not fit a layer's weight, or a parameter by its own name; an empty string if it does."""
         weight, kind = m._parameters.get(parameter or "weight"), kind_of(m, parameter)
         if weight is not None and kind != self.recipe.kind:
-            there = f"a {type(m).__name__}" if parameter is None else f"a parameter of kind {kind!r}"
-            return f"{there}, and its adapter is for weights of kind {self.recipe.kind!r}"
+            given = f"a {type(m).__name__}" if parameter is None else f"a parameter of kind {kind!r}"
+            return f"{given}, and its adapter is for weights of kind {self.recipe.kind!r}"
         return "" if weight is None else self.unlike(weight.shape)
 
     def __repr__(self) -> str:
@@ -122,22 +122,22 @@ class Adapter:
 
 
 def thin(kind: Kind, shape: Sequence[int], rank: int) -> list[tuple[int, ...]]:
-    """The shapes of what can adapt a weight, in the order of `PARTS`; none, if there is no such weight of this kind."""
+    """The shapes of an adapter's parameters, in the order of `PARTS`; empty if `shape` is not of this kind."""
     if len(shape) != (3 if kind in _EXPERTS else 2):
         return []
     *experts, rows, columns = shape
     outputs, inputs = (columns, rows) if kind in _TURNED else (rows, columns)
-    thickness = rank * math.prod(experts)
-    return [(thickness, inputs), (outputs, thickness), (outputs,)][: 2 if kind in BARE else 3]
+    total_rank = rank * math.prod(experts)
+    return [(total_rank, inputs), (outputs, total_rank), (outputs,)][: 2 if kind in BARE else 3]
 
 
 def parameter_of(path: str, kind: Kind) -> str:
-    """The path of the parameter that an adapter's path means."""
+    """The path of the parameter that an adapter at this path adapts."""
     return path if kind in BARE else joined(path, "weight")
 
 
 def kind_of(m: nn.Module, parameter: str | None = None) -> Kind | None:
-    """What kind of weight a layer has, or a parameter by its own name; None for layers that have no adapters."""
+    """The kind of a layer's weight, or of a parameter by its own name; None for layers that adapters do not support."""
     if parameter is not None:
         p = m._parameters[parameter]
         experts: Kind = "turned_experts" if getattr(m, "is_transposed", False) else "experts"
@@ -146,7 +146,7 @@ def kind_of(m: nn.Module, parameter: str | None = None) -> Kind | None:
         return "linear"
     if isinstance(m, nn.Embedding):
         return "embedding"
-    conv1d = any(one.__name__ == "Conv1D" and one.__module__.startswith("transformers.") for one in type(m).__mro__)
+    conv1d = any(base.__name__ == "Conv1D" and base.__module__.startswith("transformers.") for base in type(m).__mro__)
     return "conv1d" if conv1d else None
 
 
@@ -156,7 +156,7 @@ def is_adapter(x: Any) -> bool:
 
 
 def leaves_by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The leaves of a tree by their paths."""
+    """The leaves of a tree, by path."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf)
     return dict(zip(map(dotted, accessors), leaves, strict=True))
 
@@ -171,10 +171,9 @@ _KNOWN = frozenset((
 
 
 class Adapted:
-    """A weight and its adapter: `@`, `F.linear`, `F.embedding`, `addmm`, indexing and transposing know what to do.
+    """A weight and its adapter, which supports `@`, `F.linear`, `F.embedding`, `addmm`, indexing and transposing.
 
-    Everything else raises, since it would leave the adapter out of account, or need a matrix of the weight's shape;
-    `dense()` makes that.
+    Everything else raises, since it would ignore the adapter or need a matrix of the weight's shape; see `dense()`.
     """
 
     __slots__ = ("_adapter", "_outputs_first", "_training", "_weight")
@@ -184,32 +183,32 @@ class Adapted:
 
     @property
     def T(self) -> Adapted:
-        """Transposed, like `mT` and `t()`."""
+        """The transpose; also as `mT` and `t()`."""
         return Adapted(self._weight.mT, self._adapter, self._training, not self._outputs_first)
 
     mT = T
 
     def t(self) -> Adapted:
-        """Transposed."""
+        """The transpose."""
         return self.T
 
     def transpose(self, dim0: int, dim1: int) -> Adapted:
-        """Transposed, if these are its two dimensions."""
+        """The transpose, or itself if the two dimensions are the same."""
         return self if dim0 % 2 == dim1 % 2 else self.T
 
     def to(self, *args: Any, **kwargs: Any) -> Adapted:
-        """In another dtype, or on another device."""
+        """The same in another dtype, or on another device."""
         return Adapted(self._weight.to(*args, **kwargs), self._adapter, self._training, self._outputs_first)
 
     def dense(self) -> Tensor:
-        """One matrix, of the shape and dtype of the weight, without dropout: differentiable, and as large."""
+        """The sum as a matrix of the weight's shape and dtype, without dropout; differentiable."""
         a, b, scale = self._adapter.a, self._adapter.b, self._adapter.recipe.scale
         weight = self._weight if self._outputs_first else self._weight.mT
-        made = weight + (b @ a) * scale
+        dense = weight + (b @ a) * scale
         if self._adapter.magnitude is not None:
-            made = made * self._ratio()[:, None]
-        made = made.to(self._weight.dtype)
-        return made if self._outputs_first else made.mT
+            dense = dense * self._ratio()[:, None]
+        dense = dense.to(self._weight.dtype)
+        return dense if self._outputs_first else dense.mT
 
     def __matmul__(self, other: Any) -> Any:
         return _times_on_left(self, other)
@@ -234,19 +233,23 @@ class Adapted:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What a function of torch gives for the sum; TypeError for those that are not known."""
-        known = _FUNCTIONS.get(func)
-        if known is None:
-            found = next(x for x in optree.tree_leaves((args, kwargs or {}), is_leaf=is_adapted) if is_adapted(x))
+        """The result of a torch function on the sum.
+
+        Raises:
+            TypeError: the function is not supported.
+        """
+        function = _FUNCTIONS.get(func)
+        if function is None:
+            weight = next(x for x in optree.tree_leaves((args, kwargs or {}), is_leaf=is_adapted) if is_adapted(x))
             name = getattr(func, "__qualname__", getattr(func, "__name__", str(func)))
-            raise TypeError(f"{found} is given to torch's {name}, which is not among what adapters know: {_FIX}")
-        return known(*args, **(kwargs or {}))
+            raise TypeError(f"{weight} is given to torch's {name}, which is not among what adapters know: {_FIX}")
+        return function(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:
         return f"Adapted({list(self._weight.shape)}, rank {self._adapter.recipe.rank})"
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """What `x @ self` multiplies x by, one after the other: `[rows, rank]`, `[rank, columns]`."""
+        """The two matrices by which `x @ self` multiplies x in turn: `[rows, rank]`, `[rank, columns]`."""
         a, b = self._adapter.a, self._adapter.b
         return (b, a) if self._outputs_first else (a.mT, b.mT)
 
@@ -255,7 +258,7 @@ class Adapted:
         return F.dropout(x, rate) if rate and self._training else x
 
     def _ratio(self) -> Tensor:
-        """Of DoRA: for each output its magnitude over the norm of its row, which is constant for derivatives."""
+        """DoRA's factor for each output: its magnitude over its row's norm, which is constant for derivatives."""
         weight = self._weight if self._outputs_first else self._weight.mT
         a, b = self._adapter.a, self._adapter.b
         norm = norms(weight.detach(), a.detach(), b.detach(), self._adapter.recipe.scale)
@@ -268,7 +271,7 @@ _FIX = f"these are x @ w, F.linear, F.embedding, torch.addmm, w[rows] and w.T; f
 
 
 def is_adapted(x: Any) -> bool:
-    """Whether it is a weight with an adapter."""
+    """Whether it is a weight with its adapter."""
     return type(x) is Adapted
 
 
@@ -279,7 +282,7 @@ def norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         weight: `[outputs, inputs]`.
         a: `[rank, inputs]`.
         b: `[outputs, rank]`.
-        scale: of the product.
+        scale: factor of the product.
     """
     dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     a, b = a.to(dtype), b.to(dtype) * scale
@@ -289,21 +292,21 @@ def norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _added(x: Tensor, w: Adapted, base: Callable[[Tensor], Tensor], bias: Any = None) -> Tensor:
-    """`x @ w + bias`, where `base` gives `x @ weight`."""
+    """`x @ w + bias`, where `base(x)` is `x @ weight`."""
     first, second = w._factors()
     scale, magnitude = w._adapter.recipe.scale, w._adapter.magnitude
-    if magnitude is not None and w._outputs_first:  # it belongs to what comes in
+    if magnitude is not None and w._outputs_first:  # x is multiplied along the outputs, so the ratio scales x
         x = x * w._ratio()
-    own, dropped = base(x), w._dropped(x)
+    from_weight, dropped = base(x), w._dropped(x)
     delta = (dropped.to(first.dtype) @ first * scale) @ second
     if magnitude is not None and not w._outputs_first:
         ratio = w._ratio()
-        again = own if dropped is x else base(dropped)
-        found = own + (ratio - 1) * again + ratio * delta
+        scaled_base = from_weight if dropped is x else base(dropped)
+        result = from_weight + (ratio - 1) * scaled_base + ratio * delta
     else:
-        found = own + delta
-    found = found if bias is None else found + bias
-    return found.to(own.dtype)
+        result = from_weight + delta
+    result = result if bias is None else result + bias
+    return result.to(from_weight.dtype)
 
 
 def _times(x: Any, w: Any) -> Any:
@@ -355,13 +358,13 @@ def _embedding(
 
 
 def _rows(at: Tensor, w: Adapted, own: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rows of `w`, where `take` takes those of a matrix: what has no gradient there has none in its factor."""
+    """Rows of `w`, which `take` takes from a matrix. Rows without a gradient there have none in the factor either."""
     first, second = w._factors()
-    found = own + (take(first) * w._adapter.recipe.scale) @ second
+    result = own + (take(first) * w._adapter.recipe.scale) @ second
     if w._adapter.magnitude is not None:
         ratio = w._ratio()
-        found = found * (ratio[at][..., None] if w._outputs_first else ratio)
-    return found.to(own.dtype)
+        result = result * (ratio[at][..., None] if w._outputs_first else ratio)
+    return result.to(own.dtype)
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -376,20 +379,20 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 
 
 def adapted(base: Any, adapters: Any, *, training: bool = True) -> Any:
-    """A tree of parameters with adapted weights in the places of some, for a function that knows nothing of adapters.
+    """A tree of parameters, some replaced by adapted weights, for a function that knows nothing of adapters.
 
     Args:
-        base: whole parameters, `[...]` of any shapes: a stage's, as its function meets them, or all.
-        adapters: of the same structure, as far as it goes: what `init` made, or the part of it for this stage. A plain
-            tensor replaces the parameter.
-        training: whether adapters drop some of what goes through them, if they have a `dropout`.
+        base: whole parameters, of any shapes: a stage's, as its function gets them, or all.
+        adapters: a tree of the same structure, perhaps with parts left out: what `init` made, or its part for a stage.
+            A plain tensor replaces the parameter.
+        training: whether adapters with a `dropout` apply it.
 
     Returns:
         The tree, with an `Adapted` for each `Adapter`.
 
     Raises:
-        TypeError: flat shards: call it inside of the stage's function, which meets whole parameters.
-        ValueError: an adapter without a parameter, or of another shape.
+        TypeError: the trees hold flat shards: call it inside the stage's function, which gets whole parameters.
+        ValueError: an adapter has no parameter, or one of another shape.
 
     Example:
         ``block = sf.stage(lambda p, a, x: layer(lora.adapted(p, a), x))``
@@ -420,7 +423,7 @@ def _adapted(base: Any, adapters: Any, training: bool, path: str) -> Any:
 
 
 def _with_items(base: Any, adapters: Mapping[Any, Any], training: bool, path: str) -> Any:
-    """A container with adapted items at some keys."""
+    """A container in which the items at some keys are adapted."""
     if isinstance(base, Mapping):
         items: Any = dict(base)
     elif isinstance(base, tuple) and hasattr(base, "_fields"):

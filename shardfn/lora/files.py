@@ -1,4 +1,4 @@
-"""Adapters in files, as peft has them: `adapter_config.json`, and `adapter_model.safetensors` with whole tensors."""
+"""Adapters in peft's files: `adapter_config.json`, and `adapter_model.safetensors` with whole tensors."""
 
 from __future__ import annotations
 
@@ -77,20 +77,20 @@ _HARMLESS = {
 @waiting.during("sf.lora.save_pretrained")
 @short_errors
 def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters: Any) -> None:
-    """Writes the adapters of a model as peft reads them; all ranks call together.
+    """Writes the adapters of a model in peft's format; all ranks call it.
 
     `PeftModel.from_pretrained(base, folder)` gives the same logits. The first rank gathers and writes them; no other
-    has more than its part. The adapter that the folder had before is there until the new one is on the disk, and never
-    the configuration of one with the tensors of another.
+    has more than its part. An adapter that the folder had before stays until the new one is on disk; the configuration
+    of one is never there with the tensors of the other.
 
     Args:
-        folder: which is made if necessary.
+        folder: created if necessary.
         model: what `interop.functional` made.
-        adapters: of it, flat shards or whole tensors.
+        adapters: the model's adapters, flat shards or whole tensors.
 
     Raises:
-        CheckpointError: what could not be written; the same on every rank.
-        ValueError: adapters that peft cannot have together, such as some with DoRA and some without.
+        CheckpointError: they could not be written; the same on every rank.
+        ValueError: peft cannot have these adapters together, such as some with DoRA and some without.
 
     Example:
         ``lora.save_pretrained("french", model, adapters)``
@@ -107,19 +107,19 @@ def save_pretrained(folder: str | os.PathLike[str], model: Functional, adapters:
 
 
 def _config(model: Functional, adapters: Any) -> dict[str, Any]:
-    """What peft has to know of some adapters.
+    """peft's configuration of adapters.
 
     Raises:
-        ValueError: they differ in what peft has once for all.
+        ValueError: they differ in something that peft's configuration has only once.
     """
     expect_functional("lora.save_pretrained", model)
     model._check_adapters(adapters)
-    found = leaves_by_path(optree.tree_map(without_values, adapters, is_leaf=is_stage), is_adapter)
-    own: dict[str, Adapter] = {path: one for path, one in found.items() if is_adapter(one)}
-    if not own:
+    leaves = leaves_by_path(optree.tree_map(without_values, adapters, is_leaf=is_stage), is_adapter)
+    by_path: dict[str, Adapter] = {path: adapter for path, adapter in leaves.items() if is_adapter(adapter)}
+    if not by_path:
         raise ValueError("lora.save_pretrained: there are no adapters")
-    recipes = {path: one.recipe for path, one in own.items()}
-    kinds = {path: one.kind for path, one in recipes.items()}
+    recipes = {path: adapter.recipe for path, adapter in by_path.items()}
+    kinds = {path: recipe.kind for path, recipe in recipes.items()}
     adapted = set(itertools.starmap(holder_of, kinds.items()))
     _refuse_several_names(model, adapted)
     bare = {path for path, kind in kinds.items() if kind in BARE}
@@ -128,13 +128,13 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
             f"lora.save_pretrained: there are adapters of layers of the class Conv1D and of {min(bare)} by itself: "
             f"peft has no configuration with both"
         )
-    rslora = _once("rslora", (one.rslora for one in recipes.values()))
-    dora = _once("dora", (one.magnitude is not None for one in own.values()))
-    dropout = _once("dropout", (one.dropout for one in recipes.values() if one.kind != "embedding"), 0.0)
-    rank, ranks = _patterns({path: one.rank for path, one in recipes.items()})
-    scales = {path: one.alpha for path, one in recipes.items()}
+    rslora = _once("rslora", (recipe.rslora for recipe in recipes.values()))
+    dora = _once("dora", (adapter.magnitude is not None for adapter in by_path.values()))
+    dropout = _once("dropout", (recipe.dropout for recipe in recipes.values() if recipe.kind != "embedding"), 0.0)
+    rank, ranks = _patterns({path: recipe.rank for path, recipe in recipes.items()})
+    scales = {path: recipe.alpha for path, recipe in recipes.items()}
     alpha, alphas = _patterns({path: int(x) if float(x).is_integer() else x for path, x in scales.items()})
-    saved, bias = _copied(model, {path for path in found if path not in own}, adapted)
+    saved, bias = _copied(model, {path for path in leaves if path not in by_path}, adapted)
     module: Any = model.module
     return {
         "peft_type": "LORA",
@@ -147,7 +147,7 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
         "lora_dropout": dropout,
         "use_rslora": rslora,
         "use_dora": dora,
-        "target_modules": _targets(model, own.keys() - bare, saved),
+        "target_modules": _targets(model, by_path.keys() - bare, saved),
         "target_parameters": _bare_targets(model, bare),
         "modules_to_save": saved or None,
         "fan_in_fan_out": "conv1d" in kinds.values(),
@@ -158,12 +158,12 @@ def _config(model: Functional, adapters: Any) -> dict[str, Any]:
 
 
 def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[list[str], Bias]:
-    """What `modules_to_save` and `bias` have to say of parameters that are replaced."""
+    """The `modules_to_save` and `bias` of a configuration that describe these replaced parameters."""
 
     def alone(path: str) -> bool:
         holder, _, name = path.rpartition(".")
-        every = model.module.get_submodule(holder).named_parameters()
-        return name == "bias" and not copies.issuperset(joined(holder, one) for one, _ in every)
+        parameters = model.module.get_submodule(holder).named_parameters()
+        return name == "bias" and not copies.issuperset(joined(holder, other) for other, _ in parameters)
 
     lone = set(filter(alone, copies))
     saved = sorted({path.rpartition(".")[0] for path in copies - lone})
@@ -180,22 +180,22 @@ def _copied(model: Functional, copies: set[str], adapted: set[str]) -> tuple[lis
 def _refuse_several_names(model: Functional, paths: Iterable[str]) -> None:
     names = other_names(model)
     for path in paths:
-        if len(there := names(path)) > 1:
+        if len(aliases := names(path)) > 1:
             raise ValueError(
-                f"{path} is one module with {listed(there, 3, separator=' and ')}: in peft the first alone has the "
+                f"{path} is one module with {listed(aliases, 3, separator=' and ')}: in peft the first alone has the "
                 f"adapter, here all of them have it"
             )
 
 
 def _once(name: str, values: Iterable[Any], default: Any = None) -> Any:
-    every = list(dict.fromkeys(values))
-    if len(every) > 1:
-        raise ValueError(f"lora.save_pretrained: adapters with {name}={every[0]} and {name}={every[1]}: peft has one")
-    return every[0] if every else default
+    given = list(dict.fromkeys(values))
+    if len(given) > 1:
+        raise ValueError(f"lora.save_pretrained: adapters with {name}={given[0]} and {name}={given[1]}: peft has one")
+    return given[0] if given else default
 
 
 def _patterns(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What most have, and patterns for the others, of which the first that matches counts."""
+    """The most common value, and patterns for the others; the first pattern that matches counts."""
     common = Counter(values.values()).most_common(1)[0][0]
     others = {re.escape(path): value for path, value in values.items() if value != common}
     if any(patterned(others, path, common) != value for path, value in values.items()):
@@ -205,7 +205,7 @@ def _patterns(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[str] | str:
-    """Names by which peft finds these modules, and no others: their last words if possible."""
+    """Names by which peft finds exactly these modules: last words of paths if possible."""
     if not paths:
         return []
     above = list(saved)
@@ -214,7 +214,7 @@ def _targets(model: Functional, paths: set[str], saved: Iterable[str]) -> list[s
 
 
 def _bare_targets(model: Functional, paths: set[str]) -> list[str] | None:
-    """Names by which peft finds these parameters, and no others."""
+    """Names by which peft finds exactly these parameters."""
     names = _names_of(paths, model.names, PARAMETERS) if paths else None
     if paths and not names:
         raise ValueError(
@@ -223,31 +223,31 @@ def _bare_targets(model: Functional, paths: set[str]) -> list[str] | None:
     return names
 
 
-def _names_of(paths: set[str], there: Iterable[str], argument: str) -> list[str] | None:
-    """Ends of paths that match these and none of the others that are there: last words, if that is enough."""
-    every = list(there)
+def _names_of(paths: set[str], existing: Iterable[str], argument: str) -> list[str] | None:
+    """Ends of paths that match exactly these of the existing paths: last words if possible; None if nothing does."""
+    candidates = list(existing)
     for ends in (sorted({path.rpartition(".")[2] for path in paths}), sorted(paths)):
-        if set(filter(named(ends, argument).matching, every)) == paths:
+        if set(filter(named(ends, argument).matching, candidates)) == paths:
             return ends
     return None
 
 
 def _task(name: str) -> str | None:
-    """What peft calls a model's task, where that changes nothing else."""
+    """peft's name for a model's task, where that changes nothing else."""
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return "CAUSAL_LM"
     return "SEQ_2_SEQ_LM" if name.endswith("ForConditionalGeneration") else None
 
 
 def _tensors(model: Functional, adapters: Any) -> dict[str, Tensor]:
-    """By their names in a file."""
-    given = leaves_by_path(adapters, is_adapter)
-    kinds = {path: one.recipe.kind for path, one in given.items() if is_adapter(one)}
-    names = in_files(model, kinds, given.keys() - kinds.keys())
+    """The adapters' tensors by their names in the file."""
+    leaves = leaves_by_path(adapters, is_adapter)
+    kinds = {path: leaf.recipe.kind for path, leaf in leaves.items() if is_adapter(leaf)}
+    names = in_files(model, kinds, leaves.keys() - kinds.keys())
     return {
         PREFIX + joined(names[path], part): x.detach().cpu().contiguous()
-        for path, one in given.items()
-        for part, x in leaves_by_path(one).items()
+        for path, leaf in leaves.items()
+        for part, x in leaves_by_path(leaf).items()
     }
 
 
@@ -259,7 +259,7 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: str) -> None:
     try:
         write_whole(new[WEIGHTS], save(tensors, {"format": "pt"}))
         write_whole(new[CONFIG], config.encode())
-        (folder / CONFIG).unlink(missing_ok=True)  # without which nobody takes the tensors for an adapter
+        (folder / CONFIG).unlink(missing_ok=True)  # first, so that a crash leaves no adapter rather than a mixed one
         sync(folder)
         new[WEIGHTS].rename(folder / WEIGHTS)
         sync(folder)
@@ -278,22 +278,22 @@ def _write(folder: Path, tensors: dict[str, Tensor], config: str) -> None:
 def load(
     folder: str | os.PathLike[str], model: Functional, mesh: DeviceMesh, strategy: Strategy, *, params: Any = None
 ) -> Any:
-    """Adapters from a folder of peft's, cut into shards; all ranks of the mesh call together.
+    """Reads adapters from peft's folder, and cuts them into shards; all ranks of the mesh call it.
 
     Args:
-        folder: with `adapter_config.json`, and `adapter_model.safetensors` or `adapter_model.bin`.
+        folder: it has `adapter_config.json`, and `adapter_model.safetensors` or `adapter_model.bin`.
         model: what `interop.functional` made of the base.
         mesh: as for `shardfn.shard`.
-        strategy: likewise: `sf.ddp("data")`, say.
-        params: of the model, with which base weights in the file are compared, which peft writes beside adapters of an
-            embedding; default: `model.tree`.
+        strategy: as for `shardfn.shard`: `sf.ddp("data")`, say.
+        params: the model's parameters, to compare with base weights in the file, which peft writes beside adapters of
+            an embedding; default: `model.tree`.
 
     Returns:
-        Adapters as `init` makes them, in float32 or the weights' own dtype if that is wider.
+        Adapters like those of `init`, in float32 or the weights' own dtype if that is wider.
 
     Raises:
-        CheckpointError: files that are gone or damaged, of another model, or with what is not known here; the same on
-            every rank.
+        CheckpointError: files are missing or damaged, of another model, or use options that are not supported; the same
+            on every rank.
 
     Example:
         ``adapters = lora.load("french", model, mesh, sf.ddp("shard"))``
@@ -306,24 +306,24 @@ def load(
         raise CheckpointError(f"{what}: ranks see different files")
     if base:
         try:
-            there = values_of(model, params, base)
+            values = values_of(model, params, base)
         except ValueError as error:
             raise CheckpointError(
                 f"{what}: it has {listed(base)} of the base, which have to be those of the model: {error}"
             ) from None
-        team.each(what, lambda: _compare(base, there))
+        team.each(what, lambda: _compare(base, values))
     return shard(adapters, mesh, strategy)
 
 
-def _compare(base: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> None:
+def _compare(base: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
     for name, x in base.items():
-        ours = there[name]
-        if ours.shape != x.shape or not torch.equal(ours.cpu().to(x.dtype), x):
-            raise CheckpointError(f"it has another {name} of the base than the model: put this into the model first")
+        own = params[name]
+        if own.shape != x.shape or not torch.equal(own.cpu().to(x.dtype), x):
+            raise CheckpointError(f"its {name} of the base differs from the model's: load it into the model first")
 
 
 def _read(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Adapters, whole, and weights of the base that are in the file as well."""
+    """Whole adapters, and the base's weights that are in the file as well."""
     config = _configuration(folder / CONFIG)
     tensors = _stored(folder)
     try:
@@ -335,56 +335,56 @@ def _read(folder: Path, model: Functional) -> tuple[dict[str, Any], dict[str, Te
 def _understood(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], model: Functional
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    there = {path: m for path, m in model.module.named_modules() if path}
+    by_path = {path: m for path, m in model.module.named_modules() if path}
 
     def unwrapped(name: str) -> str:
-        return name if name in there or name in model.names else re.sub(r"\.base_layer(?=\.)", "", name)
+        return name if name in by_path or name in model.names else re.sub(r"\.base_layer(?=\.)", "", name)
 
-    saved = list(filter(named(config.get(SAVED) or (), SAVED).matching, there))
+    saved = list(filter(named(config.get(SAVED) or (), SAVED).matching, by_path))
     bare = parameters(model, named(config.get(PARAMETERS) or (), PARAMETERS), (), saved)
     refuse_parts(bare, config.get("lora_dropout") or 0.0, bool(config.get("use_dora")))
     paths = {name: path for path, name in in_files(model, bare).items()}
-    found: dict[str, dict[str, Tensor]] = {}
+    parts_by_path: dict[str, dict[str, Tensor]] = {}
     others: dict[str, Tensor] = {}
     for key, x in tensors.items():
         name = key.removeprefix(PREFIX)
         part = next((part for parts in PARTS.values() for part in parts if name.endswith(f".{part}")), None)
         if part is not None:
             path = name[: -len(part) - 1]
-            found.setdefault(paths.get(path) or unwrapped(path), {})[part] = x
-        elif not any(name.startswith((f"{one}.modules_to_save.", f"{one}.original_module.")) for one in saved):
+            parts_by_path.setdefault(paths.get(path) or unwrapped(path), {})[part] = x
+        elif not any(name.startswith((f"{prefix}.modules_to_save.", f"{prefix}.original_module.")) for prefix in saved):
             others[unwrapped(name)] = x
-    lost = [name for name in others if name not in model.names] + [
-        path for path in found if path not in there and path not in bare
+    unknown = [name for name in others if name not in model.names] + [
+        path for path in parts_by_path if path not in by_path and path not in bare
     ]
-    if lost:
-        raise CheckpointError(f"{type(model.module).__name__} has no {listed(lost, 4)}: it is of another model")
-    _check_complete(config, model, found.keys() - bare.keys(), saved)
-    kinds = {path: bare[path] if path in bare else _layer_kind(path, there[path]) for path in found}
+    if unknown:
+        raise CheckpointError(f"{type(model.module).__name__} has no {listed(unknown, 4)}: it is of another model")
+    _check_complete(config, model, parts_by_path.keys() - bare.keys(), saved)
+    kinds = {path: bare[path] if path in bare else _layer_kind(path, by_path[path]) for path in parts_by_path}
     adapted = set(itertools.starmap(holder_of, kinds.items()))
     trained = biases(model, config.get("bias") or "none", adapted, saved)
-    if missing := [path for path in (*bare, *trained) if path not in found and path not in others]:
+    if missing := [path for path in (*bare, *trained) if path not in parts_by_path and path not in others]:
         raise CheckpointError(f"its configuration names {listed(missing, 4)}, which has no tensors")
     copies = {name: x for name, x in others.items() if name in trained or inside(name, saved)}
     _refuse_several_names(model, adapted)
     refuse_several_homes(model, [*adapted, *{path.rpartition(".")[0] for path in copies}])
-    made: dict[str, Any] = {}
-    for path, parts in found.items():
+    adapters: dict[str, Any] = {}
+    for path, parts in parts_by_path.items():
         weight = model.module.get_parameter(parameter_of(path, kinds[path]))
-        made[path] = _adapter(config, path, kinds[path], weight, parts)
+        adapters[path] = _adapter(config, path, kinds[path], weight, parts)
     for path, x in copies.items():
-        own = model.module.get_parameter(path)
-        if own.shape != x.shape:
+        parameter = model.module.get_parameter(path)
+        if parameter.shape != x.shape:
             raise CheckpointError(f"{path} has shape {list(x.shape)}, which the model's has not")
-        made[path] = x.to(torch.promote_types(own.dtype, torch.float32), copy=True)
-    return by_stage(model, made), {name: x for name, x in others.items() if name not in copies}
+        adapters[path] = x.to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+    return by_stage(model, adapters), {name: x for name, x in others.items() if name not in copies}
 
 
 def _configuration(file: Path) -> dict[str, Any]:
-    """What `adapter_config.json` says.
+    """The contents of `adapter_config.json`.
 
     Raises:
-        CheckpointError: it cannot be read, or says what is not known here.
+        CheckpointError: it cannot be read, or has options that are not supported.
     """
     try:
         config = json.loads(file.read_bytes())
@@ -393,12 +393,12 @@ def _configuration(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from None
     if kind != "LORA":
         raise CheckpointError(f"{file} is of {kind!r}; there is LORA here")
-    strange = {key: value for key, value in config.items() if key not in _HARMLESS and value}
+    unsupported = {key: value for key, value in config.items() if key not in _HARMLESS and value}
     if config.get("init_lora_weights", True) not in _INITS:
-        strange["init_lora_weights"] = config["init_lora_weights"]
-    if strange:
-        said = listed(f"{key}={value!r}" for key, value in strange.items())
-        raise CheckpointError(f"{file} asks for {said}, which is not known here")
+        unsupported["init_lora_weights"] = config["init_lora_weights"]
+    if unsupported:
+        options = listed(f"{key}={value!r}" for key, value in unsupported.items())
+        raise CheckpointError(f"{file} asks for {options}, which is not known here")
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), (int, float)):
             raise CheckpointError(f"{file} says {key}={config.get(key)!r}, which is not a number")
@@ -411,30 +411,30 @@ def _stored(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder} has no {WEIGHTS}")
     reader = FileReader(file)
     reader.check()
-    if strange := {**reader.source.others, **reader.source.numbers}:
-        raise CheckpointError(f"{file} has {listed(strange)}, which is not a tensor")
-    if plain := [name for name in reader.tensors if not name.startswith(PREFIX)]:
-        raise CheckpointError(f"{file} has {plain[0]}; peft's names begin with {PREFIX}")
+    if foreign := {**reader.source.others, **reader.source.numbers}:
+        raise CheckpointError(f"{file} has {listed(foreign)}, which is not a tensor")
+    if unprefixed := [name for name in reader.tensors if not name.startswith(PREFIX)]:
+        raise CheckpointError(f"{file} has {unprefixed[0]}; peft's names begin with {PREFIX}")
     return reader.tensors
 
 
-def _check_complete(config: Mapping[str, Any], model: Functional, there: Set[str], saved: Iterable[str]) -> None:
-    """Raises CheckpointError if there are no tensors for some of the modules that a configuration names."""
+def _check_complete(config: Mapping[str, Any], model: Functional, found: Set[str], saved: Iterable[str]) -> None:
+    """Raises CheckpointError if the modules that the configuration names are not those that have tensors."""
     targets = config.get("target_modules") or ()
     if not (targets or config.get(PARAMETERS)) or config.get("layers_to_transform") is not None:
         return
-    without = named(config.get("exclude_modules") or (), "exclude_modules")
+    excluded = named(config.get("exclude_modules") or (), "exclude_modules")
     if targets == "all-linear":
-        said = set(modules(model, targets, config.get("exclude_modules") or (), config.get(SAVED) or ()))
+        named_paths = set(modules(model, targets, config.get("exclude_modules") or (), config.get(SAVED) or ()))
     else:
-        every = (path for path, _ in model.module.named_modules() if path)
-        said = set(filter(named(targets, "target_modules").matching, every))
-    said = {path for path in said if not without.matching(path) and not inside(path, saved)}
-    if said != there:
-        lost, more = sorted(said - there), sorted(there - said)
+        all_paths = (path for path, _ in model.module.named_modules() if path)
+        named_paths = set(filter(named(targets, "target_modules").matching, all_paths))
+    named_paths = {path for path in named_paths if not excluded.matching(path) and not inside(path, saved)}
+    if named_paths != found:
+        missing, extra = sorted(named_paths - found), sorted(found - named_paths)
         raise CheckpointError(
-            f"its configuration and its tensors name other modules: {listed((lost or more), 4)} "
-            f"{'has no tensors' if lost else 'is not among its target_modules'}"
+            f"its configuration and its tensors name other modules: {listed((missing or extra), 4)} "
+            f"{'has no tensors' if missing else 'is not among its target_modules'}"
         )
 
 
@@ -446,15 +446,15 @@ def _layer_kind(path: str, m: nn.Module) -> Kind:
 
 
 def _adapter(config: Mapping[str, Any], path: str, kind: Kind, weight: Tensor, parts: Mapping[str, Tensor]) -> Adapter:
-    wanted = PARTS[kind] if config.get("use_dora") else PARTS[kind][:2]
-    if set(parts) != set(wanted):
-        odd = sorted(set(parts) ^ set(wanted))[0]
-        raise CheckpointError(f"{joined(path, odd)} is {'missing' if odd in wanted else 'there, and should not be'}")
+    names = PARTS[kind] if config.get("use_dora") else PARTS[kind][:2]
+    if set(parts) != set(names):
+        name = sorted(set(parts) ^ set(names))[0]
+        raise CheckpointError(f"{joined(path, name)} is {'missing' if name in names else 'there, and should not be'}")
     rank = patterned(config.get("rank_pattern") or {}, path, config["r"])
     alpha = patterned(config.get("alpha_pattern") or {}, path, config["lora_alpha"])
     dropout = 0.0 if kind == "embedding" else config.get("lora_dropout") or 0.0
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    values = [parts[part].to(dtype, copy=True) for part in wanted]
+    values = [parts[part].to(dtype, copy=True) for part in names]
     shapes = [tuple(x.shape) for x in values]
     if shapes != thin(kind, weight.shape, rank)[: len(shapes)]:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""New adapters: which weights get them, of which shapes, and with which numbers at first."""
+"""New adapters: which weights get them, with which shapes and initial values."""
 
 from __future__ import annotations
 
@@ -58,45 +58,46 @@ def init(
     params: Any = None,
     seed: int = 0,
 ) -> Any:
-    """Adapters for the weights of a model, which change nothing yet: one factor of each product is zero.
+    """Makes adapters for the weights of a model, which change nothing at first: one factor of each product is zero.
 
-    They are whole and the same on every rank; `sf.shard(adapters, mesh, sf.ddp("data"))` replicates them, or another
-    strategy cuts them. Take gradients with respect to them, and give them alone to the optimizer: the base is an
+    They are whole and the same on every rank; `sf.shard(adapters, mesh, sf.ddp("data"))` replicates them, and other
+    strategies cut them. Take gradients with respect to them only, and give only them to the optimizer: the base is an
     argument like the data.
 
     Args:
-        base: what `interop.functional` made of a module; or the parameters of functions of your own, whole or sharded:
-            a tree of dicts, lists and tuples.
+        base: what `interop.functional` made of a module; or the parameters of your own functions, whole or sharded: a
+            tree of dicts, lists and tuples.
         targets: which modules, or parameters of your own functions: ends of paths, `["q_proj", "mlp.down_proj"]`, one
-            regular expression for whole paths, or "all-linear". As `target_modules` of peft.
-        rank: of the products.
-        alpha: over `rank`, what they are multiplied by.
-        dropout: of what goes through an adapter while it trains.
-        rslora: whether `alpha` is over the square root of `rank`.
+            regular expression for whole paths, or "all-linear", like `target_modules` of peft.
+        rank: rank of the products.
+        alpha: the products are scaled by `alpha / rank`.
+        dropout: probability of dropout on an adapter's input in training.
+        rslora: whether to scale by `alpha / sqrt(rank)` instead.
         dora: whether each output gets a magnitude of its own, as in DoRA.
-        exclude: names, as `targets`, of those that get none.
+        exclude: names, as for `targets`, of those that get no adapter.
         rank_pattern: other ranks, by regular expressions for ends of paths.
         alpha_pattern: other alphas, likewise.
-        modules_to_save: names of modules, or of parameters of your own functions, of which the adapters have trained
-            copies that take their places. As peft does it takes any end of a path: "head" is "lm_head", too.
-        target_parameters: parameters of modules that are adapted by themselves, for each expert: ends of paths, such as
+        modules_to_save: names of modules, or of parameters of your own functions, that are replaced by trained copies
+            among the adapters. Like peft it matches any end of a path: "head" matches "lm_head" too.
+        target_parameters: parameters of modules to adapt by themselves, expert by expert: ends of paths, such as
             `["experts.gate_up_proj", "experts.down_proj"]`. With these, `targets` can be empty. They have no dropout
-            and no magnitudes, and take the sum in their places, which is as large as they are.
-        bias: of modules, whether the adapters have trained copies of biases: "none", "all" or, of modules with
-            adapters, "lora_only".
-        fan_in_fan_out: of parameters of your own functions: which are `[inputs, outputs]`, as `x @ w` takes them; all,
-            none, or names. Others are `[outputs, inputs]`, as `F.linear` takes them.
-        params: of `base`, where it is a model and their values are needed, by `dora`, `modules_to_save` and `bias`;
+            and no magnitudes, and are replaced by the sum, a tensor of the same size.
+        bias: which biases of modules are replaced by trained copies: "none", "all", or "lora_only" for those of modules
+            with adapters.
+        fan_in_fan_out: which parameters of your own functions are `[inputs, outputs]`, as `x @ w` takes them: True for
+            all, False for none, or names. Others are `[outputs, inputs]`, as `F.linear` takes them.
+        params: the parameters of `base`, if it is a model and `dora`, `modules_to_save` or `bias` need their values;
             default: `base.tree`.
-        seed: any int; each adapter draws from a generator folded from it and the adapter's path.
+        seed: any int; each adapter draws from a generator seeded with it and the adapter's path.
 
     Returns:
-        A dict of the model's stages, or a tree of the structure of the parameters, with an `Adapter` for each weight,
-        in float32 or the weight's own dtype if that is wider. Their paths are the names of peft's files.
+        A dict of the model's stages, or a tree with the structure of the parameters, with an `Adapter` for each weight,
+        in float32 or the weight's own dtype if that is wider. Paths are the names in peft's files.
 
     Raises:
-        ValueError: names that match nothing; modules of other kinds, parameters that are not matrices; a rank below 1.
-        TypeError: something other than names, numbers or such a tree.
+        ValueError: a name matches nothing; a module is of an unsupported kind, a parameter not a matrix; a rank is
+            below 1.
+        TypeError: an argument is not of the types above.
 
     Example:
         ``adapters = lora.init(model, "all-linear", rank=16, alpha=32, dropout=0.05)``, then
@@ -120,7 +121,7 @@ def init(
 
 
 class _Make:
-    """Makes adapters as one call of `init` asks for them."""
+    """The options of one call of `init`, checked; it makes the adapters."""
 
     def __init__(
         self,
@@ -141,16 +142,16 @@ class _Make:
         for r in (rank, *ranks.values()):
             if not isinstance(r, int) or isinstance(r, bool) or r < 1:
                 raise ValueError(f"lora: rank={r!r}; it is an int of at least 1")
-        for one in (alpha, *alphas.values()):
-            if not isinstance(one, (int, float)) or isinstance(one, bool) or not math.isfinite(one) or one == 0:
-                raise ValueError(f"lora: alpha={one!r}; it is a number other than 0")
+        for value in (alpha, *alphas.values()):
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value == 0:
+                raise ValueError(f"lora: alpha={value!r}; it is a number other than 0")
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise ValueError(f"lora: dropout={dropout!r}; it is a probability below 1")
         self.rank, self.alpha, self.dropout, self.rslora = rank, alpha, dropout, rslora
         self.dora, self.ranks, self.alphas, self.seed = dora, ranks, alphas, int_seed(seed)
 
     def check(self, paths: Iterable[str]) -> None:
-        """Raises ValueError for a pattern of ranks or alphas that matches none of the targets."""
+        """Raises ValueError if a pattern of ranks or alphas matches none of the targets."""
         targets = list(paths)
         for argument, patterns in (("rank_pattern", self.ranks), ("alpha_pattern", self.alphas)):
             for key in patterns:
@@ -158,7 +159,7 @@ class _Make:
                     raise ValueError(f"lora: {argument}: nothing that gets an adapter matches {key!r}")
 
     def adapter(self, path: str, kind: Kind, shape: Sequence[int], dtype: torch.dtype, value: Tensor | None) -> Adapter:
-        """For the weight of a path."""
+        """The adapter of the weight at a path."""
         rank = patterned(self.ranks, path, self.rank)
         if not (sizes := thin(kind, shape, rank)):
             raise ValueError(f"lora: targets: {path} has shape {list(shape)}; adapters are for matrices")
@@ -175,13 +176,14 @@ class _Make:
             0.0 if kind == "embedding" else self.dropout,
         )
         dtype = torch.promote_types(dtype, torch.float32)
-        draw = torch.Generator("cpu").manual_seed(mixed(self.seed, path))
+        # On the CPU, so that the numbers are the same on every rank and device.
+        generator = torch.Generator("cpu").manual_seed(mixed(self.seed, path))
         a, b = (torch.zeros(shape, dtype=dtype, device="cpu") for shape in sizes[:2])
         if kind == "embedding":
-            b.normal_(generator=draw)
+            b.normal_(generator=generator)
         else:
-            most = 1 / math.sqrt(a.shape[1])
-            a.uniform_(-most, most, generator=draw)
+            bound = 1 / math.sqrt(a.shape[1])
+            a.uniform_(-bound, bound, generator=generator)
         if not self.dora or value is None:
             return Adapter(a, b, None, recipe)
         weight = value.detach().cpu()
@@ -202,27 +204,27 @@ def _of_model(
     bias: str,
     params: Any,
 ) -> Any:
-    said, own = named(bare, PARAMETERS), saved_modules(model, saved)
-    kinds = modules(model, targets, exclude, saved) if targets or not said.said else {}
-    alone = parameters(model, said, kinds, own)
-    said.check(model.names, "parameters")
-    refuse_parts(alone, make.dropout, make.dora)
-    kinds |= alone
+    selector, saved_paths = named(bare, PARAMETERS), saved_modules(model, saved)
+    kinds = modules(model, targets, exclude, saved) if targets or not selector.names else {}
+    by_themselves = parameters(model, selector, kinds, saved_paths)
+    selector.check(model.names, "parameters")
+    refuse_parts(by_themselves, make.dropout, make.dora)
+    kinds |= by_themselves
     make.check(kinds)
-    trained = biases(model, bias, itertools.starmap(holder_of, kinds.items()), own)
+    trained = biases(model, bias, itertools.starmap(holder_of, kinds.items()), saved_paths)
     copies = trained + [
-        joined(path, name) for path in own for name, _ in model.module.get_submodule(path).named_parameters()
+        joined(path, name) for path in saved_paths for name, _ in model.module.get_submodule(path).named_parameters()
     ]
     values = values_of(model, params, [*copies, *(joined(path, "weight") for path in kinds if make.dora)])
-    made: dict[str, Any] = {}
+    adapters: dict[str, Any] = {}
     for path, kind in kinds.items():
         weight = model.module.get_parameter(parameter_of(path, kind))
-        made[path] = make.adapter(path, kind, weight.shape, weight.dtype, values.get(joined(path, "weight")))
-    return by_stage(model, made | {path: _copy(values[path]) for path in copies})
+        adapters[path] = make.adapter(path, kind, weight.shape, weight.dtype, values.get(joined(path, "weight")))
+    return by_stage(model, adapters | {path: _copy(values[path]) for path in copies})
 
 
 def values_of(model: Functional, params: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Whole parameters of a model by any of their names."""
+    """Whole parameters of a model, by any of their names."""
     canonical = {name: model.names[name] for name in names}
     if not canonical:
         return {}
@@ -237,7 +239,7 @@ def values_of(model: Functional, params: Any, names: Iterable[str]) -> dict[str,
 
 
 def whole_values(params: Any, paths: Iterable[str]) -> dict[str, Tensor]:
-    """Whole parameters by path, as far as they are there, in full precision; one stage after another is gathered."""
+    """Whole parameters, by path, those that exist, in full precision; gathers one stage after another."""
     wanted, values = set(paths), dict[str, Tensor]()
     for here, node in leaves_by_path(params, is_stage_or_packed).items():
         if is_stage(node):
@@ -249,12 +251,12 @@ def whole_values(params: Any, paths: Iterable[str]) -> dict[str, Tensor]:
 
 
 def is_stage_or_packed(x: Any) -> bool:
-    """Whether it is the flat shards of a stage, or a parameter in few bits."""
+    """Whether it is the flat shards of a stage, or a quantised parameter."""
     return is_stage(x) or is_packed(x)
 
 
 def by_stage(model: Functional, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What belongs to modules and parameters of a model, by path, as its stages take it; what is loose under ""."""
+    """Groups values by stage, keyed by their paths inside it; those outside all stages under ""."""
     grouped: dict[str, dict[str, Any]] = {}
     for path, value in values.items():
         stage = next((stage for stage in model.stages if inside(path, [stage])), "")
@@ -271,16 +273,16 @@ def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Name
     like = optree.tree_map(without_values, base, is_leaf=is_stage)
     shapes = leaves_by_path(like, is_packed)
     rules = {"targets": targets, "exclude": exclude, "modules_to_save": saved}
-    said = {argument: named(names, argument) for argument, names in rules.items() if names}
+    selectors = {argument: named(names, argument) for argument, names in rules.items() if names}
     if isinstance(turned, bool):
         is_turned: Callable[[str], Any] = lambda path: turned  # noqa: E731
     else:
-        said["fan_in_fan_out"] = named(turned, "fan_in_fan_out")
-        is_turned = said["fan_in_fan_out"].matching
-    for names in said.values():
+        selectors["fan_in_fan_out"] = named(turned, "fan_in_fan_out")
+        is_turned = selectors["fan_in_fan_out"].matching
+    for names in selectors.values():
         names.check(shapes, "parameters")
     chosen: dict[str, list[str]] = {
-        argument: [path for path in shapes if argument in said and said[argument].matching(path)] for argument in rules
+        name: [path for path in shapes if name in selectors and selectors[name].matching(path)] for name in rules
     }
     copies = chosen["modules_to_save"]
     paths = [path for path in chosen["targets"] if path not in copies and path not in chosen["exclude"]]
@@ -288,31 +290,31 @@ def _of_tree(base: Any, make: _Make, targets: Names, exclude: Names, saved: Name
         raise ValueError(f"lora: targets: nothing is left of what {targets!r} matches, or nothing was named")
     make.check(paths)
     values = whole_values(base, [*copies, *(paths if make.dora else ())])
-    made: dict[str, Any] = {path: _copy(values[path]) for path in copies}
+    adapters: dict[str, Any] = {path: _copy(values[path]) for path in copies}
     for path in paths:
         kind: Kind = "conv1d" if is_turned(path) else "linear"
-        made[path] = make.adapter(path, kind, shapes[path].shape, shapes[path].dtype, values.get(path))
-    return _pruned(like, made, "")
+        adapters[path] = make.adapter(path, kind, shapes[path].shape, shapes[path].dtype, values.get(path))
+    return _pruned(like, adapters, "")
 
 
 def without_values(node: Any) -> Any:
-    """A stage's parameters on the device meta; anything else as it is."""
+    """A stage's parameters on the meta device; anything else as it is."""
     return described([flat.layout for flat in stage_shards(node)]) if is_stage(node) else node
 
 
-def _pruned(node: Any, found: Mapping[str, Any], path: str) -> Any:
-    """A tree with what was found at each path, and nothing else; lists keep their lengths."""
+def _pruned(node: Any, values: Mapping[str, Any], path: str) -> Any:
+    """A tree with only the values found by path; lists keep their lengths. None if it has none."""
     if isinstance(node, (Tensor, Packed)):
-        return found.get(path)
+        return values.get(path)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         node = dict(zip(node._fields, node, strict=True))
     if isinstance(node, Mapping):
-        made = {key: _pruned(one, found, joined(path, key)) for key, one in node.items()}
-        return {key: one for key, one in made.items() if one is not None and one != {}} or None
+        children = {key: _pruned(child, values, joined(path, key)) for key, child in node.items()}
+        return {key: child for key, child in children.items() if child is not None and child != {}} or None
     if isinstance(node, (list, tuple)):
-        items = [_pruned(one, found, joined(path, i)) for i, one in enumerate(node)]
-        return [{} if one is None else one for one in items] if any(one is not None for one in items) else None
-    if any(one == path or one.startswith(f"{path}.") for one in found):
+        items = [_pruned(child, values, joined(path, i)) for i, child in enumerate(node)]
+        return [{} if x is None else x for x in items] if any(x is not None for x in items) else None
+    if any(key == path or key.startswith(f"{path}.") for key in values):
         raise TypeError(
             f"lora.init: {path or 'the tree'} is a {type(node).__name__}; it can be dicts, lists and tuples"
         )

@@ -1,4 +1,4 @@
-"""Adapters into the weights that they adapt, and out again: each rank changes the elements that it holds."""
+"""Merges adapters into their weights, and removes them again: each rank changes the elements that it holds."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _log = logging.getLogger("shardfn")
 @waiting.during("sf.lora.merge")
 @short_errors
 def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
-    """Parameters that give without adapters what these give with them, to rounding; all ranks call together.
+    """Merges adapters into parameters, which then give the same results without them, to rounding; all ranks call it.
 
-    No weight is whole anywhere, unless it is kept in few bits: such parameters are decoded, all of the tree's, one
-    stage after another, since a sum would have to be rounded to few bits again. The log of `shardfn` says so.
+    No weight is gathered, except for DoRA, and quantised ones: all quantised parameters of the tree are decoded, one
+    stage after another, since a sum would have to be rounded again. The log of `shardfn` says so.
 
     Args:
-        params: of the base, flat shards, whole tensors, or both.
+        params: parameters of the base: flat shards, whole tensors, or both.
         adapters: what `init` or `load` made, sharded or not.
-        model: what `interop.functional` made, if they are of one.
+        model: what `interop.functional` made, if the parameters are of one.
 
     Returns:
         New parameters of the same structure.
 
     Raises:
-        ValueError: adapters of other parameters, or without the model that they belong to; a weight that is tied to
+        ValueError: the adapters are of other parameters, or need the model that they belong to; a weight is tied to
             another, which would change as well.
 
     Example:
@@ -53,9 +53,9 @@ def merge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
     """
     given = _given(adapters, model)
     _check(params, given)
-    if few := [node for node in _stages(params) if _in_few_bits(node)]:
-        ranks = [stage_shards(node)[0].layout.grid.ranks for node in few if is_stage(node)]
-        if all(process_groups.global_rank() == min(those) for those in ranks):  # one warning, not one of each rank
+    if quantised := [node for node in _stages(params) if _in_few_bits(node)]:
+        ranks = [stage_shards(node)[0].layout.grid.ranks for node in quantised if is_stage(node)]
+        if all(process_groups.global_rank() == min(group) for group in ranks):  # one warning, not one per rank
             _log.warning(
                 "lora.merge: parameters that were kept in few bits are in full precision now: merged ones would have "
                 "to be rounded to few bits again"
@@ -87,13 +87,13 @@ def unmerge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
         model: as for `merge`.
 
     Raises:
-        ValueError: as `merge`; adapters that replaced parameters, or scaled them by a norm that is not known any more,
-            as DoRA does: keep the parameters from before.
+        ValueError: as `merge`; adapters replaced parameters, or scaled them by a norm that is now lost, as DoRA does:
+            keep the parameters from before.
     """
     given = _given(adapters, model)
-    for path, one in given.items():
-        if not is_adapter(one) or one.magnitude is not None:
-            what = "scaled by DoRA" if is_adapter(one) else "replaced"
+    for path, adapter in given.items():
+        if not is_adapter(adapter) or adapter.magnitude is not None:
+            what = "scaled by DoRA" if is_adapter(adapter) else "replaced"
             raise ValueError(
                 f"lora.unmerge: {path} was {what}, and what it was before is not in it any more: keep the parameters "
                 f"from before merge"
@@ -108,24 +108,24 @@ def unmerge(params: Any, adapters: Any, model: Functional | None = None) -> Any:
 
 
 def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
-    """Adapters, and tensors that replace parameters, whole, by the names of these.
+    """Whole adapters, and tensors that replace parameters, by the parameters' paths.
 
     Raises:
-        ValueError: a weight that is tied to others.
+        ValueError: they do not fit the model; a weight is tied to others.
     """
-    found = leaves_by_path(unshard(adapters), is_adapter)
+    adapters_by_path = leaves_by_path(unshard(adapters), is_adapter)
     if model is None:
-        return found
+        return adapters_by_path
     expect_functional("lora", model)
-    made: dict[str, Any] = {}
-    for path, one in found.items():
-        name = parameter_of(path, one.recipe.kind) if is_adapter(one) else path
+    by_name: dict[str, Any] = {}
+    for path, adapter in adapters_by_path.items():
+        name = parameter_of(path, adapter.recipe.kind) if is_adapter(adapter) else path
         if name not in model.names:
             raise ValueError(f"lora: there is no {name} in {type(model.module).__name__}, which an adapter could be of")
         canonical = model.names[name]
         holder, _, attribute = name.rpartition(".")
-        bare = attribute if is_adapter(one) and one.recipe.kind in BARE else None
-        if is_adapter(one) and (wrong := one.misfit(model.module.get_submodule(holder), bare)):
+        bare = attribute if is_adapter(adapter) and adapter.recipe.kind in BARE else None
+        if is_adapter(adapter) and (wrong := adapter.misfit(model.module.get_submodule(holder), bare)):
             raise ValueError(f"lora: {path} is {wrong}: are these adapters of another model?")
         aliases = [alias for alias, name_in_tree in model.names.items() if name_in_tree == canonical]
         holders = {id(model.module.get_submodule(alias.rpartition(".")[0])): alias for alias in aliases}
@@ -135,51 +135,51 @@ def _given(adapters: Any, model: Functional | None) -> dict[str, Any]:
                 f"lora: {name} is tied to {others}, which would change as well: merge into a model in which they are "
                 f"not tied, such as by tie_word_embeddings=False in its configuration"
             )
-        made[canonical] = one
-    return made
+        by_name[canonical] = adapter
+    return by_name
 
 
 def _check(params: Any, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for adapters of other weights than are there, the same on every rank."""
+    """Raises ValueError, the same on every rank, if adapters do not fit the parameters' shapes."""
     for name, leaf in leaves_by_path(params, lambda x: is_flat(x) or is_packed(x)).items():
         shapes = {name: tuple(leaf.shape)} if not is_flat(leaf) else {
             entry.path: leaf.layout.meant_shape(number) for number, entry in enumerate(leaf.layout.entries)
         }  # fmt: skip
         for path in shapes.keys() & given.keys():
-            one, shape = given[path], shapes[path]
-            wrong = one.unlike(shape) if is_adapter(one) else ""
-            if not is_adapter(one) and tuple(one.shape) != shape:
-                wrong = f"of shape {list(shape)}, and what replaces it {list(one.shape)}"
+            adapter, shape = given[path], shapes[path]
+            wrong = adapter.unlike(shape) if is_adapter(adapter) else ""
+            if not is_adapter(adapter) and tuple(adapter.shape) != shape:
+                wrong = f"of shape {list(shape)}, and what replaces it {list(adapter.shape)}"
             if wrong:
                 raise ValueError(f"lora: {path} is {wrong}: are these adapters of other parameters?")
 
 
 def _ratio(params: Any, path: str, adapter: Adapter) -> Tensor:
-    """Of DoRA: for each output what its weights are multiplied by, from the whole weight, and where that is."""
+    """DoRA's factor for each output, computed from the whole weight, on its device."""
     weight = whole_values(params, [path]).get(path)
     if weight is None:
         raise ValueError(_lost([path]))
-    there: Adapter = optree.tree_map(lambda x: x.to(weight.device), adapter)
-    return there.on(weight, training=False)._ratio()
+    moved: Adapter = optree.tree_map(lambda x: x.to(weight.device), adapter)
+    return moved.on(weight, training=False)._ratio()
 
 
 # --- into the parameters ---
 
 
 def _changed(params: Any, given: Mapping[str, Any], change: Callable[[str, Range, Tensor], Tensor]) -> Any:
-    """Parameters of which the elements that this rank holds are changed."""
+    """The parameters, with the elements that this rank holds changed."""
     rank, used = process_groups.global_rank(), set[str]()
 
-    def one(path: str, leaf: Any) -> Any:
+    def changed_leaf(path: str, leaf: Any) -> Any:
         if is_flat(leaf):
             used.update(entry.path for entry in leaf.layout.entries if entry.path in given)
-            made = FlatShard(copying.clone(leaf.values), leaf.layout)
-            views = local_parameters(made)
+            changed = FlatShard(copying.clone(leaf.values), leaf.layout)
+            views = local_parameters(changed)
             for at in leaf.layout.ranges(rank):
                 if at.path in given:
-                    now = brought(views[at.path], mesh_of(leaf.layout.grid, f"lora: stage {leaf.layout.stage!r}"))
-                    copying.copy_(views[at.path], change(at.path, at, now))
-            return made
+                    values = brought(views[at.path], mesh_of(leaf.layout.grid, f"lora: stage {leaf.layout.stage!r}"))
+                    copying.copy_(views[at.path], change(at.path, at, values))
+            return changed
         if path not in given:
             return leaf
         used.add(path)
@@ -189,30 +189,30 @@ def _changed(params: Any, given: Mapping[str, Any], change: Callable[[str, Range
 
     with torch.no_grad():
         accessors, leaves, spec = optree.tree_flatten_with_accessor(params, is_leaf=is_flat)
-        made = [one(dotted(accessor), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
-    if lost := [path for path in given if path not in used]:
-        raise ValueError(_lost(lost))
-    return optree.tree_unflatten(spec, made)
+        new_leaves = [changed_leaf(dotted(accessor), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
+    if unused := [path for path in given if path not in used]:
+        raise ValueError(_lost(unused))
+    return optree.tree_unflatten(spec, new_leaves)
 
 
 def _delta(adapter: Adapter, at: Range) -> Tensor:
-    """Elements of the product, of which only the rows that have them are multiplied out."""
+    """A range's elements of the scaled product; only the rows that contain them are multiplied out."""
     if at.start >= at.stop:
         return adapter.a.new_zeros(0)
     first, second = (x if x.ndim == 3 else x[None] for x in adapter.factors())
-    few = 3 - len(at.shape)
-    (begin, top, left), (_, height, columns) = (0,) * few + (*at.corner,), (1,) * few + (*at.shape,)
+    missing = 3 - len(at.shape)
+    (begin, top, left), (_, height, columns) = (0,) * missing + (*at.corner,), (1,) * missing + (*at.shape,)
     low, high = at.start // columns, -(-at.stop // columns)
-    made = []
+    products = []
     for i in range(low // height, -(-high // height)):
         rows = slice(top + max(low - i * height, 0), top + min(high - i * height, height))
-        made.append(first[begin + i, rows] @ second[begin + i, :, left : left + columns])
-    found = torch.cat(made).reshape(-1) * adapter.recipe.scale
-    return found[at.start - low * columns : at.stop - low * columns]
+        products.append(first[begin + i, rows] @ second[begin + i, :, left : left + columns])
+    elements = torch.cat(products).reshape(-1) * adapter.recipe.scale
+    return elements[at.start - low * columns : at.stop - low * columns]
 
 
 def _elements(whole: Tensor, at: Range) -> Tensor:
-    """Those of a parameter that a range has."""
+    """A range's elements of a whole parameter."""
     for dim, (begin, length) in enumerate(zip(at.corner, at.shape, strict=True)):
         whole = whole.narrow(dim, begin, length)
     return whole.reshape(-1)[at.start : at.stop]
@@ -237,21 +237,21 @@ def _in_few_bits(node: Any) -> bool:
 
 
 def _in_full(node: Any) -> Any:
-    """A stage with decoded parameters, placed as they were."""
+    """A stage with decoded parameters, placed as before."""
     if not _in_few_bits(node):
         return node
     if is_packed(node):
         return node.decoded()
     flats = stage_shards(node)
     layouts = [flat.layout for flat in flats]
-    known = {entry.path: (layout, entry) for layout in layouts for entry in layout.entries}
+    by_path = {entry.path: (layout, entry) for layout in layouts for entry in layout.entries}
     mesh = mesh_of(layouts[0].grid, f"lora.merge: stage {layouts[0].stage!r}")
     rules = Rules(
         mesh,
-        lambda path, shape: known[path][0].placement,
+        lambda path, shape: by_path[path][0].placement,
         None,
-        lambda path, shape: not known[path][0].trainable,
-        lambda path, shape: known[path][1].spec,
+        lambda path, shape: not by_path[path][0].trainable,
+        lambda path, shape: by_path[path][1].spec,
         "global",
     )
     whole = dequantize(unshard(node))

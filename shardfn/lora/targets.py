@@ -1,4 +1,4 @@
-"""Which weights get adapters: said by names, as peft takes them."""
+"""Which weights get adapters: chosen by names, with peft's rules."""
 
 from __future__ import annotations
 
@@ -20,67 +20,67 @@ ALL, SAVED, PARAMETERS = "all-linear", "modules_to_save", "target_parameters"
 Bias = Literal["none", "all", "lora_only"]
 
 
-class Said(NamedTuple):
-    """What an argument of names says.
+class Selector(NamedTuple):
+    """An argument that chooses by names.
 
     Attributes:
-        argument: which one, for messages.
-        said: one regular expression, or ends of paths.
+        argument: the argument's name, for messages.
+        names: a regular expression for whole paths, or ends of paths.
     """
 
     argument: str
-    said: str | tuple[str, ...]
+    names: str | tuple[str, ...]
 
     def matching(self, path: str) -> list[str]:
-        """Those that match a path."""
-        if isinstance(self.said, str):
-            return [self.said] if re.fullmatch(self.said, path) else []
-        if self.argument == SAVED:  # of which peft takes any end, not whole words alone
-            return [one for one in self.said if path.endswith(one)]
-        return [one for one in self.said if path == one or path.endswith(f".{one}")]
+        """The names that match a path."""
+        if isinstance(self.names, str):
+            return [self.names] if re.fullmatch(self.names, path) else []
+        if self.argument == SAVED:  # peft matches any end of a path here, not only whole words
+            return [name for name in self.names if path.endswith(name)]
+        return [name for name in self.names if path == name or path.endswith(f".{name}")]
 
     def check(self, paths: Iterable[str], what: str) -> None:
-        """Raises ValueError for names that match none of these paths."""
-        there = list(paths)
-        every = (self.said,) if isinstance(self.said, str) else self.said
-        found = {one for path in there for one in self.matching(path)}
-        if lost := [one for one in every if one not in found]:
-            ends = dict.fromkeys(path.rpartition(".")[2] for path in there)
+        """Raises ValueError if a name matches none of these paths, which `what` describes."""
+        candidates = list(paths)
+        names = (self.names,) if isinstance(self.names, str) else self.names
+        matched = {name for path in candidates for name in self.matching(path)}
+        if unmatched := [name for name in names if name not in matched]:
+            ends = dict.fromkeys(path.rpartition(".")[2] for path in candidates)
             hint = (
-                f": one string is a regular expression for whole paths, so pass [{self.said!r}]"
-                if isinstance(self.said, str) and any(path.endswith(f".{self.said}") for path in there)
+                f": one string is a regular expression for whole paths, so pass [{self.names!r}]"
+                if isinstance(self.names, str) and any(path.endswith(f".{self.names}") for path in candidates)
                 else ""
             )
             raise ValueError(
-                f"lora: {self.argument}: nothing matches {listed(map(repr, lost))}{hint}; {what} end in "
+                f"lora: {self.argument}: nothing matches {listed(map(repr, unmatched))}{hint}; {what} end in "
                 f"{listed(ends, 12)}"
             )
 
 
-def named(names: Names, argument: str) -> Said:
-    """What an argument says.
+def named(names: Names, argument: str) -> Selector:
+    """The selector of an argument's names.
 
     Raises:
-        TypeError: it is not names.
-        ValueError: a string that is not a regular expression.
+        TypeError: they are not names.
+        ValueError: a string is not a regular expression.
     """
     if isinstance(names, str):
         try:
             re.compile(names)
         except re.error as error:
             raise ValueError(f"lora: {argument}: {names!r} is not a regular expression: {error}") from None
-        return Said(argument, names)
-    said = list(names) if isinstance(names, Iterable) else [names]
-    if not all(isinstance(one, str) for one in said):
+        return Selector(argument, names)
+    ends = list(names) if isinstance(names, Iterable) else [names]
+    if not all(isinstance(end, str) for end in ends):
         raise TypeError(
             f"lora: {argument}={names!r}; it is a regular expression for whole paths, or a list of their ends, such as "
             f"['q_proj', 'v_proj']"
         )
-    return Said(argument, tuple(said))
+    return Selector(argument, tuple(ends))
 
 
 def patterned(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
-    """What the first pattern says that matches the end of a path, as `rank_pattern` and `alpha_pattern` do in peft."""
+    """The value of the first pattern that matches the end of a path, like peft's `rank_pattern` and `alpha_pattern`."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", path)), default)
 
 
@@ -88,81 +88,81 @@ def patterned(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def modules(model: Functional, targets: Names, exclude: Names, saved: Names) -> dict[str, Kind]:
-    """The modules that names say, and of what kind their weights are.
+    """The modules chosen, by path, with the kinds of their weights.
 
     Args:
-        model: whose modules.
-        targets: names, or "all-linear": every `Linear` and `Conv1D` but that of the output.
-        exclude: those of them that get none.
-        saved: modules that are trained themselves.
+        model: the model.
+        targets: names, or "all-linear": every `Linear` and `Conv1D` except the output layer.
+        exclude: names of modules that get no adapter.
+        saved: names of modules that are trained as copies.
 
     Raises:
-        ValueError: names that match nothing; modules of other kinds.
+        ValueError: a name matches nothing; a module is of an unsupported kind.
     """
-    there = {path: m for path, m in model.module.named_modules() if path}
-    without = [named(exclude, "exclude")] if exclude else []
-    for one in without:
-        one.check(there, "modules")
-    own = tuple(saved_modules(model, saved))
+    by_path = {path: m for path, m in model.module.named_modules() if path}
+    excluded = [named(exclude, "exclude")] if exclude else []
+    for selector in excluded:
+        selector.check(by_path, "modules")
+    saved_paths = tuple(saved_modules(model, saved))
 
     def left_out(path: str) -> bool:
-        return any(one.matching(path) for one in without) or inside(path, own)
+        return any(selector.matching(path) for selector in excluded) or inside(path, saved_paths)
 
     if isinstance(targets, str) and targets.lower() == ALL:
         output = _output(model.module)
-        kinds = {path: kind_of(m) for path, m in there.items() if m is not output and not left_out(path)}
-        found: dict[str, Kind] = {path: kind for path, kind in kinds.items() if kind in ("linear", "conv1d")}
-        if not found:
-            but = " but those that are left out" if without or own else ""
+        kinds = {path: kind_of(m) for path, m in by_path.items() if m is not output and not left_out(path)}
+        linear: dict[str, Kind] = {path: kind for path, kind in kinds.items() if kind in ("linear", "conv1d")}
+        if not linear:
+            but = " but those that are left out" if excluded or saved_paths else ""
             raise ValueError(f"lora: targets: {type(model.module).__name__} has no linear layers{but}")
-        refuse_several_homes(model, found)
-        return {path: _kind(path, there[path]) for path in found}
+        refuse_several_homes(model, linear)
+        return {path: _kind(path, by_path[path]) for path in linear}
     wanted = named(targets, "targets")
-    wanted.check(there, "modules")
-    chosen = [path for path in there if wanted.matching(path) and not left_out(path)]
+    wanted.check(by_path, "modules")
+    chosen = [path for path in by_path if wanted.matching(path) and not left_out(path)]
     if not chosen:
-        why = f"all that match {targets!r} are excluded, or trained themselves" if wanted.said else "nothing is named"
+        why = f"all that match {targets!r} are excluded, or trained themselves" if wanted.names else "nothing is named"
         raise ValueError(f"lora: targets: {why}")
     refuse_several_homes(model, chosen)
-    return {path: _kind(path, there[path]) for path in chosen}
+    return {path: _kind(path, by_path[path]) for path in chosen}
 
 
-def parameters(model: Functional, said: Said, adapted: Iterable[str], saved: Iterable[str]) -> dict[str, Kind]:
-    """The parameters that are adapted by themselves, and their kinds.
+def parameters(model: Functional, ends: Selector, adapted: Iterable[str], saved: Iterable[str]) -> dict[str, Kind]:
+    """The parameters that are adapted by themselves, by path, with their kinds.
 
     Args:
-        model: whose parameters.
-        said: their names, as `target_parameters` of peft.
-        adapted: modules that have adapters.
-        saved: modules that are trained themselves.
+        model: the model.
+        ends: their names, peft's `target_parameters`.
+        adapted: paths of modules that have adapters.
+        saved: paths of modules that are trained as copies.
 
     Raises:
-        TypeError: a regular expression, which peft does not take here.
-        ValueError: parameters that peft cannot adapt, or that are adapted or trained otherwise.
+        TypeError: the names are a regular expression, which peft does not take here.
+        ValueError: peft cannot adapt a parameter, or it is adapted or trained in another way.
     """
-    if isinstance(said.said, str):
-        raise TypeError(f"lora: {PARAMETERS}={said.said!r}; it is a list of ends of paths, ['experts.down_proj'] say")
-    found, taken, own = dict[str, Kind](), set(adapted), list(saved)
+    if isinstance(ends.names, str):
+        raise TypeError(f"lora: {PARAMETERS}={ends.names!r}; it is a list of ends of paths, ['experts.down_proj'] say")
+    kinds, adapted_paths, saved_paths = dict[str, Kind](), set(adapted), list(saved)
     for path, m in model.module.named_modules():
         for name, p in m.named_parameters(recurse=False):
-            if not said.matching(full := joined(path, name)):
+            if not ends.matching(full := joined(path, name)):
                 continue
-            found[full] = kind = kind_of(m, name) or "parameter"
-            if wrong := _unfit(path, kind, p.shape, taken, own):
+            kinds[full] = kind = kind_of(m, name) or "parameter"
+            if wrong := _unfit(path, kind, p.shape, adapted_paths, saved_paths):
                 raise ValueError(f"lora: {PARAMETERS}: {full} {wrong}")
-    refuse_several_homes(model, {path.rpartition(".")[0] for path in found})
-    return found
+    refuse_several_homes(model, {path.rpartition(".")[0] for path in kinds})
+    return kinds
 
 
-def _unfit(holder: str, kind: Kind, shape: Sequence[int], taken: set[str], saved: Iterable[str]) -> str:
-    """Why a parameter of a module cannot be adapted by itself."""
+def _unfit(holder: str, kind: Kind, shape: Sequence[int], adapted: set[str], saved: Iterable[str]) -> str:
+    """Why a parameter of a module cannot be adapted by itself; an empty string if it can."""
     if not holder:
         return "belongs to the whole model, of which peft adapts no parameters"
     if len(shape) not in (2, 3):
         return f"has shape {list(shape)}; adapters are for matrices, and for one of each expert"
     if kind == "turned_experts" and shape[0] == 1:
         return f"has shape {list(shape)}: to one expert, with is_transposed, peft adds the product the wrong way round"
-    if holder in taken:
+    if holder in adapted:
         return "is of a layer that has an adapter: exclude= that, or leave this out"
     if inside(holder, saved):
         return "is of a module that is trained itself, by modules_to_save"
@@ -170,57 +170,57 @@ def _unfit(holder: str, kind: Kind, shape: Sequence[int], taken: set[str], saved
 
 
 def holder_of(path: str, kind: Kind) -> str:
-    """The module of which an adapter's path means a parameter."""
+    """The path of the module whose parameter an adapter at this path adapts."""
     return path.rpartition(".")[0] if kind in BARE else path
 
 
-def refuse_parts(found: Iterable[str], dropout: float, dora: bool) -> None:
-    """Raises ValueError if there are parameters that are adapted by themselves, with what goes through layers alone."""
-    if (path := next(iter(found), None)) and (dropout or dora):
+def refuse_parts(paths: Iterable[str], dropout: float, dora: bool) -> None:
+    """Raises ValueError if parameters are adapted by themselves with dropout or DoRA, which only layers have."""
+    if (path := next(iter(paths), None)) and (dropout or dora):
         what = f"dropout={dropout}" if dropout else "dora=True"
         raise ValueError(f"lora: {PARAMETERS}: {what} is of layers, and {path} is adapted by itself: it has none")
 
 
 def biases(model: Functional, bias: str, adapted: Iterable[str], saved: Iterable[str]) -> list[str]:
-    """The biases that are trained along.
+    """The biases that are trained as copies.
 
     Args:
-        model: whose parameters.
-        bias: all, those of modules with adapters, or none, as in peft.
-        adapted: modules with adapters.
-        saved: modules that are trained themselves.
+        model: the model.
+        bias: "all", "lora_only" for those of modules with adapters, or "none", as in peft.
+        adapted: paths of modules with adapters.
+        saved: paths of modules that are trained as copies.
 
     Raises:
-        ValueError: another word; a bias that has several names.
+        ValueError: `bias` is none of these; a bias has several names.
     """
     if bias not in get_args(Bias):
         raise ValueError(f"lora: bias={bias!r}; it is one of {', '.join(map(repr, get_args(Bias)))}")
     if bias == "none":
         return []
-    own, above = set(adapted), list(saved)
-    every = [name for name in model.names if name.rpartition(".")[2] == "bias"]
-    found = [
+    adapted_paths, saved_paths = set(adapted), list(saved)
+    all_biases = [name for name in model.names if name.rpartition(".")[2] == "bias"]
+    chosen = [
         name
-        for name in every
-        if not inside(holder := name.rpartition(".")[0], above) and (bias == "all" or holder in own)
+        for name in all_biases
+        if not inside(holder := name.rpartition(".")[0], saved_paths) and (bias == "all" or holder in adapted_paths)
     ]
-    several = Counter(model.names.values())
-    for name in found:
-        if several[model.names[name]] > 1:
-            others = [one for one in model.names if one != name and model.names[one] == model.names[name]]
+    counts = Counter(model.names.values())
+    for name in chosen:
+        if counts[model.names[name]] > 1:
+            others = [alias for alias in model.names if alias != name and model.names[alias] == model.names[name]]
             raise ValueError(f"lora: bias={bias!r}: {name} is {listed(others)}, too, which would keep another copy")
-    return found
+    return chosen
 
 
 def inside(path: str, modules: Iterable[str]) -> bool:
-    """Whether a path is that of one of some modules, or below it."""
-    return any(path == one or path.startswith(f"{one}.") for one in modules)
+    """Whether a path is one of some modules' paths, or below it."""
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
 
 
 def in_files(model: Functional, kinds: Mapping[str, Kind], copies: Iterable[str] = ()) -> dict[str, str]:
-    """What adapters, and parameters that are replaced, are called in peft's files, by their paths.
+    """The names in peft's files of adapters, and of parameters that are replaced, by path.
 
-    There a parameter is adapted by a wrapper around its module, and the next one by a wrapper around that.
+    There a parameter is adapted by a wrapper around its module, and the next one by a wrapper around that wrapper.
     """
     wrappers = Counter(holder_of(path, kind) for path, kind in kinds.items())
 
@@ -228,39 +228,39 @@ def in_files(model: Functional, kinds: Mapping[str, Kind], copies: Iterable[str]
         holder, _, name = path.rpartition(".")
         return joined(wrapped(holder), *["base_layer"] * wrappers[holder], name) if path else ""
 
-    found = {path: wrapped(path) for path in (*kinds, *copies)}
+    file_names = {path: wrapped(path) for path in (*kinds, *copies)}
     for holder in wrappers:
         names = [joined(holder, name) for name in model.module.get_submodule(holder)._parameters]
         for depth, path in enumerate(reversed([name for name in names if kinds.get(name) in BARE])):
-            found[path] = joined(wrapped(holder), *["base_layer"] * depth)
-    return found
+            file_names[path] = joined(wrapped(holder), *["base_layer"] * depth)
+    return file_names
 
 
 def saved_modules(model: Functional, saved: Names) -> list[str]:
-    """The modules that are trained themselves, by path.
+    """The paths of the modules that are trained as copies.
 
     Raises:
-        ValueError: names that match nothing; a module without parameters, or with buffers.
+        ValueError: a name matches nothing; a module has no parameters, or has buffers.
     """
     if not saved:
         return []
-    there = {path: m for path, m in model.module.named_modules() if path}
-    names = named(saved, SAVED)
-    names.check(there, "modules")
-    found = [path for path in there if names.matching(path)]
-    for path in found:
-        if not any(True for _ in there[path].parameters()):
+    by_path = {path: m for path, m in model.module.named_modules() if path}
+    selector = named(saved, SAVED)
+    selector.check(by_path, "modules")
+    paths = [path for path in by_path if selector.matching(path)]
+    for path in paths:
+        if not any(True for _ in by_path[path].parameters()):
             raise ValueError(f"lora: modules_to_save: {path} has no parameters")
-        if buffers := [name for name, _ in there[path].named_buffers()]:
+        if buffers := [name for name, _ in by_path[path].named_buffers()]:
             raise ValueError(
                 f"lora: modules_to_save: {path} has buffers, {listed(buffers, 3)}, which adapters do not keep"
             )
-    refuse_several_homes(model, [*found, *(p for p in there if any(p.startswith(f"{one}.") for one in found))])
-    return found
+    refuse_several_homes(model, [*paths, *(p for p in by_path if any(p.startswith(f"{path}.") for path in paths))])
+    return paths
 
 
 def other_names(model: Functional) -> Callable[[str], list[str]]:
-    """What finds, by the path of a module, all paths that it has."""
+    """Returns a function that maps a module's path to all paths of that module."""
     paths: dict[int, list[str]] = {}
     for path, m in model.module.named_modules(remove_duplicate=False):
         paths.setdefault(id(m), []).append(path)
@@ -268,18 +268,18 @@ def other_names(model: Functional) -> Callable[[str], list[str]]:
 
 
 def refuse_several_homes(model: Functional, paths: Iterable[str]) -> None:
-    """Raises ValueError for modules that are called from several stages, of which one alone would have the adapter."""
-    names, stages = other_names(model), {id(model.module.get_submodule(one)): one for one in model.stages}
+    """Raises ValueError for modules that several stages call, only the first of which would have the adapter."""
+    names, stages = other_names(model), {id(model.module.get_submodule(stage)): stage for stage in model.stages}
 
     def home(path: str) -> str:
         words = path.split(".")
         above = (id(model.module.get_submodule(".".join(words[:n]))) for n in range(1, len(words) + 1))
-        return next((stages[one] for one in above if one in stages), "")
+        return next((stages[key] for key in above if key in stages), "")
 
     for path in paths:
         homes = dict.fromkeys(map(home, names(path)))
         if len(homes) > 1:
-            where = listed((f"stage {one!r}" if one else "no stage" for one in homes), separator=" and ")
+            where = listed((f"stage {stage!r}" if stage else "no stage" for stage in homes), separator=" and ")
             raise ValueError(
                 f"lora: {path} is one module with {listed(names(path), 3, separator=' and ')}, in {where}, and the "
                 f"first alone would have its adapter: make one stage of a module that holds them all, or leave it out"
@@ -297,7 +297,7 @@ def _kind(path: str, m: nn.Module) -> Kind:
 
 
 def _output(module: Any) -> Any:
-    """The layer whose results are logits, if a module of transformers says so."""
+    """The layer that returns logits, if a transformers model names it."""
     get = getattr(module, "get_output_embeddings", None)
     try:
         return get() if callable(get) else None

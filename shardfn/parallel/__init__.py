@@ -1,9 +1,9 @@
-"""What mesh axes other than those of the data mean: pure functions of local tensors, exact under every transform.
+"""Parallelism over mesh axes other than the batch's: pure functions of local tensors, exact under every transform.
 
 Tensor, sequence and vocabulary parallelism (`to_parallel`, `from_parallel`, `embedding`, `rms_norm`, `cross_entropy`),
 context parallelism (`ring_attention`, `ulysses_attention`), expert parallelism (`route`, `mixture`) and pipelines
 (`pipeline`).
-Each takes the name of its axis, and `()` for none: then it is the ordinary function, on one process too.
+Each takes the name of its axis; with `()` for none it is the ordinary function, on one process too.
 
 Imports `transforms` and what is below, not `stages`.
 """

@@ -1,8 +1,8 @@
 """Context parallelism: attention over a sequence that is cut over an axis, as a ring or by exchanging heads.
 
-In the ring each rank keeps its queries, and keys and values go around. With causal attention a rank that holds the
-beginning would have little to do and the last one much, so sequences are cut *balanced*: into two pieces for each
-rank, of which the first rank has the first and the last, and so on inwards.
+In the ring each rank keeps its queries, and keys and values go around. With causal attention the rank with the
+beginning of the sequence would have little to do and the last one much, so sequences are cut *balanced*: into two
+pieces a rank, of which the first rank has the first and the last, the second rank the next ones inwards, and so on.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from shardfn.mesh.grid import AxisName, as_names
 from shardfn.mesh.scope import bound_axis
 from shardfn.transforms.custom_vjp import custom_vjp
 
-Block = tuple[slice, slice, bool]  # queries and keys that meet, and whether causally
+Block = tuple[slice, slice, bool]  # queries, the keys that they attend to, and whether causally
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None) -> Tensor:
     """Softmax attention: `[b, h, t, d], [b, g, s, d], [b, g, s, d] -> [b, h, t, d]`.
 
-    By torch's fused kernels for itself and its first derivative; under every transform.
+    The value and the first derivative use torch's fused kernels. It works under every transform.
 
     Args:
         q: queries.
         k: keys; `g` heads, of which `h` is a multiple: each serves `h / g` heads of queries, one after another.
         v: values.
-        causal: a query sees the keys up to its own place; `t` and `s` are the same then.
-        scale: of the scores; default: `d ** -0.5`.
+        causal: a query sees the keys up to its own position; `t` and `s` must be equal.
+        scale: factor of the scores; default: `d ** -0.5`.
     """
     return ring_attention(q, k, v, (), causal=causal, scale=scale)
 
@@ -51,26 +51,26 @@ def ring_attention(
 ) -> Tensor:
     """Attention over a sequence that is cut over `axis`: `[b, h, t / c, d], [b, g, t / c, d], ... -> [b, h, t / c, d]`.
 
-    Keys and values go around the ring, `c - 1` times one step; in backward they do again, and their gradients `c`
-    times. While they travel, the rank computes with those that it has. A second derivative, a tangent or a batch
-    gathers keys and values instead.
+    Keys and values go around the ring in `c - 1` steps; in backward they go again, and their gradients in `c` steps.
+    While they travel, each rank computes with those that it has. Second derivatives, tangents (jvp) and batches (vmap)
+    gather keys and values instead.
 
     Args:
         q: this rank's queries.
         k: its keys, as for `attention`.
         v: its values.
-        axis: that cuts the sequence; `()` where nothing does.
-        causal: a query sees the keys up to its own place.
-        balanced: the sequence is cut as `positions` says, so that with `causal` all ranks have as much to do; otherwise
-            it is cut in order.
-        scale: of the scores; default: `d ** -0.5`.
+        axis: the axis that cuts the sequence; `()` if nothing does.
+        causal: a query sees the keys up to its own position.
+        balanced: the sequence is cut as `positions` says, so that with `causal` all ranks have equal work; otherwise it
+            is cut in order.
+        scale: factor of the scores; default: `d ** -0.5`.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: dtypes that differ.
+        ValueError: the shapes do not fit.
+        TypeError: the dtypes differ.
 
     Sources: Liu et al., Ring Attention with Blockwise Transformers (2023), algorithm 1; Brandon et al., Striped
-    Attention (2023), for the imbalance; the cut into two pieces a rank is that of Llama 3 (2024), section 3.3.2.
+    Attention (2023), for the imbalance; Llama 3 (2024), section 3.3.2, for the cut into two pieces a rank.
     """
     _check(q, k, v, causal)
     size = axis_size(axis)
@@ -88,12 +88,13 @@ def ring_attention(
 def ulysses_attention(
     q: Tensor, k: Tensor, v: Tensor, axis: AxisName, *, causal: bool = True, scale: float | None = None
 ) -> Tensor:
-    """As `ring_attention` on a sequence that is cut in order, by exchanging heads: each rank attends with some of them.
+    """Like `ring_attention` on a sequence that is cut in order, but each rank computes some heads over the whole of it.
 
     Four all-to-alls bring queries, keys and values to the ranks of their heads, and the results back.
 
     Raises:
-        ValueError: heads that `axis` does not divide.
+        ValueError: the size of `axis` does not divide the heads; the shapes do not fit.
+        TypeError: the dtypes differ.
 
     Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
     """
@@ -109,12 +110,12 @@ def ulysses_attention(
 
 
 def positions(length: int, axis: AxisName, *, balanced: bool = True, device: torch.device | None = None) -> Tensor:
-    """Which places of a sequence of `length` this rank has, in the order in which it holds them: `[length / size]`.
+    """The positions of a sequence of `length` that this rank has, in the order that it holds them: `[length / size]`.
 
-    Balanced, rank `i` of `c` has pieces `i` and `2 c - 1 - i` of `2 c` equal ones; otherwise piece `i` of `c`.
+    Balanced, rank `i` of `c` has pieces `i` and `2 c - 1 - i` of `2 c` equal ones; otherwise it has piece `i` of `c`.
 
     Raises:
-        ValueError: a length that does not divide.
+        ValueError: the length does not divide into these pieces.
     """
     size = axis_size(axis)
     _divides(length, size, balanced, axis)
@@ -169,9 +170,9 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         return (scores.softmax(-1) @ v,)
 
     def fwd(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
+        size, index, repeats = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
         if size == 1:
-            out, lse = kernels.attention(q, _repeated(k, more), _repeated(v, more), causal, scale)
+            out, lse = kernels.attention(q, _repeated(k, repeats), _repeated(v, repeats), causal, scale)
             return (out,), (q, k, v, out, lse)
         out = torch.zeros_like(q, dtype=_wide(q))
         lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
@@ -179,9 +180,9 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         for step in range(size):
             coming = _sent(travelling, axis) if step + 1 < size else None
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
-                keys, values = (_repeated(x[:, :, columns], more) for x in travelling)
-                new, logs = kernels.attention(q[:, :, rows], keys, values, masked, scale)
-                _merge(out[:, :, rows], lse[:, :, rows], new, logs)
+                keys, values = (_repeated(x[:, :, columns], repeats) for x in travelling)
+                part, part_lse = kernels.attention(q[:, :, rows], keys, values, masked, scale)
+                _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
             if coming is not None:
                 travelling = coming()
         out = out.to(q.dtype)
@@ -191,12 +192,12 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
         residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
         (q, k, v, out, lse), (ct,) = residuals, cotangents
-        size, index, more = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
-        ct = torch.zeros_like(out) if ct is None else ct  # other ranks' keys and values come by all the same
+        size, index, repeats = axis_size(axis), axis_index(axis), q.shape[1] // k.shape[1]
+        ct = torch.zeros_like(out) if ct is None else ct  # the ring needs every rank, with a cotangent or not
         if size == 1:
-            keys, values = _repeated(k, more), _repeated(v, more)
+            keys, values = _repeated(k, repeats), _repeated(v, repeats)
             dq, dk, dv = kernels.attention_backward(ct, q, out, lse, keys, values, causal, scale)
-            return [dq, _summed(dk, more), _summed(dv, more)]
+            return [dq, _summed(dk, repeats), _summed(dv, repeats)]
         dq = torch.zeros_like(q, dtype=_wide(q))
         travelling = torch.stack((k, v))
         arriving: Callable[[], Tensor] = lambda: travelling  # noqa: E731
@@ -204,14 +205,14 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
             coming = _sent(travelling, axis) if step + 1 < size else None
             own = torch.zeros_like(travelling, dtype=_wide(q))
             for rows, columns, masked in _parts(index, (index - step) % size, q.shape[2], causal, balanced):
-                keys, values = (_repeated(x[:, :, columns], more) for x in travelling)
+                keys, values = (_repeated(x[:, :, columns], repeats) for x in travelling)
                 own_ct, own_q, own_out, own_lse = (x[:, :, rows] for x in (ct, q, out, lse))
                 new_q, new_k, new_v = kernels.attention_backward(
                     own_ct, own_q, own_out, own_lse, keys, values, masked, scale
                 )
                 dq[:, :, rows] += new_q
-                own[0, :, :, columns] += _summed(new_k, more)
-                own[1, :, :, columns] += _summed(new_v, more)
+                own[0, :, :, columns] += _summed(new_k, repeats)
+                own[1, :, :, columns] += _summed(new_v, repeats)
             arriving = _sent(own if step == 0 else arriving() + own, axis)
             if coming is not None:
                 travelling = coming()
@@ -222,25 +223,25 @@ def _ring(axis: AxisName, causal: bool, balanced: bool, scale: float) -> custom_
 
 
 def _unseen(own: int, axis: AxisName, balanced: bool, device: torch.device) -> Tensor:
-    """Which keys, of all ranks, come after each of this rank's queries, where each rank has `own` of both."""
-    every = [_places(own, index, axis_size(axis), balanced, device) for index in range(axis_size(axis))]
-    return torch.cat(every)[None, :] > every[axis_index(axis)][:, None]
+    """Mask of the keys of all ranks that come after each of this rank's queries: `[own, size * own]`, bool."""
+    places = [_places(own, index, axis_size(axis), balanced, device) for index in range(axis_size(axis))]
+    return torch.cat(places)[None, :] > places[axis_index(axis)][:, None]
 
 
 def _parts(index: int, source: int, length: int, causal: bool, balanced: bool) -> list[Block]:
-    """Which of a rank's queries meet which of the keys that came from `source`."""
-    every, half = slice(None), length // 2
+    """Which of a rank's queries attend to which of the keys that came from `source`."""
+    whole, half = slice(None), length // 2
     if not causal:
-        return [(every, every, False)]
+        return [(whole, whole, False)]
     if index == source:
-        return [(every, every, True)]
+        return [(whole, whole, True)]
     if not balanced:
-        return [(every, every, False)] if source < index else []
-    return [(every, slice(0, half), False)] if source < index else [(slice(half, None), every, False)]
+        return [(whole, whole, False)] if source < index else []
+    return [(whole, slice(0, half), False)] if source < index else [(slice(half, None), whole, False)]
 
 
 def _sent(x: Tensor, axis: AxisName) -> Callable[[], Tensor]:
-    """Begins to send `x` to the next rank of the ring; the function returned waits for what comes."""
+    """Starts to send `x` to the next rank of the ring; the function returned waits for what the previous one sends."""
     bound = bound_axis(axis, "ring_attention")
     if bound.size == 1:
         return lambda: x
@@ -248,18 +249,18 @@ def _sent(x: Tensor, axis: AxisName) -> Callable[[], Tensor]:
 
 
 def _merge(out: Tensor, lse: Tensor, new: Tensor, logs: Tensor) -> None:
-    """Adds attention to other keys, in place, by the logarithms of both sums of exponentials."""
-    both = torch.logaddexp(lse, logs)
-    out.mul_((lse - both).exp()[..., None].to(out.dtype)).add_(new * (logs - both).exp()[..., None].to(out.dtype))
-    lse.copy_(both)
+    """Merges attention to further keys into `out` and `lse`, in place; `logs` are log-sum-exps, like `lse`."""
+    merged = torch.logaddexp(lse, logs)
+    out.mul_((lse - merged).exp()[..., None].to(out.dtype)).add_(new * (logs - merged).exp()[..., None].to(out.dtype))
+    lse.copy_(merged)
 
 
-def _repeated(x: Tensor, more: int) -> Tensor:
-    return x if more == 1 else x.repeat_interleave(more, 1)
+def _repeated(x: Tensor, repeats: int) -> Tensor:
+    return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
 
-def _summed(x: Tensor, more: int) -> Tensor:
-    return x if more == 1 else x.unflatten(1, (-1, more)).sum(2)
+def _summed(x: Tensor, repeats: int) -> Tensor:
+    return x if repeats == 1 else x.unflatten(1, (-1, repeats)).sum(2)
 
 
 def _wide(x: Tensor) -> torch.dtype:

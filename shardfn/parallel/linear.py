@@ -1,7 +1,7 @@
-"""Tensor parallelism: layers whose matrices are cut over an axis, by columns going in and by rows coming out.
+"""Tensor parallelism: layers whose matrices are cut over an axis, the first by columns and the second by rows.
 
-Between the two, each rank computes with its own columns. `to_parallel` and `from_parallel` are Megatron's `f` and `g`:
-with `sequence=` they are those of its sequence parallelism, where what lies between layers is cut too.
+Between the two, each rank computes with its own columns. `to_parallel` and `from_parallel` are Megatron's `f` and `g`;
+with `sequence=` they are those of its sequence parallelism, where activations between layers are cut too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from shardfn.mesh.grid import AxisName
 
 
 def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
-    """What all ranks have, for use with matrices that are cut by columns: `x @ w`, `w: [d, f / size]`.
+    """Makes `x` whole on every rank, for matrices that are cut by columns: `x @ w`, `w: [d, f / size]`.
 
-    `pvary`, `I -> V`, whose transpose sums the gradients. With `sequence`, the dimension along which `x` is cut between
-    layers, `all_gather` along it; and whatever is computed on such pieces, with a norm's weights say, needs
+    It is `pvary`, `I -> V`, whose transpose sums the gradients. With `sequence`, the dimension along which `x` is cut
+    between layers, it is `all_gather` along it; weights that are used on such pieces, a norm's say, then need
     `pvary(weights, axis)`.
 
     Bytes a rank sends for `n` bytes of the whole `x`: none forward and `2 n (s - 1) / s` backward; with `sequence`
@@ -33,7 +33,7 @@ def to_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Te
 def from_parallel(x: Tensor, axis: AxisName, *, sequence: int | None = None) -> Tensor:
     """The sum of what ranks computed with matrices that are cut by rows: `h @ w`, `w: [f / size, d]`.
 
-    `psum`, `V -> I`; with `sequence`, the dimension along which the result is cut, `reduce_scatter` along it.
+    It is `psum`, `V -> I`; with `sequence`, the dimension along which the result is cut, `reduce_scatter` along it.
 
     Bytes a rank sends for `n` bytes of the whole sum: `2 n (s - 1) / s` forward and none backward; with `sequence`
     `n (s - 1) / s` each.
@@ -49,13 +49,13 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
     Args:
         tokens: integers from 0 to `v - 1`, the same on all ranks along `axis`.
         table: this rank's rows.
-        axis: that cuts it; `()` where nothing does.
-        sequence: the dimension along which the result is cut; without it, it is the same on all ranks, `V -> I`.
+        axis: the axis that cuts the table; `()` if nothing does.
+        sequence: the dimension along which the result is cut; by default the result is the same on all ranks, `V -> I`.
 
     Raises:
-        IndexError: a token outside of the table.
-        TypeError: tokens that are not integers.
-        ValueError: a table that is not a matrix.
+        IndexError: a token is outside the table.
+        TypeError: the tokens are not integers.
+        ValueError: the table is not a matrix.
     """
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(
@@ -72,5 +72,6 @@ def embedding(tokens: Tensor, table: Tensor, axis: AxisName = (), *, sequence: i
     own = tokens - axis_index(axis) * rows
     here = (own >= 0) & (own < rows)
     outside = (tokens < 0) | (tokens >= rows * size)
-    found = F.embedding(own.where(here | outside, 0).where(~outside, rows), table)
-    return from_parallel(found * here[..., None], axis, sequence=sequence)
+    # A token that another rank has looks up row 0, whose result is masked; one outside all rows raises IndexError.
+    vectors = F.embedding(own.where(here | outside, 0).where(~outside, rows), table)
+    return from_parallel(vectors * here[..., None], axis, sequence=sequence)

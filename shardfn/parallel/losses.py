@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that nobody has whole: columns are cut over an axis, and rows made a few at a time."""
+"""Cross-entropy without the whole logits: their columns are cut over an axis, and rows are computed in chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardfn.mesh.grid import AxisName
 from shardfn.parallel.linear import to_parallel
 from shardfn.transforms.custom_vjp import custom_vjp
 
-LOGITS = 2**23  # that are made at a time by default
+LOGITS = 2**23  # computed at a time by default
 
 
 def cross_entropy(
@@ -28,30 +28,30 @@ def cross_entropy(
     chunk: int | None = None,
     sequence: int | None = None,
 ) -> Tensor:
-    """The cross-entropy of `x @ w` at each place: `[..., d], [d, v / size], [...] -> [...]`, in nats.
+    """The cross-entropy of the logits `x @ w` at each position: `[..., d], [d, v / size], [...] -> [...]`, in nats.
 
-    Of the logits `[rows, v / size]` only `chunk` rows exist at a time, where there are more; backward makes them again.
-    Ranks exchange three numbers a row.
+    At most `chunk` rows of the logits `[rows, v / size]` exist at a time; if there are more rows, backward computes
+    them again. Ranks exchange three numbers a row.
 
     Args:
-        x: the same on all ranks along `axis` (`to_parallel` is in here), in any floating dtype; the loss of one
-            narrower than float32 is float32.
+        x: the same on all ranks along `axis` (`to_parallel` is applied here), in any floating dtype; if it is narrower
+            than float32, the loss is float32.
         w: this rank's columns.
         targets: integers from 0 to `vocabulary - 1`, or `ignore`.
-        axis: that cuts `w` by columns; `()` where nothing does.
-        vocabulary: how many columns of the whole `w` are meant, where it is padded; those behind have no probability.
-        ignore: a target with no loss and no gradient.
-        chunk: rows; default: as many as make 8 million logits.
-        sequence: the dimension along which `axis` cuts `x`, as `to_parallel` says; targets are whole.
+        axis: the axis that cuts `w` by columns; `()` if nothing does.
+        vocabulary: the number of columns of the whole `w` that are not padding; padding has no probability.
+        ignore: the target that has no loss and no gradient.
+        chunk: rows at a time; default: as many as make 8 million logits.
+        sequence: the dimension along which `axis` cuts `x`, as for `to_parallel`; the targets are whole.
 
     Returns:
-        Losses, the same on all ranks along `axis`; 0 at ignored targets. Nothing is averaged.
+        One loss a target, the same on all ranks along `axis`; 0 at ignored targets.
 
     Raises:
-        IndexError: a target outside of the vocabulary.
-        ValueError: shapes that do not fit; a vocabulary larger than `w` is.
+        IndexError: a target is outside the vocabulary.
+        ValueError: the shapes do not fit; the vocabulary is larger than `w`; the chunk is not positive.
 
-    Source: Shoeybi et al., Megatron-LM (2019), section 3, for the cut; the chunks are checkpointing.
+    Source: Shoeybi et al., Megatron-LM (2019), section 3, for the cut. Chunks are activation checkpointing.
     """
     x = to_parallel(x, axis, sequence=sequence)
     if x.shape[:-1] != targets.shape or w.ndim != 2 or w.shape[0] != x.shape[-1]:
@@ -68,75 +68,75 @@ def cross_entropy(
     rows = max(1, LOGITS // max(1, w.shape[1])) if chunk is None else chunk
     if rows < 1:
         raise ValueError(f"cross_entropy: chunk={chunk}; it is a number of rows, 1 or more")
-    flat, wanted = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    F.embedding((wanted.where(wanted != ignore, 0)), w.new_empty(()).expand(columns, 1).detach())  # refuses others
-    losses = _rule(axis, columns, ignore, rows)(flat, w, wanted)[0]
+    flat_x, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    F.embedding((labels.where(labels != ignore, 0)), w.new_empty(()).expand(columns, 1).detach())  # checks the range
+    losses = _rule(axis, columns, ignore, rows)(flat_x, w, labels)[0]
     return losses.view(targets.shape)
 
 
 @functools.lru_cache(maxsize=256)
 def _rule(axis: AxisName, columns: int, ignore: int, rows: int) -> custom_vjp:
     def logits(x: Tensor, w: Tensor) -> Tensor:
-        made = (x @ w).to(torch.promote_types(x.dtype, torch.float32))
+        logits = (x @ w).to(torch.promote_types(x.dtype, torch.float32))
         first = axis_index(axis) * w.shape[1]
         if columns < first + w.shape[1]:
-            behind = torch.arange(first, first + w.shape[1], device=w.device) >= columns
-            made = made.masked_fill(behind, torch.finfo(made.dtype).min)  # a whole row of infinities has no softmax
-        return made
+            padding = torch.arange(first, first + w.shape[1], device=w.device) >= columns
+            logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)  # a row of -inf would make nan
+        return logits
 
     def own(targets: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Each target's column here, and whether it is here."""
+        """Each target's column on this rank, and whether this rank has it."""
         column = targets - axis_index(axis) * n
         here = (column >= 0) & (column < n)
         return column.where(here, 0), here
 
-    def of_rows(made: Tensor, sums: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses, and the logarithms of the sums of exponentials over all columns; `sums` is that of those here."""
-        column, here = own(targets, made.shape[1])
+    def of_rows(logits: Tensor, sums: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses, and log-sum-exps over all columns; `sums` are the log-sum-exps of this rank's columns."""
+        column, here = own(targets, logits.shape[1])
         top = pmax(sums.detach(), axis)
-        picked = made.gather(1, column[:, None])[:, 0].where(here, 0)
-        total, picked = psum(torch.stack(((sums - top).exp(), picked)), axis).unbind(0)
-        every = total.log() + top
-        return (every - picked).where(targets != ignore, 0), every
+        chosen = logits.gather(1, column[:, None])[:, 0].where(here, 0)
+        total, chosen = psum(torch.stack(((sums - top).exp(), chosen)), axis).unbind(0)
+        lse = total.log() + top
+        return (lse - chosen).where(targets != ignore, 0), lse
 
     def pure(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        made = logits(x, w)
-        return (of_rows(made, made.logsumexp(1), targets)[0],)
+        own_logits = logits(x, w)
+        return (of_rows(own_logits, own_logits.logsumexp(1), targets)[0],)
 
     def fwd(x: Tensor, w: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        found = []
-        for some in _chunks(len(x), rows):
-            made = logits(x[some], w)
-            parts = _shares(made)
-            found.append(of_rows(made, parts[1], targets[some]))
-        losses, every = (torch.cat(each) for each in zip(*found, strict=True))
-        return (losses,), (x, w, targets, every, *(parts if len(found) == 1 else ()))
+        results = []
+        for chunk in _chunks(len(x), rows):
+            own_logits = logits(x[chunk], w)
+            parts = _shares(own_logits)
+            results.append(of_rows(own_logits, parts[1], targets[chunk]))
+        losses, lse = (torch.cat(pieces) for pieces in zip(*results, strict=True))
+        return (losses,), (x, w, targets, lse, *(parts if len(results) == 1 else ()))
 
     def bwd(
         residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        (x, w, targets, every, *parts), (ct,) = residuals, cotangents
+        (x, w, targets, lse, *parts), (ct,) = residuals, cotangents
         if ct is None:
             return [None, None, None]
         ct = ct.where(targets != ignore, 0)
         dx = torch.empty_like(x) if needs[0] else None
         dw: Tensor | None = None
-        for some in _chunks(len(x), rows):
-            found, sums = parts or _shares(logits(x[some], w))
-            p = found * ((sums - every[some]).exp() * ct[some])[:, None]
-            column, here = own(targets[some], p.shape[1])
-            p = p.scatter_add_(1, column[:, None], -ct[some, None].where(here[:, None], 0)).to(x.dtype)
+        for chunk in _chunks(len(x), rows):
+            shares, sums = parts or _shares(logits(x[chunk], w))
+            p = shares * ((sums - lse[chunk]).exp() * ct[chunk])[:, None]
+            column, here = own(targets[chunk], p.shape[1])
+            p = p.scatter_add_(1, column[:, None], -ct[chunk, None].where(here[:, None], 0)).to(x.dtype)
             if dx is not None:
-                dx[some] = p @ w.mT
+                dx[chunk] = p @ w.mT
             if needs[1]:
-                dw = x[some].mT @ p if dw is None else dw.addmm_(x[some].mT, p)
+                dw = x[chunk].mT @ p if dw is None else dw.addmm_(x[chunk].mT, p)
         return [dx, dw, None]
 
     return custom_vjp(pure, fwd, bwd)
 
 
 def _shares(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax over the columns here, and the logarithm of its sums."""
+    """The softmax over this rank's columns, and their log-sum-exp."""
     shares = logits.softmax(1)
     return shares, logits.amax(1) - shares.amax(1).log()
 

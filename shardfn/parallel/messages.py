@@ -1,9 +1,9 @@
-"""What the ranks of a pipeline send each other: tensors of any shapes, each message with a note that says what comes.
+"""The messages between the ranks of a pipeline: tensors of any shapes, each message behind a note that describes it.
 
-A note goes from host to host and is of one size, whatever it says: no rank has to know what another will send, and
-none takes one thing for another. The last note to each other rank is an `End`: all went well, or why not. Who expects
-tensors and finds an end stops too, so what fails on one rank ends on all; and as each reads up to every end, nothing is
-left on the way for the next pipeline to find.
+A note goes from host to host and has a fixed size whatever it holds, so no rank has to know in advance what another
+will send, and none mistakes one message for another. The last note to each other rank is an `End`: either success, or
+the reason of a failure. A rank that expects tensors and finds an end stops too, so a failure on one rank ends the run
+on all; and as each rank reads up to every end, no message is left over for the next pipeline to find.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from shardfn.mesh.groups import group_over
 from shardfn.mesh.lanes import lane
 from shardfn.mesh.scope import current_mesh
 
-ROOM = 1024  # bytes of a note; what does not fit follows
+ROOM = 1024  # bytes of a note; a longer one continues in a second message
 _LENGTH = struct.Struct("<q")
-_NOTE, _MORE, _TENSORS = 3, 4, 5  # tags: of notes, of what does not fit, and the first one of tensors
+_NOTE, _MORE, _TENSORS = 3, 4, 5  # tags: a note, its continuation, the first of the tensors'
 _TAGS = 2**30
 _numbers = itertools.count()
 
-Way = Literal["gathers", "reductions"]  # two communicators: neither direction waits for the other
-Kind = tuple[tuple[int, ...], torch.dtype, bool]  # and whether it needs a gradient
+Way = Literal["gathers", "reductions"]  # one communicator each: neither direction waits for the other
+Kind = tuple[tuple[int, ...], torch.dtype, bool]  # shape, dtype, whether it needs a gradient
 
 
 @dataclass(frozen=True)
 class End:
-    """A rank's last word.
+    """A rank's last note.
 
     Attributes:
-        said: what it found, if all went well.
-        wrong: what went wrong on it: an error's type and text.
-        stopped: whether it stopped because others had.
+        said: the result of its body, if it succeeded.
+        wrong: its error's type and text, if it failed.
+        stopped: whether it stopped because another rank had.
     """
 
     said: Any = None
@@ -65,13 +65,13 @@ class End:
 
 @dataclass(frozen=True)
 class Message:
-    """What came.
+    """A message as received.
 
     Attributes:
-        said: in addition to the tensors.
-        tree: their structure, packed.
-        kinds: of the tensors where they come from.
-        tensors: in memory of their own.
+        said: the value sent along with the tensors.
+        tree: the tensors' tree structure, packed.
+        kinds: their shapes, dtypes and `requires_grad` on the sender.
+        tensors: the tensors, in memory of their own.
     """
 
     said: Any
@@ -81,11 +81,11 @@ class Message:
 
 
 _GONE = End(wrong=("does not answer", ""))
-_Sent = tuple[Any, Tensor, list[int]]  # the work, bytes, and their version
-_left: deque[Any] = deque(maxlen=16)  # what the last runs sent
+_Sent = tuple[Any, Tensor, list[int]]  # the work, the bytes, and their versions
+_left: deque[Any] = deque(maxlen=16)  # keeps what the last runs sent alive: other ranks may still read it
 _cut_short: weakref.WeakKeyDictionary[Any, str] = (
     weakref.WeakKeyDictionary()
-)  # groups on which something may be on its way that no run will read, and why
+)  # by group: why messages may still be under way on it that no run will read
 
 
 class Stopped(Exception):
@@ -96,10 +96,10 @@ class _Gone(RuntimeError):
     """Another rank does not answer."""
 
 
-def _tried(do: Callable[..., Any], *args: Any) -> Any:
-    """Something that only fails if the rank at the other end is gone."""
+def _tried(call: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function whose RuntimeError can only mean that the rank at the other end is gone; raises `_Gone` then."""
     try:
-        return do(*args)
+        return call(*args)
     except RuntimeError as error:
         raise _Gone(waiting.brief(error)) from error
 
@@ -107,11 +107,11 @@ def _tried(do: Callable[..., Any], *args: Any) -> Any:
 class _Line:
     """Notes to and from one other rank, in order.
 
-    A note has room for tensors behind it: as many bytes as those of the message before had, which both sides know.
+    A note has room for tensors behind it, as many bytes as the previous message's tensors took, which both sides know.
 
     Attributes:
-        here: bytes of room in the next note that comes.
-        there: in the next one that goes.
+        here: bytes of room in the next note to arrive.
+        there: bytes of room in the next note to send.
     """
 
     def __init__(self, group: Any, peer: int) -> None:
@@ -121,30 +121,30 @@ class _Line:
         self.going: deque[Any] = deque()
 
     def send(self, note: Any, rows: Sequence[Tensor] = ()) -> None:
-        """Sends a note, and behind it what there must be room for."""
+        """Sends a note, and behind it tensors' bytes, for which there must be room."""
         body = pickle.dumps(note)
         data = _LENGTH.pack(len(body)) + body
         with functorch.outside_transforms():
-            first = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8)
-            first[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
+            message = torch.empty(ROOM + _places(rows)[-1], dtype=torch.uint8)
+            message[: min(ROOM, len(data))] = torch.frombuffer(bytearray(data[:ROOM]), dtype=torch.uint8)
             for row, at in zip(rows, _places(rows), strict=False):
-                first[ROOM + at : ROOM + at + len(row)] = row
-            self._start(first, _NOTE)
+                message[ROOM + at : ROOM + at + len(row)] = row
+            self._start(message, _NOTE)
             if len(data) > ROOM:
                 self._start(torch.frombuffer(bytearray(data[ROOM:]), dtype=torch.uint8), _MORE)
 
     def _start(self, row: Tensor, tag: int) -> None:
-        self.going.append(self.group.send([row], self.peer, tag))  # a work that nobody holds takes its message with it
+        self.going.append(self.group.send([row], self.peer, tag))  # dropping the work would drop its message
 
     def expect(self) -> None:
-        """Makes ready for the next note, which may then come while this rank computes."""
+        """Posts the receive of the next note, which can then arrive while this rank computes."""
         if self.coming is None:
             data = bytearray(ROOM + self.here)
             with functorch.outside_transforms():
                 self.coming = data, self._coming(data, _NOTE)
 
     def receive(self) -> tuple[Any, bytearray]:
-        """The next note, and the memory that it came in, with room behind."""
+        """Returns the next note, and the memory in which it came with the room behind it."""
         self.expect()
         assert self.coming is not None
         data, work = self.coming
@@ -153,10 +153,10 @@ class _Line:
         (length,) = _LENGTH.unpack_from(data)
         body = data[_LENGTH.size : min(ROOM, _LENGTH.size + length)]
         if length > len(body):
-            more = bytearray(length - len(body))
+            tail = bytearray(length - len(body))
             with functorch.outside_transforms():
-                _tried(self._coming(more, _MORE).wait)
-            body += more
+                _tried(self._coming(tail, _MORE).wait)
+            body += tail
         return pickle.loads(body), data
 
     def _arrived(self, work: Any) -> None:
@@ -168,25 +168,25 @@ class _Line:
         return _tried(self.group.recv, [torch.frombuffer(data, dtype=torch.uint8)], self.peer, tag)
 
     def arrived(self, left: int = 0) -> None:
-        """Until the other rank has all that was sent but so much."""
+        """Waits until at most `left` of the messages sent have not arrived at the other rank."""
         while len(self.going) > left:
             _tried(self.going[0].wait)
             self.going.popleft()
 
 
 def _places(rows: Sequence[Any]) -> list[int]:
-    """Where each of these bytes begin when they lie one after another, aligned; and where all end."""
+    """The offset of each row of bytes when they lie one after another, aligned to 64; and the end of the last."""
     return list(itertools.accumulate((-(-len(row) // 64) * 64 for row in rows), initial=0))
 
 
 class Team:
-    """The ranks along an axis, on which one pipeline after another runs.
+    """The ranks along an axis, on which one pipeline runs after another.
 
     Attributes:
-        axis: its name.
-        device: where tensors go from and to.
-        size: ranks along it.
-        index: which of them this one is.
+        axis: the axis's name.
+        device: the device of the tensors that are sent and received.
+        size: the number of ranks along the axis.
+        index: this rank's index among them.
     """
 
     def __init__(self, axis: AxisName, along: Communicator, device: str) -> None:
@@ -197,7 +197,7 @@ class Team:
         self.size, self.index = along.axis.size, along.axis.index
         ranks = dist.get_process_group_ranks(along.gathers)
         hosts = along.gathers if backend == "gloo" else group_over(ranks, "notes", "gloo")
-        self.together = hosts is along.gathers and self.device.type == "cpu"  # notes go where tensors go
+        self.together = hosts is along.gathers and self.device.type == "cpu"  # notes and tensors take the same way
         self.lines = {i: _Line(hosts, i) for i in range(self.size) if i != self.index}
         self.sent: dict[int, deque[list[_Sent]]] = {i: deque() for i in self.lines}
         self.ends: dict[int, End] = {}
@@ -206,31 +206,32 @@ class Team:
     # --- a run ---
 
     def run(self, body: Callable[[], Any]) -> list[Any]:
-        """What `body` returns on each rank, when it has on all; what it raises on one is an error on all.
+        """Runs `body` and returns its results on all ranks, in order, once it has succeeded on all.
 
         Raises:
-            ValueError, TypeError, RuntimeError: something went wrong on another rank, or it is gone.
+            ValueError, TypeError, RuntimeError: `body` failed on another rank, or that rank is gone. An error of
+                this rank's own `body` is raised unchanged.
         """
         if debugging.collectives:
             compare("pipeline", f"{self.size} ranks", self.communicator.axis, served=True)
-        said, failure = None, None
+        result, failure = None, None
         self.ends = {}
         for line in self.lines.values():
             line.here = line.there = 0
         try:
             self._refuse_after_a_cut()
-            said = body()
+            result = body()
             for to in self.sent:
                 self.delivered(to)
-        except BaseException as error:  # also an interrupt: others must not wait for this rank
+        except BaseException as error:  # interrupts too: other ranks must not wait for this one
             failure = error
         try:
-            ends = self._finished(said, failure)
+            ends = self._finished(result, failure)
             if failure is not None and not isinstance(failure, Stopped):
                 raise failure
             self._raise_of(ends)
         finally:
-            failure = None  # it knows this frame
+            failure = None  # its traceback refers to this frame: a reference cycle
         return [end.said for end in ends]
 
     def _refuse_after_a_cut(self) -> None:
@@ -240,20 +241,20 @@ class Team:
                 f"and its messages may still be on their way: start the processes again"
             )
 
-    def _finished(self, said: Any, failure: BaseException | None) -> list[End]:
-        """Every rank's end, when nothing is on its way any more."""
+    def _finished(self, result: Any, failure: BaseException | None) -> list[End]:
+        """Exchanges ends and returns every rank's, once no message is under way."""
         stopped = isinstance(failure, Stopped)
         wrong = None if failure is None or stopped else (type(failure).__name__, str(failure)[:8000])
-        own, before = End(said, wrong, stopped), _cut_short.get(self.hosts)
-        _cut_short[self.hosts] = before or "while ranks compared how it ended"
+        own, earlier = End(result, wrong, stopped), _cut_short.get(self.hosts)
+        _cut_short[self.hosts] = earlier or "while ranks compared how it ended"  # stays if an interrupt comes below
         for line in self.lines.values():
-            with contextlib.suppress(RuntimeError):  # one that is gone says nothing either
+            with contextlib.suppress(RuntimeError):  # a rank that is gone cannot be told
                 line.send(own)
-        cut = before or "; ".join(filter(None, [self._reads_to_the_end(source) for source in self.lines]))
+        cut = earlier or "; ".join(filter(None, [self._reads_to_the_end(source) for source in self.lines]))
         for i, line in self.lines.items():
             if self.ends.get(i, _GONE) is not _GONE:
                 line.arrived()
-        _left.append((self.sent, self.lines))  # others may still be reading it, if the run failed
+        _left.append((self.sent, self.lines))  # after a failure other ranks may still be reading it
         self.sent = {i: deque() for i in self.lines}
         if cut:
             _cut_short[self.hosts] = cut
@@ -262,43 +263,43 @@ class Team:
         return [own if i == self.index else self.ends.get(i, _GONE) for i in range(self.size)]
 
     def _reads_to_the_end(self, source: int) -> str:
-        """What remains unread, if anything does."""
-        left = ""
+        """Reads messages up to a rank's end; returns why some remain unread, or an empty string."""
+        unread = ""
         while source not in self.ends:
             try:
                 self._next(source)
             except _Gone:
                 self.ends[source] = _GONE
-            except RuntimeError:  # no memory for it, which may be what went wrong at first
-                left = f"when it could not take what rank {source} had sent"
-        return f"when rank {source} did not answer" if self.ends[source] is _GONE else left
+            except RuntimeError:  # out of memory, say, which may be the original failure
+                unread = f"when it could not take what rank {source} had sent"
+        return f"when rank {source} did not answer" if self.ends[source] is _GONE else unread
 
     def _raise_of(self, ends: list[End]) -> None:
         for i, end in enumerate(ends):
             if end.wrong is not None:
                 kind, text = end.wrong
-                known = {"ValueError": ValueError, "TypeError": TypeError}.get(kind, RuntimeError)
-                how = kind if end is _GONE else f"failed: {kind}: {text}"
-                raise known(f"pipeline: rank {i} along {self.axis!r} {how}")
+                error = {"ValueError": ValueError, "TypeError": TypeError}.get(kind, RuntimeError)
+                what = kind if end is _GONE else f"failed: {kind}: {text}"
+                raise error(f"pipeline: rank {i} along {self.axis!r} {what}")
 
     # --- what goes and comes during a run ---
 
-    def send(self, tensors: Sequence[Tensor], to: int, way: Way, said: Any, tree: bytes = b"") -> None:
-        """Sends tensors, which must stay as they are until they have arrived.
+    def send(self, tensors: Sequence[Tensor], to: int, way: Way, payload: Any, tree: bytes = b"") -> None:
+        """Sends tensors, which must not change until they have arrived.
 
         Raises:
-            TypeError: one that no message can hold; nothing was sent then.
+            TypeError: a message cannot hold one of them; nothing was sent.
         """
         rows = [self._row(x) for x in tensors]
         kinds = tuple([(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors])
         line, nbytes = self.lines[to], _places(rows)[-1]
         fits = self.together and 0 < nbytes <= line.there
         line.there = nbytes
-        # Tags that nothing else ever has.
+        # Unique tags: a receive never matches a tensor of another message.
         tags = [] if fits else [_TENSORS + next(_numbers) % _TAGS for row in rows if row.nbytes]
-        line.send((way, tags, packed(kinds), tree, said), rows if fits else ())
-        going: list[_Sent] = []
-        self.sent[to].append(going)
+        line.send((way, tags, packed(kinds), tree, payload), rows if fits else ())
+        sends: list[_Sent] = []
+        self.sent[to].append(sends)
         group, left = getattr(self.communicator, way), iter(tags)
         for x, row in zip(tensors, rows, strict=True):
             record(
@@ -306,15 +307,15 @@ class Team:
                 scheduled=True, backward=way == "reductions",
             )  # fmt: skip
             if row.nbytes and not fits:
-                row = row.clone() if row.is_inference() else row  # which nobody can see change
-                going.append((group.send([row], to, next(left)), row, versions([row])))
-        self.delivered(to, self.size)  # by then the schedule says that they are: neighbours wait for no tighter bound
+                row = row.clone() if row.is_inference() else row  # has no version: a change would go unnoticed
+                sends.append((group.send([row], to, next(left)), row, versions([row])))
+        self.delivered(to, self.size)  # no deadlock: a neighbour takes older ones without waiting for this rank
 
     def delivered(self, to: int, left: int = 0) -> None:
-        """Waits until at most so many messages are on their way to a rank.
+        """Waits until at most `left` messages to a rank are under way.
 
         Raises:
-            RuntimeError: a tensor was changed on its way.
+            RuntimeError: a tensor was changed before it had arrived.
         """
         while len(self.sent[to]) > left:
             for work, row, version in self.sent[to].popleft():
@@ -323,29 +324,29 @@ class Team:
         self.lines[to].arrived(2 * left + 1)
 
     def receive(self, source: int) -> Message:
-        """The next message from a rank.
+        """Returns the next message from a rank.
 
         Raises:
-            Stopped: it has stopped, or was stopped.
-            RuntimeError: it is at its end without that, or gone.
+            Stopped: that rank failed, or stopped because another had.
+            RuntimeError: that rank has finished without a further message, or is gone.
         """
         try:
-            found = self._next(source)
+            message = self._next(source)
         except _Gone as error:
             self.ends[source] = _GONE
             raise RuntimeError(f"pipeline: rank {source} along {self.axis!r} does not answer ({error})") from None
-        if isinstance(found, Message):
-            return found
-        if found.wrong or found.stopped:
+        if isinstance(message, Message):
+            return message
+        if message.wrong or message.stopped:
             raise Stopped
         raise RuntimeError(f"pipeline: rank {source} along {self.axis!r} is at its end, and this one expected more")
 
-    def exchange(self, said: Any) -> list[Any]:
-        """What each rank says."""
+    def exchange(self, value: Any) -> list[Any]:
+        """Sends a value to all ranks and returns the values of all, in order."""
         for line in self.lines.values():
-            line.send(("gathers", [], packed(()), b"", said))
-        heard = {source: self.receive(source).said for source in self.lines}
-        return [heard.get(i, said) for i in range(self.size)]
+            line.send(("gathers", [], packed(()), b"", value))
+        values = {source: self.receive(source).said for source in self.lines}
+        return [values.get(i, value) for i in range(self.size)]
 
     def _next(self, source: int) -> Message | End:
         if source not in self.ends:
@@ -356,14 +357,14 @@ class Team:
         return self.ends[source]
 
     def _message(
-        self, source: int, data: bytearray, way: Way, tags: list[int], packed: bytes, tree: bytes, said: Any
+        self, source: int, data: bytearray, way: Way, tags: list[int], packed: bytes, tree: bytes, payload: Any
     ) -> Message:
-        with paused():  # nobody can know what other ranks have sent
-            found = self._arrived(source, data, way, tags, unpacked(packed))
+        with paused():  # the checks cannot know what other ranks have sent
+            tensors = self._arrived(source, data, way, tags, unpacked(packed))
         if (recorder := current()) is not None:
-            for x in found:
+            for x in tensors:
                 recorder.filled(x)
-        return Message(said, tree, unpacked(packed), found)
+        return Message(payload, tree, unpacked(packed), tensors)
 
     def _arrived(
         self, source: int, data: bytearray, way: Way, tags: list[int], kinds: tuple[Kind, ...]
@@ -373,30 +374,30 @@ class Team:
         places = _places([range(n) for n in sizes])
         line.here = places[-1]
         line.expect()
-        if any(sizes) and not tags:  # they came with the note
+        if any(sizes) and not tags:  # the tensors came with the note
             return [
                 _within(data, ROOM + at, shape, dtype) for at, (shape, dtype, _) in zip(places, kinds, strict=False)
             ]
-        found = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
-        rows = [self._row(x) for x in found if x.nbytes]
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype, _ in kinds]
+        rows = [self._row(x) for x in tensors if x.nbytes]
         for work in [_tried(group.recv, [row], source, tag) for row, tag in zip(rows, tags, strict=True)]:
             _tried(work.wait)
-        return found
+        return tensors
 
     def _row(self, x: Any) -> Tensor:
-        """A tensor's bytes, in order: its own memory where they are in order there."""
+        """A tensor's bytes in row-major order: a view where it is contiguous, otherwise a copy."""
         plain = type(x) in (Tensor, torch.nn.Parameter)
         if not plain or x.layout != torch.strided or x.device.type != self.device.type:
-            found = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
+            given = f"a {x.layout} tensor on {x.device}" if plain else type(x).__name__
             raise TypeError(
                 f"pipeline: a part returns a pytree of tensors to the next rank, dense ones on {self.device.type}; "
-                f"among them is {found}"
+                f"among them is {given}"
             )
         return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in memory that others lie in too, but with a version of its own."""
+    """A tensor in memory that it shares with others, with a version counter of its own."""
     count = math.prod(shape)
     return (
         torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(shape)
@@ -406,7 +407,7 @@ def _within(data: bytearray, at: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def team_of(axis: AxisName) -> Team:
-    """The ranks along an axis of the mesh in scope. All of them take part the first time."""
+    """The ranks along an axis of the mesh in scope. All of them must take part in the first call."""
     mesh = current_mesh()
     assert mesh is not None, "an axis of several ranks belongs to a mesh"
     return per_mesh(
@@ -415,12 +416,12 @@ def team_of(axis: AxisName) -> Team:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Change when tensors are written into."""
+    """The tensors' version counters, which grow with every write; 0 for inference tensors, which have none."""
     return [0 if x.is_inference() else x._version for x in tensors]
 
 
 def refuse_changed(tensors: Sequence[Tensor], before: list[int]) -> None:
-    """Raises RuntimeError if tensors were written into since they had these versions."""
+    """Raises RuntimeError if tensors were written to since they had these versions."""
     if versions(tensors) != before:
         raise RuntimeError(
             "pipeline: a part changed in place a tensor that it had returned to the next rank, or had returned part "
@@ -429,9 +430,9 @@ def refuse_changed(tensors: Sequence[Tensor], before: list[int]) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def packed(known: Any) -> bytes:
-    """What a note can hold of something that is often the same."""
-    return pickle.dumps(known)
+def packed(value: Any) -> bytes:
+    """Pickles what a note holds; cached, as the same value is often sent again."""
+    return pickle.dumps(value)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,8 +1,8 @@
 """Expert parallelism: mixtures of experts whose experts are cut over an axis, to which tokens travel and come back.
 
-A router chooses `k` experts for each token. With a *capacity* each expert takes that many tokens of every group and
-the rest are dropped, so all sizes are known beforehand; without one nothing is dropped, and pieces have any length.
-Groups are the user's: as long as no group is cut, no mesh changes which tokens are dropped.
+A router chooses `k` experts for each token. With a *capacity* each expert takes at most that many tokens of every group
+and the rest are dropped, so all sizes are known in advance; without one nothing is dropped, and sizes vary.
+The user chooses the groups: as long as no group is cut, the mesh does not change which tokens are dropped.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Routing:
     """Which experts each token goes to.
 
     Attributes:
-        experts: their numbers, the best first: `[g, t, k]` integers.
-        weights: of their results: `[g, t, k]`.
-        logits: of all experts: `[g, t, e]`.
+        experts: indices of the chosen experts, best first: `[g, t, k]` integers.
+        weights: weights of their results: `[g, t, k]`.
+        logits: logits of all experts: `[g, t, e]`.
     """
 
     experts: Tensor
@@ -48,19 +48,19 @@ optree.register_pytree_node(
 
 
 def route(x: Tensor, gate: Tensor, k: int, *, normalize: bool = True) -> Routing:
-    """The `k` experts of the largest probability: `[g, t, d], [d, e] -> Routing`.
+    """Chooses the `k` most probable experts for each token: `[g, t, d], [d, e] -> Routing`.
 
     Args:
         x: groups of tokens.
         gate: the router's matrix.
-        k: experts a token, from 1 to `e`.
-        normalize: weights are the probabilities divided by their sum over the `k`; otherwise as they are.
+        k: experts per token, from 1 to `e`.
+        normalize: the weights are the probabilities divided by their sum over the `k`; otherwise the probabilities.
 
     Raises:
-        ValueError: more experts a token than there are; shapes that do not fit.
+        ValueError: `k` is not from 1 to `e`; the shapes do not fit.
 
     Sources: Shazeer et al., Outrageously Large Neural Networks (2017), section 2.1; Fedus et al., Switch Transformers
-    (2021), section 2.1, for `k` of 1, where `normalize=False` is what trains the router.
+    (2021), section 2.1, for `k` of 1, where the router is trained only with `normalize=False`.
     """
     if x.ndim != 3 or gate.ndim != 2 or gate.shape[0] != x.shape[-1]:
         raise ValueError(f"route: x {tuple(x.shape)}, gate {tuple(gate.shape)}; they are [g, t, d] and [d, e]")
@@ -84,27 +84,28 @@ def mixture(
     overflow: Literal["drop", "error"] = "drop",
     axes: AxisName = (),
 ) -> Tensor:
-    """The weighted results of each token's experts: `[g, t, d] -> [g, t, d]`.
+    """The weighted sum of the results of each token's experts: `[g, t, d] -> [g, t, d]`.
 
-    With a capacity, two all-to-alls of `[e, g * capacity, d]`; without, two of the chosen tokens, and one of how many
-    they are, which the host waits for.
+    With a capacity it takes two all-to-alls of `[e, g * capacity, d]`; without, two of the chosen tokens, and one of
+    their counts, for which the host waits.
 
     Args:
         expert: `(params, x) -> y`, `[n, d] -> [n, d]`: one expert, on any number of its tokens.
         params: a pytree with this rank's experts, `[e / size, ...]` each.
         x: groups of tokens.
-        routing: as `route` gives it, of the same tokens.
-        axis: over which the experts are cut, in order; `()` where a rank has them all.
-        capacity: tokens that an expert takes of one group, first choices first, then in order; the others get nothing
-            from it. None for as many as come.
-        overflow: `"error"` to refuse, on all ranks along `axis` and `axes`, tokens beyond the capacity.
-        axes: other axes along which ranks have other tokens: those that cut the batch.
+        routing: the result of `route` for the same tokens.
+        axis: the axis that cuts the experts, in order; `()` if a rank has them all.
+        capacity: tokens that an expert takes from one group, first choices first, then in order; the others get nothing
+            from it. None: no limit.
+        overflow: `"drop"`, or `"error"` to raise, on all ranks along `axis` and `axes`, if tokens exceed the capacity.
+        axes: further axes along which ranks have different tokens: those that cut the batch.
 
     Raises:
-        ValueError: sizes that do not fit; tokens beyond the capacity; a batch of vmap's without a capacity.
+        ValueError: sizes do not fit; tokens exceed the capacity; it runs inside vmap without a capacity, or inside vmap
+            or jvp with `overflow="error"`.
 
     Sources: Lepikhin et al., GShard (2020), algorithm 1, for groups and capacity; Gale et al., MegaBlocks (2022), for
-    none dropped.
+    dropping none.
     """
     groups, length, width = x.shape
     if routing.experts.shape[:2] != (groups, length):
@@ -129,32 +130,32 @@ def mixture(
         _refuse(kept, capacity, count, tuple(dict.fromkeys((*as_names(axis), *as_names(axes)))))
     full = count * capacity
     token = torch.arange(length, device=x.device).repeat_interleave(routing.experts.shape[-1])
-    source = torch.full((groups, full + 1), length, device=x.device)  # an empty slot holds the row of zeros
+    source = torch.full((groups, full + 1), length, device=x.device)  # an empty slot takes the row of zeros
     source = source.scatter(1, slots.flatten(1), token.expand(groups, -1))[:, :full]
     padded = F.pad(x, (0, 0, 0, 1))
     sent = padded.gather(1, source[..., None].expand(-1, -1, width))
     sent = sent.view(groups, count, capacity, width).transpose(0, 1).reshape(count, groups * capacity, width)
-    there = all_to_all(sent, axis, split_dim=0, concat_dim=1)
-    made = torch.func.vmap(expert)(params, there)
-    back = all_to_all(made, axis, split_dim=1, concat_dim=0)
-    back = back.view(count, groups, capacity, width).transpose(0, 1).reshape(groups, full, width)
-    chosen = F.pad(back, (0, 0, 0, 1)).gather(1, slots.flatten(1)[..., None].expand(-1, -1, width))
+    received = all_to_all(sent, axis, split_dim=0, concat_dim=1)
+    results = torch.func.vmap(expert)(params, received)
+    returned = all_to_all(results, axis, split_dim=1, concat_dim=0)
+    returned = returned.view(count, groups, capacity, width).transpose(0, 1).reshape(groups, full, width)
+    chosen = F.pad(returned, (0, 0, 0, 1)).gather(1, slots.flatten(1)[..., None].expand(-1, -1, width))
     return (chosen.view(groups, length, -1, width) * routing.weights[..., None]).sum(2)
 
 
 def dropped(routing: Routing, capacity: int) -> Tensor:
-    """How many choices of this rank's tokens are beyond the capacity: 0-d, an integer."""
+    """The number of choices of this rank's tokens that exceed the capacity: 0-d, an integer."""
     return (~_slots(routing, capacity)[1]).sum()
 
 
 def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
-    """How unevenly experts are used: 1 if evenly, up to `e`: 0-d, the same on all ranks along `axes`, `V -> I`.
+    """How unevenly experts are used, from 1 (evenly) to `e`: 0-d, the same on all ranks along `axes`, `V -> I`.
 
-    `e` times the sum over experts of the share of choices and the mean probability; the shares have no derivative.
+    `e` times the sum over experts of share of choices times mean probability; the shares have no derivative.
 
     Args:
-        routing: of this rank's tokens.
-        axes: along which ranks have other tokens: those that cut the batch.
+        routing: the routing of this rank's tokens.
+        axes: axes along which ranks have different tokens: those that cut the batch.
 
     Source: Fedus et al., Switch Transformers (2021), equations 4 to 6.
     """
@@ -166,10 +167,10 @@ def balance_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
 
 
 def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
-    """The mean of the squared logarithm of the router's sums, which keeps its logits small: 0-d, `V -> I`.
+    """The router's z-loss: the mean of the squared log-sum-exp of its logits, which keeps them small: 0-d, `V -> I`.
 
     Args:
-        routing: of this rank's tokens.
+        routing: the routing of this rank's tokens.
         axes: as for `balance_loss`.
 
     Source: Zoph et al., ST-MoE (2022), equation 5.
@@ -178,12 +179,12 @@ def router_loss(routing: Routing, axes: AxisName = ()) -> Tensor:
 
 
 def _hot(experts: Tensor, count: int) -> Tensor:
-    """Whether a choice is each expert; torch's own reads the numbers, which vmap cannot."""
+    """One-hot choices, bool: `[..., e]`. torch's `one_hot` reads values, which vmap does not allow."""
     return experts[..., None] == torch.arange(count, device=experts.device)
 
 
 def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
-    """Where each choice goes, `[g, t, k]`: to `expert * capacity + place`, or after all where there is no place."""
+    """Where each choice goes, and whether it is kept, `[g, t, k]`: `expert * capacity + place`, or past the end."""
     count = routing.logits.shape[-1]
     hot = _hot(routing.experts.transpose(1, 2).flatten(1), count).long()  # first choices first
     place = ((hot.cumsum(1) - 1) * hot).sum(-1)
@@ -194,13 +195,11 @@ def _slots(routing: Routing, capacity: int) -> tuple[Tensor, Tensor]:
 
 def _refuse(kept: Tensor, capacity: int, count: int, axis: AxisName) -> None:
     if functorch.inside_batching_or_forward():
+        raise ValueError('mixture: overflow="error" reads values, which it cannot do under vmap and jvp: use "drop"')
+    excess = int(psum((~kept).sum(), axis))
+    if excess:
         raise ValueError(
-            'mixture: overflow="error" reads numbers, which vmap and jvp have no single ones of: use "drop"'
-        )
-    lost = int(psum((~kept).sum(), axis))
-    if lost:
-        raise ValueError(
-            f"mixture: {lost} choices of tokens are beyond the capacity of {capacity} a group for each of {count} "
+            f"mixture: {excess} choices of tokens are beyond the capacity of {capacity} a group for each of {count} "
             f"experts: raise it (with {kept.shape[1]}, the tokens of a group, none is lost), or pass "
             f'overflow="drop" or capacity=None'
         )
@@ -217,15 +216,15 @@ def _dropless(expert: Expert, params: Any, x: Tensor, routing: Routing, axis: Ax
     going, lengths = torch.stack((counts, coming)).tolist()
     send, receive = ([sum(row) for row in rows] for rows in (going, lengths))
     rows = x.flatten(0, 1)[order // k]
-    there = ragged_all_to_all(rows, axis, send, receive)
-    pieces = there.split([n for row in lengths for n in row])
+    received = ragged_all_to_all(rows, axis, send, receive)
+    pieces = received.split([n for row in lengths for n in row])
     own = count // size
-    made = []
+    results = []
     for number in range(own):
         p = optree.tree_map(lambda leaf: leaf[number], params)  # noqa: B023  # called at once
-        made.append(expert(p, torch.cat(pieces[number::own])))
-    split = [y.split([row[number] for row in lengths]) for number, y in enumerate(made)]
-    back = torch.cat([split[number][rank] for rank in range(size) for number in range(own)])
-    chosen = ragged_all_to_all(back, axis, receive, send)
+        results.append(expert(p, torch.cat(pieces[number::own])))
+    split = [y.split([row[number] for row in lengths]) for number, y in enumerate(results)]
+    returned = torch.cat([split[number][rank] for rank in range(size) for number in range(own)])
+    chosen = ragged_all_to_all(returned, axis, receive, send)
     weighted = chosen * routing.weights.flatten()[order][:, None]
     return torch.zeros_like(x.flatten(0, 1)).index_add(0, order // k, weighted).view(x.shape)

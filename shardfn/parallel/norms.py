@@ -1,4 +1,4 @@
-"""Normalisation of vectors that nobody has whole."""
+"""Normalisation of vectors that are cut over an axis."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardfn.transforms.custom_vjp import custom_vjp
 def rms_norm(x: Tensor, weight: Tensor, axis: AxisName = (), *, eps: float | None = None) -> Tensor:
     """Vectors divided by their root mean square, times a weight: `[..., d / size], [d / size] -> [..., d / size]`.
 
-    Ranks exchange a number a vector where `axis` cuts the vectors, forward and backward. Without one it is
+    If `axis` cuts the vectors, ranks exchange one number a vector, forward and backward. Without an axis it is
     `torch.nn.functional.rms_norm`, with fewer passes over memory on a CPU.
 
     Args:
-        x: this rank's columns; computed in float32 where narrower.
+        x: this rank's columns; if its dtype is narrower than float32, it is computed in float32.
         weight: this rank's part.
-        axis: that cuts vectors; `()` where nothing does.
-        eps: added to the mean of squares; default: that of the dtype in which it is computed.
+        axis: the axis that cuts the vectors; `()` if nothing does.
+        eps: added to the mean of squares; default: the machine epsilon of the dtype that it is computed in.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: the shapes do not fit.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019), equation 4.
     """
@@ -56,20 +56,20 @@ def _rule(axis: AxisName, eps: float) -> custom_vjp:
     def bwd(
         residuals: Sequence[Tensor], cotangents: Sequence[Tensor | None], needs: Sequence[bool]
     ) -> list[Tensor | None]:
-        (x, weight, kept), (ct,) = residuals, cotangents
+        (x, weight, scales), (ct,) = residuals, cotangents
         if ct is None:
             return [None, None]
-        scale = kept.view(-1, 1)
+        scale = scales.view(-1, 1)
         rows, grads = (each.reshape(-1, x.shape[-1]).to(scale.dtype) for each in (x, ct))
         weights = weight.to(scale.dtype)
-        both = grads * rows
+        products = grads * rows
         dx = dw = None
         if needs[0]:
-            along = psum(both @ weights, axis)[:, None]
+            along = psum(products @ weights, axis)[:, None]
             dx = (grads * weights).mul_(scale).addcmul_(rows, along * scale**3 / -width(x))
             dx = dx.to(x.dtype).view(x.shape)
         if needs[1]:
-            dw = (scale.mT @ both)[0].to(weight.dtype)
+            dw = (scale.mT @ products)[0].to(weight.dtype)
         return [dx, dw]
 
     return custom_vjp(pure, fwd, bwd)

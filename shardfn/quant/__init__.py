@@ -1,4 +1,4 @@
-"""Numbers in few bits: formats, and parameters that are kept in them.
+"""Quantisation: formats of few bits, and parameters that are kept in them.
 
 It may import `mesh` and what is below.
 """

@@ -1,11 +1,11 @@
-"""Parameters in few bits as bitsandbytes keeps them in files: several tensors, and a few words in JSON, for each.
+"""Quantised parameters in files as bitsandbytes writes them: several tensors each, one of which is JSON as bytes.
 
 weight                                  codes, two a byte
 weight.absmax                           scales, float32, one a block; or their codes, uint8
-weight.quant_map                        the numbers of the 16 codes, float32
+weight.quant_map                        the values of the 16 codes, float32
 weight.nested_absmax                    scales of the scales, float32, one for 256
-weight.nested_quant_map                 the numbers of their 256 codes, float32
-weight.quant_state.bitsandbytes__nf4    JSON as bytes: shape, dtype, blocks, the scales' mean
+weight.nested_quant_map                 the values of their 256 codes, float32
+weight.quant_state.bitsandbytes__nf4    JSON as bytes: shape, dtype, block size, mean of the scales
 """
 
 from __future__ import annotations
@@ -26,78 +26,78 @@ from shardfn.quoting import listed
 STATE = "quant_state.bitsandbytes__"
 PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _FORMATS = ("nf4", "fp4")
-_DIGITS = 24  # that a number has at most
+_DIGITS = 24  # at most, of a float in JSON
 _TABLES = {"nf4": codes.nf4, "fp4": codes.fp4}
 _STATED = {"quant_type", "blocksize", "dtype", "shape"}
 _NESTED = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 
 def found(names: Iterable[str]) -> dict[str, list[str]]:
-    """Which parameters files have in few bits.
+    """The quantised parameters in files.
 
     Args:
-        names: of all tensors in the files.
+        names: the names of all tensors in the files.
 
     Returns:
-        `{parameter: names of its tensors}`, its codes first, which have its own name.
+        `{parameter: names of its tensors}`; first its codes, whose name is the parameter's own.
     """
-    there = set(names)
-    parameters = sorted(name[: name.index("." + STATE)] for name in there if "." + STATE in name)
+    keys = set(names)
+    parameters = sorted(name[: name.index("." + STATE)] for name in keys if "." + STATE in name)
     return {
-        name: [name, *sorted(one for one in there if _part(one, name) in PARTS or _part(one, name).startswith(STATE))]
+        name: [name, *sorted(key for key in keys if _part(key, name) in PARTS or _part(key, name).startswith(STATE))]
         for name in parameters
     }
 
 
 def described(name: str, tensors: Mapping[str, Tensor]) -> Packed:
-    """What the tensors that files have of a parameter make, without its bytes, which are on the device meta.
+    """A parameter in files, without its bytes, which are on the meta device.
 
     Args:
-        name: of the parameter.
-        tensors: by name, those that `found` lists, and perhaps others.
+        name: the parameter's name.
+        tensors: tensors by name: those that `found` lists, and perhaps others.
 
     Returns:
-        It, in `nf4` or `fp4`.
+        The parameter, in `nf4` or `fp4`.
 
     Raises:
-        ValueError: a tensor that is missing, or of another size; blocks, codes or words that no format here has.
+        ValueError: a tensor is missing or has another size; its blocks, codes or JSON fit no format here.
     """
-    said = _said(name, tensors)
-    format = _format(name, said)
-    shape, dtype = tuple(said["shape"]), _dtype(name, said["dtype"])
+    state = _state(name, tensors)
+    format = _format(name, state)
+    shape, dtype = tuple(state["shape"]), _dtype(name, state["dtype"])
     numel = math.prod(shape)
     _same_table(name, "quant_map", tensors, _TABLES[format.name])
     values = _tensor(name, "", tensors)
-    _check_size(name, "codes", values.numel() * values.element_size(), -(-numel // 2), said)
+    _check_size(name, "codes", values.numel() * values.element_size(), -(-numel // 2), state)
     absmax, n = _tensor(name, "absmax", tensors), format.blocks(numel)
-    _check_size(name, "scales", absmax.numel(), n, said)
+    _check_size(name, "scales", absmax.numel(), n, state)
     if not format.double:
         _of(name, "absmax", absmax, torch.float32)
     else:
         _of(name, "absmax", absmax, torch.uint8)
         _same_table(name, "nested_quant_map", tensors, codes.dynamic)
         nested = _of(name, "nested_absmax", _tensor(name, "nested_absmax", tensors), torch.float32)
-        _check_size(name, "scales of the scales", nested.numel(), -(-n // NESTED), said)
+        _check_size(name, "scales of the scales", nested.numel(), -(-n // NESTED), state)
     return Packed(torch.empty(format.nbytes(numel), dtype=torch.uint8, device="meta"), format, shape, dtype)
 
 
 def packed(name: str, tensors: Mapping[str, Tensor]) -> Packed:
-    """A parameter from the tensors that files have of it, bit for bit, on the device of its codes.
+    """A parameter from its tensors in files, bit for bit, on the device of its codes.
 
     Raises:
         ValueError: as `described`.
     """
-    made, content = described(name, tensors), _bytes(tensors[name])
+    parameter, code_bytes = described(name, tensors), _bytes(tensors[name])
     scales = [_bytes(tensors[f"{name}.absmax"])]
-    if made.format.double:
-        mean = torch.tensor([_said(name, tensors)["nested_offset"]], dtype=torch.float32)
+    if parameter.format.double:
+        mean = torch.tensor([_state(name, tensors)["nested_offset"]], dtype=torch.float32)
         scales = [_bytes(tensors[f"{name}.nested_absmax"]), _bytes(mean), *scales]
-    made.values = torch.cat((*(x.to(content.device) for x in scales), content))
-    return made
+    parameter.values = torch.cat((*(x.to(code_bytes.device) for x in scales), code_bytes))
+    return parameter
 
 
 def _own(x: Tensor) -> Tensor:
-    """A copy, without which no file of safetensors is written."""
+    """A contiguous copy, which safetensors needs."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -106,14 +106,14 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
-    """The tensors that bitsandbytes has of a parameter in files: the inverse of `packed`.
+    """The tensors that bitsandbytes keeps of a parameter in files: the inverse of `packed`.
 
     Args:
-        name: of the parameter.
-        parameter: in `nf4` or `fp4`; of one on the device meta these are the shapes and dtypes.
+        name: the parameter's name.
+        parameter: in `nf4` or `fp4`; if it is on the meta device, only shapes and dtypes of the result count.
 
     Raises:
-        ValueError: another format, or blocks that bitsandbytes does not have; a dtype that it does not take.
+        ValueError: bitsandbytes does not have its format, block size or dtype.
     """
     format, numel, values = parameter.format, parameter.numel, parameter.values
     if format.name not in _FORMATS or format.block & (format.block - 1) or not 32 <= format.block <= 4096:
@@ -129,80 +129,80 @@ def tensors(name: str, parameter: Packed) -> dict[str, Tensor]:
         "dtype": str(parameter.dtype).removeprefix("torch."),
         "shape": list(parameter.shape),
     }
-    made = {
+    parts = {
         name: format.codes(values, numel).clone().view(-1, 1),
         f"{name}.quant_map": _own(codes.numbers(_TABLES[format.name])),
     }
     if format.double:
         n = format.blocks(numel)
-        few = -(-n // NESTED)
-        numbers = values[: 4 * few + 4].clone().view(torch.float32)
-        made[f"{name}.absmax"] = values[4 * few + 4 : 4 * few + 4 + n].clone()
-        made[f"{name}.nested_absmax"] = numbers[:few].clone()
-        made[f"{name}.nested_quant_map"] = _own(codes.numbers(codes.dynamic))
+        groups = -(-n // NESTED)
+        numbers = values[: 4 * groups + 4].clone().view(torch.float32)
+        parts[f"{name}.absmax"] = values[4 * groups + 4 : 4 * groups + 4 + n].clone()
+        parts[f"{name}.nested_absmax"] = numbers[:groups].clone()
+        parts[f"{name}.nested_quant_map"] = _own(codes.numbers(codes.dynamic))
         stated |= {
             "nested_blocksize": NESTED,
             "nested_dtype": "float32",
-            "nested_offset": 0.0 if values.is_meta else float(numbers[few]),
+            "nested_offset": 0.0 if values.is_meta else float(numbers[groups]),
         }
     else:
-        made[f"{name}.absmax"] = format.scales(values, numel).clone()
-    length = len(json.dumps({**stated, "nested_offset": 0.0})) + _DIGITS  # the same for whatever mean
+        parts[f"{name}.absmax"] = format.scales(values, numel).clone()
+    length = len(json.dumps({**stated, "nested_offset": 0.0})) + _DIGITS  # a fixed length, whatever the mean
     words = torch.tensor(list(json.dumps(stated).ljust(length).encode()), dtype=torch.uint8)
-    return made | {f"{name}.{STATE}{format.name}": words}
+    return parts | {f"{name}.{STATE}{format.name}": words}
 
 
-def _part(one: str, name: str) -> str:
-    return one[len(name) + 1 :] if one.startswith(name + ".") else ""
+def _part(key: str, name: str) -> str:
+    return key[len(name) + 1 :] if key.startswith(name + ".") else ""
 
 
-def _said(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The words of a parameter, all of which are there."""
-    keys = [one for one in tensors if _part(one, name).startswith(STATE)]
+def _state(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The JSON of a parameter, checked to be complete, with `double` added."""
+    keys = [key for key in tensors if _part(key, name).startswith(STATE)]
     if len(keys) != 1:
-        there = f"{len(keys)} of them" if keys else "none"
-        raise ValueError(f"{name} needs one tensor {name}.{STATE}..., which says what it is; there is {there}")
+        count = f"{len(keys)} of them" if keys else "none"
+        raise ValueError(f"{name} needs one tensor {name}.{STATE}..., which says what it is; there is {count}")
     try:
-        said = json.loads(bytes(tensors[keys[0]].tolist()))
-        lacking = (_STATED | (_NESTED if f"{name}.nested_absmax" in tensors else set())) - set(said)
+        state = json.loads(bytes(tensors[keys[0]].tolist()))
+        lacking = (_STATED | (_NESTED if f"{name}.nested_absmax" in tensors else set())) - set(state)
         problem = f"it does not say {listed(sorted(lacking))}" if lacking else ""
-        kind = said.get("quant_type")
+        kind = state.get("quant_type")
         if not problem and kind != keys[0].rpartition("__")[2]:
-            problem = f"it speaks of {kind!r}"
-        if not problem and not all(type(n) is int and n > 0 for n in said["shape"] or [None]):
-            problem = f"the shape is {said['shape']!r}"
-        if not problem and type(said.get("nested_offset", 0.0)) not in (int, float):
-            problem = f"the scales' mean is {said['nested_offset']!r}"
+            problem = f"its quant_type is {kind!r}"
+        if not problem and not all(type(n) is int and n > 0 for n in state["shape"] or [None]):
+            problem = f"the shape is {state['shape']!r}"
+        if not problem and type(state.get("nested_offset", 0.0)) not in (int, float):
+            problem = f"the scales' mean is {state['nested_offset']!r}"
     except (ValueError, TypeError, AttributeError) as error:
-        said, problem = {}, f"{type(error).__name__}: {error}"
+        state, problem = {}, f"{type(error).__name__}: {error}"
     if problem:
         raise ValueError(f"{keys[0]} cannot be read: {problem}")
     double = f"{name}.nested_absmax" in tensors
-    if double != ("nested_blocksize" in said):
-        raise ValueError(f"{name}: {keys[0]} speaks of {'single' if double else 'double'} scales, the tensors do not")
-    return {**said, "double": double}
+    if double != ("nested_blocksize" in state):
+        raise ValueError(f"{name}: {keys[0]} is of {'single' if double else 'double'} scales, but the tensors are not")
+    return {**state, "double": double}
 
 
-def _format(name: str, said: Mapping[str, Any]) -> Format:
-    if said["quant_type"] not in _FORMATS:
-        raise ValueError(f"{name} is kept in {said['quant_type']!r}; of bitsandbytes' formats there are nf4 and fp4")
-    if said["double"] and said["nested_blocksize"] != NESTED:
+def _format(name: str, state: Mapping[str, Any]) -> Format:
+    if state["quant_type"] not in _FORMATS:
+        raise ValueError(f"{name} is kept in {state['quant_type']!r}; of bitsandbytes' formats there are nf4 and fp4")
+    if state["double"] and state["nested_blocksize"] != NESTED:
         raise ValueError(
-            f"{name} has scales in blocks of {said['nested_blocksize']}; formats here have them in blocks of {NESTED}"
+            f"{name} has scales in blocks of {state['nested_blocksize']}; formats here have them in blocks of {NESTED}"
         )
-    if said["double"] and said["nested_dtype"] != "float32":
-        raise ValueError(f"{name} has scales that were {said['nested_dtype']}; formats here have them in float32")
+    if state["double"] and state["nested_dtype"] != "float32":
+        raise ValueError(f"{name} has scales that were {state['nested_dtype']}; formats here have them in float32")
     try:
-        return format_of(said["quant_type"], said["blocksize"], said["double"])
+        return format_of(state["quant_type"], state["blocksize"], state["double"])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _dtype(name: str, said: str) -> torch.dtype:
-    found = getattr(torch, str(said), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"{name} was of dtype {said!r}, which is not one of floating-point numbers")
-    return found
+def _dtype(name: str, stated: str) -> torch.dtype:
+    dtype = getattr(torch, str(stated), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{name} was of dtype {stated!r}, which is not one of floating-point numbers")
+    return dtype
 
 
 def _tensor(name: str, part: str, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -218,17 +218,17 @@ def _of(name: str, part: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def _check_size(name: str, what: str, got: int, want: int, said: Mapping[str, Any]) -> None:
+def _check_size(name: str, what: str, got: int, want: int, state: Mapping[str, Any]) -> None:
     if got != want:
         raise ValueError(
-            f"{name} has {got} {'bytes of codes' if what == 'codes' else what}, but shape {said['shape']} in blocks of "
-            f"{said['blocksize']} needs {want}: it is cut, or was quantised with other blocks"
+            f"{name} has {got} {'bytes of codes' if what == 'codes' else what}, but shape {state['shape']} in blocks "
+            f"of {state['blocksize']} needs {want}: it is cut, or was quantised with other blocks"
         )
 
 
 def _same_table(name: str, part: str, tensors: Mapping[str, Tensor], code: codes.Code) -> None:
-    """Raises ValueError if the numbers that codes stand for are others."""
-    there = _tensor(name, part, tensors)
-    ours = codes.numbers(code).to(there.device)
-    if there.shape != ours.shape or not torch.equal(there.float(), ours):
+    """Raises ValueError if codes stand for other values than here."""
+    table = _tensor(name, part, tensors)
+    expected = codes.numbers(code).to(table.device)
+    if table.shape != expected.shape or not torch.equal(table.float(), expected):
         raise ValueError(f"{name}.{part} has other numbers than {code.name} has here: it would be decoded wrongly")

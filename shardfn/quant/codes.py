@@ -1,4 +1,4 @@
-"""Codes: numbers between -1 and 1, or within another range, as few bits, and back."""
+"""Codes: numbers between -1 and 1, or in another range, encoded in few bits, and decoded."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Code:
     """A code.
 
     Attributes:
-        name: what files and messages call it.
-        bits: 4 or 8; of the former two stand in a byte, the first in the upper half.
-        most: the largest number that it has; the smallest is its negative, or 0.
-        encode: float32 numbers `[..., n]` to the nearest codes, bytes, uint8.
-        decode: bytes to the numbers of their codes, float32; of 4 bits, to an even number of them.
+        name: its name in files and messages.
+        bits: 4 or 8; 4-bit codes stand two to a byte, the first in the upper half.
+        most: the largest number; `encode` takes numbers from `-most`, or 0, to `most`.
+        encode: maps float32 numbers `[..., n]` to the nearest codes, as uint8 bytes.
+        decode: maps bytes to the numbers of their codes, float32; with 4 bits, to an even count of them.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Code:
 
 
 def numbers(code: Code) -> Tensor:
-    """The numbers of all codes, in their order, float32."""
+    """The numbers of all codes, in the order of the codes, float32."""
     with _apart():
         if code.bits == 8:
             return code.decode(torch.arange(256).to(torch.uint8))
@@ -49,7 +49,7 @@ def numbers(code: Code) -> Tensor:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Tensors made inside are on the CPU, and good for whoever comes next, whatever modes and transforms run here."""
+    """Makes tensors inside plain ones on the CPU, which can be cached, whatever modes and transforms are active."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -61,22 +61,22 @@ def _apart() -> Iterator[None]:
 
 
 def _paired(codes: Tensor) -> Tensor:
-    """Codes of 4 bits, two in a byte."""
+    """4-bit codes, packed two to a byte."""
     even = codes if codes.shape[-1] % 2 == 0 else F.pad(codes, (0, 1))
     return even[..., ::2] << 4 | even[..., 1::2]
 
 
-_Known = dict[torch.device, tuple[Tensor, ...]]
+_ByDevice = dict[torch.device, tuple[Tensor, ...]]
 
 
 class _Table:
-    """Numbers on the devices where they were asked for: their codes are their places."""
+    """A table of numbers, whose codes are their indices; cached on each device that asks for it."""
 
     def __init__(self, values: Callable[[], Tensor]) -> None:
         self._values = values
-        self._on: _Known = {}
-        self._bounds: _Known = {}
-        self._jumps: _Known = {}
+        self._on: _ByDevice = {}
+        self._bounds: _ByDevice = {}
+        self._jumps: _ByDevice = {}
 
         @dynamo.constant_when_traced
         def listed() -> tuple[tuple[float, ...], ...]:
@@ -84,10 +84,10 @@ class _Table:
                 parts = (values(), *self.bounds(torch.device("cpu")))
                 return tuple(tuple(part.tolist()) for part in parts)
 
-        self.listed = listed  # numbers and bounds
+        self.listed = listed  # numbers, bounds and, if unsorted, order
 
     def on(self, device: torch.device) -> Tensor:
-        """The numbers."""
+        """The table on a device."""
         if device not in self._on:
             with _apart():
                 values = self._values()
@@ -95,25 +95,25 @@ class _Table:
         return self._on[device][0]
 
     def at(self, codes: Tensor) -> Tensor:
-        """The numbers of these codes."""
+        """The numbers of codes."""
         table = _constants(self.listed()[:1], codes)[0] if _traced() else self.on(codes.device)
         return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def bounds(self, device: torch.device) -> tuple[Tensor, ...]:
-        """What lies in the middle between neighbours; and the codes in order of their numbers, unless they are."""
+        """The midpoints between neighbouring numbers; and, if the table is unsorted, the codes sorted by number."""
         if device not in self._bounds:
             with _apart():
                 values = self._values()
                 order = torch.argsort(values)
                 between = (values[order[:-1]] + values[order[1:]]) / 2
-                found = (between,) if bool((order.diff() == 1).all()) else (between, order.to(torch.uint8))
-            return _cached(self._bounds, device, found)
+                tables = (between,) if bool((order.diff() == 1).all()) else (between, order.to(torch.uint8))
+            return _cached(self._bounds, device, tables)
         return self._bounds[device]
 
     def jumps(self, device: torch.device) -> tuple[Tensor, ...]:
-        """For each upper half of a float32: the least code of such numbers, and the bound that lies among them.
+        """For each upper half of a float32: the smallest code of such numbers, and the bound among them, or inf.
 
-        Codes are sorted here, and so coarse that there is one bound at most.
+        It requires that the table is sorted and so coarse that there is at most one such bound.
         """
         if device not in self._jumps:
             with _apart():
@@ -126,27 +126,27 @@ class _Table:
         return self._jumps[device]
 
 
-def _cached(known: _Known, device: torch.device, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Tables on a device, there for every stream; not those that a mode has for its own, fake ones say."""
+def _cached(cache: _ByDevice, device: torch.device, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tables on a device, cached unless a mode made its own, such as fake tensors; usable on every stream."""
     if device.type != "cpu":
         with torch.inference_mode(False), torch.no_grad(), functorch.outside_transforms():
             tables = tuple(table.to(device) for table in tables)
     if all(type(table) is Tensor for table in tables):
-        known[device] = tables
+        cache[device] = tables
     return tables
 
 
 def _traced() -> bool:
-    """Whether this becomes part of a graph, which holds no tensors of others."""
+    """Whether torch.compile traces, in which case the cached tensors must not enter the graph."""
     return torch.compiler.is_compiling()
 
 
 def _constants(listed: tuple[tuple[float, ...], ...], like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.tensor(one, dtype=torch.float32, device=like.device) for one in listed)
+    return tuple(torch.tensor(row, dtype=torch.float32, device=like.device) for row in listed)
 
 
 def _tabled(name: str, bits: int, values: Callable[[], Tensor]) -> Code:
-    """The code whose numbers are in a table, of which the largest is 1."""
+    """The code of a table of numbers, of which the largest is 1."""
     table = _Table(values)
     if bits == 8:
         return Code(name, 8, 1.0, lambda x: _looked_up(x, table), table.at)
@@ -154,7 +154,7 @@ def _tabled(name: str, bits: int, values: Callable[[], Tensor]) -> Code:
 
 
 def _looked_up(x: Tensor, table: _Table) -> Tensor:
-    """Of many codes, whose numbers are sorted."""
+    """The codes of a sorted 8-bit table nearest to `x`."""
     if _traced():
         return torch.bucketize(x, _constants(table.listed()[1:2], x)[0]).to(torch.uint8)
     least, bound = table.jumps(x.device)
@@ -164,29 +164,29 @@ def _looked_up(x: Tensor, table: _Table) -> Tensor:
 
 
 def _compared(x: Tensor, table: _Table) -> Tensor:
-    """Of few codes, each bound is sooner compared than looked for."""
+    """The codes of a 4-bit table nearest to `x`: so few bounds are faster compared than searched."""
     between, *order = _constants(table.listed()[1:], x) if _traced() else table.bounds(x.device)
-    place = (x > between[0]).to(torch.uint8)  # a batch, if x is one
+    place = (x > between[0]).to(torch.uint8)  # derived from x: batched by vmap if x is
     for bound in between[1:]:
         place += x > bound
     return order[0].to(torch.uint8)[place.int()] if order else place
 
 
 def _of_pairs(values: Callable[[], Tensor]) -> Callable[[Tensor], Tensor]:
-    """What decodes both codes of a byte at once, whose numbers are looked up as if they were one of 64 bits."""
-    few = _Table(values)
+    """A function that decodes both codes of a byte at once: each pair of float32 numbers is one 64-bit table entry."""
+    singles = _Table(values)
     pairs = _Table(lambda: torch.cartesian_prod(values(), values()).view(torch.float64).view(-1))
 
     def decode(codes: Tensor) -> Tensor:
         if _traced():
-            return few.at(torch.stack((codes >> 4, codes & 15), -1)).flatten(-2)
+            return singles.at(torch.stack((codes >> 4, codes & 15), -1)).flatten(-2)
         return pairs.at(codes).view(torch.float32)
 
     return decode
 
 
 def _stepped(name: str, bits: int) -> Code:
-    """The whole numbers, as many to either side."""
+    """The whole numbers from `-most` to `most`."""
     most = float(2 ** (bits - 1) - 1)
 
     def encode(x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def _stepped(name: str, bits: int) -> Code:
 
 
 def _floating(name: str, dtype: torch.dtype) -> Code:
-    """The numbers of a floating-point dtype of 8 bits."""
+    """The numbers of an 8-bit floating-point dtype."""
     table = _Table(lambda: torch.arange(256).to(torch.uint8).view(dtype).to(torch.float32))
     return Code(name, 8, torch.finfo(dtype).max, lambda x: x.to(dtype).view(torch.uint8), table.at)
 
@@ -213,13 +213,13 @@ def _fp4() -> Tensor:
 
 
 def _dynamic(signed: bool) -> Tensor:
-    """Fractions that are the finer, the larger the number is: the leading bits say how many digits there are."""
-    found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
+    """bitsandbytes' dynamic map, finer for larger numbers: leading bits give the exponent, the others the fraction."""
+    parts = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
     for i in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (i + (0 if signed else 1)) + 1, dtype=torch.float32)
         means = 10 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2.0)
-        found += [means, -means] if signed else [means]
-    return torch.cat(found).sort().values
+        parts += [means, -means] if signed else [means]
+    return torch.cat(parts).sort().values
 
 
 nf4 = _tabled("nf4", 4, lambda: torch.tensor(NF4, dtype=torch.float32))

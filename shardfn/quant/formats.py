@@ -1,7 +1,7 @@
-"""Formats: how the numbers of a tensor become bytes, in blocks that have a scale each.
+"""Formats: how the numbers of a tensor are encoded as bytes, in blocks that have one scale each.
 
-A block's scale is its largest magnitude over the largest number of the code, so that nothing overflows. The bytes of a
-tensor are the scales, and behind them the codes:
+A block's scale is its largest magnitude divided by the code's largest number, so that nothing overflows. A tensor's
+bytes are the scales, followed by the codes:
 
     nf4(64)               | scales: float32, one a block | codes: two a byte |
     nf4(64, double=True)  | scales of the scales: float32, one for 256 | their mean | their codes: one a block | codes |
@@ -19,19 +19,19 @@ from torch import Tensor
 from shardfn.quant import codes
 from shardfn.quant.codes import Code
 
-NESTED = 256  # scales that have a scale together
-STEP = 2**18  # numbers that are encoded at a time
-TINY = 1e-38  # the smallest scale, whose inverse is finite: of zeros, too
+NESTED = 256  # scales that share one scale
+STEP = 2**18  # numbers encoded at a time
+TINY = 1e-38  # the smallest scale, also of a block of zeros: its inverse is finite
 
 
 @dataclass(frozen=True)
 class Format:
-    """How numbers become bytes; hashable, and equal to another one that does the same.
+    """How numbers are encoded as bytes; hashable, and equal to any format that does the same.
 
     Attributes:
         name: of the code.
-        block: how many elements, in row-major order, have one scale. The last block of a tensor may have fewer.
-        double: whether the scales are kept in 8 bits, too, as in QLoRA (Dettmers et al. 2023, section 3).
+        block: elements, in row-major order, that share one scale. The last block of a tensor may be shorter.
+        double: whether the scales are kept in 8 bits too, as in QLoRA (Dettmers et al. 2023, section 3).
     """
 
     name: str
@@ -46,27 +46,27 @@ class Format:
         return format_of, (self.name, self.block, self.double)
 
     def blocks(self, numel: int) -> int:
-        """How many scales that many elements have."""
+        """The number of blocks, and so of scales, of `numel` elements."""
         return -(-numel // self.block)
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of that many elements."""
+        """The bytes of `numel` elements."""
         return self._start(numel) + -(-numel * self.code.bits // 8)
 
     @cached_property
     def rate(self) -> float:
-        """Bytes an element, of many."""
+        """Bytes per element of a large tensor."""
         scale = 1 + 4 / NESTED if self.double else 4
         return self.code.bits / 8 + scale / self.block
 
     def encode(self, x: Tensor) -> Tensor:
-        """The bytes of each row of floating-point numbers: `[..., numel] -> [..., nbytes]`, uint8.
+        """Encodes each row of floating-point numbers: `[..., numel] -> [..., nbytes]`, uint8.
 
-        Numbers that are not finite make their whole block such.
+        A number that is not finite makes its whole block so.
         """
-        # A little at a time: what is computed on the way is several times as large.
-        done = [self._encoded(some) for some in x.detach().split(max(1, STEP // self.block) * self.block, -1)]
-        scales, numbers = (_joined(list(parts)) for parts in zip(*done, strict=True))
+        # In steps: intermediate results are several times as large.
+        results = [self._encoded(part) for part in x.detach().split(max(1, STEP // self.block) * self.block, -1)]
+        scales, numbers = (_joined(list(column)) for column in zip(*results, strict=True))
         return torch.cat((*self._stored(scales), numbers), -1)
 
     def _encoded(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class Format:
         return scales, self.code.encode(scaled)
 
     def decode(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """The rows that these bytes stand for: code times scale in float32, then converted."""
+        """Decodes rows of bytes: code times scale in float32, then converted to `dtype`."""
         numbers = self.code.decode(self.codes(packed, numel))[..., :numel]
         return _times(numbers, self.scales(packed, numel), self.block).to(dtype)
 
@@ -84,12 +84,12 @@ class Format:
         n = self.blocks(numel)
         if not self.double:
             return _floats(packed, 0, n)
-        few = -(-n // NESTED)
-        nested, mean = _floats(packed, 0, few), _floats(packed, 4 * few, 1)
-        return _times(codes.dynamic.decode(packed[..., 4 * few + 4 : 4 * few + 4 + n]), nested, NESTED) + mean
+        groups = -(-n // NESTED)
+        nested, mean = _floats(packed, 0, groups), _floats(packed, 4 * groups, 1)
+        return _times(codes.dynamic.decode(packed[..., 4 * groups + 4 : 4 * groups + 4 + n]), nested, NESTED) + mean
 
     def codes(self, packed: Tensor, numel: int) -> Tensor:
-        """The bytes that are codes."""
+        """The part of the bytes that is codes."""
         return packed[..., self._start(numel) : self.nbytes(numel)]
 
     def _start(self, numel: int) -> int:
@@ -105,7 +105,7 @@ class Format:
 
 
 def _scaled(x: Tensor, block: int, most: float) -> tuple[Tensor, Tensor]:
-    """The scale of each block, and the numbers over their scales, beyond `most` by a rounding at most."""
+    """The scale of each block, and the numbers divided by their scales, which exceed `most` only by rounding."""
     whole = x.shape[-1] // block * block
     parts = [part for part in (x[..., :whole].unflatten(-1, (-1, block)), x[..., None, whole:]) if part.numel()]
     if not parts:
@@ -113,7 +113,7 @@ def _scaled(x: Tensor, block: int, most: float) -> tuple[Tensor, Tensor]:
     largest = [part.abs().amax(-1) for part in parts]
     divisors = [top.clamp_min(TINY * most) for top in largest]
     scaled = [(part * (most / top)[..., None]).flatten(-2) for part, top in zip(parts, divisors, strict=True)]
-    # bitsandbytes, of whose codes 1 is the largest, keeps the largest magnitude where it did not divide by it.
+    # If the code's largest number is 1, the magnitude itself is stored, even below TINY, as in bitsandbytes.
     return _joined(largest if most == 1 else divisors) / most, _joined(scaled)
 
 
@@ -131,30 +131,30 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def _floats(packed: Tensor, start: int, n: int) -> Tensor:
     if n == 0:
         return packed.new_empty((*packed.shape[:-1], 0), dtype=torch.float32)
-    some = packed[..., start : start + 4 * n]  # which may begin where floats may not
-    return some.clone(memory_format=torch.contiguous_format).view(torch.float32)
+    raw = packed[..., start : start + 4 * n]  # may not be aligned for float32, so it is copied
+    return raw.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def format_of(name: str, block: int, double: bool = False) -> Format:
     """A format by its name.
 
     Raises:
-        ValueError: there is none such; a block that is not a positive even number; double scales of another code.
+        ValueError: there is no such format; the block is not a positive even number.
     """
-    known = {code.name: code for code in _CODES}
-    if name not in known:
-        raise ValueError(f"{name!r} is not a format: there are {', '.join(known)}")
+    by_name = {code.name: code for code in _CODES}
+    if name not in by_name:
+        raise ValueError(f"{name!r} is not a format: there are {', '.join(by_name)}")
     if not isinstance(block, int) or isinstance(block, bool) or block < 2 or block % 2:
         raise ValueError(f"{name}: block={block!r}; it is an even number of elements that have one scale, such as 64")
-    return Format(name, block, double, known[name])
+    return Format(name, block, double, by_name[name])
 
 
 def check_format(format: object, what: str, *, optional: bool = True) -> None:
-    """Raises TypeError for what is not a format, nor None where it is optional."""
+    """Raises TypeError unless it is a format, or None where that is allowed."""
     if isinstance(format, Format) or (optional and format is None):
         return
-    said = f"the function {getattr(format, '__name__', 'itself')}: call it" if callable(format) else repr(format)
-    raise TypeError(f"{what} is a format, such as shardfn.quant.int8(){', or None' * optional}, not {said}")
+    given = f"the function {getattr(format, '__name__', 'itself')}: call it" if callable(format) else repr(format)
+    raise TypeError(f"{what} is a format, such as shardfn.quant.int8(){', or None' * optional}, not {given}")
 
 
 _CODES = (codes.nf4, codes.fp4, codes.int4, codes.int8, codes.fp8_e4m3, codes.fp8_e5m2)
@@ -164,14 +164,14 @@ def nf4(block: int = 64, *, double: bool = False) -> Format:
     """4-bit NormalFloat: 16 quantiles of the normal distribution (Dettmers et al. 2023, QLoRA, appendix E).
 
     Args:
-        block: elements that have one scale.
-        double: whether the scales are kept in 8 bits: 0.516 bytes a parameter instead of 0.563.
+        block: elements that share one scale.
+        double: whether the scales are kept in 8 bits too: 0.516 bytes a parameter instead of 0.563.
     """
     return format_of("nf4", block, double)
 
 
 def fp4(block: int = 64, *, double: bool = False) -> Format:
-    """Floating-point numbers of a sign, two bits of exponent and one of fraction, as bitsandbytes has them."""
+    """4-bit floating-point numbers: a sign, two bits of exponent and one of fraction, as in bitsandbytes."""
     return format_of("fp4", block, double)
 
 
@@ -186,10 +186,10 @@ def int8(block: int = 256) -> Format:
 
 
 def fp8_e4m3(block: int = 128) -> Format:
-    """Floating-point numbers of 4 bits of exponent and 3 of fraction, of which the largest is 448, times a scale."""
+    """8-bit floating-point numbers, 4 bits of exponent and 3 of fraction, the largest 448, times a scale."""
     return format_of("fp8_e4m3", block)
 
 
 def fp8_e5m2(block: int = 128) -> Format:
-    """Floating-point numbers of 5 bits of exponent and 2 of fraction, of which the largest is 57344, times a scale."""
+    """8-bit floating-point numbers, 5 bits of exponent and 2 of fraction, the largest 57344, times a scale."""
     return format_of("fp8_e5m2", block)

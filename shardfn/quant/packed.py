@@ -1,4 +1,4 @@
-"""Parameters in few bits, as nodes of trees: one leaf of bytes, and what these mean."""
+"""Quantised parameters as pytree nodes: one leaf of bytes, and the format, shape and dtype."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from shardfn.quoting import listed, short_errors
 
 
 class Packed:
-    """A parameter in few bits: a pytree node with one leaf, whose name is the parameter's own.
+    """A quantised parameter: a pytree node with one leaf, whose path is the parameter's own.
 
-    `shardfn.shard` cuts its bytes like any others, and a stage's function meets the decoded parameter.
+    `shardfn.shard` cuts its bytes like any others, and a stage's function gets the decoded parameter.
 
     Attributes:
         values: `[format.nbytes(numel)]`, uint8.
-        format: of the bytes.
-        shape: of the parameter.
-        dtype: that it had, and has in a stage's function where nothing else is asked for.
+        format: the format of the bytes.
+        shape: the shape of the parameter.
+        dtype: its dtype before quantisation, and in a stage's function unless another is asked for.
     """
 
     __slots__ = ("dtype", "format", "shape", "values")
@@ -35,29 +35,29 @@ class Packed:
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """The number of elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has."""
+        """The number of its bytes."""
         return self.format.nbytes(self.numel)
 
     @property
     def meant(self) -> str:
-        """What the bytes are, for comparisons and messages."""
+        """Format and shape, for comparisons and messages."""
         return f"{self.format} of {list(self.shape)}"
 
     @property
     def is_meta(self) -> bool:
-        """Whether its bytes are on the device meta, without values."""
+        """Whether its bytes are on the meta device, without values."""
         return bool(self.values.is_meta)
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The parameter, in its own dtype or another.
+        """The decoded parameter, in its own dtype or another.
 
         Raises:
-            TypeError: what it has are not bytes, but something that was computed from them.
+            TypeError: its leaf no longer holds bytes, but something computed from them.
         """
         if self.values.dtype is not torch.uint8:
             raise TypeError(
@@ -67,24 +67,24 @@ class Packed:
         return self.format.decode(self.values, self.numel, dtype or self.dtype).view(self.shape)
 
     def having(self, values: Any) -> Packed:
-        """The same with other bytes."""
+        """A parameter with other bytes of the same format, shape and dtype."""
         return Packed(values, self.format, self.shape, self.dtype)
 
     def __repr__(self) -> str:
-        there = "None, " if self.values is None else ""  # as in a gradient, which it has not
+        there = "None, " if self.values is None else ""  # in a tree of gradients: it has none
         return f"Packed({there}{self.format}, {list(self.shape)}, {str(self.dtype).removeprefix('torch.')})"
 
 
 def pack(x: Tensor, format: Format) -> Packed:
-    """A parameter in few bits.
+    """Quantises a parameter.
 
     Args:
-        x: a tensor of floating-point numbers; on the device meta, so are the bytes.
+        x: a tensor of floating-point numbers; if it is on the meta device, so are the bytes.
         format: such as `nf4()`.
 
     Raises:
-        TypeError: numbers of another kind.
-        ValueError: numbers that are not finite, or are too large for scales in float32.
+        TypeError: the numbers are not floating-point.
+        ValueError: numbers are not finite, or too large for scales in float32.
     """
     if not x.is_floating_point():
         raise TypeError(f"{format} is for floating-point numbers, not for {x.dtype}")
@@ -94,31 +94,29 @@ def pack(x: Tensor, format: Format) -> Packed:
         values = format.encode(x.reshape(-1))
         if not bool(torch.isfinite(format.scales(values, x.numel()) * format.code.most).all()):
             raise ValueError(
-                "it has numbers that are not finite, or too large for scales in float32, of which few bits would make "
-                "others"
+                "it has numbers that are not finite, or too large for scales in float32: few bits cannot hold them"
             )
     return Packed(values, format, tuple(x.shape), x.dtype)
 
 
 @short_errors
 def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
-    """A tree of parameters, some of which are kept in few bits.
+    """Quantises some parameters of a tree.
 
     Args:
         tree: a pytree of tensors.
         format: such as `nf4(double=True)`.
-        names: which: patterns that match whole paths, or a function of a path and a shape. Default: those of two or
-            more dimensions that are at least as long as a block.
+        names: which ones: patterns that match whole paths, or a function of a path and a shape. Default: those of two
+            or more dimensions with at least as many elements as a block.
 
     Returns:
-        The tree with a `Packed` in place of each of them. They have no gradient, as whatever is not a floating-point
-        number.
+        The tree with a `Packed` in place of each of them. Like all integers, they have no gradient.
 
     Raises:
-        ValueError: a pattern that matches nothing, or nothing to choose; a parameter that is shorter than a block, or
-            has numbers that are not finite.
-        TypeError: a parameter that is not of floating-point numbers, or is a shard; what is not a format; names that
-            are neither patterns nor a function.
+        ValueError: a pattern matches nothing, or nothing is chosen; a chosen parameter has fewer elements than a block,
+            or numbers that are not finite.
+        TypeError: a chosen parameter is not floating-point, or is quantised already; a parameter is a shard; `format`
+            is no format; `names` are neither patterns nor a function.
 
     Example:
         ``params = shard(quantize(tree, nf4()), mesh, full_shard("shard"))``
@@ -136,23 +134,23 @@ def quantize(tree: Any, format: Format, names: Which | None = None) -> Any:
             f"quantize: there is no tensor with two or more dimensions and at least {format.block} floating-point "
             f"numbers, a block: pass a tree of parameters, such as model.tree, or choose others by names="
         )
-    made: dict[int, Packed] = {}  # one tensor at several places stays one
-    found = [
-        _packed(path, x, format, made) if (rule(path, _shape(x)) if rule else _long(x, format)) else x
+    packed_by_id: dict[int, Packed] = {}  # a tensor at several places stays shared
+    values = [
+        _packed(path, x, format, packed_by_id) if (rule(path, _shape(x)) if rule else _long(x, format)) else x
         for path, x in zip(paths, leaves, strict=True)
     ]
-    return optree.tree_unflatten(spec, found)
+    return optree.tree_unflatten(spec, values)
 
 
 def dequantize(tree: Any, dtype: torch.dtype | None = None) -> Any:
-    """The tree with decoded parameters in place of those in few bits, in their own dtypes or another.
+    """Decodes the quantised parameters of a tree, to their own dtypes or another.
 
     Args:
         tree: whole parameters.
         dtype: of floating-point numbers; default: each parameter's own.
 
     Raises:
-        TypeError: shards, of which a rank has only a part; another dtype.
+        TypeError: the tree has shards, of which a rank has only a part; the dtype is not a floating-point one.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dequantize: dtype={dtype!r}; it is a floating torch.dtype, or None for each parameter's own")
@@ -161,15 +159,15 @@ def dequantize(tree: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def is_packed(x: Any) -> bool:
-    """Whether it is a parameter in few bits."""
+    """Whether it is a quantised parameter."""
     return type(x) is Packed
 
 
 def _parameters(where: str, tree: Any, instead: str) -> tuple[list[str], list[Any], optree.PyTreeSpec]:
-    """Paths and values, all of which are whole.
+    """The paths and values of a tree, and its structure.
 
     Raises:
-        TypeError: some are not.
+        TypeError: some values are shards.
     """
     accessors, leaves, spec = optree.tree_flatten_with_accessor(
         tree, is_leaf=lambda x: is_packed(x) or places_itself(x)
@@ -181,7 +179,7 @@ def _parameters(where: str, tree: Any, instead: str) -> tuple[list[str], list[An
     return paths, leaves, spec
 
 
-def _packed(path: str, x: Any, format: Format, made: dict[int, Packed]) -> Packed:
+def _packed(path: str, x: Any, format: Format, packed_by_id: dict[int, Packed]) -> Packed:
     if is_packed(x):
         raise TypeError(f"quantize: {path} is in few bits already, {x}")
     if not isinstance(x, Tensor):
@@ -191,12 +189,12 @@ def _packed(path: str, x: Any, format: Format, made: dict[int, Packed]) -> Packe
             f"quantize: {path} has shape {list(x.shape)}, {x.numel()} numbers, fewer than the {format.block} of a "
             f"block: leave it as it is"
         )
-    if id(x) not in made:
+    if id(x) not in packed_by_id:
         try:
-            made[id(x)] = pack(x, format)
+            packed_by_id[id(x)] = pack(x, format)
         except (TypeError, ValueError) as error:
             raise type(error)(f"quantize: {path}: {error}") from None
-    return made[id(x)]
+    return packed_by_id[id(x)]
 
 
 def _long(x: Any, format: Format) -> bool:

@@ -18,7 +18,7 @@ _EXTRA = ("cloudpickle", "hypothesis", "pytest")
 
 
 def _explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The same error, or which extra has what is missing."""
+    """The error, with the extra to install if one of its packages is missing."""
     if error.name not in _EXTRA:
         return error
     message = f"shardfn.testing needs {error.name}, which is in the extra testing: pip install 'shardfn[testing]'"
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Hypothesis is needed only by those who draw, and it is slow to import.
+    # Lazy: hypothesis is slow to import, and only these strategies need it.
     if name == "strategies":
         from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""`python -m shardfn.testing`: what worlds cost on this machine."""
+"""`python -m shardfn.testing`: measures what worlds cost on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardfn.testing.world import Kind, World
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds: for the first run, for a run when started, for a run after a failure."""
+    """Seconds for the first run, for a later run, and for a run after a failure."""
 
     start: float
     run: float
@@ -23,19 +23,19 @@ class Cost:
 
 
 def sum_of_ones() -> float:
-    """A small all-reduce."""
+    """Runs a small all-reduce."""
     x = torch.ones(8)
     dist.all_reduce(x)
     return float(x[0])
 
 
 def fail() -> None:
-    """What makes a world start afresh."""
+    """Raises an error, after which a world restarts."""
     raise ValueError("on purpose")
 
 
 def measure(size: int, kind: Kind, runs: int = 100) -> Cost:
-    """Measure one world."""
+    """Measures one world."""
     with World(size, kind=kind) as world:
         start = _seconds(lambda: world.run(sum_of_ones))
         run = _seconds(lambda: [world.run(sum_of_ones) for _ in range(runs)]) / runs
@@ -45,7 +45,7 @@ def measure(size: int, kind: Kind, runs: int = 100) -> Cost:
 
 
 def main() -> None:
-    """Print a table of worlds."""
+    """Prints a table of worlds."""
     ready = _seconds(lambda: World(1).run(int))
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; importing torch for the ranks, once: {ready:.1f} s")
     print("milliseconds for a run of a small all-reduce")

@@ -1,14 +1,14 @@
-"""Messages that come late: what only a GPU would show of a program's timing, on CPU processes.
+"""Late messages: simulates on CPU processes the timing of collectives that otherwise only a GPU would show.
 
-On NCCL a collective is launched, and reads and writes memory at some moment until it is waited for, while the program
-goes on. On gloo nearly everything has happened at once, so that a wait that is missing, or memory that is used again
-too early, gives right results. `chaos` makes the stages' collectives behave as they may on NCCL:
+On NCCL a collective is launched, and reads and writes memory at some time before it is waited for, while the program
+goes on. On gloo nearly everything has happened by the launch, so a missing wait, or memory that is reused too early,
+still gives right results. `chaos` makes the stages' collectives behave as they may on NCCL:
 
 - they run one after another on two communicators for each group of ranks, one for gathers and one for reductions;
-- what one writes is nan from its launch on, and comes at a random moment until the wait, often at the last;
-- what one reads and writes must stay as it is in between, which is checked;
-- what a reduction has read is nan when it has arrived: it was lent, and nobody reads it again;
-- none is dropped without being waited for;
+- a result is nan from the launch on, and arrives at a random time before the wait, often only at the wait;
+- inputs and outputs must not change in between, which is checked;
+- the input of a reduce-scatter is nan once it has arrived: the memory was lent, and must not be read again;
+- none may be dropped without being waited for;
 - ranks pause at random, and fall behind each other.
 """
 
@@ -37,52 +37,52 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _POISON = 255  # in every byte: nan, or -1
-_in_force = threading.Lock()
+_active = threading.Lock()
 
 
 @contextlib.contextmanager
 def chaos(mesh: DeviceMesh, seed: int = 0, *, longest: float = 0.002) -> Iterator[Chaos]:
-    """The stages on a mesh move parameters and gradients as late, and in as odd an order, as they may on NCCL.
+    """Makes the stages on a mesh move parameters and gradients as late, and in as odd an order, as they may on NCCL.
 
-    Of gloo processes, one mesh at a time; on all ranks of it alike.
+    It is for gloo processes, for one mesh at a time, and all ranks of the mesh must use it alike.
 
     Args:
-        mesh: of CPU processes.
-        seed: of all that is random.
-        longest: seconds of one pause.
+        mesh: a mesh of CPU processes.
+        seed: seed of all random choices.
+        longest: the longest pause, in seconds.
 
     Raises:
-        RuntimeError: in the block, memory was written to that was lent to a message, or ranks launched different
+        RuntimeError: in the block, memory that was lent to a message was written to, or ranks launched different
             collectives; at its end, a message was dropped that nobody had waited for.
-        ValueError: the mesh is not of CPU processes with gloo, or another block is in force.
+        ValueError: the mesh is not of CPU processes with gloo, or another block is active.
 
     Example:
         ``with chaos(mesh, seed=3): sf.value_and_grad(loss)(params)``
     """
     if mesh.device_type != "cpu" or dist.get_backend() != "gloo":
         raise ValueError(f"chaos: it is for CPU processes with gloo, not {mesh.device_type} with {dist.get_backend()}")
-    if not _in_force.acquire(blocking=False):
+    if not _active.acquire(blocking=False):
         raise ValueError("chaos: another block is in force in this process")
-    found = Chaos(seed, longest)
+    state = Chaos(seed, longest)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(into_buffers.transports(mesh, all_gather="native", reduce_scatter="native"))
-            stack.enter_context(mock.patch.object(process_groups, "start_all_gather", found.all_gather))
-            stack.enter_context(mock.patch.object(process_groups, "start_reduce_scatter", found.reduce_scatter))
-            stack.enter_context(mock.patch.dict(into_buffers.TRANSPORTS["all_reduce"], native=found.all_reduce))
-            stack.enter_context(mock.patch.object(messages, "start", found.pausing(messages.start)))
-            yield found
-            found.refuse_dropped()
+            stack.enter_context(mock.patch.object(process_groups, "start_all_gather", state.all_gather))
+            stack.enter_context(mock.patch.object(process_groups, "start_reduce_scatter", state.reduce_scatter))
+            stack.enter_context(mock.patch.dict(into_buffers.TRANSPORTS["all_reduce"], native=state.all_reduce))
+            stack.enter_context(mock.patch.object(messages, "start", state.pausing(messages.start)))
+            yield state
+            state.refuse_dropped()
     finally:
-        found.close()
-        _in_force.release()
+        state.close()
+        _active.release()
 
 
 class Chaos:
-    """What is in force in a block.
+    """The state of an active block.
 
     Attributes:
-        launched: how many messages so far.
+        launched: the number of messages so far.
     """
 
     def __init__(self, seed: int, longest: float) -> None:
@@ -93,11 +93,11 @@ class Chaos:
         self.launched = 0
 
     def pause(self) -> None:
-        """Perhaps this rank falls behind."""
+        """Makes this rank pause at random."""
         _pause(self._dice, self.longest)
 
     def pausing(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, before which a rank may pause."""
+        """A function that may pause before it calls `f`."""
 
         def paused(*args: Any) -> Any:
             self.pause()
@@ -106,14 +106,14 @@ class Chaos:
         return paused
 
     def all_gather(self, whole: Tensor, own: Tensor, group: Any) -> _Message:
-        """As `compat.start_all_gather`."""
+        """Replaces `compat.process_groups.start_all_gather`."""
         line = self._line("gathers", group)
         pieces = whole.view(line.size, -1)
         others = [piece for i, piece in enumerate(pieces.unbind()) if i != line.index]
         return self._launch("all_gather", line, own, others, lambda rows: [rows[i] for i in line.others])
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, group: Any) -> _Message:
-        """As `compat.start_reduce_scatter`."""
+        """Replaces `compat.process_groups.start_reduce_scatter`."""
         line = self._line("reductions", group)
 
         def summed(rows: Tensor) -> list[Tensor]:
@@ -122,32 +122,32 @@ class Chaos:
         return self._launch("reduce_scatter", line, flat, [out], summed, lent=flat)
 
     def all_reduce(self, x: Tensor, along: into_buffers.Communicator) -> _Message:
-        """As the engine's own, in place."""
+        """Replaces the native in-place all-reduce."""
         line = self._line("reductions", along.reductions)
         return self._launch("all_reduce", line, x, [x], lambda rows: [_total(rows).view(x.shape)])
 
     @property
     def left(self) -> list[str]:
-        """The messages that nobody has waited for yet."""
+        """The messages that were not waited for yet."""
         return list(self._left.values())
 
     def refuse_dropped(self) -> None:
-        """Raises RuntimeError if there is nobody left who could wait for a message."""
+        """Raises RuntimeError if a message was dropped, so that it cannot be waited for."""
         dropped = [name for message, name in self._left.items() if message() is None]
         if dropped:
             raise RuntimeError(f"chaos: nobody waited for {len(dropped)} messages, and nobody will: {dropped[0]}")
 
     def close(self) -> None:
-        """The end of its threads."""
+        """Ends its threads."""
         for line in self._lines.values():
             line.queue.put(None)
 
     def _line(self, kind: str, group: Any) -> _Line:
         ranks = tuple(dist.get_process_group_ranks(group))
-        for each in ("gathers", "reductions"):  # both at once: ranks make groups together
-            if (each, ranks) not in self._lines:
-                own = group_over(list(ranks), f"chaos {each}")
-                self._lines[each, ranks] = _Line(f"{each} over ranks {list(ranks)}", own, self._named, self.longest)
+        for way in ("gathers", "reductions"):  # both at once: all ranks must make groups in the same order
+            if (way, ranks) not in self._lines:
+                own = group_over(list(ranks), f"chaos {way}")
+                self._lines[way, ranks] = _Line(f"{way} over ranks {list(ranks)}", own, self._named, self.longest)
         return self._lines[kind, ranks]
 
     def _launch(
@@ -163,20 +163,20 @@ class Chaos:
         self.launched += 1
         line.launched += 1
         name = f"{op} of {read.nbytes} bytes, number {line.launched} of {line.name}"
-        made = _Message(self, name, read, written, results, lent)
-        made.late = self._dice.random() < 0.7
-        self._left[weakref.ref(made)] = name
-        line.queue.put(made)
-        return made
+        message = _Message(self, name, read, written, results, lent)
+        message.late = self._dice.random() < 0.7
+        self._left[weakref.ref(message)] = name
+        line.queue.put(message)
+        return message
 
     def arrived(self, message: _Message) -> None:
-        """It has been waited for."""
+        """Records that a message was waited for."""
         self.pause()
         self._left.pop(weakref.ref(message), None)
 
 
 class _Message:
-    """One collective under way, of memory that nobody else may write to."""
+    """One collective under way, on memory that nothing else may write to."""
 
     def __init__(
         self,
@@ -199,13 +199,13 @@ class _Message:
         for x in written:
             _write(x, None)
         with torch.inference_mode(False), torch.no_grad():
-            self.then = read.detach().clone()  # where it sums in place, that is gone already
+            self.at_launch = read.detach().clone()  # not `sent`: poison overwrites an input that is also an output
 
     def __str__(self) -> str:
         return self.name
 
     def wait(self) -> None:
-        """Until what it writes is there."""
+        """Waits until its results are in place."""
         self.owner.arrived(self)
         self.ready.wait()
         if self.error is None and self.rows is not None:
@@ -214,10 +214,10 @@ class _Message:
             raise self.error
 
     def land(self) -> None:
-        """Writes what came, into memory that is as it was at the launch."""
+        """Writes the results, after checking that the memory is as it was at the launch."""
         assert self.rows is not None, "it has come"
         rows, self.rows = self.rows, None
-        if not _same(self.read, self.then) or not all(_poisoned(x) for x in self.written):
+        if not _same(self.read, self.at_launch) or not all(_poisoned(x) for x in self.written):
             self.error = RuntimeError(f"chaos: memory of {self} was written to before it was waited for")
             return
         for x, result in zip(self.written, self.results(rows), strict=True):
@@ -227,7 +227,7 @@ class _Message:
 
 
 class _Line:
-    """A communicator: one message after another, on a thread of its own."""
+    """A communicator, which runs one message after another on a thread of its own."""
 
     def __init__(self, name: str, group: Any, seed: str, longest: float) -> None:
         self.name, self.group, self.longest, self.launched = name, group, longest, 0
@@ -249,14 +249,14 @@ class _Line:
             except Exception as error:
                 message.error = error
             message.ready.set()
-            del message  # or it would be held until the next one comes
+            del message  # otherwise it is held until the next message
 
     def _meet(self, message: _Message) -> None:
-        """All ranks launched the same."""
+        """Raises RuntimeError unless all ranks launched the same collective."""
         described = f"{message.name} {message.read.dtype}".encode()
         digest = hashlib.blake2b(described, digest_size=8).digest()
-        every = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-        if not (every == every[0]).all():
+        digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        if not (digests == digests[0]).all():
             raise RuntimeError(f"chaos: this rank launched {message}, and others something else")
 
     def _gathered(self, x: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def _poisoned(x: Tensor) -> bool:
 
 
 def _write(x: Tensor, values: Tensor | None) -> None:
-    """Overwrites memory, past autograd; with None, by what nobody can read unnoticed."""
+    """Overwrites memory, bypassing autograd; None writes poison: nan, or -1."""
     with torch.inference_mode(x.is_inference()), torch.no_grad():
         if values is None:
             _bytes(x).fill_(_POISON)

@@ -1,4 +1,4 @@
-"""What a rank can answer, and the errors that a world makes of it."""
+"""The outcomes of ranks, and the errors that a world raises for them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Failure:
 
     Attributes:
         how: "raised" an exception, "died" as a process, or was left "waiting".
-        type_name: name of the exception's type.
+        type_name: the name of the exception's type.
         message: the exception's text, or where the rank was waiting.
         traceback: the traceback or the stack, as text.
-        exception: the original exception, where it could be brought here.
+        exception: the original exception, if it could be transferred.
     """
 
     how: Literal["raised", "died", "waiting"]
@@ -48,7 +48,7 @@ class Failure:
 
 Outcome = Returned | Failure
 
-# Seconds that the other ranks have to answer, after a first one failed, before they count as waiting for it.
+# Seconds that the other ranks have to answer after the first failure, before they count as waiting for that rank.
 GRACE = {"raised": 3.0, "died": 0.5, "waiting": 0.0}
 
 
@@ -69,7 +69,7 @@ class WorldTimeout(WorldError):
 
 
 def failure_of(error: BaseException, skip: int = 0) -> Failure:
-    """The failure that `error` is, its traceback without the outermost `skip` frames."""
+    """An exception as a failure; its traceback leaves out the outermost `skip` frames."""
     frames = error.__traceback__
     for _ in range(skip):
         frames = frames.tb_next if frames is not None else None
@@ -78,7 +78,7 @@ def failure_of(error: BaseException, skip: int = 0) -> Failure:
 
 
 def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, deadline: float) -> None:
-    """Raise one error for all failures among `outcomes`, if there are any.
+    """Raises one error for all failures among `outcomes`, if there are any.
 
     Raises:
         WorldTimeout: ranks were left waiting and nothing else went wrong.
@@ -86,15 +86,15 @@ def raise_failures(outcomes: list[Outcome], ranks: tuple[int, ...], what: str, d
     """
     __tracebackhide__ = True
     answers = dict(zip(ranks, outcomes, strict=True))
-    found = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
-    if not found:
+    unsorted = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+    if not unsorted:
         return
-    order = {"died": "died in", "raised": "failed in", "waiting": f"did not return within {deadline:g} s from"}
-    hows = list(order)
-    failures = dict(sorted(found.items(), key=lambda item: hows.index(item[1].how)))
+    phrases = {"died": "died in", "raised": "failed in", "waiting": f"did not return within {deadline:g} s from"}
+    order = list(phrases)
+    failures = dict(sorted(unsorted.items(), key=lambda item: order.index(item[1].how)))
     worst = next(iter(failures.values())).how
     culprits = [rank for rank, failure in failures.items() if failure.how == worst]
-    message = _text(f"{_ranks(culprits)} {order[worst]} {what}", failures)
+    message = _text(f"{_ranks(culprits)} {phrases[worst]} {what}", failures)
     raise WorldTimeout(message, failures) if worst == "waiting" else WorldError(message, failures)
 
 

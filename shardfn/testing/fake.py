@@ -1,4 +1,4 @@
-"""Worlds of one process that only pretends: the "fake" backend moves nothing, so any size starts at once.
+"""Worlds that one process pretends: torch's "fake" backend transfers nothing, so any size starts at once.
 
 Shapes are right and values are not. The deadline does not apply, because the ranks run here, one after the other.
 """
@@ -13,14 +13,14 @@ from shardfn.testing.errors import Outcome
 
 
 class Fake:
-    """Runs calls as some of the ranks of a pretended world."""
+    """Runs calls as some of the ranks of a fake world."""
 
     def __init__(self, size: int, ranks: tuple[int, ...]) -> None:
         self._size = size
         self._ranks = ranks
 
     def run(self, call: bytes, deadline: float) -> list[Outcome]:
-        """One outcome per pretended rank.
+        """Runs a call and returns one outcome per rank.
 
         Raises:
             RuntimeError: this process has a process group already.
@@ -42,4 +42,4 @@ class Fake:
             dist.destroy_process_group()
 
     def close(self) -> None:
-        """Nothing outlives a run."""
+        """Does nothing: nothing outlives a run."""

@@ -20,12 +20,12 @@ def current() -> list[Filter]:
     def name(kind: Any) -> str:
         return f"{kind.__module__}:{kind.__qualname__}"
 
-    return [(action, text(said), name(kind), text(where), line) for action, said, kind, where, line in warnings.filters]
+    return [(action, text(msg), name(kind), text(mod), line) for action, msg, kind, mod, line in warnings.filters]
 
 
 @contextmanager
 def applied(filters: Sequence[Filter]) -> Iterator[None]:
-    """Use these filters in the block. Not for threads: filters belong to the process."""
+    """Applies these filters in the block. Not for threads: filters belong to the process."""
     with warnings.catch_warnings():
         warnings.resetwarnings()
         for action, message, kind, module, line in reversed(filters):
@@ -37,7 +37,7 @@ def applied(filters: Sequence[Filter]) -> Iterator[None]:
 def _category(kind: str) -> type[Warning] | None:
     # A class whose module was never imported here cannot be warned with here.
     module, _, name = kind.partition(":")
-    found: Any = sys.modules.get(module)
+    category: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) and issubclass(found, Warning) else None
+        category = getattr(category, part, None)
+    return category if isinstance(category, type) and issubclass(category, Warning) else None

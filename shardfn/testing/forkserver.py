@@ -1,8 +1,8 @@
 """A process that has imported torch once and forks ranks on request, in milliseconds each.
 
 It is started afresh (not forked), with an environment that suits ranks: one thread each, loopback only. When the
-process that started it goes away, however it goes, the socket between them closes and the fork server takes every rank
-with it.
+process that started it ends, in whatever way, the socket between them closes and the fork server kills every rank and
+exits.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from importlib.util import find_spec
 _REQUEST = struct.Struct("ii")
 _NUMBER = struct.Struct("q")
 _PING, _PONG = (-1, -1), b"."
-_PATIENCE = 120.0  # where others keep all cores busy, imports take that long
+_PATIENCE = 120.0  # on a busy machine imports take that long
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from shardfn.testing.forkserver import main; main(int(sys.argv[1]), sys.argv[3:])"
 )
-_HEAVY = ("pytest", "hypothesis", "optree", "numpy", "torch._dynamo")  # imported where the caller has them loaded
-_wanted: list[str] = []
+_HEAVY = ("pytest", "hypothesis", "optree", "numpy", "torch._dynamo")  # preloaded if the caller has loaded them
+_preloads: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -44,31 +44,31 @@ class Child:
     status: int
 
     def exit_code(self, timeout: float) -> int | None:
-        """The exit code (negative: the signal), or None if it still runs or nobody knows."""
+        """The exit code (negative: the signal), or None if it still runs or its code is unknown."""
         data = _read(self.status, timeout)
         return int(_NUMBER.unpack(data)[0]) if data else None
 
 
 class ForkServer:
-    """The caller's end of the process that forks ranks."""
+    """The caller's handle of the process that forks ranks."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair()
+        self._control, remote = socket.socketpair()
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        preload = [*(name for name in _HEAVY if name in sys.modules and find_spec(name)), *_wanted]
-        with theirs:
+        preload = [*(name for name in _HEAVY if name in sys.modules and find_spec(name)), *_preloads]
+        with remote:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), path, *preload],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-c", _BOOT, str(remote.fileno()), path, *preload],
+                pass_fds=[remote.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
                 start_new_session=True,
             )
 
     def answers(self) -> bool:
-        """Whether it is this process's own and serves requests; waits until it has imported what it preloads."""
+        """Whether it belongs to this process and serves requests; waits until its preloads are imported."""
         if self._owner != os.getpid():
             return False
         self._control.settimeout(_PATIENCE)
@@ -80,13 +80,13 @@ class ForkServer:
             return False
 
     def fork(self, rank: int, size: int, descriptors: tuple[int, int]) -> Callable[[], Child]:
-        """Ask for a rank that owns `descriptors` (channel, stacks); call the result to wait for it."""
-        status, theirs = os.pipe()
+        """Requests a rank that owns `descriptors` (channel, stacks); the function returned waits for it."""
+        status, status_end = os.pipe()
         try:
             with self._lock:
-                socket.send_fds(self._control, [_REQUEST.pack(rank, size)], [*descriptors, theirs])
+                socket.send_fds(self._control, [_REQUEST.pack(rank, size)], [*descriptors, status_end])
         finally:
-            os.close(theirs)
+            os.close(status_end)
 
         def wait() -> Child:
             data = _read(status, _PATIENCE)
@@ -98,21 +98,21 @@ class ForkServer:
         return wait
 
     def close(self) -> None:
-        """Stop it, and with it every rank it has forked."""
+        """Stops it, and with it every rank that it has forked."""
         self._control.close()
         if self._owner != os.getpid():
             return
         try:
             self._process.wait(timeout=10.0)
-        except subprocess.TimeoutExpired:  # it is stuck in an import
+        except subprocess.TimeoutExpired:  # stuck in an import, say
             self._process.kill()
             self._process.wait()
 
 
 def _environment() -> dict[str, str]:
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    ours = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return {**os.environ, **ours}
+    changes = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    return {**os.environ, **changes}
 
 
 def _read(descriptor: int, timeout: float) -> bytes:
@@ -122,8 +122,8 @@ def _read(descriptor: int, timeout: float) -> bytes:
 
 
 def preload(*names: str) -> None:
-    """Have the fork server import these modules when it starts, those that there are, for all the ranks it forks."""
-    _wanted.extend(name for name in names if name not in _wanted)
+    """Makes the fork server import these modules, if they exist, when it starts, for all ranks that it forks."""
+    _preloads.extend(name for name in names if name not in _preloads)
 
 
 _current: ForkServer | None = None
@@ -146,15 +146,15 @@ def fork_server() -> ForkServer:
         return _current
 
 
-@atexit.register  # when this module is imported, so that it comes after the worlds' own
+@atexit.register  # registered at import, so that it runs after the worlds' own handlers
 def _stop() -> None:
     if _current is not None:
         _current.close()
 
 
 def main(control: int, preload: list[str]) -> None:
-    """The fork server itself: import, then serve requests until the other end closes."""
-    warnings.simplefilter("ignore")  # of the modules below, and of fork in a process that has threads
+    """The fork server itself: imports modules, then serves requests until the other end closes."""
+    warnings.simplefilter("ignore")  # from the imports below, and from fork in a process with threads
     import torch.distributed  # noqa: F401
 
     from shardfn.testing import worker
@@ -162,16 +162,16 @@ def main(control: int, preload: list[str]) -> None:
     for name in preload:
         with contextlib.suppress(ImportError):
             __import__(name)
-    gc.freeze()  # what ranks share they need neither search for garbage nor copy
+    gc.freeze()  # keeps the collector from touching, and so copying, pages that ranks share
     with socket.socket(fileno=control) as channel:
         task = _serve(channel)
     if task is None:
-        os._exit(0)  # at once: the interpreter takes a good while to take torch apart
+        os._exit(0)  # tearing torch down at interpreter exit is slow
     worker.serve(*task)
 
 
 def _serve(control: socket.socket) -> tuple[int, int, int, int] | None:
-    """Fork ranks. Returns None in the fork server when it is done, and its task in a rank."""
+    """Forks ranks. Returns None in the fork server when it is done, and the rank's task in a rank."""
     children: dict[int, int] = {}
     wake, signalled = socket.socketpair()
     for end in (wake, signalled):
@@ -222,7 +222,7 @@ def _reap(children: dict[int, int]) -> None:
         if not pid:
             return
         status = children.pop(pid)
-        _kill([pid])  # what the rank itself had started
+        _kill([pid])  # processes that the rank had started
         _tell(status, os.waitstatus_to_exitcode(state))
         os.close(status)
 

@@ -1,8 +1,8 @@
-"""The pytest plugin: a `world` fixture, and a marker that says which.
+"""The pytest plugin: a `world` fixture, and a marker that chooses the world.
 
     pytest_plugins = ["shardfn.testing.plugin"]              # in conftest.py
 
-    @pytest.mark.world(4)                                    # 2 processes, if nothing says otherwise
+    @pytest.mark.world(4)                                    # the default is 2 processes
     def test_gather(world):
         assert world.run(body) == [...]
 
@@ -13,8 +13,8 @@ The worlds are those of `shardfn.testing.world`: shared by all tests, and restar
 
 With hypothesis, the plugin loads the profile "shardfn". An example may then take as long as the world's own deadline
 allows, and the fixture may be used in `@given` tests, since it gives every example the same world. The rest is as in
-hypothesis's own profile: on a CI server the examples are the same in every run. A profile of yours wins, whether you
-load it in `conftest.py` or ask for it with `--hypothesis-profile`.
+hypothesis's own profile: on a CI server the examples are the same in every run. A profile of your own wins, whether it
+is loaded in `conftest.py` or by `--hypothesis-profile`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shardfn.testing.world import World
 from shardfn.testing.world import world as shared_world
 
 
-@pytest.hookimpl(tryfirst=True)  # before hypothesis's own, which loads what `--hypothesis-profile` asks for
+@pytest.hookimpl(tryfirst=True)  # before hypothesis's own, which loads the profile of `--hypothesis-profile`
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and load the hypothesis profile."""
+    """Registers the marker, and loads the hypothesis profile."""
     config.addinivalue_line(
         "markers", 'world(size=2, kind="processes", *, ranks=None): the world that the fixture `world` gives'
     )
@@ -41,16 +41,16 @@ def _load_profile(config: pytest.Config) -> None:
     from hypothesis import HealthCheck, settings
 
     loaded = settings.get_current_profile_name()
-    before = settings.get_profile(loaded)
-    allowed = [*before.suppress_health_check, HealthCheck.function_scoped_fixture]
-    settings.register_profile("shardfn", before, deadline=None, suppress_health_check=allowed)
+    profile = settings.get_profile(loaded)
+    allowed = [*profile.suppress_health_check, HealthCheck.function_scoped_fixture]
+    settings.register_profile("shardfn", profile, deadline=None, suppress_health_check=allowed)
     if loaded in ("default", "ci") and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("shardfn")
 
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> World:
-    """The world of the test's parameter or else of its marker; two processes if it has neither."""
+    """The world of the test's parameter, or of its marker, or of two processes if it has neither."""
     param = getattr(request, "param", None)
     if param is not None:
         return shared_world(*param) if isinstance(param, tuple) else shared_world(param)

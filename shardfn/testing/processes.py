@@ -20,12 +20,12 @@ from shardfn.testing.errors import GRACE, Failure, Outcome
 from shardfn.testing.forkserver import Child, ForkServer, fork_server
 
 _START_SECONDS = 60.0
-_MAX_GROUPS = 16  # the threads of a gloo group wake a hundred times a second, and a new world takes 0.05 s
+_MAX_GROUPS = 16  # gloo groups' threads wake 100 times a second; a new world takes 0.05 s
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """One process: the way to talk to it, and the file in which it writes its stacks."""
+    """A rank's process: its channel, and the file to which it writes its stacks."""
 
     number: int
     child: Child
@@ -36,7 +36,7 @@ class _Rank:
 class Processes:
     """Runs calls on `size` processes, started at the first call and again after any failure.
 
-    With `alone` it is one process, which has no process group.
+    With `alone` it is one process without a process group.
     """
 
     def __init__(self, size: int, alone: bool = False) -> None:
@@ -45,7 +45,7 @@ class Processes:
         self._finalizer = weakref.finalize(self, _kill, self._ranks, os.getpid())
 
     def run(self, call: bytes, deadline: float) -> list[Outcome]:
-        """One outcome per rank.
+        """Runs a call and returns one outcome per rank.
 
         Raises:
             RuntimeError: the processes cannot start.
@@ -58,14 +58,14 @@ class Processes:
         except BaseException:
             self._stop()
             raise
-        # Collectives may be left half done after a failure, so no later call could trust these ranks; and one that is
-        # alone has no process group when a call begins.
+        # After a failure collectives may be half done, so no later call could trust these ranks; and a call on a rank
+        # that is alone must begin without a process group.
         if groups > (0 if self._alone else _MAX_GROUPS) or any(isinstance(outcome, Failure) for outcome in outcomes):
             self._stop()
         return outcomes
 
     def close(self) -> None:
-        """Stop the processes, in good order if they let us."""
+        """Stops the processes, gracefully if possible."""
         _leave(self._ranks)
         self._stop()
 
@@ -74,8 +74,8 @@ class Processes:
 
 
 def _start(ranks: list[_Rank], size: int, alone: bool) -> None:
-    mother = fork_server()
-    for forked in [_fork(mother, number, 0 if alone else size) for number in range(size)]:
+    server = fork_server()
+    for forked in [_fork(server, number, 0 if alone else size) for number in range(size)]:
         ranks.append(forked())
     if alone:
         return
@@ -86,16 +86,16 @@ def _start(ranks: list[_Rank], size: int, alone: bool) -> None:
         _receive(ranks, rank.number)
 
 
-def _fork(mother: ForkServer, number: int, size: int) -> Callable[[], _Rank]:
-    ours, theirs = Pipe()
+def _fork(server: ForkServer, number: int, size: int) -> Callable[[], _Rank]:
+    channel, remote = Pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-    with theirs:
-        child = mother.fork(number, size, (theirs.fileno(), log.fileno()))
-    return lambda: _Rank(number, child(), ours, log)
+    with remote:
+        child = server.fork(number, size, (remote.fileno(), log.fileno()))
+    return lambda: _Rank(number, child(), channel, log)
 
 
 def _receive(ranks: Sequence[_Rank], number: int) -> bytes:
-    """A message of one rank, while the others must stay alive."""
+    """A message of one rank; raises RuntimeError if a rank dies, or none comes in time."""
     channel = ranks[number].channel
     ready = wait([channel, *(rank.child.status for rank in ranks)], _START_SECONDS)
     if channel in ready:
@@ -109,13 +109,13 @@ def _send(ranks: Sequence[_Rank], call: bytes) -> None:
     path = [entry or os.getcwd() for entry in sys.path]
     setting = pickle.dumps((path, filters.current()))
     for rank in ranks:
-        with contextlib.suppress(ConnectionError):  # it is dead, as _collect will find
+        with contextlib.suppress(ConnectionError):  # it is dead, which _collect reports
             rank.channel.send_bytes(setting)
             rank.channel.send_bytes(call)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> tuple[list[Outcome], int]:
-    """All outcomes, waiting until the deadline or shortly after a first failure; and the most groups a rank holds."""
+    """All outcomes, waiting until the deadline or shortly after a first failure; and the most groups on any rank."""
     outcomes: dict[int, Outcome] = {}
     most_groups = 0
     limit = time.monotonic() + deadline
@@ -156,30 +156,30 @@ def _obituary(rank: _Rank) -> Failure:
 
 
 def _stuck(ranks: Sequence[_Rank]) -> dict[int, Outcome]:
-    """For every rank that has not answered, where it is."""
-    before = {rank.number: len(_log(rank)) for rank in ranks}
+    """A failure for every rank that has not answered, which says where it is."""
+    lengths = {rank.number: len(_log(rank)) for rank in ranks}
     for rank in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank.child.pid, signal.SIGUSR1)
-    found: dict[int, Outcome] = {}
+    failures: dict[int, Outcome] = {}
     for rank in ranks:
-        frames, text = stacks.recorded(_settled(rank, before[rank.number]))
+        frames, text = stacks.recorded(_settled(rank, lengths[rank.number]))
         place = stacks.where(frames)
-        found[rank.number] = Failure("waiting", "TimeoutError", place, text, TimeoutError(place))
-    return found
+        failures[rank.number] = Failure("waiting", "TimeoutError", place, text, TimeoutError(place))
+    return failures
 
 
 def _settled(rank: _Rank, length: int, patience: float = 2.0) -> str:
-    """What the rank wrote, once it is more than `length` and has stopped growing."""
+    """A rank's log, once it is longer than `length` and has stopped growing, or after `patience` seconds."""
     limit = time.monotonic() + patience
-    before = ""
+    previous = ""
     while time.monotonic() < limit:
         text = _log(rank)
-        if len(text) > length and text == before:
+        if len(text) > length and text == previous:
             break
-        before = text
+        previous = text
         time.sleep(0.02)
-    return before
+    return previous
 
 
 def _log(rank: _Rank) -> str:
@@ -187,7 +187,7 @@ def _log(rank: _Rank) -> str:
 
 
 def _leave(ranks: Sequence[_Rank], patience: float = 2.0) -> None:
-    """Ask the ranks to go, and wait for them a little."""
+    """Asks the ranks to exit, and waits for at most `patience` seconds."""
     limit = time.monotonic() + patience
     for rank in ranks:
         with contextlib.suppress(ConnectionError):
@@ -197,8 +197,8 @@ def _leave(ranks: Sequence[_Rank], patience: float = 2.0) -> None:
 
 
 def _kill(ranks: list[_Rank], owner: int) -> None:
-    """Kill what still runs, wait until it is gone, and close what we hold."""
-    if owner == os.getpid():  # and not a fork of it, at its exit
+    """Kills the ranks that still run, waits until they are gone, and closes their descriptors."""
+    if owner == os.getpid():  # not a fork of the owner, at its exit
         running = [rank for rank in ranks if not wait([rank.child.status], 0)]
         for rank in running:
             with contextlib.suppress(ProcessLookupError):

@@ -34,7 +34,7 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def perform(call: bytes) -> Outcome:
-    """Unpack a call and make it, on this rank."""
+    """Unpacks a call and makes it, on this rank."""
     try:
         fn, args, kwargs = pickle.loads(call)
     except BaseException as error:
@@ -64,7 +64,7 @@ def encode(outcome: Outcome) -> bytes:
 
 
 def decode(answer: bytes) -> Outcome:
-    """What `encode` encoded; an exception that cannot be unpickled stays text."""
+    """The outcome that `encode` encoded; an exception that cannot be unpickled stays text."""
     body = memoryview(answer)[1:]
     if answer[:1] == b"v":
         try:
@@ -105,7 +105,7 @@ def _importable(module: ModuleType) -> bool:
     for part in module.__name__.split("."):
         name = f"{name}.{part}" if name else part
         specs = (finder.find_spec(name, path) for finder in sys.meta_path)
-        spec = next((found for found in specs if found is not None), None)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None:
             return False
         path, origin = spec.submodule_search_locations, spec.origin

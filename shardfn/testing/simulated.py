@@ -1,8 +1,8 @@
-"""A pretended accelerator: programs run on it without one, and whatever would make the host wait for it is counted.
+"""A simulated accelerator: programs run on it without one, and whatever would make the host wait for it is counted.
 
-Its tensors have shapes, dtypes and strides, but no numbers, and its process group moves nothing. What is real is the
-order of things: autograd runs their backward on a thread of its own, as on CUDA, and what comes to the host is an
-ordinary tensor there, full of ones.
+Its tensors have shapes, dtypes and strides, but no values, and its process group transfers nothing. The order of events
+is real: autograd runs backward on a thread of its own, as on CUDA, and a tensor copied to the host is an ordinary
+tensor there, full of ones.
 
 with simulated(ranks=8) as device:
     mesh = sf.make_mesh(shard=8, device=device.name)
@@ -35,7 +35,7 @@ from torch import Tensor
 from shardfn.compat import dynamo, modes, process_groups
 
 NAME = "sim"
-"""What the device is called: `torch.device("sim")`."""
+"""The device's name: `torch.device("sim")`."""
 
 _aten: Any = torch.ops.aten
 _HERE = pathlib.Path(__file__).resolve()
@@ -46,12 +46,12 @@ _ELSEWHERE = tuple(str(pathlib.Path(str(module.__file__)).parent) + "/" for modu
 
 
 class Wait(NamedTuple):
-    """Something that made the host wait, as often as it did at one line.
+    """Waits of the host of one kind at one line.
 
     Attributes:
         kind: `"item"`, `"copy sim->cpu"`, `"copy cpu->sim"`, `"synchronize"`, `"cpu collective"`, or the name of an
-            operation the size of whose result depends on numbers.
-        where: `file:line` in this package, or else in the caller's own code.
+            operation whose result's size depends on values.
+        where: `file:line` in this package, or otherwise in the caller's own code.
         times: how often.
     """
 
@@ -61,14 +61,14 @@ class Wait(NamedTuple):
 
 
 class Device:
-    """The pretended accelerator, as a test sees it.
+    """The simulated accelerator, as a test sees it.
 
     Attributes:
         name: for `torch.device` and `make_mesh(device=...)`.
-        generators: calls that read or wrote the state of its random generators, by name.
-        threads: on which its operations ran, by their identities.
-        operations: how often each ran, by name, but for views and for what only takes memory. Each is at least one
-            kernel on a true device.
+        generators: counts of calls that read or wrote the state of its random generators, by name.
+        threads: identities of the threads on which its operations ran.
+        operations: counts of operations by name, without views and pure allocations. Each is at least one kernel on a
+            real device.
     """
 
     name = NAME
@@ -83,7 +83,7 @@ class Device:
 
     @property
     def synchronisations(self) -> list[Wait]:
-        """What made the host wait since `forget`."""
+        """The waits of the host since `forget`."""
         return [Wait(*key, count) for key, count in sorted(self._waits.items())]
 
     @property
@@ -92,7 +92,7 @@ class Device:
         return [Wait(*key, count) for key, count in sorted(self._hazards.items())]
 
     def forget(self) -> None:
-        """Counts from here on."""
+        """Starts all counts afresh."""
         with self._lock:
             for counter in (self._waits, self._hazards, self.generators, self.threads, self.operations):
                 counter.clear()
@@ -109,18 +109,18 @@ class Device:
 
 @contextlib.contextmanager
 def simulated(ranks: int = 1, rank: int = 0, backend: str = "simulated") -> Iterator[Device]:
-    """This process is one rank of a pretended world with pretended accelerators, while the block runs.
+    """Makes this process one rank of a simulated world with simulated accelerators, while the block runs.
 
     Registering the device cannot be undone, so tests do it in a process of its own, `world(1, "alone")`.
 
     Args:
-        ranks: in the world.
-        rank: this one.
-        backend: of the process group. None moves anything: `"simulated"`, for both devices, is checked as a true one
-            is; `"cpu:fake,sim:fake"` and its like are torch's own, which shardfn knows to be fake.
+        ranks: the number of ranks in the world.
+        rank: this process's rank.
+        backend: of the process group. None transfers anything: `"simulated"`, for both devices, is checked like a real
+            one; `"cpu:fake,sim:fake"` and the like are torch's own, which shardfn recognises as fake.
 
     Raises:
-        RuntimeError: the process has a process group already, or an accelerator; or a block like this one is open.
+        RuntimeError: the process has a process group already, or an accelerator; or such a block is open.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -145,7 +145,7 @@ def simulated(ranks: int = 1, rank: int = 0, backend: str = "simulated") -> Iter
 
 _current: list[Device] = []
 _pinned: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
-_under_way: weakref.WeakSet[Any] = weakref.WeakSet()  # storages into which the device still copies
+_under_way: weakref.WeakSet[Any] = weakref.WeakSet()  # storages into which the device is still copying
 
 
 @functools.cache
@@ -161,23 +161,23 @@ def _register() -> None:
 
 @contextlib.contextmanager
 def _patched(device: Device) -> Iterator[None]:
-    """What torch does without an operation that modes see; and threads, each of which has modes of its own."""
+    """Patches what torch does without an operation that modes see; and threads, each of which has modes of its own."""
     fake: Any = dynamo.fake_tensors()
-    places = [(torch, "Generator", _Generator), (fake, "tolist", lambda x: x.cpu().tolist())]
-    places += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
-    places += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    patches = [(torch, "Generator", _Generator), (fake, "tolist", lambda x: x.cpu().tolist())]
+    patches += [(torch, name, _copied(getattr(torch, name))) for name in ("tensor", "as_tensor")]
+    patches += [(threading.Thread, "run", _beside(device, threading.Thread.run))]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     try:
-        for owner, name, value in places:
+        for owner, name, value in patches:
             setattr(owner, name, value)
         yield
     finally:
-        for owner, name, value in before:
+        for owner, name, value in originals:
             setattr(owner, name, value)
 
 
 def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    """What a thread does, on the device too."""
+    """A thread's `run` under the device's mode, as modes apply to one thread only."""
 
     @functools.wraps(run)
     def on_device(thread: threading.Thread) -> None:
@@ -188,13 +188,13 @@ def _beside(device: Device, run: Callable[[threading.Thread], None]) -> Callable
 
 
 def _copied(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of what is on the host, whose result is copied to the device."""
+    """A constructor of tensors from host data, which copies its result to the device if that is asked for."""
 
     @functools.wraps(make)
-    def made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
+    def made(data: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
         if device is None or torch.device(device).type != NAME:
-            return make(data, dtype=dtype, device=device, **more)
-        return make(data, dtype=dtype, **more).to(device)
+            return make(data, dtype=dtype, device=device, **options)
+        return make(data, dtype=dtype, **options).to(device)
 
     return made
 
@@ -210,7 +210,7 @@ class _Generator(torch.Generator):
 
 
 class _Stream(torch.Stream):
-    """A queue of work, which is always done."""
+    """A queue of work, which is always finished."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Stream:
         return super().__new__(cls, device=NAME)
@@ -235,7 +235,7 @@ class _Stream(torch.Stream):
 
 
 class _Event:
-    """A mark in such a queue."""
+    """An event in such a queue."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -277,7 +277,7 @@ class _Module:
         _synchronize()
 
     def empty_cache(self) -> None:
-        pass  # nothing is kept
+        pass  # there is no cache
 
     def current_stream(self, device: Any = None) -> _Stream:
         return _Stream()
@@ -324,7 +324,7 @@ def _of_generators(name: str, answer: Any = None) -> Any:
 
 
 class _Operations(modes.DispatchMode):
-    """Runs operations on tensors of the device without numbers, and counts those for which the host waits."""
+    """Runs operations on the device's tensors without values, and counts those for which the host waits."""
 
     pretends = True
 
@@ -347,9 +347,9 @@ class _Operations(modes.DispatchMode):
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
         if func is _aten._pin_memory.default or kwargs.get("pin_memory"):
             pins = func is _aten._pin_memory.default
-            made = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
-            _pinned.add(made.untyped_storage())
-            return made
+            pinned = args[0].clone() if pins else func(*args, **kwargs | {"pin_memory": False})
+            _pinned.add(pinned.untyped_storage())
+            return pinned
         if func is _aten.is_pinned.default:
             return args[0].untyped_storage() in _pinned
         if func.namespace in ("c10d", "_c10d_functional") and dist.get_world_size() > 1 and func not in _QUIET:
@@ -363,7 +363,7 @@ _QUIET = {torch.ops._c10d_functional.wait_tensor.default}
 
 
 def _pretended(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result, without numbers. Tensors on the host may only be single numbers, as everywhere."""
+    """The result, without values. As on any device, host tensors may only be single numbers."""
     mode = dynamo.fake_mode()
     args, kwargs = optree.tree_map(lambda x: _fake(x, mode), (args, kwargs))
     kwargs.pop("generator", None)
@@ -384,7 +384,7 @@ def _fake(x: Any, mode: Any) -> Any:
 
 
 def _without_generator(func: Any) -> Any:
-    """`rand.generator` needs one, and `rand` draws the same nothing."""
+    """The overload without a generator: `rand.generator` needs one, and `rand` gives the same, no values."""
     return getattr(func.overloadpacket, _PLAIN.get(func._overloadname, func._overloadname))
 
 
@@ -409,11 +409,11 @@ def _to_copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         if not kwargs.get("non_blocking"):
             device._waited(f"copy {x.device.type}->{NAME}")
         return _pretended(device, func, args, kwargs)
-    made = torch.ones(x.shape, dtype=kwargs.get("dtype") or x.dtype, device=to)
-    _arrives(device, made, kwargs.get("non_blocking", False))
+    host = torch.ones(x.shape, dtype=kwargs.get("dtype") or x.dtype, device=to)
+    _arrives(device, host, kwargs.get("non_blocking", False))
     if kwargs.get("non_blocking"):
-        _pinned.add(made.untyped_storage())  # torch chooses such memory then
-    return made
+        _pinned.add(host.untyped_storage())  # torch uses pinned memory in this case
+    return host
 
 
 def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
@@ -431,7 +431,7 @@ def _copy(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _arrives(device: Device, x: Tensor, later: bool) -> None:
-    """Something comes to the host, now or later."""
+    """Records a copy to the host: it waits now, or the copy stays under way."""
     if later:
         _under_way.add(x.untyped_storage())
     else:
@@ -445,7 +445,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 def _nonzero(device: Device, func: Any, args: Any, kwargs: Any) -> Tensor:
     device._waited("nonzero")
-    return _empty(args[0].numel(), args[0].ndim)  # as if nothing was
+    return _empty(args[0].numel(), args[0].ndim)  # as if nothing was zero
 
 
 def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -455,9 +455,9 @@ def _masked_select(device: Device, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _bincount(device: Device, func: Any, args: Any, kwargs: Any) -> Tensor:
     device._waited("bincount")
-    given = dict(zip(("x", "weights", "minlength"), args, strict=False)) | kwargs
-    weights, least = given.get("weights"), given.get("minlength", 0)
-    return _empty(max(1, least), dtype=torch.int64 if weights is None else torch.float64)
+    arguments = dict(zip(("x", "weights", "minlength"), args, strict=False)) | kwargs
+    weights, minimum = arguments.get("weights"), arguments.get("minlength", 0)
+    return _empty(max(1, minimum), dtype=torch.int64 if weights is None else torch.float64)
 
 
 def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -469,25 +469,25 @@ def _repeat_interleave(device: Device, func: Any, args: Any, kwargs: Any) -> Ten
 
 
 def _index(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
-    """Masks are looked through for what they choose; indices on the host are copied to the device."""
+    """Indexing: masks make the host wait for their contents; indices on the host are copied to the device."""
     x, indices, *rest = args
-    found: list[Any] = []
+    shown: list[Any] = []
     single = bool(rest) and rest[0].numel() == 1
     for index in indices:
         if index is None or (index.device.type == NAME and index.dtype not in (torch.bool, torch.uint8)):
-            found.append(index)
+            shown.append(index)
             continue
         if index.device.type != NAME and index.ndim:
             device._waited(f"copy {index.device.type}->{NAME}")
         masks = index.dtype in (torch.bool, torch.uint8)
         if masks and not single:
             device._waited("mask as index")
-        found += [_empty(index.numel()) for _ in range(index.ndim)] if masks else [_empty(*index.shape)]
-    return _pretended(device, func, (x, found, *rest), kwargs)
+        shown += [_empty(index.numel()) for _ in range(index.ndim)] if masks else [_empty(*index.shape)]
+    return _pretended(device, func, (x, shown, *rest), kwargs)
 
 
 def _nothing(device: Device, func: Any, args: Any, kwargs: Any) -> None:
-    """What changes numbers alone, or nothing at all."""
+    """An operation that only changes values, or does nothing."""
 
 
 _NO_KERNEL = {
@@ -520,7 +520,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 def _line() -> str:
-    """The innermost line of this package outside of its tests' tools, or else of whatever is not a library."""
+    """The innermost line of this package outside its testing tools, or otherwise of code that is not a library."""
     frame: FrameType | None = sys._getframe(1)
     own: str | None = None
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Where a rank is: stacks of threads, and the one line that matters in them."""
+"""Where a rank is: its threads' stacks, and the one line of them that matters."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Frame:
 
 
 def record(descriptor: int) -> None:
-    """Write this process's stacks to a file at SIGUSR1, and when it crashes. For the main thread."""
+    """Makes this process write its stacks to a file on SIGUSR1 and when it crashes. Call it on the main thread."""
     os.write(descriptor, _MAIN.format(threading.get_ident()).encode())
     faulthandler.enable(descriptor)
     faulthandler.register(signal.SIGUSR1, descriptor)
 
 
 def recorded(text: str) -> tuple[list[Frame], str]:
-    """The main thread's frames, innermost first, in such a file; and a text of all stacks in it."""
+    """The main thread's frames in such a file, innermost first; and a text of all stacks in it."""
     first, _, rest = text.partition("\n")
     sections = _sections(rest)
     main = next((s for s in sections if _thread(s) and first.endswith(_thread(s))), "")
@@ -58,7 +58,7 @@ def recorded(text: str) -> tuple[list[Frame], str]:
 
 
 def live(thread: int) -> tuple[list[Frame], str]:
-    """The frames of a thread of this process, innermost first, and a text of them."""
+    """The frames of a thread of this process, innermost first; and a text of them."""
     top = sys._current_frames().get(thread)
     if top is None:
         return [], ""
@@ -90,12 +90,12 @@ def _thread(section: str) -> str:
 
 
 def _frames(section: str) -> list[Frame]:
-    found = filter(None, map(_FRAME.match, section.splitlines()))
-    return [Frame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]) for match in found]
+    matches = filter(None, map(_FRAME.match, section.splitlines()))
+    return [Frame(match[1], int(match[2]) if match[2].isdigit() else 0, match[3]) for match in matches]
 
 
 def _within_call(frames: Iterable[Frame]) -> list[Frame]:
-    """Without the frames that lead to the user's function."""
+    """The frames inside the user's function, without those that lead to it."""
     kept: list[Frame] = []
     for frame in frames:
         if frame.file.startswith(_HERE) and frame.name == "perform":

@@ -38,7 +38,7 @@ def shapes(
 
 
 def dtypes(*families: Family) -> SearchStrategy[torch.dtype]:
-    """Dtypes of these families, of all if none is named."""
+    """Dtypes of these families, or of all if none is named."""
     return st.sampled_from([dtype for family in families or tuple(FAMILIES) for dtype in FAMILIES[family]])
 
 
@@ -55,7 +55,7 @@ def tensors(
 
 
 def tensor_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """The tensor that `tensors` makes of a seed."""
+    """The tensor that `tensors` makes from a seed."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         exact = torch.complex128 if dtype.is_complex else torch.float64
@@ -70,9 +70,9 @@ def pytrees(leaves: SearchStrategy[Any], max_leaves: int = 8) -> SearchStrategy[
     """Dicts, lists, tuples, namedtuples and None, nested and possibly empty, around `leaves`."""
 
     def containers(inner: SearchStrategy[Any]) -> SearchStrategy[Any]:
-        some = st.lists(inner, max_size=3)
-        named = st.dictionaries(st.sampled_from(["w", "b", "scale", "0"]), inner, max_size=3)
-        return st.one_of(some, some.map(tuple), named, st.builds(Pair, inner, inner))
+        lists = st.lists(inner, max_size=3)
+        dicts = st.dictionaries(st.sampled_from(["w", "b", "scale", "0"]), inner, max_size=3)
+        return st.one_of(lists, lists.map(tuple), dicts, st.builds(Pair, inner, inner))
 
     return st.recursive(leaves | st.none(), containers, max_leaves=max_leaves)
 
@@ -81,13 +81,13 @@ def mesh_sizes(max_world: int = 4, max_axes: int = 2, *, world: int | None = Non
     """Meshes as axis name to size, outermost first; their product is `world`, or anything up to `max_world`."""
     fits: Callable[[int], bool] = (lambda n: n == world) if world is not None else (lambda n: n <= max_world)
     names = [("shard",), ("replica", "shard"), AXES]
-    found = [
+    meshes = [
         dict(zip(axes, sizes, strict=True))
         for axes in names[:max_axes]
         for sizes in _tuples(world or max_world, len(axes))
         if fits(math.prod(sizes))
     ]
-    return st.sampled_from(found).map(dict)
+    return st.sampled_from(meshes).map(dict)
 
 
 def specs(ndim: int, axes: Sequence[str]) -> SearchStrategy[P]:
@@ -121,7 +121,7 @@ def global_shapes(
 
 
 def cut(entry: str | Sequence[str] | None, mesh: Mapping[str, int]) -> int:
-    """Into how many pieces one entry of a spec cuts its dimension."""
+    """The number of pieces into which an entry of a spec cuts its dimension."""
     names = (entry,) if isinstance(entry, str) else entry or ()
     return math.prod(mesh[name] for name in names)
 

@@ -1,8 +1,7 @@
 """Worlds whose ranks are threads of this process, on torch's threaded process group.
 
-Every run makes its own threads and its own groups. What torch keeps for the whole process is shared by the ranks:
-the default dtype, the random number generator, and the level of forward-mode differentiation, so `jvp` needs
-processes.
+Every run makes its own threads and groups. The ranks share torch's process-wide state: the default dtype, the random
+number generator, and the level of forward-mode differentiation, so `jvp` needs processes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shardfn.mesh.groups import forget_world
 from shardfn.testing import serialization, stacks, state
 from shardfn.testing.errors import GRACE, Failure, Outcome, failure_of
 
-PATIENCE = 5.0  # seconds for a thread that leaves its world
+PATIENCE = 5.0  # seconds to wait for a thread that is leaving its world
 _strays: list[threading.Thread] = []
 
 
@@ -31,7 +30,7 @@ class Threads:
         self._size = size
 
     def run(self, call: bytes, deadline: float) -> list[Outcome]:
-        """One outcome per rank.
+        """Runs a call and returns one outcome per rank.
 
         Raises:
             RuntimeError: a thread of an earlier run that hung is still running.
@@ -44,12 +43,12 @@ class Threads:
             return _Run(self._size, call).outcomes(deadline)
 
     def close(self) -> None:
-        """Nothing outlives a run."""
+        """Does nothing: nothing outlives a run."""
 
 
 def _settle_mkl() -> None:
-    # MKL finds out at its first call which processor this is; of two threads whose calls are the first, at once, one
-    # may get half of the digits.
+    # MKL detects the processor at its first call; if two threads make that call at once, one may get results with half
+    # of the digits.
     for dtype in (torch.float32, torch.float64):
         torch.ones(8, dtype=dtype).sin()
 
@@ -72,14 +71,14 @@ class _Run:
         ]
         for thread in threads:
             thread.start()
-        found = self._wait(deadline)
-        found |= {rank: _stuck(threads[rank]) for rank in range(self._size) if rank not in found}
+        outcomes = self._wait(deadline)
+        outcomes |= {rank: _stuck(threads[rank]) for rank in range(self._size) if rank not in outcomes}
         process_groups.release_threads()
         if self._leaving.acquire(timeout=PATIENCE):
             self._over = True
             self._leaving.release()
         _join(threads)
-        return [found[rank] for rank in range(self._size)]
+        return [outcomes[rank] for rank in range(self._size)]
 
     def _rank(self, rank: int) -> None:
         try:
@@ -88,21 +87,21 @@ class _Run:
         except BaseException as error:
             outcome = failure_of(error)
         with self._leaving:
-            # When the run is over, this thread sees the groups of the process, which are not its own to destroy.
+            # After the run this thread would see the process's own groups, which it must not destroy.
             if not self._over:
                 _leave()
         self._outcomes.put((rank, outcome))
 
     def _wait(self, deadline: float) -> dict[int, Outcome]:
-        """Until all ranks have an outcome, or the deadline, or shortly after a first failure."""
-        limit, found, cut_short = time.monotonic() + deadline, dict[int, Outcome](), False
-        while len(found) < self._size and (left := limit - time.monotonic()) > 0:
+        """The outcomes by rank, once all are there, at the deadline, or shortly after a first failure."""
+        limit, outcomes, cut_short = time.monotonic() + deadline, dict[int, Outcome](), False
+        while len(outcomes) < self._size and (left := limit - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 rank, outcome = self._outcomes.get(timeout=left)
-                found[rank] = outcome
-            if not cut_short and any(isinstance(outcome, Failure) for outcome in found.values()):
+                outcomes[rank] = outcome
+            if not cut_short and any(isinstance(outcome, Failure) for outcome in outcomes.values()):
                 cut_short, limit = True, min(limit, time.monotonic() + GRACE["raised"])
-        return found
+        return outcomes
 
 
 def _leave() -> None:

@@ -1,4 +1,4 @@
-"""What a rank of a world of processes does: meet the others, then answer calls until asked to leave."""
+"""A rank's process in a world of processes: it joins the others, then answers calls until it is asked to leave."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardfn.testing import filters, serialization, stacks, state
 
 
 def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
-    """Meet, answer calls, leave in good order. An empty message means: leave. A size of 0: there is nobody to meet."""
+    """Joins the others, unless `size` is 0, and answers calls; an empty message asks it to leave. It never returns."""
     _die_with_parent()
     stacks.record(log)
     torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
         while setting := caller.recv_bytes():
             _answer(setting, caller)
         if size:
-            # Without it a rank may be gone while another still talks to it, and the other aborts.
+            # Otherwise a rank may be gone while another still communicates with it, which then aborts.
             dist.barrier()
             dist.destroy_process_group()
         _exit()
@@ -39,7 +39,7 @@ def serve(rank: int, size: int, channel: int, log: int) -> NoReturn:
 
 
 def _exit() -> NoReturn:
-    """Exit in good order, without the second or so in which the interpreter takes torch apart."""
+    """Exits after the exit handlers, without the second or so in which the interpreter tears torch down."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,12 +47,12 @@ def _exit() -> NoReturn:
 
 
 def _meet(rank: int, size: int, caller: Connection) -> None:
-    """Join the others at a store that rank 0 holds, on a port that the caller passes on."""
+    """Joins the others at a store that rank 0 holds, on a port that the caller passes on."""
     port = 0 if rank == 0 else pickle.loads(caller.recv_bytes())
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)  # type: ignore[attr-defined]
     if rank == 0:
         caller.send_bytes(pickle.dumps(store.port))
-    # The caller watches the clock, so a collective itself never gives up.
+    # The caller enforces the deadline, so a collective itself never times out.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(days=1))
     caller.send_bytes(b"ready")
 
@@ -69,7 +69,7 @@ def _answer(setting: bytes, caller: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, where the kernel can."""
+    """Asks the kernel to kill this process when its parent dies, where the kernel can."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

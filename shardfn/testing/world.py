@@ -1,4 +1,4 @@
-"""Worlds: a function runs once on every rank, and its results come back in rank order."""
+"""Worlds: a function runs once on every rank, and its results are returned in rank order."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class World:
     """`size` ranks that run functions together, with `torch.distributed` initialised in each.
 
     The function, its arguments and its results are copied by pickling, so nothing is shared with the caller, and
-    lambdas and closures work. Every call starts from seed 0, float32 as the default dtype and the caller's warning
-    filters. A run that fails anywhere leaves nothing behind: the next one has fresh ranks.
+    lambdas and closures work. Every call starts with seed 0, float32 as the default dtype and the caller's warning
+    filters. A run that fails on any rank leaves nothing behind: the next one has fresh ranks.
 
         with World(2) as w:
             assert w.run(lambda: dist.get_rank()) == [0, 1]
 
     Args:
-        size: how many ranks.
-        kind: "processes" (real CPU processes, gloo), "threads" (of this process, faster to start, no forward-mode
-            differentiation, process-wide defaults shared), "fake" (nothing moves; any size at once) or "alone" (one
-            process without a process group, for what cannot be undone in a process).
+        size: the number of ranks.
+        kind: "processes" (CPU processes with gloo), "threads" (of this process: faster to start, no forward-mode
+            differentiation, shared process-wide defaults), "fake" (transfers nothing; any size starts at once) or
+            "alone" (one process without a process group, for what cannot be undone in a process).
         deadline: seconds that a run may take.
-        ranks: for "fake", the ranks as which a function runs; rank 0 alone if not given.
+        ranks: for "fake", the ranks as which a function runs; default: rank 0 alone.
 
     Raises:
-        ValueError: the size, the kind or the ranks make no sense.
+        ValueError: the size, the kind or the ranks are invalid.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class World:
         self._lock = threading.Lock()
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `fn(*args, **kwargs)` on every rank.
+        """Calls `fn(*args, **kwargs)` on every rank.
 
         Returns:
             One result per rank, in rank order.
@@ -73,7 +73,7 @@ class World:
         return [outcome.value for outcome in outcomes if isinstance(outcome, Returned)]
 
     def errors(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[BaseException | None]:
-        """Call `fn(*args, **kwargs)` on every rank, where it is expected to raise.
+        """Calls `fn(*args, **kwargs)` on every rank, where it is expected to raise.
 
         Returns:
             Each rank's exception, in rank order: None if it returned, a TimeoutError if it never did, a
@@ -89,7 +89,7 @@ class World:
         return view
 
     def close(self) -> None:
-        """Stop the ranks. A later run starts them again."""
+        """Stops the ranks. A later run starts them again."""
         with self._lock:
             self._engine.close()
 
@@ -121,7 +121,7 @@ def world(size: int, kind: Kind = "processes", *, ranks: Sequence[int] | None = 
             world(2).run(check_sum, seed)
 
     Raises:
-        ValueError: the size, the kind or the ranks make no sense.
+        ValueError: the size, the kind or the ranks are invalid.
     """
     key = (size, kind, _ranks(size, kind, ranks))
     if key not in _worlds:
@@ -132,7 +132,7 @@ def world(size: int, kind: Kind = "processes", *, ranks: Sequence[int] | None = 
 
 
 def close_worlds() -> None:
-    """Stop the ranks of every shared world. It happens by itself when the process exits."""
+    """Stops the ranks of every shared world; called automatically when the process exits."""
     for shared in _worlds.values():
         shared.close()
 

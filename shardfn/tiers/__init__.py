@@ -1,4 +1,4 @@
-"""Where numbers are that have no room on the device: in the host's memory, or on disk.
+"""Storage for tensors that have no room on the device: the host's memory, or disk.
 
-It imports `compat` and `mesh`. Those who place parameters, gather them, reduce gradients and step ask it.
+It imports `compat` and `mesh`. The code that places parameters, gathers them, reduces gradients and steps uses it.
 """

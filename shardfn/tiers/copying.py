@@ -1,4 +1,4 @@
-"""Numbers that go between tensors a portion at a time, so that memory does not grow with what is copied."""
+"""Copies between tensors in portions, so that memory does not grow with what is copied."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shardfn.tiers.tensors import on_disk, place_of, settle
 from shardfn.tiers.transfers import Reading, reading, writing
 
 PORTION = 2**23  # bytes
-ROOM = PORTION + 2 * ALIGNMENT  # of buffers, which are all as long, so that few are made
+ROOM = PORTION + 2 * ALIGNMENT  # bytes of a buffer; all have the same size, so that few are needed
 
 
-def arrivals(every: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Tensors in memory, one after another, while the next one is read; what was read is gone with the next.
+def arrivals(sources: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields tensors in memory, one after another, while the next one is read; each is valid until the next one.
 
     Raises:
         RuntimeError: something cannot be read.
     """
-    rest = ((x, reading(x, ROOM)) for x in every)  # which starts to read it when it is its turn
+    rest = ((x, reading(x, ROOM)) for x in sources)  # lazy: each read starts when islice takes the item
     coming = deque(islice(rest, 1))
     try:
         while coming:
@@ -43,18 +43,18 @@ def arrivals(every: Iterable[Tensor]) -> Iterator[Tensor]:
             _end(under_way)
 
 
-def _end(one: Reading | None) -> None:
-    if one is not None:
-        one.give_back()
+def _end(under_way: Reading | None) -> None:
+    if under_way is not None:
+        under_way.give_back()
 
 
 def portions(x: Tensor) -> Iterator[Tensor]:
-    """The elements of a tensor in order, as vectors in memory; what was read of one is gone with the next."""
+    """Yields a tensor's elements in order, as vectors in memory; each is valid until the next one."""
     return arrivals(x.detach().reshape(-1).split(PORTION // x.element_size()))
 
 
 def copy_(into: Tensor, x: Tensor) -> None:
-    """Gives a tensor the numbers of another one of its shape, wherever both are.
+    """Copies the values of `x` into a tensor of the same shape, wherever both are.
 
     Raises:
         RuntimeError: something cannot be read or written.
@@ -82,7 +82,7 @@ def _write(into: Tensor, part: Tensor) -> None:
 
 
 def read(x: Tensor) -> Tensor:
-    """A tensor's numbers, in memory of their own if they are on disk."""
+    """A tensor's values in memory: itself if they are there, otherwise a copy."""
     if not on_disk(x):
         return x
     memory = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -92,7 +92,7 @@ def read(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def filling(x: Tensor) -> Iterator[Tensor]:
-    """Where the block writes all of a tensor's numbers: itself, or if it is on disk memory, which goes there then."""
+    """Memory for the block to fill with a tensor's values: its own, or memory that is then copied to disk."""
     if place_of(x) is None:
         yield x
         settle(x)
@@ -103,7 +103,7 @@ def filling(x: Tensor) -> Iterator[Tensor]:
 
 
 def clone(x: Tensor, file: File | None = None) -> Tensor:
-    """A tensor's numbers once more, where they are; on disk in another file, if one is given.
+    """A copy of a tensor on the same tier; if that is disk, in `file`, or by default in the same file.
 
     Raises:
         OSError: the disk has no room.
@@ -119,7 +119,7 @@ def clone(x: Tensor, file: File | None = None) -> Tensor:
 
 
 def deepcopy(x: Any, memo: dict[int, Any]) -> Any:
-    """As `copy.deepcopy`, but what is on disk stays there."""
+    """Like `copy.deepcopy`, but the copy of a tensor on disk is on disk."""
     if not isinstance(x, Tensor) or not x.is_leaf or place_of(x) is None:
         return copy.deepcopy(x, memo)
     if id(x) not in memo:

@@ -1,11 +1,11 @@
 """Files that hold what has no room in memory: one a rank and kind, without a name, in aligned stretches.
 
-A stretch is preallocated, so that no write can fail for want of room. It is read and written past the page cache where
-the file system lets us, and else the pages are given back at once: the cache neither grows nor makes the speed. The
-file has no name from the moment it is made, so it is gone when the process is, however that ends.
+A stretch is preallocated, so that no write can fail for lack of room. It is read and written past the page cache where
+the file system allows it, and otherwise its pages are dropped at once: the cache does not grow, nor does it determine
+the speed. The file is unlinked as soon as it is made, so it is gone when the process is, however that ends.
 
-The last block of a file belongs to nobody, and nothing is written to it. Whoever cuts the file off from outside takes
-that block too, and no write brings it back: so each read finds out, and none takes what is missing for zeros.
+The last block of a file belongs to no stretch and is never written. If another process truncates the file, that block
+is lost too, and no write restores it: so each read notices, and none takes missing data for zeros.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any
 from shardfn.tiers import mapping
 
 NAMED = "by make_mesh(..., scratch=folder) or SHARDFN_SCRATCH"
-ALIGNMENT = 4096  # of places in memory and in a file between which a device moves bytes by itself
-_NONE = -1  # in place of a descriptor
-_ZEROS = mmap.mmap(-1, 2**20)  # that nobody writes to
+ALIGNMENT = 4096  # bytes to which direct I/O aligns memory addresses and file offsets
+_NONE = -1  # instead of a descriptor
+_ZEROS = mmap.mmap(-1, 2**20)  # never written to
 
 
-# Of files that are gone: descriptors, and addresses. The garbage collector leaves them here: it runs on any thread, in
-# the middle of anything. What is left at the end goes with the process.
+# Descriptors and mapped addresses of collected files. `__del__` only records them: the garbage collector runs on any
+# thread, in the middle of anything. What is left at exit goes with the process.
 _ended: deque[tuple[int, int, list[tuple[int, int]]]] = deque()
 
 
 def sweep() -> None:
-    """Closes what files that are gone have left."""
+    """Closes the descriptors and unmaps the addresses of files that were collected."""
     while _ended:
         plain, direct, addresses = _ended.popleft()
         for address, nbytes in addresses:
@@ -47,13 +47,13 @@ def sweep() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Some bytes of a file, which are mapped into memory too.
+    """A stretch of a file, which is mapped into memory too.
 
     Attributes:
         file: the file.
-        offset: where they begin in it, a multiple of `ALIGNMENT`.
-        nbytes: how many they are, one as well.
-        address: where they are in memory.
+        offset: where it begins in the file, a multiple of `ALIGNMENT`.
+        nbytes: its size, a multiple of `ALIGNMENT` too.
+        address: its address in memory.
     """
 
     file: File
@@ -62,18 +62,18 @@ class Stretch:
     address: int
 
     def settle(self) -> None:
-        """Until what was written by its address is in the file, and takes no memory."""
+        """Waits until what was written through the mapping is in the file, and frees its memory."""
         with self.file.failing("writing", self.nbytes):
             mapping.written_out(self.address, self.nbytes)
             os.posix_fadvise(self.file.plain, self.offset, self.nbytes, os.POSIX_FADV_DONTNEED)
 
     def release(self) -> None:
-        """What was read by its address takes no memory, nor what was written, as soon as it is in the file."""
+        """Frees the memory of the mapping: of pages read at once, of pages written as soon as they are in the file."""
         mapping.left(self.address, self.nbytes)
         os.posix_fadvise(self.file.plain, self.offset, self.nbytes, os.POSIX_FADV_DONTNEED)
 
     def clear(self) -> None:
-        """Makes zeros of it, past its address: where the file is cut off, that would be the end of the process."""
+        """Fills it with zeros through the file: a write to the mapping of a truncated file would kill the process."""
         if mapping.zeroed(self.file.plain, self.offset, self.nbytes):
             return
         zeros = memoryview(_ZEROS)
@@ -82,15 +82,15 @@ class Stretch:
 
 
 class File:
-    """One file of a rank.
+    """A file of a rank.
 
     Attributes:
         folder: where it is.
         kind: what is in it: `"params"`, `"grads"`, `"state"`, ...
         plain: a descriptor that goes through the page cache.
-        direct: one that does not; negative where the file system has none.
-        nbytes: of its stretches.
-        process: which made it; in one that is forked from that, nothing is written to it.
+        direct: one that does not; negative where the file system does not allow it.
+        nbytes: the total size of its stretches.
+        process: the process that made it; a fork of that can read it, but not write to it.
     """
 
     def __init__(self, folder: str, kind: str) -> None:
@@ -116,12 +116,12 @@ class File:
         _ended.append((self.plain, self.direct, self._addresses))
 
     def room(self) -> int:
-        """How many bytes more the file system has for it."""
+        """Bytes that are free on its file system."""
         system = os.fstatvfs(self.plain)
         return system.f_bavail * system.f_frsize
 
     def take(self, nbytes: int) -> tuple[Stretch, bool]:
-        """A stretch of so many bytes at least, and whether it is new, and so full of zeros.
+        """Returns a stretch of at least `nbytes` bytes, and whether it is new, and so full of zeros.
 
         Raises:
             OSError: the file system has no room for it.
@@ -131,8 +131,8 @@ class File:
         sweep()
         rounded = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         with self._lock:
-            if known := self._free.get(rounded):
-                return known.pop(), False
+            if free := self._free.get(rounded):
+                return free.pop(), False
             self._refuse_cut("making room for", rounded)
             offset = self.nbytes
             with self.failing("making room for", rounded):
@@ -142,12 +142,12 @@ class File:
             return Stretch(self, offset, rounded, address), True
 
     def _extended(self, nbytes: int) -> int:
-        """The address of as many bytes more."""
+        """Extends the file and returns the address of the new bytes."""
         try:
             os.posix_fallocate(self.plain, self.nbytes, nbytes + ALIGNMENT)
             return mapping.mapped(self.plain, self.nbytes, nbytes)
         except OSError:
-            os.ftruncate(self.plain, self._length)  # what there was room for is free again
+            os.ftruncate(self.plain, self._length)  # frees what was allocated before the failure
             raise
 
     @property
@@ -155,20 +155,20 @@ class File:
         return self.nbytes + ALIGNMENT if self.nbytes else 0
 
     def refuse_fork(self) -> None:
-        """Raises an error in another process than the one that made it.
+        """Refuses any process but the one that made the file.
 
         Raises:
-            RuntimeError: it is another.
+            RuntimeError: this is another process.
         """
         if os.getpid() != self.process:
             raise RuntimeError(
                 f"process {os.getpid()} is a fork of {self.process}, whose {self.kind} are in a file in "
-                f"{self.folder!r}: it can read them, but not change them or have more of them there. Start processes "
+                f"{self.folder!r}: it can read them, but not change them or add to them. Start processes "
                 f'by "spawn", or leave what is on disk to the one that made it'
             )
 
     def _refuse_cut(self, verb: str, nbytes: int) -> None:
-        had = self._length  # before one looks: it may grow meanwhile
+        had = self._length  # before fstat: another thread may extend the file meanwhile
         nbytes_now = os.fstat(self.plain).st_size
         if nbytes_now < had:
             raise OSError(
@@ -179,21 +179,25 @@ class File:
             )
 
     def give_back(self, stretch: Stretch) -> None:
-        """A stretch is used no more, but for others of its length."""
+        """Keeps a stretch that is no longer used for later ones of its size."""
         with self._lock:
             self._free.setdefault(stretch.nbytes, []).append(stretch)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fills memory from a place in the file; both aligned, and the length too.
+        """Fills memory from an offset of the file; both and the length must be aligned.
 
         Raises:
-            OSError: the file cannot be read, or ends before.
+            OSError: the file cannot be read, or is too short.
         """
         self._move(os.preadv, self.direct, offset, into, "reading")
         self._refuse_cut("reading", len(into))
 
     def write(self, offset: int, source: memoryview) -> None:
-        """The other way round; what is not aligned goes through the page cache."""
+        """Writes memory at an offset of the file; parts that are not aligned go through the page cache.
+
+        Raises:
+            OSError: the file cannot be written, or was truncated.
+        """
         n = len(source)
         self._refuse_cut("writing", n)
         first = min(-offset % ALIGNMENT, n)
@@ -212,7 +216,7 @@ class File:
                 raise OSError(errno.EIO, f"{verb} {len(memory) / 1e6:.1f} MB of {self.kind} in {self.folder!r} stopped")
             at += done
             if at % ALIGNMENT:
-                descriptor = _NONE  # what is left does not begin where a device could
+                descriptor = _NONE  # the rest is not aligned for direct I/O
         if cached and self.direct == _NONE:
             if verb == "writing":
                 os.fdatasync(self.plain)
@@ -220,14 +224,14 @@ class File:
 
     @contextlib.contextmanager
     def failing(self, verb: str, nbytes: int) -> Iterator[None]:
-        """Says of an error of the system inside what was done, and how much room there is."""
+        """Adds to an OSError inside what was attempted and, if the disk is full, how much room there is."""
         try:
             yield
         except OSError as error:
-            left = ""
+            free = ""
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                left = f"; {self.room() / 1e6:,.1f} MB are free there: make room, or name another folder, {NAMED}"
+                free = f"; {self.room() / 1e6:,.1f} MB are free there: make room, or name another folder, {NAMED}"
             raise OSError(
                 error.errno,
-                f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: {error.strerror}{left}",
+                f"{verb} {nbytes / 1e6:.1f} MB of {self.kind} in {self.folder!r} failed: {error.strerror}{free}",
             ) from error

@@ -1,4 +1,4 @@
-"""Gradients that leave the device as they come."""
+"""Gradients that leave the device as they are computed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from shardfn.tiers.transfers import Transfer, buffers, writing
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-BEHIND = 2  # gradients that are written while others are computed
+BEHIND = 2  # gradients that may be under way to disk at a time
 
 
 class GradOffload:
-    """Where those of one mesh go, and those that are still on their way."""
+    """Moves the gradients of one mesh to their tier, and keeps track of those under way."""
 
     def __init__(self, mesh: Callable[[], DeviceMesh]) -> None:
         self.mesh = mesh
         self._going: deque[tuple[Tensor, Transfer]] = deque()
-        self._copied: Any = None  # an event, after what goes to the host, which has to wait for it
+        self._copied: Any = None  # an event after the last copy to the host
 
-    def add(self, known: Tensor | None, out: Tensor, tier: str) -> Tensor:
-        """What has left of a gradient, with `out` added to it; `out` is nobody else's, and must not change."""
+    def add(self, so_far: Tensor | None, out: Tensor, tier: str) -> Tensor:
+        """Adds `out` to a gradient on a tier, or starts one, and returns it. The caller must not use `out` any more."""
         if tier == "host":
-            return self._to_host(known, out)
-        if known is None:
+            return self._to_host(so_far, out)
+        if so_far is None:
             gradient = tensors.empty(tuple(out.shape), out.dtype, placing.file_of(self.mesh(), "grads"))
             if out.numel():
                 self._going.append((gradient, _to_disk(gradient, out)))
@@ -40,18 +40,18 @@ class GradOffload:
                 self._end()
             return gradient
         self.settle()
-        streaming.add_(known, out.cpu())
-        return known
+        streaming.add_(so_far, out.cpu())
+        return so_far
 
-    def _to_host(self, known: Tensor | None, out: Tensor) -> Tensor:
+    def _to_host(self, so_far: Tensor | None, out: Tensor) -> Tensor:
         if out.device.type == "cpu":
-            return out if known is None else known.add_(out)
+            return out if so_far is None else so_far.add_(out)
         gradient = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
         self._copied = copy_streams(out.device).take_out([(gradient, out)])
-        if known is None:
+        if so_far is None:
             return gradient
         self.settle()
-        return known.add_(gradient)
+        return so_far.add_(gradient)
 
     def _end(self) -> None:
         _, transfer = self._going.popleft()
@@ -61,10 +61,10 @@ class GradOffload:
             transfer.give_back()
 
     def settle(self) -> None:
-        """Until all have arrived.
+        """Waits until all gradients have arrived.
 
         Raises:
-            RuntimeError: one of them cannot be written; none is under way any more.
+            RuntimeError: one of them cannot be written; afterwards none is under way.
         """
         try:
             while self._going:
@@ -77,13 +77,13 @@ class GradOffload:
             copied.synchronize()
 
 
-def _to_disk(made: Tensor, out: Tensor) -> Transfer:
-    """Starts to write a gradient, by way of the host's locked memory if an accelerator has it."""
+def _to_disk(gradient: Tensor, out: Tensor) -> Transfer:
+    """Starts to write a gradient, from an accelerator by way of pinned memory of the host."""
     if out.device.type == "cpu":
-        return writing(made, out)
+        return writing(gradient, out)
     buffer = buffers.take(out.nbytes + ALIGNMENT)
     host = buffer.bytes[: out.nbytes].view(out.dtype)
-    transfer = writing(made, host, after=copy_streams(out.device).take_out([(host, out)]))
+    transfer = writing(gradient, host, after=copy_streams(out.device).take_out([(host, out)]))
     assert transfer.buffer is None, "what is aligned is written as it is"
     transfer.buffer = buffer
     return transfer

@@ -1,4 +1,4 @@
-"""A file as memory: what the C library has for it, and Python has not, or only with a descriptor for each stretch."""
+"""Memory-mapped files through the C library: what Python lacks, or offers only with a descriptor for each stretch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _libc() -> Any:
 
 
 def mapped(descriptor: int, offset: int, nbytes: int) -> int:
-    """The address of a stretch of a file; what is written there is written to the file.
+    """Maps a stretch of a file and returns its address; writes to the memory are writes to the file.
 
     Raises:
-        OSError: there is no room for it among the process's addresses.
+        OSError: the process has no address space left for it.
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     address = _libc().mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, offset)
@@ -39,17 +39,17 @@ def mapped(descriptor: int, offset: int, nbytes: int) -> int:
 
 
 def unmapped(address: int, nbytes: int) -> None:
-    """Gives the addresses of a stretch back; nothing may use them any more.
+    """Unmaps a stretch, which nothing may use any more.
 
     Raises:
-        OSError: they are not those of a stretch.
+        OSError: the addresses are not a stretch's.
     """
     if _libc().munmap(address, nbytes):
         _fail()
 
 
 def written_out(address: int, nbytes: int) -> None:
-    """Until what was written at an address is in the file, and out of this process's memory.
+    """Waits until what was written at an address is in the file, and frees its memory.
 
     Raises:
         OSError: the file cannot be written.
@@ -59,16 +59,16 @@ def written_out(address: int, nbytes: int) -> None:
 
 
 def zeroed(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Makes a stretch of a file zeros without writing them; False where the file system cannot."""
+    """Zeroes a stretch of a file without writing it; returns False if the file system cannot."""
     return bool(_libc().fallocate(descriptor, _ZERO_RANGE, offset, nbytes) == 0)
 
 
 def private(path: str, inside: int) -> tuple[int, int] | None:
-    """Where a file is mapped for this process alone, and how long that is; None if it is not, where an address is."""
+    """The address and size of a file's private mapping that contains the address `inside`; None if there is none."""
     try:
         with open("/proc/self/maps") as lines:
             rows = [line.split(None, 5) for line in lines]
-    except OSError:  # a system that does not tell
+    except OSError:  # no procfs
         return None
     inode = str(os.stat(path).st_ino)
     for where, access, _, _, number, *_ in rows:
@@ -79,14 +79,14 @@ def private(path: str, inside: int) -> tuple[int, int] | None:
 
 
 def left(address: int, nbytes: int) -> None:
-    """Takes the pages at an address out of this process's memory; what only this process had of them is lost."""
+    """Drops the pages at an address from this process's memory; private changes to them are lost."""
     if _libc().madvise(address, nbytes, mmap.MADV_DONTNEED):
         _fail()
 
 
 def trim() -> None:
-    """Gives memory that is free back to the system, which glibc keeps, in pieces too small for what comes next."""
-    with contextlib.suppress(AttributeError):  # other C libraries have no such function, or no need of it
+    """Returns free memory that glibc keeps, in pieces too small for later allocations, to the system."""
+    with contextlib.suppress(AttributeError):  # only glibc has it
         _libc().malloc_trim(0)
 
 

@@ -1,4 +1,4 @@
-"""Which file a rank's numbers go to, and how new ones come to be where a placement wants them."""
+"""Which file a rank's values go to, and how tensors get to the tier that a placement asks for."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def file_of(mesh: DeviceMesh, kind: str) -> File:
     """This rank's file for one kind of values.
 
     Raises:
-        ValueError: nobody has said where files may be.
-        OSError: there can be none.
+        ValueError: no scratch folder is configured.
+        OSError: the file cannot be made.
     """
     return per_mesh(mesh, ("file", kind), lambda: File(_folder(mesh, kind), kind))
 
 
 def _folder(mesh: DeviceMesh, kind: str) -> str:
-    folders = (per_mesh(each, "scratch", str) for each in (mesh, *grid_of(mesh).meshes()))  # a mesh may be made again
-    named: str = next(filter(None, folders), os.environ.get(SCRATCH, ""))
-    if not named:
+    folders = (per_mesh(each, "scratch", str) for each in (mesh, *grid_of(mesh).meshes()))  # or of an equal mesh
+    folder: str = next(filter(None, folders), os.environ.get(SCRATCH, ""))
+    if not folder:
         raise ValueError(
             f"{kind} are to be on disk, but nobody has said where: pass a folder on a local disk, make_mesh(..., "
             f"scratch=folder), or set {SCRATCH}"
         )
-    return os.path.abspath(os.path.expanduser(named))
+    return os.path.abspath(os.path.expanduser(folder))
 
 
 def new(shape: tuple[int, ...], dtype: torch.dtype, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
     """Zeros on a tier.
 
     Raises:
-        ValueError: it is disk, and nobody has said which.
+        ValueError: the tier is disk, and no scratch folder is configured.
         OSError: the disk has no room.
     """
     if tier == "disk":
@@ -67,7 +67,7 @@ def there(x: Tensor, tier: str, mesh: DeviceMesh) -> bool:
 
 
 def put(x: Tensor, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
-    """A tensor's numbers on a tier: itself, if it is there."""
+    """A tensor's values on a tier: the tensor itself if it is there, otherwise a copy."""
     if there(x, tier, mesh):
         return x
     shape = tuple(x.shape)
@@ -80,12 +80,12 @@ def put(x: Tensor, tier: str, kind: str, mesh: DeviceMesh) -> Tensor:
 
 
 def plain(x: object) -> bool:
-    """Whether a value is a tensor that has numbers of its own, which nothing follows."""
+    """Whether a value is a tensor with values of its own, outside torch.func transforms and not on the meta device."""
     return isinstance(x, Tensor) and x.device.type != "meta" and not functorch.inside_transform()
 
 
 def brought(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A tensor's numbers on the device of a mesh, differentiably; itself, if it is there."""
+    """A tensor's values on the mesh's device, differentiably; the tensor itself if it is there."""
     if x.device.type == "meta" or (x.device.type == mesh.device_type and tensors.place_of(x) is None):
         return x
     if plain(x) and not (torch.is_grad_enabled() and x.requires_grad):
@@ -95,7 +95,7 @@ def brought(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @contextlib.contextmanager
 def held(x: Tensor) -> Iterator[Tensor]:
-    """A tensor's numbers in memory, while the block runs; itself, if it is there."""
+    """A tensor's values in memory while the block runs; the tensor itself if it is not on disk."""
     under_way = reading(x)
     if under_way is None:
         yield x
@@ -111,11 +111,11 @@ _intended = WeakTensorKeyDictionary()
 
 
 def intend(x: Tensor, tier: str) -> None:
-    """Says of a tensor without numbers on which tier these would be."""
+    """Records the tier on which the values of a tensor without values would be."""
     _intended[x] = tier
 
 
 def intended(x: Tensor) -> str | None:
-    """Where a tensor's numbers would be; None where nobody has said so."""
-    found: str | None = _intended.get(x)
-    return found
+    """The tier recorded by `intend`, or None."""
+    tier: str | None = _intended.get(x)
+    return tier

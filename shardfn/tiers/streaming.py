@@ -1,4 +1,4 @@
-"""Columns of numbers that go through memory a stretch at a time: read ahead, changed, and written behind."""
+"""Columns of values that pass through memory one window at a time: read ahead, changed, and written behind."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from shardfn.tiers.tensors import place_of
 from shardfn.tiers.transfers import Reading, Transfer, reading, writing
 
 CHUNK = 2**19  # elements
-AHEAD = 2  # windows that are read while one is changed
+AHEAD = 2  # windows that are read while another is changed
 BEHIND = 2  # windows that are written meanwhile
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """A stretch of several tensors, which are changed together.
+    """Stretches of several tensors that are changed together.
 
     Attributes:
-        columns: vectors, in memory or on disk, of one length.
-        kept: which of them are changed; what becomes of the others in memory does not matter.
-        change: what is done to them, in memory, in place.
+        columns: vectors of one length, in memory or on disk.
+        kept: which of them are changed; what happens to the others in memory does not matter.
+        change: a function that changes the columns in memory, in place.
     """
 
     columns: Sequence[Tensor]
@@ -36,7 +36,7 @@ class Window:
 
 
 def stream(windows: Iterable[Window]) -> None:
-    """Changes one window after another, while the next ones are read, and the last ones written.
+    """Changes one window after another, while the next ones are read and the previous ones written.
 
     Raises:
         RuntimeError: something cannot be read or written.
@@ -53,8 +53,8 @@ def stream(windows: Iterable[Window]) -> None:
         while going:
             _end(going)
     except BaseException:
-        for one in (*going, *coming):
-            one.give_up()
+        for passage in (*going, *coming):
+            passage.give_up()
         raise
 
 
@@ -70,34 +70,34 @@ class _Passage:
         self.window = window
         self.readings: list[Reading | None] = []
         self.writings: list[Transfer] = []
-        self.out: Any = None  # an event, after what is taken out of an accelerator
+        self.out: Any = None  # an event after the copies out of an accelerator
         for x in window.columns:
             self.readings.append(reading(x))
 
     def change(self) -> None:
-        """Changes it, once it is read, and starts to write it."""
-        window, here = self.window, []
+        """Changes the window once it is read, and starts to write it."""
+        window, columns = self.window, []
         for x, coming in zip(window.columns, self.readings, strict=True):
             if coming is not None:
                 coming.wait()
-            here.append(x if coming is None else coming.values)
-        device = _where(window, here)
-        if all(x.device == device for x in here):
-            window.change(here)
-        elif device.type == "cpu":  # gradients that an accelerator still has
-            window.change([x.to(device) for x in here])
+            columns.append(x if coming is None else coming.values)
+        device = _where(window, columns)
+        if all(x.device == device for x in columns):
+            window.change(columns)
+        elif device.type == "cpu":  # some gradients are still on an accelerator
+            window.change([x.to(device) for x in columns])
         else:
-            beside = copy_streams(device)
-            moved = beside.bring(here)
+            copier = copy_streams(device)
+            moved = copier.bring(columns)
             window.change(moved)
-            each = zip(here, moved, window.kept, strict=True)
-            self.out = beside.take_out([(x, new) for x, new, kept in each if kept and new is not x])
+            triples = zip(columns, moved, window.kept, strict=True)
+            self.out = copier.take_out([(x, new) for x, new, kept in triples if kept and new is not x])
         for x, coming, kept in zip(window.columns, self.readings, window.kept, strict=True):
             if coming is not None and kept:
                 self.writings.append(writing(x, coming.values, after=self.out))
 
     def end(self) -> None:
-        """Until it is written."""
+        """Waits until the window is written."""
         for transfer in self.writings:
             transfer.wait()
         if self.out is not None:
@@ -107,26 +107,26 @@ class _Passage:
                 done.give_back()
 
     def give_up(self) -> None:
-        """Nobody waits for it. A buffer that is written from is not given to others: it goes when that has ended."""
+        """Abandons it. A buffer that is being written from is not reused before the write has ended."""
         for transfer in self.writings or self.readings:
             if transfer is not None:
                 transfer.give_up()
 
 
 def _where(window: Window, here: Sequence[Tensor]) -> torch.device:
-    """Where a window is changed: on an accelerator that has some of what is kept, or else on its host."""
+    """The device on which a window is changed: an accelerator that has a kept column, otherwise the host."""
     kept = [x.device for x, kept in zip(here, window.kept, strict=True) if kept]
     return next((device for device in kept if device.type != "cpu"), kept[0])
 
 
 def streams(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of these is on disk, or not where the others are."""
-    every = list(tensors)
-    return len({x.device for x in every}) > 1 or any(place_of(x) is not None for x in every)
+    """Whether any tensor is on disk, or they are on different devices."""
+    listed = list(tensors)
+    return len({x.device for x in listed}) > 1 or any(place_of(x) is not None for x in listed)
 
 
 def windows_of(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """A range in stretches of a chunk."""
+    """Splits a range into windows of `CHUNK` elements."""
     for at in range(start, stop, CHUNK):
         yield at, min(at + CHUNK, stop)
 
@@ -142,11 +142,11 @@ def add_(into: Tensor, more: Tensor) -> None:
 
 
 def in_place(tensors: Iterable[Tensor], change: Callable[[Tensor], object]) -> None:
-    """Changes each element of tensors, wherever they are, by itself."""
-    away = []
+    """Changes each element of tensors, wherever they are; `change` works element by element."""
+    flats = []
     for x in tensors:
         if place_of(x) is None:
             change(x)
         else:
-            away.append(x.view(-1))
-    stream(Window([x[a:b]], [True], lambda some: change(some[0])) for x in away for a, b in windows_of(0, len(x)))
+            flats.append(x.view(-1))
+    stream(Window([x[a:b]], [True], lambda cols: change(cols[0])) for x in flats for a, b in windows_of(0, len(x)))

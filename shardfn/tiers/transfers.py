@@ -1,4 +1,4 @@
-"""Numbers on their way between disk and memory, by a few threads, into and out of a few buffers."""
+"""Transfers between disk and memory, by a few threads, into and out of a few buffers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from shardfn.tiers import mapping
 from shardfn.tiers.files import ALIGNMENT
 from shardfn.tiers.tensors import place_of
 
-THREADS = 4  # that wait for the device; they compute nothing
-AT_ONCE = 4 * 2**20  # bytes that one of them asks for
-UNIT = 2**20  # of which a buffer has a whole number
+THREADS = 4  # they only wait for the device
+AT_ONCE = 4 * 2**20  # bytes of one request
+UNIT = 2**20  # a buffer's size is a multiple of it
 
 
 def patience() -> float:
-    """Seconds after which a transfer is given up, by the environment's SHARDFN_DISK_TIMEOUT.
+    """Seconds after which a transfer is given up: the environment's SHARDFN_DISK_TIMEOUT, or 300.
 
     Raises:
-        ValueError: it is no such number.
+        ValueError: it is not a positive number.
     """
     text = os.environ.get("SHARDFN_DISK_TIMEOUT", "300")
     try:
@@ -42,7 +42,7 @@ def patience() -> float:
 
 
 class Buffer:
-    """Memory that a device can fill by itself: aligned, and locked where an accelerator is to read it.
+    """Memory for direct I/O: aligned, and pinned if CUDA is available.
 
     Attributes:
         bytes: the memory.
@@ -50,11 +50,11 @@ class Buffer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Where memory is locked it begins at a page, and a little more than a power of two would take twice as much.
+        # Pinned memory begins at a page and is rounded up to a power of two, so extra room would double it.
         pinned = torch.cuda.is_available()
-        with torch.inference_mode(False):  # it outlives the block that asks for it first
-            more = 0 if pinned else ALIGNMENT
-            whole = torch.empty(nbytes + more, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        with torch.inference_mode(False):  # it outlives the caller's inference mode
+            slack = 0 if pinned else ALIGNMENT
+            whole = torch.empty(nbytes + slack, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             first = -whole.data_ptr() % ALIGNMENT
             self.bytes = whole[first : first + nbytes]
         assert len(self.bytes) == nbytes, "locked memory begins at a page"
@@ -62,7 +62,7 @@ class Buffer:
 
 
 class Buffers:
-    """Those of this process that nobody uses, by length, and how many bytes all of them have."""
+    """This process's unused buffers by size, and the total bytes of all buffers."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -70,11 +70,11 @@ class Buffers:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Buffer:
-        """One of so many bytes at least."""
+        """Returns a buffer of at least `nbytes` bytes."""
         rounded = -(-nbytes // UNIT) * UNIT
         with self._lock:
             spare = self._spare.get(rounded)
-            buffer = spare.pop(0) if spare else None  # the one that has been free for longest
+            buffer = spare.pop(0) if spare else None  # free for longest, so least likely to be busy
             self.nbytes += 0 if buffer else rounded
         if buffer is None:
             return Buffer(rounded)
@@ -84,7 +84,7 @@ class Buffers:
         return buffer
 
     def give_back(self, buffer: Buffer, busy: Any = None) -> None:
-        """One is used no more, or not after an event. In the debug mode it is full of nan, or -1, then."""
+        """Takes a buffer back, in use until the event `busy`. The debug mode fills it with bytes 255: nan, or -1."""
         if debugging.memory:
             if busy is not None:
                 busy.synchronize()
@@ -104,12 +104,12 @@ class _Task:
     """One part of a transfer.
 
     Attributes:
-        future: says when it has ended.
+        future: resolved when it has ended.
         move: reads or writes the bytes.
         offset: where in the file.
         bytes_: where in memory.
-        keeps: what has the memory, and the place on disk, until it has ended, and not after that.
-        after: an event of an accelerator that comes before it.
+        keeps: owners of the memory and of the place on disk; released when it has ended.
+        after: an event of an accelerator to wait for first.
     """
 
     future: Future[None]
@@ -120,7 +120,7 @@ class _Task:
     after: Any
 
     def run(self) -> None:
-        """Moves the bytes, unless nobody wants that any more."""
+        """Moves the bytes, unless the future was cancelled."""
         if not self.future.set_running_or_notify_cancel():
             self.keeps = None
             return
@@ -131,7 +131,7 @@ class _Task:
             self.move(self.offset, self.bytes_)
         except BaseException as error:
             failed = error
-        self.bytes_, self.keeps = memoryview(b""), None
+        self.bytes_, self.keeps = memoryview(b""), None  # before the result: a waiter may free or reuse the memory
         if failed is None:
             self.future.set_result(None)
         else:
@@ -143,16 +143,16 @@ _starting = threading.Lock()
 
 
 def _pool() -> queue.SimpleQueue[_Task]:
-    """What the threads of this process do; they do not live on in a fork."""
+    """The task queue of this process's threads. Each process starts its own: threads do not survive a fork."""
     tasks = _pools.get(os.getpid())
-    if tasks is not None:  # without the lock, which a fork could find taken for ever
+    if tasks is not None:  # without the lock, which a fork may inherit locked
         return tasks
-    with _starting:  # two that ask first would start twice as many
+    with _starting:  # two first callers would start twice as many threads
         tasks = _pools.get(os.getpid())
         if tasks is None:
             tasks = _pools[os.getpid()] = queue.SimpleQueue()
             for number in range(THREADS):
-                # One that a disk never answers must not keep the process from ending.
+                # Daemon: a thread that hangs on a disk must not keep the process from ending.
                 threading.Thread(target=_serve, args=(tasks,), name=f"shardfn-disk-{number}", daemon=True).start()
         return tasks
 
@@ -163,7 +163,7 @@ def _serve(tasks: queue.SimpleQueue[_Task]) -> None:
 
 
 def _when_done(parts: Sequence[Future[None]], act: Callable[[], None]) -> None:
-    """Does something as soon as none of these is under way any more: now, or on the thread that ends the last one."""
+    """Calls `act` once none of the parts is under way: now, or on the thread that ends the last one."""
     for part in parts:
         if not part.done():
             part.add_done_callback(lambda _: _when_done(parts, act))
@@ -172,7 +172,7 @@ def _when_done(parts: Sequence[Future[None]], act: Callable[[], None]) -> None:
 
 
 class Transfer:
-    """Bytes on their way. `wait` ends them, or raises what went wrong."""
+    """Bytes under way; `wait` waits for them, or raises what went wrong."""
 
     __slots__ = ("buffer", "parts", "what")
 
@@ -180,16 +180,16 @@ class Transfer:
         self.parts, self.buffer, self.what = parts, buffer, what
 
     def wait(self) -> None:
-        """Until they have arrived.
+        """Waits until they have arrived.
 
         Raises:
-            RuntimeError: they have not, or not in time.
+            RuntimeError: the transfer failed, or took too long.
         """
         for part in self.parts:
             try:
                 part.result(patience())
             except TimeoutError as error:
-                if part.done():  # the system says so
+                if part.done():  # the system's own ETIMEDOUT, not the wait's
                     raise RuntimeError(str(error.strerror or error)) from error
                 raise RuntimeError(
                     f"{self.what} has taken more than {patience():g} s: the disk is too slow for it, or hangs; "
@@ -199,15 +199,15 @@ class Transfer:
                 raise RuntimeError(str(error.strerror or error)) from error
 
     def give_back(self, busy: Any = None) -> None:
-        """Nobody needs the buffer any more, or not after an event; others get it when nothing is under way into it."""
+        """Returns the buffer, in use until the event `busy`; others get it once nothing is under way into it."""
         buffer, self.buffer = self.buffer, None
         if buffer is not None:
             _when_done(self.parts, lambda: buffers.give_back(buffer, busy))
 
     def give_up(self) -> None:
-        """It is wanted no more: what has not begun never will, what has begun ends, and what fails fails in silence.
+        """Abandons the transfer: parts not begun are cancelled, those begun are waited for, and errors are ignored.
 
-        A write that came later would be over what is written there next.
+        Without the wait, a late write could overwrite what is written there next.
         """
         begun = [part for part in self.parts if not part.cancel()]
         futures.wait(begun, timeout=patience())
@@ -215,21 +215,21 @@ class Transfer:
 
 
 class Reading(Transfer):
-    """A tensor on its way from disk; `values` are its numbers in memory when it has arrived."""
+    """A tensor's read from disk; `values` are its values in memory once it has arrived."""
 
     __slots__ = ("values",)
 
     values: Tensor
 
     def give_up(self) -> None:
-        """It is wanted no more, and nobody waits for what has begun."""
+        """Abandons the read without waiting for the parts that have begun."""
         for part in self.parts:
             part.cancel()
         self.give_back()
 
 
 def reading(x: Tensor, room: int = 0, own: Buffer | None = None) -> Reading | None:
-    """Starts to read a tensor, into a buffer of so many bytes at least, or into one's own; None of one in memory."""
+    """Starts to read a tensor into `own`, or a buffer of at least `room` bytes; None if it is in memory or empty."""
     place = place_of(x)
     if place is None or place.start == place.stop:
         return None
@@ -244,19 +244,19 @@ def reading(x: Tensor, room: int = 0, own: Buffer | None = None) -> Reading | No
 
 
 def writing(x: Tensor, source: Tensor, room: int = 0, after: Any = None) -> Transfer:
-    """Starts to write numbers in memory to a tensor on disk; they must not change until that has ended.
+    """Starts to write values in memory to a tensor on disk; they must not change until the write has ended.
 
-    Where they have to go through a buffer, it has so many bytes at least. `after` is an event of an accelerator, by
-    which they will have come.
+    If they have to go through a buffer, it has at least `room` bytes. `after` is an event of an accelerator after which
+    the values are in memory.
 
     Raises:
-        RuntimeError: the tensor is another process's.
+        RuntimeError: the file is another process's.
     """
     place = place_of(x)
     assert place is not None, "it is on disk"
     place.stretch.file.refuse_fork()
     file, buffer, offset = place.stretch.file, None, place.stretch.offset + place.start
-    # What is behind the tensor's end belongs to nobody: so the last block is written whole.
+    # The bytes behind the tensor's end are unused, so the last block can be written whole, which direct I/O needs.
     padding = -place.stop % ALIGNMENT if place.stop == place.end and place.start % ALIGNMENT == 0 else 0
     plain = source.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     behind = plain.untyped_storage().nbytes() - plain.storage_offset() - len(plain)
@@ -276,7 +276,7 @@ def writing(x: Tensor, source: Tensor, room: int = 0, after: Any = None) -> Tran
 
 
 def _parts(move: Move, offset: int, memory: Tensor, keeps: Any = None, after: Any = None) -> list[Any]:
-    """A transfer in parts, which begin where the file is aligned; they keep what must outlive them."""
+    """Starts a transfer in parts, which begin at aligned offsets; they keep `keeps` alive."""
     bytes_ = memoryview(mapping.buffer_at(memory.data_ptr(), len(memory))).cast("B")
     parts, at = [], 0
     while at < len(memory):

@@ -1,6 +1,6 @@
-"""The configurations of other systems, as the lines of shardfn that do the same.
+"""Translates the configurations of other systems into the lines of shardfn that do the same.
 
-Imports nothing: it reads text and makes text.
+It imports only `quoting`: it reads text and writes text.
 """
 
 from shardfn.translate.draft import Row, Translation

@@ -1,4 +1,4 @@
-"""What the keys of Accelerate mean: its YAML, and the arguments of `Accelerator` and of its plugins."""
+"""Meanings of Accelerate's keys: its YAML, and the arguments of `Accelerator` and of its plugins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAUNCH = yours("starting processes: torchrun")
 TPU = yours("there are no TPUs here, and of a run on GPUs it says nothing")
 CPU = flag(sets('device="cpu" of make_mesh', cpu=True), always("make_mesh takes the accelerator"))
 _ONE = missing("for functions: see docs/how-to/tensor-parallel.md; a module has no such axis", "1", "None")
-# By its name, or a number from 1, which in a file of Accelerate's own has one meaning.
+# By name, or by a number from 1, which is unambiguous in Accelerate's own files.
 STRATEGY = By(
     {**fsdp.STRATEGY.choices, **{str(i): fsdp.STRATEGY.choices[name] for i, name in enumerate(_ORDER, 1)}},
     said=f"one of {', '.join(_ORDER)}, which are 1 to 5",
@@ -23,7 +23,7 @@ STRATEGY = By(
 
 
 def _reshard(draft: Draft, key: str, value: Any) -> None:
-    """A strategy's name for FSDP1, true or false for FSDP2."""
+    """Reads `reshard_after_forward`: a strategy's name for FSDP1, true or false for FSDP2."""
     old = draft.get("kind", "fsdp1") == "fsdp1"
     if old == (isinstance(value, bool) or word(value) in ("TRUE", "FALSE")):
         kind = "the name of a strategy" if old else "true or false"
@@ -63,25 +63,25 @@ PLUGIN: Table = {
 
 
 def plugin(table: Table = PLUGIN, name: str = "") -> Section:
-    """Arguments of FullyShardedDataParallelPlugin; in YAML their names begin with `fsdp_`."""
+    """The section of FullyShardedDataParallelPlugin's arguments; in YAML their names begin with `fsdp_`."""
     prefixed = {key if key.startswith(name) else f"{name}{key}": meaning for key, meaning in table.items()}
 
     def before(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
         version = whole(f"{prefix}fsdp_version", given.get("fsdp_version", given.get("version", 1)))
         draft.put("kind", "fsdp2" if version == 2 else "fsdp1")
-        away, on_too = f"{name}activation_checkpointing_offload", f"{name}activation_checkpointing"
-        drops = {}
+        offloaded, checkpointed = f"{name}activation_checkpointing_offload", f"{name}activation_checkpointing"
+        ignored = {}
         policy = given.get(f"{name}auto_wrap_policy")
         if isinstance(policy, str):
             wraps = each("transformer_layer_cls_to_wrap transformer_cls_names_to_wrap", "TRANSFORMER_BASED_WRAP")
-            for key, wanted in {**wraps, "min_num_params": "SIZE_BASED_WRAP"}.items():
-                if word(policy) != wanted:
-                    drops[f"{name}{key}"] = always(f"of no effect with {word(policy)}, there as here")
+            for key, policy_of_key in {**wraps, "min_num_params": "SIZE_BASED_WRAP"}.items():
+                if word(policy) != policy_of_key:
+                    ignored[f"{name}{key}"] = always(f"of no effect with {word(policy)}, there as here")
         if version == 2:
-            drops[f"{name}backward_prefetch"] = always("of no effect with FSDP2")
-        if away in given and on(f"{prefix}{away}", given[away]):
-            drops[on_too] = sets("remat=, as the next key says")
-        for key, meaning in drops.items():
+            ignored[f"{name}backward_prefetch"] = always("of no effect with FSDP2")
+        if offloaded in given and on(f"{prefix}{offloaded}", given[offloaded]):
+            ignored[checkpointed] = sets("remat=, as the next key says")
+        for key, meaning in ignored.items():
             if key in given:
                 meant(draft, f"{prefix}{key}", given.pop(key), meaning)
         return given
@@ -90,7 +90,7 @@ def plugin(table: Table = PLUGIN, name: str = "") -> Section:
 
 
 def _of_file(draft: Draft, key: str, value: Any) -> None:
-    """DeepSpeed's own file, which has been put in the place of its name."""
+    """Reads DeepSpeed's own file, whose contents have replaced its name."""
     if isinstance(value, Mapping):
         draft.row(key, "a file", "becomes", "its keys, below")
         read(draft, "", value, deepspeed.FILE)
@@ -138,21 +138,21 @@ _DYNAMO: Table = {
     "backend": BACKEND,
     "mode": MODE,
     **each("fullgraph use_fullgraph", sets(_COMPILED, compile_fullgraph=on)),
-    **each(
-        "dynamic use_dynamic", sets(_COMPILED, compile_dynamic=lambda key, one: None if one is None else on(key, one))
-    ),
+    **each("dynamic use_dynamic", sets(_COMPILED, compile_dynamic=lambda key, x: None if x is None else on(key, x))),
     **each("use_regional_compilation disable", always("each stage is compiled, once for all layers")),
     "options": missing("compile= of functional takes a dict of torch.compile's arguments"),
 }
 
 
-def _where_on(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What torch.compile is given, where something is compiled."""
-    plain = {name.removeprefix("dynamo_"): one for name, one in given.items()}
-    if word(plain.get("backend")) not in ("NO", "NONE", "") and not on(f"{prefix}disable", plain.get("disable", False)):
+def _if_compiled(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Leaves the arguments of torch.compile to read if anything is compiled."""
+    unprefixed = {name.removeprefix("dynamo_"): setting for name, setting in given.items()}
+    if word(unprefixed.get("backend")) not in ("NO", "NONE", "") and not on(
+        f"{prefix}disable", unprefixed.get("disable", False)
+    ):
         return given
-    for name, one in given.items():
-        draft.row(f"{prefix}{name}", one, "always", "nothing is compiled")
+    for name, setting in given.items():
+        draft.row(f"{prefix}{name}", setting, "always", "nothing is compiled")
     return {}
 
 
@@ -165,12 +165,12 @@ _PRECISION = By(
 )
 
 
-def low(draft: Draft, key: str, value: Any, said: Any) -> None:
-    """Precision of 16 bits: what it means depends on the strategy, which has been read."""
-    made, kind = str(dtype(key, said)), draft.get("kind", "ddp")
-    text = [] if kind == "ddp" else [precision.of_stages(draft, made, key, kind)]
+def low(draft: Draft, key: str, value: Any, spelling: Any) -> None:
+    """Reads a precision of 16 bits, whose meaning depends on the strategy, which was read before."""
+    low_dtype, kind = str(dtype(key, spelling)), draft.get("kind", "ddp")
+    text = [] if kind == "ddp" else [precision.of_stages(draft, low_dtype, key, kind)]
     if kind != "deepspeed":
-        text.append(precision.of_autocast(draft, made, key))
+        text.append(precision.of_autocast(draft, low_dtype, key))
     draft.row(key, value, "becomes", ", and ".join(text))
 
 
@@ -196,7 +196,7 @@ CONFIG: Table = {
     "num_processes": sets("the size of the mesh: torchrun starts as many", ranks=whole),
     "num_machines": sets("of hybrid strategies the axis replica", machines=whole),
     "gradient_accumulation_steps": deepspeed.ACCUMULATE,
-    "dynamo_config": Section(_BOTH, "torch.compile", before=_where_on),
+    "dynamo_config": Section(_BOTH, "torch.compile", before=_if_compiled),
     "use_cpu": CPU,
     "fp8_config": missing("products are of 16 bits or more", "None", "{}"),
     "megatron_lm_config": missing("axes of the mesh: see docs/how-to/tensor-parallel.md", "None", "{}"),

@@ -1,4 +1,4 @@
-"""Calls in a Python file, which is parsed and never run."""
+"""Finds calls in a Python file, which is parsed and never run."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _DTYPES = {"bfloat16", "float16", "half", "float32", "float64", "double"}
 
 @dataclass(frozen=True)
 class Program:
-    """What a file says of names.
+    """What a file binds to names.
 
     Attributes:
-        known: those that are assigned once, and are what they were: nothing else binds them, or changes what they hold.
+        known: names that are assigned once and stay as they were: nothing else binds them, or changes what they hold.
         aliases: `from ... import FullyShardedDataParallel as FSDP`.
         changes: names, and where what they hold is changed: `name.field = ...`, `name.update(...)`.
-        made: names that are given what a call in this line makes.
-        read: names of calls that are read.
+        made: lines and names to which they assign the result of a call.
+        read: names of the calls that are read.
     """
 
     known: Mapping[str, ast.expr]
@@ -55,47 +55,47 @@ class Program:
 
 
 def calls(text: str, read: Collection[str]) -> tuple[list[Call], set[str]]:
-    """The calls of a file by these names, in order; and the packages that it imports.
+    """The calls of a file with these names, in order; and the packages that it imports.
 
     Raises:
-        TranslateError: not Python.
+        TranslateError: the text is not Python.
     """
     try:
         tree = ast.parse(text)
         nodes = list(ast.walk(tree))
         program = _program(nodes, read)
-        every = [node for node in nodes if isinstance(node, ast.Call) and _called(node, program) in read]
-        found = [_read(node, program) for node in sorted(every, key=lambda one: (one.lineno, one.col_offset))]
+        nodes_read = [node for node in nodes if isinstance(node, ast.Call) and _called(node, program) in read]
+        calls_read = [_read(node, program) for node in sorted(nodes_read, key=lambda n: (n.lineno, n.col_offset))]
     except SyntaxError as error:
         raise TranslateError(f"line {error.lineno}: not Python: {error.msg}") from None
     except MemoryError:
         raise TranslateError("nested too deeply") from None
     except (ValueError, OverflowError) as error:
         raise error if isinstance(error, TranslateError) else TranslateError(f"not Python: {error}") from None
-    imported = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imported += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
-    return found, {name.partition(".")[0] for name in imported}
+    return calls_read, {name.partition(".")[0] for name in imported}
 
 
 def _program(nodes: list[ast.AST], read: Collection[str]) -> Program:
     bound = Counter(node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load))
     bound.update(node.arg for node in nodes if isinstance(node, ast.arg))
-    once: dict[str, ast.expr] = {}
-    made: set[tuple[int, str]] = set()
+    assigned: dict[str, ast.expr] = {}
+    call_results: set[tuple[int, str]] = set()
     for node in nodes:
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
-            once.update(dict.fromkeys(names, node.value))
-            made |= {(node.value.lineno, name) for name in names if isinstance(node.value, ast.Call)}
+            assigned.update(dict.fromkeys(names, node.value))
+            call_results |= {(node.value.lineno, name) for name in names if isinstance(node.value, ast.Call)}
     changes = tuple(_changes(nodes))
     changed = {name for name, _ in changes}
-    imports = [one for node in nodes if isinstance(node, ast.ImportFrom) for one in node.names]
+    imports = [alias for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     return Program(
-        {name: value for name, value in once.items() if bound[name] == 1 and name not in changed},
-        {one.asname: one.name for one in imports if one.asname},
+        {name: value for name, value in assigned.items() if bound[name] == 1 and name not in changed},
+        {alias.asname: alias.name for alias in imports if alias.asname},
         changes,
-        frozenset(made),
+        frozenset(call_results),
         read,
     )
 
@@ -115,42 +115,42 @@ def _changes(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _called(node: ast.Call, program: Program) -> str:
-    """Its name, or what it is a partial of."""
+    """The name of the called function, or of the one that `partial` is applied to."""
     name = _last(node.func, program)
     return _last(node.args[0], program) if name == "partial" and node.args else name
 
 
 def _last(node: ast.expr, program: Program) -> str:
-    """The last part of a name."""
+    """The last part of a name, with import aliases resolved."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return program.aliases.get(node.id, node.id) if isinstance(node, ast.Name) else ""
 
 
 def _read(node: ast.Call, program: Program) -> Call:
-    """A call, with what the program changes later in what it has made: `args.max_grad_norm = 0.5`."""
+    """A call, with what the program later assigns to its result's fields: `args.max_grad_norm = 0.5`."""
     call = _call(node, program, ())
     if not call.name.endswith(_SETTINGS):
         return call
-    own = {name for line, name in program.made if line == call.line}
-    late = {ast.unparse(place): Source(ast.unparse(place)) for name, place in program.changes if name in own}
-    return replace(call, arguments={**call.arguments, **late})
+    names = {name for line, name in program.made if line == call.line}
+    changed = {ast.unparse(place): Source(ast.unparse(place)) for name, place in program.changes if name in names}
+    return replace(call, arguments={**call.arguments, **changed})
 
 
 def _call(node: ast.Call, program: Program, inside: tuple[str, ...]) -> Call:
-    name, given = _last(node.func, program), node.args
+    name, positional = _last(node.func, program), node.args
     if name == "partial" and _called(node, program) in program.read:
-        name, given = _called(node, program), given[1:]
+        name, positional = _called(node, program), positional[1:]
     arguments: dict[str, Any] = {}
     positions = _POSITIONS.get(name, ())
-    for i, one in enumerate(given):
-        arguments[positions[i] if i < len(positions) else f"argument {i + 1}"] = _value(one, program, inside)
+    for i, item in enumerate(positional):
+        arguments[positions[i] if i < len(positions) else f"argument {i + 1}"] = _value(item, program, inside)
     for word in node.keywords:
         value = _value(word.value, program, inside)
         if word.arg is not None:
             arguments[word.arg] = value
         elif isinstance(value, Mapping):
-            arguments |= {str(key): one for key, one in value.items()}
+            arguments |= {str(key): item for key, item in value.items()}
         else:
             arguments[f"**{ast.unparse(word.value)}"] = Source(ast.unparse(word.value))
     return Call(name, node.lineno, arguments)
@@ -160,12 +160,12 @@ def _value(node: ast.expr, program: Program, inside: tuple[str, ...]) -> Any:
     if isinstance(node, ast.Name) and node.id in program.known and node.id not in inside:
         return _value(program.known[node.id], program, (*inside, node.id))
     if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-        made = [_value(one, program, inside) for one in node.elts]
-        return tuple(made) if isinstance(node, ast.Tuple) else made
+        items = [_value(item, program, inside) for item in node.elts]
+        return tuple(items) if isinstance(node, ast.Tuple) else items
     if isinstance(node, ast.Dict):
         keys = [_value(key, program, inside) if key else None for key in node.keys]
         if all(isinstance(key, str) for key in keys):
-            return {key: _value(one, program, inside) for key, one in zip(keys, node.values, strict=True)}
+            return {key: _value(item, program, inside) for key, item in zip(keys, node.values, strict=True)}
     if isinstance(node, ast.Call):
         called = _call(node, program, inside)
         return dict(called.arguments) if called.name in _DICTS else called

@@ -1,4 +1,4 @@
-"""What Composer's keys mean: FSDPConfig, FSDP2Config, TPConfig, `Trainer`, and the YAML of llm-foundry."""
+"""Meanings of Composer's keys: FSDPConfig, FSDP2Config, TPConfig, `Trainer`, and the YAML of llm-foundry."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _DATA = yours("the data, the model and the tokenizer are yours")
 
 
 def _mixed(draft: Draft, key: str, value: Any) -> None:
-    """DEFAULT or PURE, in the dtype of the trainer's precision."""
-    made, pure = draft.get("low"), word(value) == "PURE"
-    if made == "torch.float32":
+    """Reads DEFAULT or PURE, which use the dtype of the trainer's precision."""
+    trainer_dtype, pure = draft.get("low"), word(value) == "PURE"
+    if trainer_dtype == "torch.float32":
         draft.row(key, value, "always", "precision is float32: so is all")
         return
-    low = made or draft.name("low", "the dtype of precision=, which the file does not have")
+    low = trainer_dtype or draft.name("low", "the dtype of precision=, which the file does not have")
     for fact in ("gather_dtype", "buffer_dtype"):
-        draft.say(fact, low, *((key, "precision") if made else (key,)))
+        draft.say(fact, low, *((key, "precision") if trainer_dtype else (key,)))
     draft.say("cast_inputs", True, key)
     draft.say("reduce_dtype", low if pure else "torch.float32", key)
     same = f"gather_dtype=, input_dtype= of precision, reduce_dtype={'the same' if pure else 'torch.float32'}"
     none = "in the dtype of precision=, which the file does not have: the name low"
-    draft.row(key, value, "becomes" if made else "open", same if made else none)
+    draft.row(key, value, "becomes" if trainer_dtype else "open", same if trainer_dtype else none)
 
 
 _MIXED = By(
@@ -76,10 +76,10 @@ TP: Table = {
 
 
 def _of_one_number(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Takes out the keys that others of the section overrule."""
+    """Takes out the keys that other keys of the section overrule."""
     if given.get("activation_checkpointing") and given.get("activation_cpu_offload"):
-        on_too = given.pop("activation_checkpointing")
-        draft.row(f"{prefix}activation_checkpointing", on_too, "becomes", "remat=, as activation_cpu_offload says")
+        remat = given.pop("activation_checkpointing")
+        draft.row(f"{prefix}activation_checkpointing", remat, "becomes", "remat=, as activation_cpu_offload says")
     forward = word(given.get("forward_prefetch", False)) == "TRUE" and "backward_prefetch_limit" not in given
     backward = word(given.get("backward_prefetch", "BACKWARD_POST")) != "NONE"
     for name, counts in (("forward_prefetch_limit", forward), ("backward_prefetch_limit", backward)):
@@ -94,7 +94,7 @@ def _mixed_by_default(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
 
 
 _FSDP, _FSDP2 = (
-    Section(one, "Composer", cut="full_shard", before=_of_one_number, after=_mixed_by_default) for one in (FSDP, FSDP2)
+    Section(t, "Composer", cut="full_shard", before=_of_one_number, after=_mixed_by_default) for t in (FSDP, FSDP2)
 )
 _PARTS = {"fsdp": _FSDP, "fsdp2": _FSDP2, "tp": Section(TP, "Composer")}
 
@@ -121,18 +121,18 @@ _PRECISION = By(
 
 def _optimizer(draft: Draft, key: str, value: Any) -> None:
     name = optimizers.named(key, value, "name", "decoupled_adamw")
-    given = {one: said for one, said in value.items() if one != "name"}
+    given = {argument: x for argument, x in value.items() if argument != "name"}
     kind = OPTIMIZERS.get(name)
     if kind is None:
         optimizers.unread(draft, f"{key}.name", name, f"{key}.", given)
         return
     draft.row(f"{key}.name", name, "becomes", kind.text)
     draft.say("optimizer", kind.ours, f"{key}.name")
-    found = optimizers.arguments(draft, key, given, kind)
-    lr, decay = found["lr"], found.get("weight_decay")
+    arguments = optimizers.arguments(draft, key, given, kind)
+    lr, decay = arguments["lr"], arguments.get("weight_decay")
     if kind.notes and decay:
-        known = not isinstance(lr, Name) and not isinstance(decay, Name)
-        found["weight_decay"] = (decay / lr if lr else 0.0) if known else Name(f"{decay} / {lr}")
+        both_numbers = not isinstance(lr, Name) and not isinstance(decay, Name)
+        arguments["weight_decay"] = (decay / lr if lr else 0.0) if both_numbers else Name(f"{decay} / {lr}")
 
 
 _DECOUPLED = {"weight_decay": ", divided by lr: theirs is of the parameter, ours is multiplied by the rate"}
@@ -225,8 +225,8 @@ def _one_strategy(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str,
     if given.get("parallelism_config") and given.get("fsdp_config"):
         raise TranslateError("parallelism_config and fsdp_config: two strategies in one file; leave one of them")
     draft.put("total", steps_of(given.get("max_duration")))
-    said = word(given.get("precision", "")).lower()
-    draft.put("low", dtype("precision", said) if said in ("fp32", "amp_fp16", "amp_bf16") else None)
+    mode = word(given.get("precision", "")).lower()
+    draft.put("low", dtype("precision", mode) if mode in ("fp32", "amp_fp16", "amp_bf16") else None)
     return given
 
 

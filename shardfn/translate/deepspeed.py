@@ -1,4 +1,4 @@
-"""What the keys of DeepSpeed's JSON mean."""
+"""Meanings of the keys of DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _AS_IT_IS = missing("the model is trained as it is: quant, and docs/reference/fe
 
 
 def device(*kinds: str) -> By:
-    """Where what is cut goes: "none", "cpu" or "nvme"."""
+    """The meanings of an offload device, "none", "cpu" or "nvme", for these kinds of values."""
     choices = {"none": always("the device")}
     for name, tier in (("cpu", "host"), ("nvme", "disk")):
-        said = ", ".join(f'{kind}="{tier}"' for kind in kinds)
-        choices[name] = sets(f".on({said}) of the strategy", **dict.fromkeys(kinds, tier))
+        tiers = ", ".join(f'{kind}="{tier}"' for kind in kinds)
+        choices[name] = sets(f".on({tiers}) of the strategy", **dict.fromkeys(kinds, tier))
     return By(choices)
 
 
@@ -131,13 +131,13 @@ ZERO: Table = {
 
 
 def _within_stages(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
-    """What some keys need of the stage."""
-    third = draft.get("cut") == "full_shard"
+    """Checks keys that need a certain stage; marks as ineffective those that need stage 3."""
+    stage_3 = draft.get("cut") == "full_shard"
     for fact, name in (("hpz", "zero_hpz_partition_size"), ("mics", "mics_shard_size"), ("params", "offload_param")):
-        if fact in draft.facts and not third:
+        if fact in draft.facts and not stage_3:
             raise TranslateError(f"{prefix}{name} is for stage 3, and stage is {STAGES.index(draft.get('cut'))}")
     for fact in ("gather", "uncut"):
-        if fact in draft.facts and not third:
+        if fact in draft.facts and not stage_3:
             for i, row in enumerate(draft.rows):
                 if row.key in draft.of(fact):
                     draft.rows[i] = replace(row, status="always", text="of no effect before stage 3")
@@ -170,7 +170,7 @@ def _typed(draft: Draft, key: str, value: Any, example: str) -> tuple[str, dict[
 
 def _optimizer(draft: Draft, key: str, value: Any) -> None:
     name, given = _typed(draft, key, value, "AdamW")
-    rest = {one: said for one, said in value.items() if one not in ("type", "params")}
+    rest = {name: x for name, x in value.items() if name not in ("type", "params")}
     read(draft, key, rest, Section({"legacy_fusion": always("one implementation")}, "an optimizer"))
     kind, where = OPTIMIZERS.get(name.lower()), f"{key}.params."
     if kind is None:
@@ -189,9 +189,9 @@ def _optimizer(draft: Draft, key: str, value: Any) -> None:
 
 def _scheduler(draft: Draft, key: str, value: Any) -> None:
     kind, given = _typed(draft, key, value, "WarmupLR")
-    for name, one in value.items():
+    for name, argument in value.items():
         if name not in ("type", "params"):
-            draft.row(f"{key}.{name}", one, "unknown", "no key of a scheduler that is known here")
+            draft.row(f"{key}.{name}", argument, "unknown", "no key of a scheduler that is known here")
     optimizers.schedule_of_deepspeed(draft, key, kind, given)
 
 
@@ -279,10 +279,10 @@ CONFIG: Table = {
 
 
 def _one_of_16_bits(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
-    found = {key: given[key] for key in ("bf16", "bfloat16", "fp16") if isinstance(given.get(key), Mapping)}
-    both = [key for key, one in found.items() if one.get("enabled") is True]
-    if len(both) > 1:
-        raise TranslateError(f"{both[0]} and {both[1]} are both enabled")
+    sections = {key: given[key] for key in ("bf16", "bfloat16", "fp16") if isinstance(given.get(key), Mapping)}
+    enabled = [key for key, section in sections.items() if section.get("enabled") is True]
+    if len(enabled) > 1:
+        raise TranslateError(f"{enabled[0]} and {enabled[1]} are both enabled")
     return given
 
 

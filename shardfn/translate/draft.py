@@ -1,4 +1,4 @@
-"""What is known so far of a translation: rows, one for each key, and facts, each with the keys that said it."""
+"""The state of a translation: rows, one for each key, and facts, each with the keys that said it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _REPLICATED = {"full_shard": "hybrid_shard", "shard_grad_op": "hybrid_shard_zero
 
 @dataclass(frozen=True)
 class Row:
-    """One key: what it says, and what becomes of it.
+    """One key: its value, and what becomes of it.
 
     Attributes:
         key: its path in the file, `"zero_optimization.stage"`.
-        value: what the file says, as text.
-        status: `"becomes"` lines of the program; `"always"` so, with nothing to set; `"yours"`, of what is around the
-            program and does not change its results; `"missing"`, which has no counterpart and changes results or
-            memory; `"open"`, whose value is not in the file; `"unknown"`, which is no key of that system.
+        value: its value in the file, as text.
+        status: `"becomes"`: it becomes lines of the program; `"always"`: shardfn always does so; `"yours"`: it is
+            outside the program and does not change its results; `"missing"`: it has no counterpart, and changes
+            results or memory; `"open"`: its value is not in the file; `"unknown"`: it is no key of that system.
         text: what it becomes, or why it has no meaning.
     """
 
@@ -36,14 +36,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Translation:
-    """What `translate` finds.
+    """The result of `translate`.
 
     Attributes:
-        path: of the file.
-        system: whose configuration it is.
-        rows: one for each key, in the order of the file.
+        path: the path of the file.
+        system: the system whose configuration it is.
+        rows: one for each key, in the order in which they were read.
         program: the lines of shardfn, a Python program fragment.
-        names: what the fragment needs from you, and what each of them is.
+        names: the names that you must define for the fragment, with their meanings.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Name(str):
 
 
 class Draft:
-    """What is known so far of a program: facts by name with the keys that said them, rows, and names to define."""
+    """The state of a translation: facts by name with the keys that said them, rows, and names to define."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
@@ -75,17 +75,17 @@ class Draft:
         """Adds a fact.
 
         Raises:
-            TranslateError: another key says something else.
+            TranslateError: it contradicts what another key said.
         """
         if fact in self.facts and self.facts[fact] != value:
-            before = ", ".join(self.of(fact)) or "the default"
+            earlier = ", ".join(self.of(fact)) or "the default"
             raise TranslateError(
-                f"{listed(keys)} and {before} contradict each other: {shown(value)} and {shown(self.facts[fact])}"
+                f"{listed(keys)} and {earlier} contradict each other: {shown(value)} and {shown(self.facts[fact])}"
             )
         self.put(fact, value, *keys)
 
     def put(self, fact: str, value: Any, *keys: str) -> None:
-        """Sets a fact, whatever was said before; the keys that said it stay beside these."""
+        """Sets a fact, whatever it was before; its earlier keys stay beside these."""
         self.facts[fact] = value
         self.keys[fact] = tuple(dict.fromkeys((*self.of(fact), *keys)))
 
@@ -94,26 +94,26 @@ class Draft:
         self.rows.append(Row(key, shown(value), status, text))
 
     def open(self, key: str, value: Any, then: str = "") -> None:
-        """Adds the row of a key whose value is not in the file, and says what it would be."""
+        """Adds the row of a key whose value is not in the file; `then` says what it would become."""
         self.row(key, value, "open", "its value is not in the file" + (f"; {then}" if then else ""))
 
     def named(self, key: str, value: Any, name: str, about: str, then: str = "") -> Name:
         """Adds the row of a key whose value is not in the file, and a name that stands for it in the program."""
-        said = f"its value is not in the file: the program has the name {name} for it"
-        self.row(key, value, "open", f"{said}; {then}" if then else said)
+        text = f"its value is not in the file: the program has the name {name} for it"
+        self.row(key, value, "open", f"{text}; {then}" if then else text)
         return self.name(name, about)
 
     def strangers(self, key: str, given: Mapping[str, Any], known: str) -> None:
-        """Adds a row for each argument that is none of these words."""
-        for name, one in given.items():
+        """Adds a row for each argument that is not one of the words in `known`."""
+        for name, argument in given.items():
             if name not in known.split():
-                self.row(f"{key}.{name}", one, "unknown", "no argument that is known here")
+                self.row(f"{key}.{name}", argument, "unknown", "no argument that is known here")
 
     def settings(self, key: str, value: Any) -> dict[str, Any] | None:
-        """What a mapping, or a call, holds; None where there is nothing, or it is not in the file.
+        """The contents of a mapping or a call; None if there are none, or they are not in the file.
 
         Raises:
-            TranslateError: it is neither.
+            TranslateError: the value is neither.
         """
         value = value.arguments if isinstance(value, Call) else value
         if isinstance(value, Mapping):
@@ -125,24 +125,24 @@ class Draft:
         return None
 
     def name(self, name: str, about: str) -> Name:
-        """A name that the reader of the program defines."""
+        """A name that the reader of the program must define."""
         self.names[name] = about
         return Name(name)
 
     def get(self, fact: str, default: Any = None) -> Any:
-        """A fact, or the default."""
+        """The value of a fact, or the default."""
         return self.facts.get(fact, default)
 
     def of(self, *facts: str) -> tuple[str, ...]:
-        """The keys that said any of these."""
+        """The keys that said any of these facts."""
         return tuple(dict.fromkeys(key for fact in facts for key in self.keys.get(fact, ())))
 
 
 def settle(draft: Draft) -> None:
-    """Adds what follows.
+    """Derives the facts that follow from others.
 
     Raises:
-        TranslateError: sizes, or a batch's product, that do not hold.
+        TranslateError: sizes of the mesh, or of the batch, contradict each other.
     """
     draft.facts.setdefault("cut", "ddp")
     if draft.get("hpz"):
@@ -154,9 +154,9 @@ def settle(draft: Draft) -> None:
     replicas, shards = draft.get("dp_replicate") or 1, draft.get("dp_shard") or 1
     if replicas > 1 or draft.get("hybrid"):
         draft.put("cut", _REPLICATED.get(draft.get("cut"), draft.get("cut")), *draft.of("dp_replicate"))
-    for fact, size, said in (("replica", replicas, "dp_replicate"), ("shard", shards, "dp_shard")):
+    for fact, size, source in (("replica", replicas, "dp_replicate"), ("shard", shards, "dp_shard")):
         if size > 1:
-            draft.say(fact, size, *draft.of(said))
+            draft.say(fact, size, *draft.of(source))
     ranks, machines = draft.get("ranks"), draft.get("machines", 1)
     if draft.get("cut").startswith("hybrid") and "replica" not in draft.facts and draft.of("ranks"):
         if ranks % machines:
@@ -173,13 +173,13 @@ def settle(draft: Draft) -> None:
 
 
 def _batches(draft: Draft) -> None:
-    """The product rule: rows of a step = ranks x micro-batches x rows of one."""
+    """Checks the product rule: rows of a step = ranks x micro-batches x rows of one."""
     total, micro, count = (draft.get(fact) for fact in ("train_batch", "micro_batch", "accumulate"))
-    if total is None or not all(isinstance(one, (int, type(None))) for one in (total, micro, count)):
+    if total is None or not all(isinstance(n, (int, type(None))) for n in (total, micro, count)):
         return
     ranks = draft.get("ranks") and draft.get("ranks") // draft.get("tensor", 1)
     parts = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": count, "ranks": ranks}
-    known = {name: one for name, one in parts.items() if one}
-    if total % math.prod(known.values()) or (len(known) == 3 and total != math.prod(known.values())):
-        said = listed(f"{name} {one}" for name, one in known.items())
-        raise TranslateError(f"train_batch_size: {total} is not the product of {said}, and of what is not said")
+    factors = {name: n for name, n in parts.items() if n}
+    if total % math.prod(factors.values()) or (len(factors) == 3 and total != math.prod(factors.values())):
+        product = listed(f"{name} {n}" for name, n in factors.items())
+        raise TranslateError(f"train_batch_size: {total} is not the product of {product}, and of what is not said")

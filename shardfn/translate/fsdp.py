@@ -1,4 +1,4 @@
-"""What FSDP's arguments mean: those of FSDP1 and FSDP2, under PyTorch's names, and of what is called beside them."""
+"""Meanings of the arguments of FSDP1 and FSDP2 under PyTorch's names, and of calls beside them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _IGNORED = missing(
     "such parameters stay whole and trainable, and their gradients are not reduced: see Ignored is not frozen, in "
     "docs/how-to/port-from-fsdp.md; frozen ones are found by functional", "None", "[]"
 )  # fmt: skip
-# Of FSDP1 in all systems that have it.
+# Arguments of FSDP1 in all systems that have it.
 SHARED: Table = {
     "backward_prefetch": PREFETCH,
     "forward_prefetch": always("forward gathers ahead, by prefetch= stages; no number changes"),
@@ -97,13 +97,13 @@ RESHARD = By(
 
 
 def _sizes(draft: Draft, key: str, value: Any) -> None:
-    """Of a mesh with one axis or two."""
+    """Reads the sizes of a mesh with one or two axes."""
     if not isinstance(value, (tuple, list)) or len(value) not in (1, 2):
         draft.row(key, value, "open", f"its value is not in the file: {shown(value)}; sizes of make_mesh's axes")
         return
-    for fact, one in zip(("replica", "shard")[-len(value) :], value, strict=True):
-        if one not in (None, -1):
-            draft.say(fact, whole(key, one), key)
+    for fact, size in zip(("replica", "shard")[-len(value) :], value, strict=True):
+        if size not in (None, -1):
+            draft.say(fact, whole(key, size), key)
     draft.say("hybrid", len(value) == 2, key)
     draft.row(key, value, "becomes", "the sizes of make_mesh's axes")
 
@@ -156,12 +156,12 @@ _VALUE: Table = {
     "clip_value": sets("so.clip_by_value", name="clip_value", clip_value=number),
     "foreach": _HOW,
 }
-# The sum over ranks, divided by this in the place of how many they are.
+# Gradients are the sum over ranks divided by this factor, instead of by the number of ranks.
 _FACTOR: Table = {"factor": sets("sf.psum of the loss, divided by it", name="divide_factor", divide=number)}
 
 
 def _of_module(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Of a module's own `clip_grad_norm_(max_norm)`, which has no parameters."""
+    """Moves the arguments of a module's own `clip_grad_norm_(max_norm)`, which has no `parameters`, to their names."""
     if "max_norm" not in given or isinstance(given.get("parameters"), (int, float)):
         names = [name for name in ("max_norm", "norm_type") if name not in given or name == "max_norm"]
         moved = [given.pop(name) for name in ("parameters", "max_norm") if name in given]
@@ -216,37 +216,37 @@ _WORDS = (
 
 
 def beside(draft: Draft, calls: list[Call]) -> None:
-    """Reads the calls of a program that change how it trains, beside the one that says how it is sharded."""
+    """Reads the calls of a program that change how it trains, apart from those that shard it."""
     seen = set()
     for call in calls:
-        text = f"{call.name}({', '.join(f'{key}={shown(one)}' for key, one in call.arguments.items())})"
+        text = f"{call.name}({', '.join(f'{key}={shown(argument)}' for key, argument in call.arguments.items())})"
         if call.name in BESIDE and text not in seen:
             seen.add(text)
             meaning = BESIDE[call.name]
             meant(draft, call.name, call if isinstance(meaning, Section) else Source(text), meaning)
             if not isinstance(meaning, Section) and draft.rows[-1].status != "missing":
-                named = {key: one for key, one in call.arguments.items() if not key.startswith("argument ")}
-                draft.strangers(call.name, named, _WORDS)
+                by_name = {key: argument for key, argument in call.arguments.items() if not key.startswith("argument ")}
+                draft.strangers(call.name, by_name, _WORDS)
 
 
 _KEPT = "reshard_after_forward"
 
 
 def several(draft: Draft, calls: list[Call]) -> None:
-    """Reads the calls that shard a program's modules, which are alike but for which of them stay whole."""
+    """Reads the calls that shard a program's modules; they may differ only in which modules stay whole."""
     first = calls[0]
     read(draft, "", first, CALLS[first.name])
     for call in calls:
-        kept = call.arguments.get(_KEPT)
-        if kept != first.arguments.get(_KEPT) and call is calls[-1]:
+        reshard = call.arguments.get(_KEPT)
+        if reshard != first.arguments.get(_KEPT) and call is calls[-1]:
             text = "of the root alone: what the ring of buffers still holds is not gathered again; no number changes"
-            draft.row(f"{_KEPT} in line {call.line}", kept, "always", text)
-        elif kept != first.arguments.get(_KEPT):
+            draft.row(f"{_KEPT} in line {call.line}", reshard, "always", text)
+        elif reshard != first.arguments.get(_KEPT):
             text = "one strategy for all stages: no number changes, memory may; reshard= of sf.stage is of one"
-            draft.row(f"{_KEPT} in line {call.line}", kept, "missing", text)
+            draft.row(f"{_KEPT} in line {call.line}", reshard, "missing", text)
 
 
 def differ(calls: list[Call]) -> list[str]:
-    """In what calls for several modules differ, but for the module, and whether it is kept whole."""
+    """The arguments in which calls for several modules differ, apart from the module and whether it stays whole."""
     names = {key for call in calls for key in call.arguments} - {"module", _KEPT}
     return sorted(key for key in names if len({repr(call.arguments.get(key)) for call in calls}) > 1)

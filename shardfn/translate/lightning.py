@@ -1,4 +1,4 @@
-"""What the arguments of Lightning and Fabric mean: of strategies, and of `Trainer` and `Fabric`."""
+"""Meanings of the arguments of Lightning and Fabric: of strategies, and of `Trainer` and `Fabric`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _LOOP = yours("sf.run.loop is a function; what it is given is yours: docs/how-to
 
 
 def _low(draft: Draft, key: str, value: Any) -> None:
-    """16 bits, which mean by the strategy what is moved, and are computed in unless they are "true"."""
-    said, kind = str(value).lower(), draft.get("kind")
-    made = str(dtype(key, said))
+    """Reads a precision of 16 bits: the strategy says what is moved in it, and "true" that all is computed in it."""
+    precision_name, kind = str(value).lower(), draft.get("kind")
+    low_dtype = str(dtype(key, precision_name))
     text: list[str] = []
     if kind == "deepspeed":
-        draft.put("low", made)
-        text.append(precision.of_stages(draft, made, key, kind))
-    elif said.endswith("true"):
-        draft.say("param_dtype", made, key)
+        draft.put("low", low_dtype)
+        text.append(precision.of_stages(draft, low_dtype, key, kind))
+    elif precision_name.endswith("true"):
+        draft.say("param_dtype", low_dtype, key)
         draft.say("cast_inputs", True, key)
-        text.append(f"module.to({made})")
+        text.append(f"module.to({low_dtype})")
     if kind == "fsdp1" and "gather_dtype" not in draft.facts:
-        text.append(precision.of_stages(draft, made, key, kind))
+        text.append(precision.of_stages(draft, low_dtype, key, kind))
     elif kind == "fsdp1":
         draft.say("cast_inputs", True, key)
-    if kind != "deepspeed" and not said.endswith("true"):
-        text.append(precision.of_autocast(draft, made, key))
+    if kind != "deepspeed" and not precision_name.endswith("true"):
+        text.append(precision.of_autocast(draft, low_dtype, key))
     draft.row(key, value, "becomes", ", ".join(text))
 
 
@@ -132,9 +132,9 @@ STRATEGIES = {
 
 
 def _strategy(kind: str, cut: str, tier: str | None = None) -> Any:
-    """A strategy that has a name; `tier` is where what it cuts goes."""
-    away = ("params", "grads", "state") if cut == "full_shard" else ("grads", "state")
-    facts: dict[str, Any] = dict.fromkeys(away, tier) if tier else {}
+    """The meaning of a strategy's name; `tier` is where it offloads what it cuts."""
+    offloaded = ("params", "grads", "state") if cut == "full_shard" else ("grads", "state")
+    facts: dict[str, Any] = dict.fromkeys(offloaded, tier) if tier else {}
     facts |= {"scratch": "/local_nvme"} if tier == "disk" else {}
     return sets(f"the strategy sf.{cut}" + (", and .on(...)" if tier else ""), kind=kind, cut=cut, **facts)
 
@@ -206,22 +206,22 @@ TRAINER: Table = {
 
 
 def translate(draft: Draft, strategy: Call | None, trainer: Mapping[str, Any]) -> None:
-    """A strategy, and the arguments of a `Trainer` or `Fabric`, where there are any."""
-    late: dict[str, Any] = {}
+    """Reads a strategy and the arguments of a `Trainer` or `Fabric`, if there are any."""
+    later: dict[str, Any] = {}
     given = dict(strategy.arguments) if strategy else {}
     if strategy is not None:
-        late = {name: given.pop(name) for name in ("precision", *precision.ADAPTING) if name in given}
+        later = {name: given.pop(name) for name in ("precision", *precision.ADAPTING) if name in given}
         for name, device in (("offload_optimizer", deepspeed.STATE), ("offload_parameters", deepspeed.PARAMS)):
             if strategy.name == "DeepSpeedStrategy" and given.get(name) is True:
                 place = given.get(name.replace("parameters", "params") + "_device", "cpu")
                 meant(draft, name, given.pop(name) and place, device)
         read(draft, "", given, STRATEGIES[strategy.name])
-    read(draft, "", {"precision": late.pop("precision")} if "precision" in late else {}, Section(FSDP))
+    read(draft, "", {"precision": later.pop("precision")} if "precision" in later else {}, Section(FSDP))
     read(draft, "", trainer, Section(TRAINER, "Trainer", first="strategy"))
     half = draft.get("low") == "torch.float16"
-    none = each(" ".join(precision.ADAPTING), always("of no effect without 16 bits"))
+    off = each(" ".join(precision.ADAPTING), always("of no effect without 16 bits"))
     read(
-        draft, "", late, Section(precision.SCALING if half else none, before=precision.where_adapting if half else None)
+        draft, "", later, Section(precision.SCALING if half else off, before=precision.where_adapting if half else None)
     )
     if half:
         precision.defaults(draft, "", dict(strategy.arguments) if strategy else {})

@@ -1,4 +1,4 @@
-"""Optimizers of other systems, their arguments and defaults there, and their learning rates as functions of a step."""
+"""Optimizers of other systems, with their arguments and defaults, and learning rates as functions of the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAKES = {
     "torch.optim.RAdam": "lr betas eps weight_decay decoupled_weight_decay",
     "torch.optim.Adamax": "lr betas eps weight_decay",
 }
-# Arguments of theirs that are none here.
+# Arguments that shardfn's optimizers do not have.
 _OTHERS: Table = {
     "torch_adam": always("one implementation on each tier"),
     "adam_w_mode": always("whether it is so.adamw or so.adam"),
@@ -42,7 +42,7 @@ _OTHERS: Table = {
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer of another system: ours, the defaults there that are others here, and notes on its arguments."""
+    """An optimizer of another system: its counterpart, defaults that differ there, and notes on its arguments."""
 
     ours: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Kind:
 
     @property
     def text(self) -> str:
-        """What it becomes."""
+        """The row's text: what it becomes."""
         return f"so.from_torch({self.ours}, ...)" if "." in self.ours else f"so.{self.ours}"
 
 
@@ -70,7 +70,7 @@ _READERS: dict[str, Any] = {
 
 
 def named(key: str, value: Any, kind: str, example: str) -> str:
-    """The type, or name, of an optimizer or a scheduler.
+    """The type or name of an optimizer or a scheduler.
 
     Raises:
         TranslateError: it has none.
@@ -81,38 +81,38 @@ def named(key: str, value: Any, kind: str, example: str) -> str:
 
 
 def unread(draft: Draft, key: str, kind: str, prefix: str, given: Mapping[str, Any]) -> None:
-    """Rows of an optimizer, or of its like, that is not there, or not said."""
-    said = "the program has the name optimizer for yours"
+    """Adds the rows of an optimizer that has no counterpart, or whose name is not in the file."""
+    advice = "the program has the name optimizer for yours"
     if kind.lower() == "auto":
-        draft.row(key, kind, "open", f"its value is not in the file: {said}")
+        draft.row(key, kind, "open", f"its value is not in the file: {advice}")
     else:
         near = "; Muon of theirs scales and groups parameters otherwise than so.muon" if kind.lower() == "muon" else ""
-        draft.row(key, kind, "missing", f"not there{near}: {said}")
-    for name, one in given.items():
-        draft.row(f"{prefix}{name}", one, "open", "an argument of that optimizer")
+        draft.row(key, kind, "missing", f"not there{near}: {advice}")
+    for name, argument in given.items():
+        draft.row(f"{prefix}{name}", argument, "open", "an argument of that optimizer")
 
 
 def arguments(draft: Draft, key: str, given: Mapping[str, Any], kind: Kind) -> dict[str, Any]:
-    """Reads the arguments of an optimizer, below a key; with its defaults they are a fact."""
+    """Reads and returns an optimizer's arguments, completed by its defaults; adds them as a fact."""
     takes = TAKES[kind.ours].split()
     table: dict[str, Any] = {} if "." in kind.ours else dict(_OTHERS)
     for name in takes:
         text = f"b1= and b2= of so.{kind.ours}" if name == "betas" else f"{name}= of the optimizer"
-        said = {f"optimizer.{name}": _READERS.get(name, number)}
-        table[name] = sets(text + kind.notes.get(name, ""), name=name, about=f"of the optimizer, {name}", **said)
+        fact = {f"optimizer.{name}": _READERS.get(name, number)}
+        table[name] = sets(text + kind.notes.get(name, ""), name=name, about=f"of the optimizer, {name}", **fact)
     read(draft, key, given, Section(table, kind.ours))
     facts = {name: f"optimizer.{name}" for name in (*given, *takes) if f"optimizer.{name}" in draft.facts}
-    found = {**kind.defaults, **{name: draft.get(fact) for name, fact in facts.items()}}
-    if "lr" not in found:
-        found["lr"] = draft.name("lr", "the learning rate")
+    values = {**kind.defaults, **{name: draft.get(fact) for name, fact in facts.items()}}
+    if "lr" not in values:
+        values["lr"] = draft.name("lr", "the learning rate")
         draft.row(f"{key}.lr", "not said", "open", "the program has the name lr for it")
-    draft.put("optimizer_params", found, *draft.of(*facts.values()))
-    return found
+    draft.put("optimizer_params", values, *draft.of(*facts.values()))
+    return values
 
 
 # --- learning rates ---
 
-# DeepSpeed's first step has its scheduler's -1.
+# DeepSpeed's scheduler counts its first step as -1.
 _WARMUP = """\
 def rate(step):
     done = step - 2
@@ -179,38 +179,38 @@ LR_SCHEDULER_TYPES = {*_AFTER, "constant"}
 
 
 def rate(name: str, given: Mapping[str, Any], lr: Any) -> str:
-    """The function `rate(step)`, which counts from 1, of a schedule; `lr` is the optimizer's."""
-    said = {"lr": lr, **given}
+    """The code of a schedule's function `rate(step)`, which counts from 1; `lr` is the optimizer's."""
+    values = {"lr": lr, **given}
     if name in _COMPOSER and "alpha_f" in given:
-        return _OURS.format(call=_COMPOSER[name].format(**said))
+        return _OURS.format(call=_COMPOSER[name].format(**values))
     if name in _AFTER:
-        return _TRANSFORMERS.format(after=_AFTER[name].format(**said), **said)
+        return _TRANSFORMERS.format(after=_AFTER[name].format(**values), **values)
     if "lr_range_test_step_size" in given:
         tests = f"(done + 1) / {given['lr_range_test_step_size']}"
-        return _RANGE.format(tests=f"math.floor({tests})" if given["lr_range_test_staircase"] else tests, **said)
+        return _RANGE.format(tests=f"math.floor({tests})" if given["lr_range_test_staircase"] else tests, **values)
     count = given["warmup_num_steps"]
-    said["warmup"] = f"max(2, {count})" if isinstance(count, str) else max(2, count)
-    said["share"] = "math.log(done + 1) / math.log(warmup)" if given["warmup_type"] == "log" else "done / warmup"
+    values["warmup"] = f"max(2, {count})" if isinstance(count, str) else max(2, count)
+    values["share"] = "math.log(done + 1) / math.log(warmup)" if given["warmup_type"] == "log" else "done / warmup"
     if given.get("warmup_max_lr", 0) is None:
-        said["warmup_max_lr"] = lr
+        values["warmup_max_lr"] = lr
     total = given.get("total_num_steps")
-    said["after"] = "1.0" if total is None else f"max(0.0, ({total} - done) / max(1, {total} - warmup))"
-    return SCHEDULERS[name][0].format(**said)
+    values["after"] = "1.0" if total is None else f"max(0.0, ({total} - done) / max(1, {total} - warmup))"
+    return SCHEDULERS[name][0].format(**values)
 
 
 def needs_lr(given: Mapping[str, Any]) -> bool:
-    """Whether a schedule is a part of the optimizer's rate."""
+    """Whether a schedule scales the optimizer's rate."""
     return given.get("warmup_max_lr", 0) is None or "cos_min_ratio" in given or "alpha_f" in given
 
 
 def schedule_of_deepspeed(draft: Draft, key: str, kind: str, given: Mapping[str, Any]) -> None:
-    """Reads the type and the arguments of a scheduler of DeepSpeed's."""
+    """Reads the type and the arguments of a DeepSpeed scheduler."""
     if kind not in SCHEDULERS:
         moves = "it moves momentum too, which is a number here"
         why = moves if kind == "OneCycle" else "a function of the step is yours"
         draft.row(f"{key}.type", kind, "missing", f"not there: {why}")
-        for name, one in given.items():
-            draft.row(f"{key}.params.{name}", one, "open", "an argument of that scheduler")
+        for name, argument in given.items():
+            draft.row(f"{key}.params.{name}", argument, "open", "an argument of that scheduler")
         return
     draft.row(f"{key}.type", kind, "becomes", "a function of the step")
     defaults, table = (
@@ -218,39 +218,39 @@ def schedule_of_deepspeed(draft: Draft, key: str, kind: str, given: Mapping[str,
         {"last_batch_iteration": missing("a run begins at its first step", "-1")},
     )
     for name in defaults:
-        said = {f"schedule.{name}": _READERS.get(name, number)}
-        table[name] = sets("a number in that function", name=name, about=f"of {kind}", **said)
+        fact = {f"schedule.{name}": _READERS.get(name, number)}
+        table[name] = sets("a number in that function", name=name, about=f"of {kind}", **fact)
     read(draft, f"{key}.params", given, Section(table, kind))
-    found = {name: draft.get(f"schedule.{name}", default) for name, default in defaults.items()}
-    if found.get("total_num_steps", 0) is None:
+    values = {name: draft.get(f"schedule.{name}", default) for name, default in defaults.items()}
+    if values.get("total_num_steps", 0) is None:
         raise TranslateError(f"{key}.params: {kind} has no total_num_steps")
-    draft.say("schedule", (kind, found), f"{key}.type", *(f"{key}.params.{name}" for name in given))
+    draft.say("schedule", (kind, values), f"{key}.type", *(f"{key}.params.{name}" for name in given))
 
 
 def steps_of(value: Any, total: int | None = None) -> int | None:
-    """A time of Composer's in batches; None where it is said in epochs, tokens, samples or not at all."""
+    """A time of Composer's in batches; None if it is given in epochs, tokens or samples, or not at all."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    found = re.fullmatch(r"([0-9.]+)(ba|dur)", str(value).replace("_", "").strip())
-    if found is None or (found[2] == "dur" and total is None):
+    match = re.fullmatch(r"([0-9.]+)(ba|dur)", str(value).replace("_", "").strip())
+    if match is None or (match[2] == "dur" and total is None):
         return None
-    return int(float(found[1]) * (1 if found[2] == "ba" else total or 0))
+    return int(float(match[1]) * (1 if match[2] == "ba" else total or 0))
 
 
 def schedule_of_composer(draft: Draft, key: str, given: Mapping[str, Any], total: int | None) -> None:
-    """Reads the mapping of a scheduler of Composer's; `total` are the steps of the run."""
+    """Reads the mapping of a Composer scheduler; `total` is the number of steps of the run."""
     name, warmup = given["name"], steps_of(given.get("t_warmup", 0), total)
     steps = steps_of(given.get("t_max", "1dur"), total)
-    fine = name in _COMPOSER and warmup is not None and (steps is not None or name == "constant_with_warmup")
-    fine = fine and given.get("alpha_i", 1.0) in (1, 1.0) and not given.get("scale_warmup", False)
+    readable = name in _COMPOSER and warmup is not None and (steps is not None or name == "constant_with_warmup")
+    readable = readable and given.get("alpha_i", 1.0) in (1, 1.0) and not given.get("scale_warmup", False)
     why = f"not {'in batches' if name in _COMPOSER else 'there'}: a function of the step is yours"
-    for one, value in given.items():
-        if one not in ("name", "t_warmup", "t_max", "alpha_f", "alpha_i", "alpha", "scale_warmup"):
-            draft.row(f"{key}.{one}", value, "unknown", "no key of a scheduler that is known here")
+    for argument, value in given.items():
+        if argument not in ("name", "t_warmup", "t_max", "alpha_f", "alpha_i", "alpha", "scale_warmup"):
+            draft.row(f"{key}.{argument}", value, "unknown", "no key of a scheduler that is known here")
         else:
-            text = "a function of the step" if fine else why
-            draft.row(f"{key}.{one}", value, "becomes" if fine else "open", text)
-    if fine:
+            text = "a function of the step" if readable else why
+            draft.row(f"{key}.{argument}", value, "becomes" if readable else "open", text)
+    if readable:
         alpha = number(f"{key}.alpha_f", given.get("alpha_f", 0.0))
-        said = {"warmup": warmup, "steps": max(steps or 0, warmup or 0), "alpha_f": alpha}
-        draft.say("schedule", (name, said), *(f"{key}.{one}" for one in given))
+        numbers = {"warmup": warmup, "steps": max(steps or 0, warmup or 0), "alpha_f": alpha}
+        draft.say("schedule", (name, numbers), *(f"{key}.{argument}" for argument in given))

@@ -1,4 +1,4 @@
-"""What precisions of other systems mean: which dtype is gathered, reduced, computed in and scaled."""
+"""Meanings of other systems' precisions: which dtype is gathered, reduced, computed in and scaled."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _FACTS = {
 }
 
 
-def of_stages(draft: Draft, made: str, key: str, kind: str) -> str:
-    """What a strategy moves in 16 bits, by its kind: "fsdp1", "fsdp2" or "deepspeed"; gives the text of a row."""
-    if kind == "deepspeed":  # a master in float32, and all that moves in the dtype of the model
-        draft.say("gather_dtype", made, key)
+def of_stages(draft: Draft, low_dtype: str, key: str, kind: str) -> str:
+    """Adds what a strategy of a kind, "fsdp1", "fsdp2" or "deepspeed", moves in 16 bits; returns the row's text."""
+    if kind == "deepspeed":  # float32 master weights; everything moved has the model's dtype
+        draft.say("gather_dtype", low_dtype, key)
         if "reduce_dtype" not in draft.facts:
-            draft.say("reduce_dtype", made, key)
-        if made == "torch.float16" and "scaled" not in draft.facts:
+            draft.say("reduce_dtype", low_dtype, key)
+        if low_dtype == "torch.float16" and "scaled" not in draft.facts:
             draft.say("scaled", True, key)
     for fact in _FACTS.get(kind, ()):
-        draft.say(fact, made, key)
+        draft.say(fact, low_dtype, key)
     draft.say("cast_inputs", True, key)
-    scaled = ", and so.loss_scaled" if kind == "deepspeed" and made == "torch.float16" else ""
+    scaled = ", and so.loss_scaled" if kind == "deepspeed" and low_dtype == "torch.float16" else ""
     return f"gather_dtype=, reduce_dtype= and input_dtype= of the stages{scaled}"
 
 
-def of_autocast(draft: Draft, made: str, key: str) -> str:
-    """What is computed in 16 bits, by itself; gives the text of a row."""
-    draft.say("autocast", made, key)
-    if made != "torch.float16":
+def of_autocast(draft: Draft, low_dtype: str, key: str) -> str:
+    """Adds autocast to 16 bits; returns the row's text."""
+    draft.say("autocast", low_dtype, key)
+    if low_dtype != "torch.float16":
         return "torch.autocast around the model"
     draft.say("scaled", True, key)
     return "torch.autocast around the model, and so.loss_scaled, whose defaults are those of GradScaler"
@@ -56,7 +56,7 @@ SCALING: Table = {
 
 
 def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Takes out what a fixed scale has no use for."""
+    """Takes out the keys that have no effect with a fixed scale."""
     scale = given.get("loss_scale", 0)
     for name in ("initial_scale_power", "loss_scale_window"):
         if name in given and not is_open(scale) and positive(f"{prefix}loss_scale", scale):
@@ -65,7 +65,7 @@ def where_adapting(draft: Draft, prefix: str, given: dict[str, Any]) -> dict[str
 
 
 def defaults(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
-    """Adds DeepSpeed's defaults that are others than those of so.loss_scaled, where the scale adapts."""
+    """If the scale adapts, adds DeepSpeed's defaults that differ from those of so.loss_scaled."""
     if draft.get("scaled") is None or draft.get("fixed") or is_open(given.get("loss_scale")):
         return
     draft.facts.setdefault("every", 1000)
@@ -91,14 +91,14 @@ SIXTEEN: Table = {
 }
 
 
-def bits(made: str) -> Section:
-    """DeepSpeed's mapping `fp16`, or that of `bf16`, by its dtype."""
+def bits(low_dtype: str) -> Section:
+    """DeepSpeed's section `fp16` or `bf16`, by its dtype."""
 
     def enabled(draft: Draft, key: str, value: Any) -> None:
-        draft.row(key, value, "becomes", f"{of_stages(draft, made, key, 'deepspeed')}: {made}")
+        draft.row(key, value, "becomes", f"{of_stages(draft, low_dtype, key, 'deepspeed')}: {low_dtype}")
 
     def after(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
-        if made == "torch.float16":
+        if low_dtype == "torch.float16":
             defaults(draft, prefix, given)
 
     table: Table = {**SIXTEEN, "enabled": Whole(enabled)}
@@ -145,7 +145,7 @@ POLICY: Table = {
 
 
 def _policy(switch: str) -> Section:
-    """`switch` is the argument that says whether what the model is given is cast."""
+    """The section of a policy; `switch` is the argument that says whether the model's inputs are cast."""
 
     def after(draft: Draft, prefix: str, given: dict[str, Any]) -> None:
         if draft.get("gather_dtype") and not draft.get("reduce_dtype"):

@@ -1,4 +1,4 @@
-"""The program that facts make: a mesh, a strategy, the model and its stages, an optimizer, a step, and the loop."""
+"""Writes the program that facts describe: mesh, strategy, model and stages, optimizer, step, and loop."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def step(held, batch):
     return {{"params": params, "state": state}}, metrics
 
 """
-# A line of the program, or several that belong together, and the facts that they come from.
+# One or more lines of the program, and the facts that they come from.
 _Line = tuple[str, tuple[str, ...]]
 
 
@@ -59,19 +59,19 @@ def program(draft: Draft) -> str:
 
 
 def _text(code: str, keys: tuple[str, ...]) -> str:
-    """Lines with the keys that they come from, behind them or above."""
-    said = ", ".join(keys)
+    """Lines with the keys that they come from, as a comment behind or above them."""
+    keys_text = ", ".join(keys)
     if not keys:
         return code
-    if "\n" not in code and len(code) + len(said) + 4 <= _WIDTH:
-        return f"{code}  # {said}"
+    if "\n" not in code and len(code) + len(keys_text) + 4 <= _WIDTH:
+        return f"{code}  # {keys_text}"
     indent = code[: len(code) - len(code.lstrip(" "))]
-    comment = textwrap.wrap(said, _WIDTH - len(indent) - 2)
-    return "\n".join([*(f"{indent}# {one}" for one in comment), code])
+    comment = textwrap.wrap(keys_text, _WIDTH - len(indent) - 2)
+    return "\n".join([*(f"{indent}# {row}" for row in comment), code])
 
 
 def _axes(cut: str) -> tuple[str, ...]:
-    """Those over which a batch is cut."""
+    """The axes that cut a batch."""
     if cut == "mics":
         return ("replica", "node", "gpu")
     if cut in _HYBRID:
@@ -100,8 +100,8 @@ def _mesh(draft: Draft) -> Iterator[_Line]:
     arguments += [f"scratch={json.dumps(draft.get('scratch'))}"] if draft.get("scratch") else []
     facts = "replica shard dp_replicate dp_shard ranks machines tensor cpu scratch"
     yield f"mesh = sf.make_mesh({', '.join(arguments)})", tuple(facts.split())
-    every = ", ".join(f'"{name}"' for name in names)
-    yield f"DATA = ({every})" if len(names) > 1 else f"DATA = {every}", ()
+    quoted = ", ".join(f'"{name}"' for name in names)
+    yield f"DATA = ({quoted})" if len(names) > 1 else f"DATA = {quoted}", ()
 
 
 def _strategy(draft: Draft) -> Iterator[_Line]:
@@ -110,8 +110,8 @@ def _strategy(draft: Draft) -> Iterator[_Line]:
     yield f"strategy = sf.{cut}({axes.get(len(_axes(cut)), 'DATA')})", ("cut", "dp_replicate")
     tiers = [kind for kind in ("params", "grads", "state") if draft.get(kind)]
     if tiers:
-        said = ", ".join(f'{kind}="{draft.get(kind)}"' for kind in tiers)
-        yield f"strategy = strategy.on({said})", tuple(tiers)
+        offloads = ", ".join(f'{kind}="{draft.get(kind)}"' for kind in tiers)
+        yield f"strategy = strategy.on({offloads})", tuple(tiers)
     if draft.get("uncut") is not None:
         yield f"strategy = sf.uncut(strategy, below={draft.get('uncut')})", ("uncut",)
 
@@ -134,9 +134,9 @@ def _model(draft: Draft) -> Iterator[_Line]:
 def _options(draft: Draft) -> Iterator[_Line]:
     get = draft.get
     classes = ", ".join(f'"{name}"' for name in get("stages", ()))
-    said = {name: get(f"compile_{name}") for name in ("backend", "mode", "fullgraph", "dynamic")}
-    compiled = ", ".join(f'"{name}": {_code(value)}' for name, value in said.items() if value is not None)
-    made = {
+    compile_options = {name: get(f"compile_{name}") for name in ("backend", "mode", "fullgraph", "dynamic")}
+    compiled = ", ".join(f'"{name}": {_code(value)}' for name, value in compile_options.items() if value is not None)
+    options = {
         "stages": f"stages={{{classes}}}",
         "min_num_params": f"min_num_params={get('min_num_params')}",
         "one_unit": "stages=lambda path, part: False, small=2**62",
@@ -144,12 +144,12 @@ def _options(draft: Draft) -> Iterator[_Line]:
         "sync_batch_norm": "sync_batch_norm=DATA",
     }
     if compiled or get("compile"):
-        facts = ("compile", *(f"compile_{name}" for name in said))
+        facts = ("compile", *(f"compile_{name}" for name in compile_options))
         yield f"compile={{{compiled}}}" if compiled else "compile=True", facts
     for name in ("remat", "prefetch", "gather_dtype", "reduce_dtype", "output_dtype", "gather", "reduce"):
-        made[name] = f"{name}={get(name)}"
+        options[name] = f"{name}={get(name)}"
     off = {"tensor": 1}
-    yield from ((code, (fact,)) for fact, code in made.items() if get(fact) not in (None, off.get(fact)))
+    yield from ((code, (fact,)) for fact, code in options.items() if get(fact) not in (None, off.get(fact)))
     low = get("gather_dtype") or get("param_dtype")
     if get("cast_inputs") and low:
         yield f"input_dtype={low}", ("cast_inputs", "gather_dtype", "param_dtype")
@@ -161,8 +161,8 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
         if "lr" not in given and optimizers.needs_lr(scheduled[1]):
             given["lr"] = draft.name("lr", "the learning rate")
         yield "\n", ()
-        name, said = scheduled
-        yield optimizers.rate(name, said, given.get("lr")) + "\n\n", ("schedule",)
+        name, numbers = scheduled
+        yield optimizers.rate(name, numbers, given.get("lr")) + "\n\n", ("schedule",)
         given["lr"] = Name("rate")
     if draft.get("decayed"):
         decay = f"    return {draft.get('decayed')} * (len(shape) > 1)"
@@ -176,8 +176,8 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
         yield f"optimizer = so.from_torch({make}{_more(given)})", ("optimizer", "optimizer_params")
     else:
         state = {"state_dtype": Name(draft.get("state_dtype"))} if draft.get("state_dtype") else {}
-        made = f"optimizer = so.{make}({given.pop('lr')}{_more({**given, **state})})"
-        yield made, ("optimizer", "optimizer_params", "state_dtype")
+        line = f"optimizer = so.{make}({given.pop('lr')}{_more({**given, **state})})"
+        yield line, ("optimizer", "optimizer_params", "state_dtype")
     for fact, call in (("clip", "clip_by_global_norm"), ("clip_value", "clip_by_value")):
         if draft.get(fact) is not None:
             yield f"optimizer = so.chain(so.{call}({draft.get(fact)}), optimizer)", (fact,)
@@ -186,8 +186,8 @@ def _optimizer(draft: Draft) -> Iterator[_Line]:
     if draft.get("scaled"):
         fixed = {"scale": draft.get("fixed"), "growth": 1.0, "backoff": 1.0}
         adapts = {name: draft.get(name) for name in ("every", "scale") if draft.get(name) is not None}
-        said = _more(fixed if draft.get("fixed") else adapts)
-        yield f"optimizer = so.loss_scaled(optimizer{said})", ("scaled", "fixed", "every", "scale")
+        numbers = _more(fixed if draft.get("fixed") else adapts)
+        yield f"optimizer = so.loss_scaled(optimizer{numbers})", ("scaled", "fixed", "every", "scale")
     yield "state = optimizer.init(params)", ()
 
 
@@ -198,30 +198,30 @@ def _code(value: Any) -> str:
 
 
 def _more(given: dict[str, Any]) -> str:
-    """Arguments behind another one."""
-    made: dict[str, str] = {}
+    """Further arguments of a call, each after a comma."""
+    arguments: dict[str, str] = {}
     for name, value in given.items():
         if name == "betas":
-            named = isinstance(value, Name)
-            made |= {f"b{i + 1}": f"{value}[{i}]" if named else _code(value[i]) for i in (0, 1)}
+            is_name = isinstance(value, Name)
+            arguments |= {f"b{i + 1}": f"{value}[{i}]" if is_name else _code(value[i]) for i in (0, 1)}
         else:
-            made[name] = _code(value)
-    return "".join(f", {name}={code}" for name, code in made.items())
+            arguments[name] = _code(value)
+    return "".join(f", {name}={code}" for name, code in arguments.items())
 
 
 def _ranks(draft: Draft) -> str:
-    """How many ranks have other rows."""
+    """Code for the number of ranks that have different rows."""
     return f"(mesh.size() // {draft.get('tensor')})" if draft.get("tensor", 1) > 1 else "mesh.size()"
 
 
 def _many(draft: Draft) -> bool:
-    """Whether a step has micro-batches."""
+    """Whether a step has several micro-batches."""
     count = draft.get("accumulate")
     return bool(draft.get("train_batch") and draft.get("micro_batch")) if count is None else count != 1
 
 
 def _loss(draft: Draft) -> Iterator[_Line]:
-    """Of a micro-batch: its part of the mean over ranks and micro-batches, or over all of their tokens."""
+    """The loss of a micro-batch: its part of the mean over ranks and micro-batches, or over all their tokens."""
     count, total, micro = draft.get("accumulate"), draft.get("train_batch"), draft.get("micro_batch")
     product = f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks(draft)}"
     if count is None and _many(draft):
@@ -233,8 +233,8 @@ def _loss(draft: Draft) -> Iterator[_Line]:
         yield f"if {total} != {product}:\n    {error}", ("train_batch", "micro_batch")
     tokens, scaled, autocast = draft.get("tokens"), bool(draft.get("scaled")), draft.get("autocast")
     what = "each token counts once" if tokens == "all" else "the mean over ranks and micro-batches"
-    more = "".join(f"{name}, " for name, yes in (("tokens", tokens), ("scale", scaled)) if yes)
-    yield f"\n\ndef loss(params, {more}*batch):  # {what}, as there", ()
+    extra = "".join(f"{name}, " for name, yes in (("tokens", tokens), ("scale", scaled)) if yes)
+    yield f"\n\ndef loss(params, {extra}*batch):  # {what}, as there", ()
     own = f"{'total' if tokens else 'mean'}(model, params, *batch)" + (".float()" if autocast or scaled else "")
     if autocast:
         yield f"    with torch.autocast(mesh.device_type, {autocast}):", ("autocast",)
@@ -271,8 +271,8 @@ def _loop(draft: Draft) -> Iterator[_Line]:
     if total or micro:
         draft.name("rows", _ABOUT["rows"])
         size = total or f"{micro} * {'micro_batches * ' if _many(draft) else ''}{_ranks(draft)}"
-        made = f"batches = sf.run.batches(rows, mesh, DATA, {size}, seed={seed or 0})"
-        yield made, ("train_batch", "micro_batch", "seed")
+        line = f"batches = sf.run.batches(rows, mesh, DATA, {size}, seed={seed or 0})"
+        yield line, ("train_batch", "micro_batch", "seed")
     else:
         draft.name("batches", _ABOUT["batches"])
     steps = draft.get("steps") or draft.name("steps", _ABOUT["steps"])

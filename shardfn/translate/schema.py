@@ -1,7 +1,7 @@
-"""What a key may mean, and how the settings of a file, or the arguments of a call, are read by a table of meanings.
+"""Meanings of keys, and how a file's settings, or a call's arguments, are read by a table of meanings.
 
-Each system has tables: dicts from the names of keys to meanings. `read` goes through one, and nothing else does. What
-depends on several keys is in the section that they are in: which are read first, and what is done before and after.
+Each system has tables: dicts from names of keys to meanings. Only `read` goes through them. What depends on several
+keys is in their section: which are read first, and what is done before and after.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from shardfn.translate.values import Call, Source, TranslateError, is_open, on, 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What one key means, whatever its value, or by its value.
+    """What one key means, whatever its value.
 
     Attributes:
         status, text: of its row.
-        facts: what it says; a function is called with the key and the value, and says nothing by giving None.
+        facts: the facts that it says; a function is called with the key and the value, and returns None for no fact.
         harmless: values, as words, for which a `missing` key changes nothing.
-        off: text of the row where no fact is said, other than that it is as without it.
-        name: where the value is not in the file, the name that stands for it in the program; `"about"` says what it is.
-        lax: a value that is not in the file is the reader's to say, and the translation is whole without it.
+        off: text of the row if no fact is said; default: "as without it".
+        name: if the value is not in the file, the name that stands for it in the program.
+        about: the description of that name.
+        lax: if the value is not in the file, the translation is complete without it.
     """
 
     status: Status
@@ -40,11 +41,12 @@ class Meaning:
 
 @dataclass(frozen=True)
 class By:
-    """A meaning for each value, by words as that system spells them, and by the name of a call, as `CPUOffload()`.
+    """A meaning for each value, by words as that system spells them, or by the name of a call, as `CPUOffload()`.
 
     Attributes:
-        choices: by these; others, and other calls, have the meaning `otherwise`.
-        said: what a message calls them, and what a value that is not in the file would be.
+        choices: meanings by value.
+        otherwise: the meaning of other values and calls; None: they are errors.
+        said: what a message calls the choices, also where the value is not in the file.
     """
 
     choices: Mapping[str, Meaning | Section | Whole]
@@ -54,7 +56,7 @@ class By:
 
 @dataclass(frozen=True)
 class Whole:
-    """A key that a function of the draft, the key and the value takes care of."""
+    """A key that is read by a function of the draft, the key and the value."""
 
     read: Callable[[Draft, str, Any], None]
 
@@ -68,13 +70,13 @@ class Section:
 
     Attributes:
         table: their meanings.
-        owner: whose keys they are, for a message.
+        owner: whose keys they are, for messages.
         switch: the key that turns the section on, if there is one.
-        itself: the meaning of a call, beside those of its arguments.
-        kind, cut: what of strategy it is, and how it cuts if no key says so.
-        first, last: names of those that are read before, or after, the others, with spaces between them.
-        before: is called with the draft, the prefix of keys and the settings, and gives those that are left to read.
-        after: is called with the same, when they have been read.
+        itself: the meaning of the call itself, besides those of its arguments.
+        kind, cut: the kind of strategy that it is, and how it cuts unless a key says so.
+        first, last: names of the keys that are read before, or after, the others, separated by spaces.
+        before: called with the draft, the prefix of keys and the settings; returns the settings that remain to be read.
+        after: called with the same arguments, once they have been read.
     """
 
     table: Table
@@ -90,45 +92,45 @@ class Section:
 
 
 def always(text: str) -> Meaning:
-    """Nothing to set: it is so."""
+    """A meaning: shardfn always does so, with nothing to set."""
     return Meaning("always", text, {})
 
 
 def yours(text: str, **facts: Any) -> Meaning:
-    """Around the program, and no part of its results; what the file says of it becomes lines, by facts."""
+    """A meaning: outside the program, without effect on its results; with facts, it becomes lines."""
     return Meaning("becomes" if facts else "yours", text, facts, lax=True)
 
 
 def missing(text: str, *harmless: str) -> Meaning:
-    """No counterpart, unless the value is one of those that change nothing."""
-    return Meaning("missing", text, {}, tuple(one.upper() for one in harmless))
+    """A meaning: no counterpart, unless the value is one of those that change nothing."""
+    return Meaning("missing", text, {}, tuple(value.upper() for value in harmless))
 
 
 def unsaid(text: str) -> Meaning:
-    """A value that leaves open what is meant."""
+    """A meaning: the value leaves open what is wanted."""
     return Meaning("open", text, {})
 
 
 def sets(text: str, *, off: str | None = None, name: str | None = None, about: str = "", **facts: Any) -> Meaning:
-    """Becomes lines, by facts."""
+    """A meaning: it becomes lines, by facts."""
     return Meaning("becomes", text, facts, (), off, name, about)
 
 
 def flag(yes: Meaning | Section | Whole, no: Meaning | Section | Whole) -> By:
-    """By true and false."""
+    """The meanings of true and false."""
     return By({**each("true yes 1", yes), **each("false no none 0", no)}, said="true or false")
 
 
 def each(names: str, meaning: Any) -> dict[str, Any]:
-    """The same meaning of several keys, or values, with spaces between them."""
+    """The same meaning for several keys or values, separated by spaces."""
     return dict.fromkeys(names.split(), meaning)
 
 
 def read(draft: Draft, key: str, value: Any, section: Section) -> None:
-    """Looks up each setting of a section; its `key` is empty for a file or a call.
+    """Reads each setting of a section; `key` is empty for a file or a call.
 
     Raises:
-        TranslateError: a value that its key cannot have, or two that contradict each other.
+        TranslateError: a key cannot have its value, or two contradict each other.
     """
     given = draft.settings(key, {section.switch: value} if section.switch and isinstance(value, bool) else value)
     if given is None:
@@ -139,17 +141,17 @@ def read(draft: Draft, key: str, value: Any, section: Section) -> None:
     if section.itself and isinstance(value, Call):
         meant(draft, key, value, section.itself)
     if section.switch and not _on(draft, prefix, given, section.switch):
-        for name, one in given.items():
+        for name, setting in given.items():
             if name in section.table:
-                draft.row(f"{prefix}{name}", one, "always", "switched off, as without it")
+                draft.row(f"{prefix}{name}", setting, "always", "switched off, as without it")
             else:
-                draft.row(f"{prefix}{name}", one, "unknown", _unknown(name, section))
+                draft.row(f"{prefix}{name}", setting, "unknown", _unknown(name, section))
         return
-    left = section.before(draft, prefix, given) if section.before else given
+    remaining = section.before(draft, prefix, given) if section.before else given
     first, last = section.first.split(), section.last.split()
-    for name in dict.fromkeys([*first, *(name for name in left if name not in last), *last]):
-        if name in left:
-            _setting(draft, f"{prefix}{name}", name, left[name], section)
+    for name in dict.fromkeys([*first, *(name for name in remaining if name not in last), *last]):
+        if name in remaining:
+            _setting(draft, f"{prefix}{name}", name, remaining[name], section)
     if section.cut:
         draft.facts.setdefault("cut", section.cut)
     if section.after:
@@ -157,7 +159,7 @@ def read(draft: Draft, key: str, value: Any, section: Section) -> None:
 
 
 def _on(draft: Draft, prefix: str, given: dict[str, Any], switch: str) -> bool:
-    """Whether a section is on; one whose switch is not in the file is not."""
+    """Whether a section is on; it is not if its switch's value is not in the file."""
     if is_open(given.get(switch)):
         draft.open(f"{prefix}{switch}", given.pop(switch), "the rest is as if it were off")
         return False
@@ -175,7 +177,7 @@ def _setting(draft: Draft, key: str, name: str, value: Any, section: Section) ->
 
 
 def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | Whole) -> None:
-    """Adds the row and the facts of one key, or of each that is below it."""
+    """Adds the row and the facts of one key, or of each key below it."""
     if isinstance(meaning, Section):
         if value in (None, {}) or (isinstance(value, Call) and not value.arguments and not meaning.itself):
             draft.row(key, value, "always", "it says nothing")
@@ -189,26 +191,26 @@ def meant(draft: Draft, key: str, value: Any, meaning: Meaning | By | Section | 
     elif meaning.status == "becomes" and is_open(value) and any(map(callable, meaning.facts.values())):
         _open(draft, key, value, meaning)
     else:
-        said = {fact: one(key, value) if callable(one) else one for fact, one in meaning.facts.items()}
-        for fact, one in said.items():
-            if one is not None:
-                draft.say(fact, one, key)
+        facts = {fact: x(key, value) if callable(x) else x for fact, x in meaning.facts.items()}
+        for fact, x in facts.items():
+            if x is not None:
+                draft.say(fact, x, key)
         status, text = meaning.status, meaning.text.replace("{value}", shown(value))
-        if said and all(one is None for one in said.values()):
+        if facts and all(x is None for x in facts.values()):
             status, text = ("yours", text) if meaning.lax else ("always", meaning.off or "as without it")
         draft.row(key, value, status, text)
 
 
 def _by(draft: Draft, key: str, value: Any, meaning: By) -> None:
-    spelled = {choice.upper(): found for choice, found in meaning.choices.items()}
-    found = spelled.get(f"{value.name.upper()}()" if isinstance(value, Call) else word(value))
-    said = meaning.said or f"one of {', '.join(meaning.choices)}"
-    if found is None and is_open(value) and (meaning.said or meaning.otherwise is None):
-        draft.open(key, value, f"it is {said}")
+    spelled = {choice.upper(): match for choice, match in meaning.choices.items()}
+    match = spelled.get(f"{value.name.upper()}()" if isinstance(value, Call) else word(value))
+    choices_text = meaning.said or f"one of {', '.join(meaning.choices)}"
+    if match is None and is_open(value) and (meaning.said or meaning.otherwise is None):
+        draft.open(key, value, f"it is {choices_text}")
         return
-    chosen = found or meaning.otherwise
+    chosen = match or meaning.otherwise
     if chosen is None:
-        raise TranslateError(f"{key}: {shown(value)} is not {said}")
+        raise TranslateError(f"{key}: {shown(value)} is not {choices_text}")
     meant(draft, key, value, chosen)
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of Transformers mean: of `TrainingArguments` and its kind, and of `Trainer` and its kind."""
+"""Meanings of the arguments of Transformers: of `TrainingArguments`, of `Trainer`, and of their variants."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "lr_scheduler_type": "linear", "warmup_steps": 0, "warmup_ratio": 0.0, "max_steps": -1,
     "bf16": False, "fp16": False, "average_tokens_across_devices": True,
 }  # fmt: skip
-# Those of some kinds that are others; losses of sentence-transformers are means over rows.
+# Defaults of some variants that differ; losses of sentence-transformers are means over rows.
 _OWN: dict[str, dict[str, Any]] = {
     "SFTConfig": {"learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True},
     "SentenceTransformerTrainingArguments": {"average_tokens_across_devices": False},
@@ -159,13 +159,13 @@ TRAINER: Table = {
     ),
     **each("compute_metrics callbacks preprocess_logits_for_metrics evaluator", _LOOP),
 }
-# Of `fsdp_config`, which has the names of Accelerate and these.
+# The keys of `fsdp_config`: those of Accelerate, and these.
 FSDP: Table = {
     **accelerate.PLUGIN,
     "xla": missing("there are no TPUs here", "False"),
     **each("xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings", always("of no effect without xla")),
 }
-# What is so by itself, and changes results; and the fact that says it.
+# Arguments whose defaults change results, with the facts that they say.
 _SHOWN = {
     "max_grad_norm": "clip", "average_tokens_across_devices": "tokens", "bf16": "gather_dtype",
     "gradient_checkpointing": "remat", "per_device_train_batch_size": "micro_batch",
@@ -173,8 +173,8 @@ _SHOWN = {
 
 
 def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Callable[[str], dict[str, Any]]) -> None:
-    """The arguments of a trainer; `linked` reads a file that they name."""
-    given, own = dict(call.arguments), {**DEFAULTS, **_OWN.get(call.name, {}), **call.arguments}
+    """Reads the arguments of a trainer; `linked` reads a file that they name."""
+    given, values = dict(call.arguments), {**DEFAULTS, **_OWN.get(call.name, {}), **call.arguments}
     config, sharded = given.pop("deepspeed", None), _sharded(draft, given, linked)
     if config is not None and sharded is not None:
         raise TranslateError("fsdp and deepspeed: two strategies in one file; leave one of them")
@@ -183,22 +183,22 @@ def translate(draft: Draft, call: Call, trainer: Mapping[str, Any], linked: Call
     if config is not None:
         draft.put("kind", "deepspeed")
         config = _file(draft, "deepspeed", config, linked)
-        read(draft, "deepspeed", _filled(draft, config, own, ""), deepspeed.FILE)
+        read(draft, "deepspeed", _filled(draft, config, values, ""), deepspeed.FILE)
     read(draft, "", given, Section(TABLE, call.name))
     for key, fact in _SHOWN.items():
-        if key not in given and own.get(key) and fact not in draft.facts:
-            before = len(draft.rows)
-            read(draft, "", {key: own[key]}, Section(TABLE))
-            draft.rows[before:] = [replace(row, value=f"{row.value}, the default") for row in draft.rows[before:]]
+        if key not in given and values.get(key) and fact not in draft.facts:
+            count = len(draft.rows)
+            read(draft, "", {key: values[key]}, Section(TABLE))
+            draft.rows[count:] = [replace(row, value=f"{row.value}, the default") for row in draft.rows[count:]]
     if draft.get("optimizer") is None:
-        _optimizer(draft, own, given)
+        _optimizer(draft, values, given)
     if draft.get("schedule") is None:
-        _schedule(draft, own, given)
+        _schedule(draft, values, given)
     read(draft, "", trainer, Section(TRAINER, "Trainer"))
 
 
 def _file(draft: Draft, key: str, value: Any, linked: Callable[[str], dict[str, Any]]) -> Mapping[str, Any]:
-    """A dict, or what is in the file that is named."""
+    """A mapping, or the contents of the file that is named."""
     if isinstance(value, str):
         draft.row(key, value, "becomes", "its keys, below")
         value = linked(value)
@@ -208,98 +208,98 @@ def _file(draft: Draft, key: str, value: Any, linked: Callable[[str], dict[str, 
 
 
 def _sharded(draft: Draft, given: dict[str, Any], linked: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
-    """What `fsdp=` and `fsdp_config=` say together, by the names of `fsdp_config`; None where nothing is sharded."""
-    said, config = given.pop("fsdp", None), given.pop("fsdp_config", None)
+    """`fsdp=` and `fsdp_config=` together, under the names of `fsdp_config`; None if nothing is sharded."""
+    mode, config = given.pop("fsdp", None), given.pop("fsdp_config", None)
     old = {key: given.pop(f"fsdp_{key}", None) for key in ("min_num_params", "transformer_layer_cls_to_wrap")}
-    if is_open(said) and not isinstance(said, str):
-        draft.open("fsdp", said, "the strategy")
+    if is_open(mode) and not isinstance(mode, str):
+        draft.open("fsdp", mode, "the strategy")
         return {}
-    if said in (None, False, "", [], "False"):
+    if mode in (None, False, "", [], "False"):
         if config:
             draft.row("fsdp_config", config, "always", "of no effect without fsdp=")
         return None
-    found = {key.removeprefix("fsdp_"): one for key, one in _file(draft, "fsdp_config", config, linked).items()}
-    found |= {key: one for key, one in old.items() if one not in (None, 0)}
-    options = [word(one) for one in (said.split() if isinstance(said, str) else said if isinstance(said, list) else [])]
-    cuts = [one for one in options if one in fsdp.CUTS]
+    keys = {key.removeprefix("fsdp_"): x for key, x in _file(draft, "fsdp_config", config, linked).items()}
+    keys |= {key: x for key, x in old.items() if x not in (None, 0)}
+    options = [word(x) for x in (mode.split() if isinstance(mode, str) else mode if isinstance(mode, list) else [])]
+    cuts = [x for x in options if x in fsdp.CUTS]
     if len(cuts) > 1 or set(options) - {*fsdp.CUTS, "OFFLOAD", "AUTO_WRAP", "TRUE"}:
-        raise TranslateError(f"fsdp: {shown(said)} is not one strategy with offload and auto_wrap")
-    kept = found.get("reshard_after_forward")
-    old_names = {"sharding_strategy", "backward_prefetch"} & set(found) or set(cuts) - {"FULL_SHARD", "SHARD_GRAD_OP"}
-    first = old_names and not isinstance(kept, bool)
-    version = whole("fsdp_config.version", found.pop("version", 1 if first else 2))
-    draft.row("fsdp", said, "becomes", f"the strategy, of FSDP{version}")
-    if cuts and kept is None:
-        found = {"reshard_after_forward": cuts[0] if version == 1 else cuts[0] == "FULL_SHARD", **found}
+        raise TranslateError(f"fsdp: {shown(mode)} is not one strategy with offload and auto_wrap")
+    reshard = keys.get("reshard_after_forward")
+    old_names = {"sharding_strategy", "backward_prefetch"} & set(keys) or set(cuts) - {"FULL_SHARD", "SHARD_GRAD_OP"}
+    is_fsdp1 = old_names and not isinstance(reshard, bool)
+    version = whole("fsdp_config.version", keys.pop("version", 1 if is_fsdp1 else 2))
+    draft.row("fsdp", mode, "becomes", f"the strategy, of FSDP{version}")
+    if cuts and reshard is None:
+        keys = {"reshard_after_forward": cuts[0] if version == 1 else cuts[0] == "FULL_SHARD", **keys}
     if "OFFLOAD" in options:
-        found.setdefault("cpu_offload", True)
-    return {"version": version, **found}
+        keys.setdefault("cpu_offload", True)
+    return {"version": version, **keys}
 
 
-def _auto(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What `"auto"` stands for in a file of DeepSpeed's that Transformers reads."""
-    warmup = own["warmup_steps"]
+def _auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What `"auto"` stands for in a DeepSpeed file that Transformers reads."""
+    warmup = values["warmup_steps"]
     return {
-        "train_micro_batch_size_per_gpu": own["per_device_train_batch_size"],
-        "gradient_accumulation_steps": own["gradient_accumulation_steps"],
-        "gradient_clipping": own["max_grad_norm"],
-        "optimizer.params.lr": own["learning_rate"],
-        "optimizer.params.betas": [own["adam_beta1"], own["adam_beta2"]],
-        "optimizer.params.eps": own["adam_epsilon"],
-        "optimizer.params.weight_decay": own["weight_decay"],
+        "train_micro_batch_size_per_gpu": values["per_device_train_batch_size"],
+        "gradient_accumulation_steps": values["gradient_accumulation_steps"],
+        "gradient_clipping": values["max_grad_norm"],
+        "optimizer.params.lr": values["learning_rate"],
+        "optimizer.params.betas": [values["adam_beta1"], values["adam_beta2"]],
+        "optimizer.params.eps": values["adam_epsilon"],
+        "optimizer.params.weight_decay": values["weight_decay"],
         "scheduler.params.warmup_min_lr": 0,
-        "scheduler.params.warmup_max_lr": own["learning_rate"],
+        "scheduler.params.warmup_max_lr": values["learning_rate"],
         "scheduler.params.warmup_num_steps": max(1, warmup) if isinstance(warmup, int) else "auto",
-        "scheduler.params.total_num_steps": own["max_steps"] if own["max_steps"] != -1 else "auto",
-        "bf16.enabled": own["bf16"],
-        "fp16.enabled": own["fp16"],
+        "scheduler.params.total_num_steps": values["max_steps"] if values["max_steps"] != -1 else "auto",
+        "bf16.enabled": values["bf16"],
+        "fp16.enabled": values["fp16"],
     }
 
 
 def _filled(draft: Draft, config: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """A file in which every `"auto"` that an argument of the trainer stands for has its value."""
-    values, found = _auto(own), {}
-    for key, one in config.items():
+    """A file in which every `"auto"` that stands for an argument of the trainer is replaced by its value."""
+    values, filled = _auto(own), {}
+    for key, x in config.items():
         path = f"{prefix}{key}"
-        if isinstance(one, Mapping):
-            found[key] = _filled(draft, one, own, f"{path}.")
-        elif is_auto(one) and path == "train_batch_size":
+        if isinstance(x, Mapping):
+            filled[key] = _filled(draft, x, own, f"{path}.")
+        elif is_auto(x) and path == "train_batch_size":
             text = "the product of ranks, micro-batches and rows of each"
-            draft.row("deepspeed.train_batch_size", one, "always", text)
+            draft.row("deepspeed.train_batch_size", x, "always", text)
         else:
-            found[key] = values.get(path, one) if is_auto(one) else one
-    return found
+            filled[key] = values.get(path, x) if is_auto(x) else x
+    return filled
 
 
-def _optimizer(draft: Draft, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """The optimizer that Trainer makes, by what the arguments say, or by their defaults."""
+def _optimizer(draft: Draft, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Adds the optimizer that Trainer makes from the arguments or their defaults."""
     make = draft.get("optim", None if "optim" in given else "adamw")
-    lr, decay, eps, b1, b2 = (draft.get(fact, own[key]) for key, fact in _ADAM.items())
-    found: dict[str, Any] = {"lr": lr}
-    draft.put("optimizer_params", found, *draft.of(*_ADAM.values()))
+    lr, decay, eps, b1, b2 = (draft.get(fact, values[key]) for key, fact in _ADAM.items())
+    arguments: dict[str, Any] = {"lr": lr}
+    draft.put("optimizer_params", arguments, *draft.of(*_ADAM.values()))
     if make is None:
         return
     draft.say("optimizer", make, *draft.of("optim"))
     if make in ("adamw", "lion"):
-        found["betas"] = (b1, b2)
+        arguments["betas"] = (b1, b2)
     if make == "adamw":
-        found["eps"] = eps
+        arguments["eps"] = eps
     if decay and "." not in make:  # not of biases and norms
         draft.say("decayed", decay, "weight_decay")
     if decay or make == "adamw":
-        found["weight_decay"] = Name("decay") if draft.get("decayed") else decay
+        arguments["weight_decay"] = Name("decay") if draft.get("decayed") else decay
 
 
-def _schedule(draft: Draft, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    kind = draft.get("scheduler", None if "lr_scheduler_type" in given else own["lr_scheduler_type"])
+def _schedule(draft: Draft, values: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    kind = draft.get("scheduler", None if "lr_scheduler_type" in given else values["lr_scheduler_type"])
     keys = draft.of("scheduler", "warmup_steps", "warmup_ratio", "steps")
     if kind == "constant":
         draft.put("optimizer_params", draft.get("optimizer_params"), *keys)
     if kind in (None, "constant"):
         return
     if draft.get("steps") is None:
-        said = given.get("max_steps", "not said")
-        draft.row("max_steps", said, "open", "the steps of the run: the program has the name steps")
+        max_steps = given.get("max_steps", "not said")
+        draft.row("max_steps", max_steps, "open", "the steps of the run: the program has the name steps")
         draft.put("steps", draft.name("steps", "of the whole run"))
     steps, ratio = draft.get("warmup_steps", 0.0), draft.get("warmup_ratio", 0.0)
     if not isinstance(steps, Name) and 0 < steps < 1:

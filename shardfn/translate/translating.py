@@ -1,4 +1,4 @@
-"""From a file to a translation."""
+"""From a configuration file to its translation."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _FILES = {"Accelerate": accelerate.FILE, "DeepSpeed": deepspeed.FILE, "Composer"
 
 
 def translate(path: str | os.PathLike[str]) -> Translation:
-    """Says in lines of shardfn what a configuration of another system says.
+    """Translates a configuration of another system into lines of shardfn.
 
     Args:
         path: a YAML of Accelerate (with DeepSpeed's JSON, where it links one) or Composer, a JSON of DeepSpeed, or a
             Python file with the strategy of Lightning, Composer or torch, a plugin of Accelerate, or the arguments of a
-            Trainer of Transformers; it is never run.
+            Trainer of Transformers, which is never run.
 
     Returns:
         The program, and a row for each key.
 
     Raises:
-        TranslateError: what cannot be read, has a value that its key cannot have, or contradicts itself.
+        TranslateError: the file cannot be read, a key cannot have its value, or the file contradicts itself.
 
     Example:
         ``print(translate("ds_config.json").program)``
@@ -54,9 +54,9 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     file, draft = Path(path), Draft()
     try:
         if file.suffix == ".py":
-            found, imported = calls(text_of(file), {*READ, *fsdp.BESIDE})
-            system = _called(draft, file, found, imported)
-            fsdp.beside(draft, found)
+            calls_read, imported = calls(text_of(file), {*READ, *fsdp.BESIDE})
+            system = _called(draft, file, calls_read, imported)
+            fsdp.beside(draft, calls_read)
         else:
             given = mapping_of(file)
             system = system_of(given, str(file), _FILES)
@@ -66,26 +66,26 @@ def translate(path: str | os.PathLike[str]) -> Translation:
     except RecursionError:
         raise TranslateError(f"{file}: nested too deeply") from None
     except TranslateError as error:
-        said = str(error)
-        raise TranslateError(said if said.startswith(str(file)) else f"{file}: {said}") from None
+        message = str(error)
+        raise TranslateError(message if message.startswith(str(file)) else f"{file}: {message}") from None
     return Translation(str(file), system, tuple(draft.rows), text, dict(draft.names))
 
 
-def _called(draft: Draft, file: Path, found: list[Call], imported: set[str]) -> str:
-    """Reads the call that says how the program is sharded, and says whose it is."""
-    strategies = [one for one in found if one.name in lightning.STRATEGIES]
-    torch = [one for one in found if one.name in fsdp.CALLS]
-    plugins = [one for one in found if one.name in accelerate.PLUGINS]
-    trainers = [one for one in found if one.name in _TRAINERS]
-    made = [one for one in found if one.name == "Accelerator"]
-    arguments = [one for one in found if one.name in transformers.ARGUMENTS]
+def _called(draft: Draft, file: Path, calls_read: list[Call], imported: set[str]) -> str:
+    """Reads the call that says how the program is sharded, and returns its system."""
+    strategies = [call for call in calls_read if call.name in lightning.STRATEGIES]
+    torch = [call for call in calls_read if call.name in fsdp.CALLS]
+    plugins = [call for call in calls_read if call.name in accelerate.PLUGINS]
+    trainers = [call for call in calls_read if call.name in _TRAINERS]
+    accelerators = [call for call in calls_read if call.name == "Accelerator"]
+    arguments = [call for call in calls_read if call.name in transformers.ARGUMENTS]
     _refuse_two(strategies, torch, plugins, trainers)
     trainer = trainers[0].arguments if trainers else {}
-    if arguments or "args" in trainer or any(one.name in transformers.TRAINERS for one in trainers):
+    if arguments or "args" in trainer or any(call.name in transformers.TRAINERS for call in trainers):
         _transformers(draft, file, arguments, trainer)
         return "Transformers"
-    if plugins or made:
-        _accelerate(draft, plugins, made)
+    if plugins or accelerators:
+        _accelerate(draft, plugins, accelerators)
         return "Accelerate"
     if trainers and not strategies and _is_composer(trainer, imported):
         read(draft, "", trainer, composer.FILE)
@@ -100,11 +100,11 @@ def _called(draft: Draft, file: Path, found: list[Call], imported: set[str]) -> 
 
 
 def _refuse_two(strategies: list[Call], torch: list[Call], plugins: list[Call], trainers: list[Call]) -> None:
-    kinds = {fsdp.CALLS[one.name].owner for one in torch}
-    differ = fsdp.differ(torch)
-    if len(strategies) + len(plugins) + len(kinds) > 1 or len(trainers) > 1 or differ:
-        lines = listed(f"{one.name} in line {one.line}" for one in [*strategies, *plugins, *torch, *trainers])
-        why = f", which differ in {listed(differ)}" if differ else ""
+    kinds = {fsdp.CALLS[call.name].owner for call in torch}
+    differing = fsdp.differ(torch)
+    if len(strategies) + len(plugins) + len(kinds) > 1 or len(trainers) > 1 or differing:
+        lines = listed(f"{call.name} in line {call.line}" for call in [*strategies, *plugins, *torch, *trainers])
+        why = f", which differ in {listed(differing)}" if differing else ""
         raise TranslateError(f"two strategies in one file: {lines}{why}; leave one of them")
 
 
@@ -114,19 +114,19 @@ def _is_composer(given: Mapping[str, Any], imported: set[str]) -> bool:
     return bool({"parallelism_config", "fsdp_config", "max_duration", "device_train_microbatch_size"} & set(given))
 
 
-def _accelerate(draft: Draft, plugins: list[Call], made: list[Call]) -> None:
-    for one in plugins:
-        read(draft, "", one, accelerate.PLUGINS[one.name])
-    given = {key: one for call in made for key, one in call.arguments.items() if key not in _READ_BEFORE}
+def _accelerate(draft: Draft, plugins: list[Call], accelerators: list[Call]) -> None:
+    for plugin in plugins:
+        read(draft, "", plugin, accelerate.PLUGINS[plugin.name])
+    given = {key: value for call in accelerators for key, value in call.arguments.items() if key not in _READ_BEFORE}
     cut = "zero2" if draft.get("kind") == "deepspeed" else "ddp"
     read(draft, "", given, Section(accelerate.ACCELERATOR, "Accelerator", cut=cut))
 
 
 def _transformers(draft: Draft, file: Path, arguments: list[Call], trainer: Mapping[str, Any]) -> None:
     if len(arguments) != 1:
-        lines = listed(f"{one.name} in line {one.line}" for one in arguments)
-        told = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
-        raise TranslateError(f"a Trainer of Transformers is told by one set of arguments, and there is {told}")
+        lines = listed(f"{call.name} in line {call.line}" for call in arguments)
+        given = f"{lines}; leave one of them" if arguments else f"none of {listed(sorted(transformers.ARGUMENTS))}"
+        raise TranslateError(f"a Trainer of Transformers takes one set of arguments, and there is {given}")
     transformers.translate(draft, arguments[0], trainer, lambda name: mapping_of(near(file, name)))
 
 
@@ -137,7 +137,7 @@ def text_of(path: Path) -> str:
     """A file's text.
 
     Raises:
-        TranslateError: there is none, or it is too large or no text.
+        TranslateError: there is no such file, or it is too large, empty or not text.
     """
     try:
         if not path.is_file():
@@ -157,30 +157,30 @@ def text_of(path: Path) -> str:
 
 
 def mapping_of(path: Path) -> dict[str, Any]:
-    """What a JSON or a YAML file holds.
+    """The mapping in a JSON or a YAML file.
 
     Raises:
-        TranslateError: it is neither, or no mapping of keys.
+        TranslateError: it is neither, or not a mapping with strings as keys.
     """
     text = text_of(path)
     try:
-        found = _json(path, text) if path.suffix == ".json" or text.lstrip()[:1] == "{" else _yaml(path, text)
+        mapping = _json(path, text) if path.suffix == ".json" or text.lstrip()[:1] == "{" else _yaml(path, text)
     except RecursionError:
         raise TranslateError(f"{path}: nested too deeply") from None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        kind = "a list" if isinstance(found, list) else "no mapping of keys that are strings"
+    if not isinstance(mapping, dict) or not all(isinstance(key, str) for key in mapping):
+        kind = "a list" if isinstance(mapping, list) else "no mapping of keys that are strings"
         raise TranslateError(f"{path}: {kind}; a configuration is a mapping of keys")
-    return found
+    return mapping
 
 
 def _json(path: Path, text: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
             names = [key for key, _ in pairs]
             twice = next(key for key in names if names.count(key) > 1)
             raise TranslateError(f"{path}: the key {twice} stands twice")
-        return found
+        return mapping
 
     try:
         return json.loads(text, object_pairs_hook=once)
@@ -197,7 +197,7 @@ def _yaml(path: Path, text: str) -> Any:
         ) from None
 
     class Once(yaml.SafeLoader):  # type: ignore[misc]
-        """Of two equal keys YAML's own reader takes the last, and says nothing."""
+        """Refuses a key that stands twice; the base class silently takes the last one."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: set[str] = set()
@@ -217,52 +217,51 @@ def _yaml(path: Path, text: str) -> Any:
 
 
 def system_of(given: Mapping[str, Any], where: str, systems: Mapping[str, Section]) -> str:
-    """Whose configuration a mapping is, of these systems.
+    """The system whose configuration a mapping is.
 
     Raises:
-        TranslateError: nobody's that is known here, or two systems'.
+        TranslateError: it is none of these systems', or two systems'.
     """
     plugin, parallel = (
-        set(one) if isinstance(one, Mapping) else set()
-        for one in (given.get("fsdp_config"), given.get("parallelism_config"))
+        set(x) if isinstance(x, Mapping) else set() for x in (given.get("fsdp_config"), given.get("parallelism_config"))
     )
-    found = {name for name, keys in _OWN.items() if set(keys.split()) & set(given)}
+    matches = {name for name, keys in _OWN.items() if set(keys.split()) & set(given)}
     if any(str(key).startswith("fsdp_") for key in plugin):
-        found.add("Accelerate")
+        matches.add("Accelerate")
     elif plugin & set(composer.FSDP):
-        found.add("Composer")
+        matches.add("Composer")
     if {"fsdp", "fsdp2", "tp"} & parallel:
-        found.add("Composer")
-    if len(found) > 1:
-        whose = listed((name for name in systems if name in found), separator=" and ")
+        matches.add("Composer")
+    if len(matches) > 1:
+        whose = listed((name for name in systems if name in matches), separator=" and ")
         raise TranslateError(f"{where}: two strategies in one file, those of {whose}; leave one of them")
-    return found.pop() if found else _likeliest(given, where, systems)
+    return matches.pop() if matches else _likeliest(given, where, systems)
 
 
 def _likeliest(given: Mapping[str, Any], where: str, systems: Mapping[str, Section]) -> str:
-    """By how many of the keys a system knows, where none is its own alone."""
-    known = {name: sum(key in section.table for key in given) for name, section in systems.items()}
-    best = [name for name, count in known.items() if count == max(known.values())]
-    typed = [one for one in (given.get("optimizer"), given.get("scheduler")) if isinstance(one, Mapping)]
+    """The system that knows most of the keys, where none is specific to one system."""
+    counts = {name: sum(key in section.table for key in given) for name, section in systems.items()}
+    best = [name for name, count in counts.items() if count == max(counts.values())]
+    typed = [x for x in (given.get("optimizer"), given.get("scheduler")) if isinstance(x, Mapping)]
     if len(best) > 1 and typed:
-        best = ["DeepSpeed"] if all("type" in one for one in typed) else ["Composer"]
-    if len(best) > 1 or not known[best[0]]:
-        few = ", ".join(list(map(str, given))[:5])
-        raise TranslateError(f"{where}: no configuration that is known here, by its keys: {few}; FILE is {SYSTEMS}")
+        best = ["DeepSpeed"] if all("type" in x for x in typed) else ["Composer"]
+    if len(best) > 1 or not counts[best[0]]:
+        names = ", ".join(list(map(str, given))[:5])
+        raise TranslateError(f"{where}: no configuration that is known here, by its keys: {names}; FILE is {SYSTEMS}")
     return best[0]
 
 
 def near(path: Path, name: str) -> Path:
-    """A file that another one names: beside it, or by its own path."""
+    """The file that another one names: next to it, or at the path itself."""
     beside = path.parent / name
     return beside if beside.is_file() else Path(name)
 
 
 def linked(given: dict[str, Any], path: Path) -> dict[str, Any]:
-    """With the file that deepspeed_config_file names in the place of its name.
+    """The configuration with the contents of the file that deepspeed_config_file names in place of its name.
 
     Raises:
-        TranslateError: it is not there, or leads back.
+        TranslateError: the file is not there, leads back, or contradicts the configuration.
     """
     section = given.get("deepspeed_config")
     section = section if isinstance(section, Mapping) else {}
@@ -272,13 +271,13 @@ def linked(given: dict[str, Any], path: Path) -> dict[str, Any]:
     file = near(path, name)
     if file.exists() and path.exists() and file.samefile(path):
         raise TranslateError(f"{path}: deepspeed_config_file leads back to the file itself")
-    found = mapping_of(file)
-    if "deepspeed_config" in found or "deepspeed_config_file" in found:
+    contents = mapping_of(file)
+    if "deepspeed_config" in contents or "deepspeed_config_file" in contents:
         raise TranslateError(f"{path}: deepspeed_config_file is {file}, which names one itself: a circle")
-    both = sorted({"gradient_clipping", "gradient_accumulation_steps", "zero_stage"} & set(section))
-    zero = found.get("zero_optimization")
-    inside = {"zero_stage": zero.get("stage", 0) if isinstance(zero, Mapping) else 0} | found
-    for key in both:
+    repeated = sorted({"gradient_clipping", "gradient_accumulation_steps", "zero_stage"} & set(section))
+    zero = contents.get("zero_optimization")
+    inside = {"zero_stage": zero.get("stage", 0) if isinstance(zero, Mapping) else 0} | contents
+    for key in repeated:
         if inside.get(key, section[key]) not in (section[key], "auto"):
             raise TranslateError(f"{path}: deepspeed_config.{key} and {file} contradict each other")
-    return {**given, "deepspeed_config": {**section, "deepspeed_config_file": found}}
+    return {**given, "deepspeed_config": {**section, "deepspeed_config_file": contents}}

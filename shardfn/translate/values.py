@@ -1,4 +1,4 @@
-"""Values as the files of other systems spell them, read into Python's."""
+"""Reads values as the files of other systems spell them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = {
 
 
 class TranslateError(ValueError):
-    """What cannot be read, or contradicts itself."""
+    """A configuration cannot be read, or contradicts itself."""
 
     def __init__(self, message: str) -> None:
         super().__init__(bounded(message))
@@ -29,7 +29,7 @@ class TranslateError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """A Python expression that is no literal, as it is written."""
+    """A Python expression that is not a literal, as it is written."""
 
     text: str
 
@@ -44,19 +44,19 @@ class Call:
 
 
 def shown(value: Any) -> str:
-    """As text, of bounded length."""
+    """A value as text of bounded length."""
     if isinstance(value, Source):
         return value.text if len(value.text) < 200 else f"{value.text[:190]}..."
     if isinstance(value, Call):
         return f"{value.name}(...)"
-    if isinstance(value, (list, tuple, set, frozenset)) and any(isinstance(one, Source) for one in value):
+    if isinstance(value, (list, tuple, set, frozenset)) and any(isinstance(item, Source) for item in value):
         return f"[{', '.join(map(shown, value))}]"
     text = value if isinstance(value, str) and len(value) < 200 else _SHORT.repr(value)
     return " ".join(text.split()) if len(text) < 200 else f"{text[:190]}..."
 
 
 def word(value: Any) -> str:
-    """As one word in capitals: of `Strategy.FULL_SHARD` or `"full_shard"` it is FULL_SHARD, and of 3.0 it is 3."""
+    """A value as one word in capitals: FULL_SHARD for `Strategy.FULL_SHARD` or `"full_shard"`, and 3 for 3.0."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     if isinstance(value, Source) and value.text.replace(".", "").replace("_", "").isalnum():
@@ -65,55 +65,55 @@ def word(value: Any) -> str:
 
 
 def is_auto(value: Any) -> bool:
-    """Whether the file leaves it to the arguments of a trainer."""
+    """Whether the value is "auto", which leaves it to the arguments of a trainer."""
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
 def is_open(value: Any) -> bool:
-    """Whether the value is not in the file: `"auto"`, or an expression of Python."""
+    """Whether the value is not in the file: `"auto"`, or a Python expression."""
     return is_auto(value) or isinstance(value, (Source, Call))
 
 
 def on(key: str, value: Any) -> bool:
-    """A switch."""
+    """A switch, as a bool."""
     if word(value) not in ("TRUE", "YES", "1", "FALSE", "NO", "NONE", "0"):
         raise TranslateError(f"{key}: {shown(value)} is neither true nor false")
     return word(value) in ("TRUE", "YES", "1")
 
 
 def whole(key: str, value: Any, least: int = 1) -> int:
-    """A whole number, which may be written as 5e8."""
-    found = number(key, value)
-    if found != int(found) or found < least:
+    """A whole number of at least `least`, which may be written as 5e8."""
+    x = number(key, value)
+    if x != int(x) or x < least:
         raise TranslateError(f"{key}: {shown(value)} is not a whole number of {least} or more")
-    return int(found)
+    return int(x)
 
 
 def number(key: str, value: Any, least: float = 0.0) -> float:
-    """A number that is not negative; YAML reads 1e-4 as a string."""
+    """A number of at least `least`; YAML reads 1e-4 as a string."""
     try:
         if isinstance(value, bool):
             raise TypeError
-        found = float(value)
+        x = float(value)
     except (TypeError, ValueError):
         raise TranslateError(f"{key}: {shown(value)} is not a number") from None
-    if not math.isfinite(found) or found < least:
+    if not math.isfinite(x) or x < least:
         raise TranslateError(f"{key}: {shown(value)} is not a number of {least:g} or more")
-    return found
+    return x
 
 
 def positive(key: str, value: Any) -> float | None:
-    """A number above 0; None for 0, and where none is said."""
+    """A number above 0; None for 0 or no value."""
     return (value and number(key, value)) or None
 
 
 def natural(key: str, value: Any) -> int | None:
-    """A whole number of 0 or more, where one is said."""
+    """A whole number of 0 or more, or None for no value."""
     return None if value is None else whole(key, value, 0)
 
 
 def whole_or_all(key: str, value: Any) -> int | None:
-    """A whole number; None for -1, which means as many as there are, and where none is said."""
+    """A whole number; None for no value, or for -1, which means as many as there are."""
     return None if value is None or number(key, value, -1) == -1 else whole(key, value)
 
 
@@ -125,36 +125,36 @@ def pair(key: str, value: Any) -> tuple[float, float]:
 
 
 def lower(key: str, value: Any) -> str | None:
-    """A word in small letters; None where none is said."""
+    """A word in lower case, or None for no value."""
     return None if value is None else str(value).lower()
 
 
 def path(key: str, value: Any) -> str | None:
-    """A path; None where it is none."""
+    """A path, or None for "none"."""
     return None if str(value).lower() == "none" else str(value)
 
 
 def words(key: str, value: Any) -> tuple[str, ...]:
-    """Names, in a list or between commas; of classes in Python, their own names."""
+    """Names, from a list or a comma-separated string; for Python classes, their own names."""
     if isinstance(value, str):
-        found: list[Any] = [one.strip() for one in value.split(",") if one.strip()]
+        names: list[Any] = [name.strip() for name in value.split(",") if name.strip()]
     elif isinstance(value, (list, tuple, set, frozenset)):
-        found = [one.text.rpartition(".")[2] if isinstance(one, Source) else one for one in value]
-        found = sorted(found, key=str) if isinstance(value, (set, frozenset)) else found
+        names = [name.text.rpartition(".")[2] if isinstance(name, Source) else name for name in value]
+        names = sorted(names, key=str) if isinstance(value, (set, frozenset)) else names
     else:
-        found = []
-    if not found or not all(isinstance(one, str) and one.isidentifier() for one in found):
+        names = []
+    if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise TranslateError(f"{key}: {shown(value)} is not a list of names")
-    return tuple(found)
+    return tuple(names)
 
 
 def dtype(key: str, value: Any) -> str | None:
-    """Of floating-point numbers, as code: `torch.bfloat16`. None where none is said."""
-    said = value.text if isinstance(value, Source) else str(value)
-    said = said.removeprefix("torch.").lower()
+    """A floating-point dtype as code, `torch.bfloat16`; None for no value."""
+    spelling = value.text if isinstance(value, Source) else str(value)
+    spelling = spelling.removeprefix("torch.").lower()
     for name, spellings in _DTYPES.items():
-        if said in spellings.split():
+        if spelling in spellings.split():
             return f"torch.{name}"
-    if said in ("none", "no", "null"):
+    if spelling in ("none", "no", "null"):
         return None
     raise TranslateError(f"{key}: {shown(value)} is not a dtype that is known here: bf16, fp16, fp32 or fp64")

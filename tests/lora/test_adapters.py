@@ -684,7 +684,7 @@ SAID: dict[str, tuple[str, ...]] = {
     "load, half": ("CheckpointError", "lora_A.weight is missing"),
     "load, other name": ("CheckpointError", "has no", "query", "another model"),
     "load, other shape": ("CheckpointError", "shapes [2, 1] and [32, 2]"),
-    "load, base": ("CheckpointError", "another model.embed_tokens.weight of the base"),
+    "load, base": ("CheckpointError", "its model.embed_tokens.weight of the base differs"),
     "load, parameters, half": ("CheckpointError", "experts.gate_up_proj", "which has no tensors"),
     "load, parameters, none": ("CheckpointError", "MixtralForCausalLM has no model.layers.0.mlp.experts.base_layer"),
     "load, parameters, other": ("CheckpointError", "has no model.layers.0.mlp.experts.base_layer"),

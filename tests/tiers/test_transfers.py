@@ -331,7 +331,7 @@ def test_what_is_announced_is_read_once_and_is_what_it_is_when_it_is_taken(file:
             assert one.values.equal(there)
             one.give_back()
             ahead.announce(there)
-    assert len(ahead._each) == 1
+    assert len(ahead._reads) == 1
 
 
 def test_what_changes_unseen_is_not_taken_from_before(file: File) -> None:

@@ -196,7 +196,7 @@ def test_what_a_partial_is_given_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("Trainer(model=model, args=args)", "is told by one set of arguments"),
+    ("Trainer(model=model, args=args)", "takes one set of arguments"),
     ("TrainingArguments(fsdp='full_shard', deepspeed={'zero_optimization': {}})", "two strategies in one file"),
     ("TrainingArguments(fsdp='full_shard hybrid_shard')", "is not one strategy"),
     ("TrainingArguments(gradient_accumulation_steps=2, deepspeed={'gradient_accumulation_steps': 4})", "contradict"),
